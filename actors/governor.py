@@ -43,7 +43,7 @@ class GovernorActorState:
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
     """By model, the worker that requested last, and the number of its process."""
     limits: dict[str, int] = field(default_factory=dict)
-    """By model, the most bytes it can have, as its worker was told last."""
+    """By model, the most bytes that it can have according to the last message to its worker."""
     violations: int = 0
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class ReadingsState:
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None
-    """What was last sent to the governor."""
+    """The last message to the governor."""
 
 
 class ReadingsActor(Actor["ReadingsMail"]):

@@ -104,7 +104,7 @@ class Member(msgspec.Struct):
     step_s: float | None = None
     """While time slices are in force, a shorter step takes effect at the end of the next slice."""
     unlimited: bool | None = None
-    """Whether it was last told to compute without limit; None: it was told nothing yet."""
+    """Whether its last command has no time limit; None: no command yet."""
 
 
 class Holder(msgspec.Struct, frozen=True):
