@@ -39,7 +39,7 @@ _end_options = option_group(
         metavar="N",
         type=int,
         default=0,
-        help="Least tokens before a completion may end.",
+        help="Minimum tokens before a completion may end.",
     ),
     _end_option("--ignore-eos", is_flag=True, help="Continue past the model's end token."),
     _end_option(

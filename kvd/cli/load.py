@@ -36,7 +36,7 @@ from protocol.validation import describe_error
     "--idle-ttl", metavar="SECONDS", type=float, help="Unload it after this time without requests."
 )
 @click.option(
-    "--max-context", metavar="TOKENS", type=int, help="Most tokens of prompt and completion."
+    "--max-context", metavar="TOKENS", type=int, help="Maximum tokens of prompt and completion."
 )
 @kv_options()
 @common_options()

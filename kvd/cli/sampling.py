@@ -24,7 +24,7 @@ def sampling_options(*, temperature: float) -> Decorator:
             "--max-tokens",
             metavar="N",
             type=int,
-            help="Most tokens of a completion (default: 512, or what fits).",
+            help="Maximum tokens of a completion (default: 512, or what fits).",
         ),
         _option("--temperature", metavar="T", type=float, default=temperature, help="0 is greedy."),
         _option(
@@ -46,7 +46,7 @@ def sampling_options(*, temperature: float) -> Decorator:
             metavar="P",
             type=float,
             default=0.0,
-            help="Least probability, as a share of the likeliest token's.",
+            help="Minimum probability, relative to the likeliest token.",
         ),
         _option(
             "--seed",

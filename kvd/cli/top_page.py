@@ -73,7 +73,7 @@ class View:
     total: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     """Tokens per second of all models, the newest last."""
     by_model: dict[str, deque[float]] = field(default_factory=dict)
-    """The same for each model."""
+    """Tokens per second by model, the newest last."""
     events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
     def take(self, status: DaemonStatus, events: Sequence[EventRecord]) -> None:
