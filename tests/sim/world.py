@@ -106,7 +106,7 @@ class World:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
-        self.metrics = Exposition(lambda: self.system, beside=_call_directly)
+        self.metrics = Exposition(lambda: self.system, run_in_thread=_call_directly)
         seeds = count(7)
         self.system = System(
             self.spawn,
