@@ -763,7 +763,7 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
 @simulated
 async def test_counters_go_on_when_a_model_is_unloaded_and_loaded_again():
     def steps() -> int:
-        return w.metrics.tally.models["demo"].lives.total.step
+        return w.metrics.counters.models["demo"].lives.total.step
 
     async with world() as w:
         client, seen = w.client(), []
