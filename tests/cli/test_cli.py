@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 import kvd
-from kvd import cli
 from kvd.__main__ import main as kvd_main
 from kvd.cli.console import format_message, print_message
 from kvd.doctor import running
@@ -27,23 +25,6 @@ from protocol.framing import encode_line
 from protocol.policy import ModelPolicy
 from protocol.types import Alternative, Sampling, TokenLogprob, Usage
 from tests.cli.stub import MODEL, daemon_status, stub_daemon, well
-
-
-@pytest.fixture
-def kvctl(monkeypatch, capsys, home: Home):
-    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
-
-    def run(*arguments, stdin="", at_home=True):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        place = ["--home", str(home.root)] if at_home else []
-        monkeypatch.setattr(sys, "argv", ["kvctl", *place, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        captured = capsys.readouterr()
-        return code or 0, captured.out, captured.err
-
-    return run
 
 
 def test_status_for_people_and_for_programs(kvctl, home: Home):

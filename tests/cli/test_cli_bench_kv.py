@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 
 import pytest
 from rich.console import Console
 
-from kvd import cli
 from kvd.cli import bench_kv, tool
 
 RESULT = {
@@ -25,18 +23,6 @@ RESULT = {
         for tokens in (1024, 4096) for scheme in ("k8v8", "k4v4")
     ],
 }  # fmt: skip
-
-
-@pytest.fixture
-def kvctl(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvctl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.mlx

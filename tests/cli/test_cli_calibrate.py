@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from kvd import cli
 from kvd.cli import tool
 from kvd.host.home import Home
 
@@ -39,14 +37,11 @@ print(json.dumps({
 
 
 @pytest.fixture
-def kvctl(monkeypatch, capsys, tmp_path, home: Home):
+def kvctl(kvctl, monkeypatch, tmp_path):
     package = tmp_path / "stub" / "kvd" / "worker" / "tools"
     package.mkdir(parents=True)
-    for folder in (
-        package.parents[1],
-        package.parent,
-        package,
-    ):  # else the real package would be found
+    # Without these files the real packages would be found.
+    for folder in (package.parents[1], package.parent, package):
         (folder / "__init__.py").touch()
     (package / "calibrate.py").write_text(STUB)
 
@@ -54,11 +49,7 @@ def kvctl(monkeypatch, capsys, tmp_path, home: Home):
         environment = {"PYTHONPATH": str(tmp_path / "stub"), "STUB": stub}
         monkeypatch.setattr(tool, "environment", lambda _: environment)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
+        return kvctl(*arguments)
 
     return run
 

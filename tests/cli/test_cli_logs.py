@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import sys
 
 import pytest
 import structlog
 
-from kvd import cli
 from kvd.cli.logs import following, last, line
 from kvd.host import logs as daemon_logs
 from kvd.host.home import Home
 
 
 @pytest.fixture
-def kvctl(monkeypatch, capsys, home: Home):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), "logs", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+def kvctl(kvctl):
+    return functools.partial(kvctl, "logs")
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvd import cli
 from kvd.cli import completion, local_models, models
 from kvd.demo import path as demo
 from kvd.host.home import Home
@@ -97,17 +95,6 @@ def forecast(model, verdict):
         available_bytes=1, held_bytes=0, missing_bytes=0, steps=[], shortfall_bytes=0,
         verdict=verdict,
     )  # fmt: skip
-
-
-@pytest.fixture
-def kvctl(monkeypatch, capsys, home: Home):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def test_each_model_is_listed_with_the_daemon_s_forecast(

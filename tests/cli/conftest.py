@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from kvd import cli
+from kvd.host.home import Home
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
+
+    def run(*arguments, stdin="", at_home=True):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        place = ["--home", str(home.root)] if at_home else []
+        monkeypatch.setattr(sys, "argv", ["kvctl", *place, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
