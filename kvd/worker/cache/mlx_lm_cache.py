@@ -160,10 +160,8 @@ class MlxLmCache:
         return len(self.sequences)
 
     @property
-    def snapshot_bytes(self) -> int:
+    def snapshot_charge(self) -> int:
         return self.snapshots.nbytes
-
-    snapshot_charge = snapshot_bytes
 
     @property
     def nbytes(self) -> int:

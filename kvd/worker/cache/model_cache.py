@@ -138,11 +138,6 @@ class ModelCache:
         return max([places, *(store.tails.count for store in self.stores)])
 
     @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of the snapshots' tails and states."""
-        return self.snapshots.nbytes
-
-    @property
     def snapshot_charge(self) -> int:
         """Bytes that only snapshots hold (`SequenceSnapshots.charge`)."""
         return self.snapshots.charge

@@ -348,7 +348,7 @@ class MLXEngine:
                 kv_pages=usage.pages_bytes,
                 kv_pages_used=usage.used_bytes,
                 kv_levels=usage.level_bytes,
-                kv_tails=usage.tails_bytes + cache.snapshot_bytes,
+                kv_tails=usage.tails_bytes + cache.snapshots.nbytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
                 peak=_peak_memory(),

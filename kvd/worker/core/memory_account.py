@@ -85,7 +85,7 @@ class MemoryAccount:
     @property
     def charged_pages(self) -> int:
         """Pages that pools and snapshots take."""
-        charged: int = self._cache.charged_bytes + self._cache.snapshot_bytes
+        charged: int = self._cache.charged_bytes + self._cache.snapshots.nbytes
         return -(-charged // self._page_bytes)
 
     @property

@@ -421,7 +421,7 @@ class DenseModel:
         ]
         held = [*arrays, *self.cache.states.arrays(), *tails, *states]
         assert self.cache.nbytes == sum(array.nbytes for array in held)
-        assert self.cache.snapshot_bytes == sum(array.nbytes for array in [*tails, *states])
+        assert self.cache.snapshots.nbytes == sum(array.nbytes for array in [*tails, *states])
 
     def _check_states(self) -> None:
         states = self.cache.states

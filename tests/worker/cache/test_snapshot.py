@@ -118,7 +118,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     for twin in twins:
         cache.free(twin)
     check_cache(cache)
-    assert cache.snapshot_bytes == snapshot.nbytes > 0
+    assert cache.snapshots.nbytes == snapshot.nbytes > 0
     assert cache.snapshots.freed_bytes([snapshot]) == cache.snapshots.held_bytes([snapshot])
     assert (
         cache.snapshot_charge

@@ -424,11 +424,11 @@ class Machine(RuleBasedStateMachine):
         """Drop a snapshot, perhaps with a step in flight: no step reads snapshots."""
         snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
         freed = self.cache.snapshots.freed_bytes([snapshot])
-        before = self.cache.usage.used_bytes + self.cache.snapshot_bytes
+        before = self.cache.usage.used_bytes + self.cache.snapshots.nbytes
         charge = self.cache.snapshot_charge
         assert charge <= sum(map(self.cache.snapshots.charge_of, self.cache.snapshots.all))
         self.cache.snapshots.drop(snapshot)
-        assert before - self.cache.usage.used_bytes - self.cache.snapshot_bytes == freed
+        assert before - self.cache.usage.used_bytes - self.cache.snapshots.nbytes == freed
         assert charge - self.cache.snapshots.charge_of(snapshot) <= self.cache.snapshot_charge
         assert self.cache.snapshot_charge <= charge - snapshot.nbytes
         self.twin.drop(snapshot)
@@ -482,7 +482,7 @@ class Machine(RuleBasedStateMachine):
             self.twin.free(sequence)
         self.cache.shrink(pages)
         self.twin.left = 0
-        wanted = self.cache.snapshot_bytes
+        wanted = self.cache.snapshots.nbytes
         for store in self.cache.stores:
             for allocator in store.pages.allocators:
                 kept = _room(store, allocator.level, pages)

@@ -157,7 +157,7 @@ def test_hits_change_nothing(name: str) -> None:
         server.leave()
         assert tree.freeable_bytes == tree.held_bytes
         assert runner.cache.snapshot_charge >= before
-        used = runner.cache.usage.used_bytes + runner.cache.snapshot_bytes
+        used = runner.cache.usage.used_bytes + runner.cache.snapshots.nbytes
         assert tree.clear() == used
         runner.cache.shrink()
         assert runner.cache.nbytes == runner.cache.snapshot_charge == 0
