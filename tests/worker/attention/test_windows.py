@@ -118,7 +118,7 @@ def test_windows_step_down_too() -> None:
     for row in rows:
         row.shown(0, bench.store)
     StepDown(bench.store, [rows[0].row], 1).advance(1.0, lambda: 0.0)
-    rows[0].lowered(1)
+    rows[0].step_down(1)
     for _ in range(100):
         decode_and_compare(bench, rows)
     bench.drain()
