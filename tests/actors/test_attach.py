@@ -1,4 +1,4 @@
-"""Requests outlive the daemon: their clients come back for the rest, and some never do."""
+"""Requests survive a restart of the daemon; clients attach to them, or they expire."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.sim.world import SimClient, world
 SLOW = Script(token_s=1.0)
 
 
-class Book:
-    """Records in a list, which are read as a journal on disk would be."""
+class MemoryJournal:
+    """A journal in a list, read back as the one on disk."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records = list(records)
@@ -52,27 +52,27 @@ def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
     return [token(prompt, seed, place) for place in range(count)]
 
 
-async def _left(book: Book, tokens: int, **fields: object) -> str:
-    """Serve a request until it has so many tokens, and die; return its name."""
-    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
+async def _interrupted(journal: MemoryJournal, tokens: int, **fields: object) -> str:
+    """Serve a request until it has this many tokens, then die; return its attach name."""
+    async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()
         key = client.generate(sampling=Sampling(seed=4), **fields)
         await until(lambda: client.count(key) == tokens)
         [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
-        kept = list(book.records)
+        kept = list(journal.records)
         client.disconnect()
-    book.records[:] = kept  # what came after the death was never written
+    journal.records[:] = kept  # records after the death were never written
     return accepted.request
 
 
-def left(tokens: int, **fields: object) -> tuple[Book, str]:
-    book = Book()
-    return book, run(_left(book, tokens, **fields))
+def interrupted(tokens: int, **fields: object) -> tuple[MemoryJournal, str]:
+    journal = MemoryJournal()
+    return journal, run(_interrupted(journal, tokens, **fields))
 
 
-def attach(client: SimClient, name: str, *have: tuple[int, int]) -> str:
+def attach(client: SimClient, name: str, *received: tuple[int, int]) -> str:
     return client.start(
-        messages.Attach, request=name, received=[ReceivedChoice(*one) for one in have]
+        messages.Attach, request=name, received=[ReceivedChoice(*one) for one in received]
     )
 
 
@@ -81,57 +81,57 @@ def text_of(client: SimClient, key: str) -> str:
 
 
 @pytest.mark.parametrize("had", [0, 2, 5])
-def test_a_client_gets_what_it_lacks_and_the_rest(had: int) -> None:
-    book, name = left(5, max_tokens=9)
+def test_attach_sends_the_missing_events_and_continues(had: int) -> None:
+    journal, name = interrupted(5, max_tokens=9)
     right = expected(9)
     text = "".join(f"{one} " for one in right[:had])
 
     @simulated
     async def scene() -> None:
-        async with world(archive=SavedRequests(book, book.saved())) as w:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
             client = w.client()
             key = attach(client, name, (had, len(text)))
             assert (await client.end(key)).reason == "length"
             first, *events = client.events[key]
             assert isinstance(first, messages.Accepted)
             assert (first.request, first.seed) == (name, 4)
-            told = [one for one in events if isinstance(one, messages.Tokens)]
-            assert told[0].index == had
-            assert [one for event in told for one in event.tokens] == right[had:]
+            tokens = [one for one in events if isinstance(one, messages.Tokens)]
+            assert tokens[0].index == had
+            assert [one for event in tokens for one in event.tokens] == right[had:]
             assert text + text_of(client, key) == "".join(f"{one} " for one in right)
             assert {type(one) for one in events} == {messages.Tokens, messages.Done}
-        assert book.saved()[name].end is not None  # until the journal forgets it
+        assert journal.saved()[name].end is not None  # until it is dropped
 
     scene()
 
 
-def test_the_end_is_kept_for_who_has_not_read_it() -> None:
-    book, name = left(9, max_tokens=10)
-    [heard] = [one for one in book.records if isinstance(one, ReportReceived)][-1:]
+def test_the_end_is_kept_until_it_is_fetched() -> None:
+    journal, name = interrupted(9, max_tokens=10)
+    [last] = [one for one in journal.records if isinstance(one, ReportReceived)][-1:]
 
     @simulated
     async def scene() -> None:
-        async with world(archive=SavedRequests(book, book.saved())) as w:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
             client = w.client()
             assert (await client.end(attach(client, name))).reason == "length"
-        async with world(archive=SavedRequests(book, book.saved())) as w:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
             client = w.client()
             key = attach(client, name, (10, len("".join(f"{one} " for one in expected(10)))))
             done = await client.end(key)
             assert (done.reason, done.usage.completion_tokens) == ("length", 10)
             assert client.tokens(key) == []
             assert not w.spawn.last("demo")._rows
-        assert name not in book.saved()
+        assert name not in journal.saved()
 
-    assert heard.rid == name
+    assert last.rid == name
     scene()
 
 
 @simulated
-async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
-    book = Book()
-    name = await _left(book, 3, max_tokens=9)
-    async with world(archive=SavedRequests(book, book.saved())) as w:
+async def test_attach_rejects_unknown_requests_and_wrong_counts() -> None:
+    journal = MemoryJournal()
+    name = await _interrupted(journal, 3, max_tokens=9)
+    async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
         client = w.client()
         for wrong, kind in (
             ({"request": "other"}, errors.UnknownRequest),
@@ -152,10 +152,12 @@ async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
 
 
 @simulated
-async def test_a_refusal_costs_nothing_and_a_cancel_ends_it() -> None:
-    book = Book()
-    name = await _left(book, 3, max_tokens=9)
-    async with world({"demo": [SLOW]}, load=(), archive=SavedRequests(book, book.saved())) as w:
+async def test_a_refused_attach_can_be_repeated_and_a_cancel_ends_the_request() -> None:
+    journal = MemoryJournal()
+    name = await _interrupted(journal, 3, max_tokens=9)
+    async with world(
+        {"demo": [SLOW]}, load=(), saved_requests=SavedRequests(journal, journal.saved())
+    ) as w:
         client = w.client()
         with pytest.raises(errors.UnknownModel):
             await client.ask(messages.Attach, request=name)
@@ -164,29 +166,29 @@ async def test_a_refusal_costs_nothing_and_a_cancel_ends_it() -> None:
         await until(lambda: client.count(key) == 4)
         client.start(messages.Cancel, target=key)
         assert (await client.end(key)).reason == "cancelled"
-    assert book.saved()[name].end is not None
+    assert journal.saved()[name].end is not None
 
 
 @simulated
-async def test_nobody_comes_for_it_in_time() -> None:
-    book = Book()
-    name = await _left(book, 3, max_tokens=9)
-    late = SavedRequests(book, book.saved(), keep_s=60.0)
-    async with world(archive=late) as w:
+async def test_unclaimed_requests_expire() -> None:
+    journal = MemoryJournal()
+    name = await _interrupted(journal, 3, max_tokens=9)
+    late = SavedRequests(journal, journal.saved(), keep_s=60.0)
+    async with world(saved_requests=late) as w:
         await asyncio.sleep(50)
         assert late.saved
         await asyncio.sleep(10)
         assert [notice.fields["rid"] for notice in w.notices_of("request_expired")] == [name]
         with pytest.raises(errors.UnknownRequest):
             await w.client().ask(messages.Attach, request=name)
-    assert name not in book.saved()
+    assert name not in journal.saved()
 
 
 @simulated
-async def test_a_deadline_holds_across_daemons() -> None:
-    book = Book()
-    name = await _left(book, 3, max_tokens=99, deadline_s=50.0)
-    async with world({"demo": [SLOW]}, archive=SavedRequests(book, book.saved())) as w:
+async def test_a_deadline_survives_a_restart_of_the_daemon() -> None:
+    journal = MemoryJournal()
+    name = await _interrupted(journal, 3, max_tokens=99, deadline_s=50.0)
+    async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal, journal.saved())) as w:
         client = w.client()
         await asyncio.sleep(40)
         key = attach(client, name)
@@ -197,9 +199,9 @@ async def test_a_deadline_holds_across_daemons() -> None:
 
 
 @simulated
-async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
-    book = Book()
-    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
+async def test_a_forced_stop_keeps_the_requests_that_it_ends() -> None:
+    journal = MemoryJournal()
+    async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()
         key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
         over = client.generate(max_tokens=1)
@@ -208,7 +210,7 @@ async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
         await w.system.stop(force=True)
         assert (await client.end(key)).error.code == "draining"
         name = client.events[key][0].request
-    async with world(archive=SavedRequests(book, book.saved())) as w:
+    async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
         client = w.client()
         key = attach(client, name)
         assert (await client.end(key)).reason == "length"
@@ -216,7 +218,7 @@ async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
 
 
 @simulated
-async def test_without_records_requests_have_no_name() -> None:
+async def test_without_a_journal_requests_have_no_attach_name() -> None:
     async with world(settings=Settings()) as w:
         client = w.client()
         key = client.generate()

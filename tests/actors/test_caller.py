@@ -1,4 +1,4 @@
-"""Completions of those inside the process: the same guarantees as on a socket, without bytes."""
+"""Calls from inside the process have the same guarantees as requests on a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocol import messages
 from protocol.messages import Event, Generate, is_last
 from protocol.types import Sampling
 from protocol.worker import CancelRow
-from tests.actors.test_attach import Book
+from tests.actors.test_attach import MemoryJournal
 from tests.actors.test_system import expected
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
@@ -20,13 +20,13 @@ SLOW = Script(token_s=1.0)
 
 
 class Caller:
-    """Asks once, and keeps what it is told."""
+    """Makes one call and keeps its events."""
 
     def __init__(self, w: World, **fields) -> None:
         self.events: list[Event] = []
         request = Generate(id="mine", **{"model": "demo", "prompt": "hello"} | fields)
         self.call = w.system.generate(request, self.events.append)
-        assert not self.events, "told before the call returned"
+        assert not self.events, "delivered before the call returned"
 
     @property
     def over(self) -> bool:
@@ -42,7 +42,7 @@ class Caller:
 
 
 @simulated
-async def test_a_call_hears_what_a_client_would():
+async def test_a_call_gets_the_same_events_as_a_client():
     async with world() as w:
         caller, client = Caller(w, max_tokens=5), w.client()
         done = await caller.end()
@@ -58,22 +58,22 @@ async def test_a_call_hears_what_a_client_would():
 
 
 @simulated
-async def test_a_cancelled_call_ends_in_the_worker_and_hears_nothing_more():
+async def test_a_cancelled_call_ends_in_the_worker_and_gets_no_more_events():
     async with world({"demo": [SLOW]}) as w:
         caller = Caller(w, max_tokens=100)
         await until(lambda: len(caller.tokens) >= 2)
-        heard = len(caller.events)
+        delivered = len(caller.events)
         caller.call.cancel()
         caller.call.cancel()
         await asyncio.sleep(10)
 
-        assert len(caller.events) == heard
+        assert len(caller.events) == delivered
         assert [c for c in w.spawn.last("demo").commands if isinstance(c, CancelRow)]
         assert w.model().requests == 0
 
 
 @simulated
-async def test_a_call_brings_a_model_that_is_known_and_no_other():
+async def test_a_call_loads_a_known_model_only():
     async with world(load=(), known={"demo": KnownModel("demo")}) as w:
         caller, lost = Caller(w, max_tokens=3), Caller(w, model="nope")
         refused = await lost.end()
@@ -83,7 +83,7 @@ async def test_a_call_brings_a_model_that_is_known_and_no_other():
 
 
 @simulated
-async def test_the_end_is_told_when_the_daemon_is_stopped_by_force():
+async def test_a_forced_stop_delivers_the_last_event():
     async with world({"demo": [SLOW]}) as w:
         caller = Caller(w, max_tokens=100, sampling=Sampling(seed=1))
         await until(lambda: caller.tokens)
@@ -92,7 +92,7 @@ async def test_the_end_is_told_when_the_daemon_is_stopped_by_force():
 
 
 @simulated
-async def test_who_fails_at_being_told_costs_itself_alone():
+async def test_a_callback_that_raises_ends_its_own_call_only():
     async with world({"demo": [SLOW]}, faults=True) as w:
 
         def fails(_: Event) -> None:
@@ -107,15 +107,15 @@ async def test_who_fails_at_being_told_costs_itself_alone():
 
 
 @simulated
-async def test_nobody_comes_back_for_a_call_so_nothing_of_it_is_written_down():
-    book = Book()
-    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
+async def test_calls_are_not_journaled():
+    journal = MemoryJournal()
+    async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         caller, other = Caller(w, max_tokens=3), Caller(w, max_tokens=50)
         await until(lambda: other.tokens)
         other.call.cancel()
         await caller.end()
         assert caller.events[0].request == ""
-        assert book.records == []
+        assert journal.records == []
         client = w.client()
         await client.end(client.generate(max_tokens=1))
-        assert book.records
+        assert journal.records

@@ -1,8 +1,8 @@
-"""Everything at once, in a random order that a seed repeats.
+"""Random actions in an order that a seed reproduces.
 
-The checks are those of leaving a world: invariants, replays, one end for each request, and no
-process left. Besides: the grants fit the budget at any time, and a finished stream has the tokens
-that it would have had alone.
+Leaving a world checks invariants, one end for each request, and that no process is left. In
+addition, grants never exceed the budget, and a finished stream has the tokens that it would have
+had alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of a configuration that is read again: known, changed or forgotten, loaded or not."""
+"""Models of a reloaded configuration are added, changed or removed, loaded or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def known(w: World, name: str = "demo") -> KnownModel | None:
 
 
 @simulated
-async def test_a_new_model_is_known_and_a_request_would_bring_it() -> None:
+async def test_a_new_model_is_known_without_being_loaded() -> None:
     async with world(load=()) as w:
         assert await w.system.add_configured_model("demo", DEMO, {})
         assert known(w) == DEMO
@@ -26,7 +26,7 @@ async def test_a_new_model_is_known_and_a_request_would_bring_it() -> None:
 
 
 @simulated
-async def test_of_a_loaded_model_the_policy_changes_and_only_what_was_said() -> None:
+async def test_the_given_policy_fields_of_a_loaded_model_change() -> None:
     async with world(known={"demo": DEMO}) as w:
         await w.system.add_configured_model("demo", DEMO, {"pinned": True})
         await w.system.add_configured_model("demo", DEMO, {"priority": 3, "weight": 2.0})
@@ -38,7 +38,7 @@ async def test_of_a_loaded_model_the_policy_changes_and_only_what_was_said() -> 
 
 
 @simulated
-async def test_how_a_loaded_model_is_loaded_stays() -> None:
+async def test_a_loaded_model_keeps_its_source_and_settings() -> None:
     async with world(known={"demo": DEMO}) as w:
         other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(priority=1), listed=True)
         assert not await w.system.add_configured_model("demo", other, {"priority": 1})
@@ -50,7 +50,7 @@ async def test_how_a_loaded_model_is_loaded_stays() -> None:
 
 
 @simulated
-async def test_how_a_model_is_loaded_changes_while_it_is_not() -> None:
+async def test_source_and_settings_change_while_the_model_is_not_loaded() -> None:
     async with world(load=(), known={"demo": DEMO}) as w:
         other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64), listed=True)
         assert await w.system.add_configured_model("demo", other, {})
@@ -58,7 +58,7 @@ async def test_how_a_model_is_loaded_changes_while_it_is_not() -> None:
 
 
 @simulated
-async def test_a_name_that_somebody_else_loaded_is_left_alone() -> None:
+async def test_a_name_that_a_client_loaded_is_left_unchanged() -> None:
     async with world() as w:
         other = KnownModel("other", policy=ModelPolicy(pinned=True), listed=True)
         before = known(w)
@@ -67,7 +67,7 @@ async def test_a_name_that_somebody_else_loaded_is_left_alone() -> None:
 
 
 @simulated
-async def test_a_loaded_model_that_is_unlisted_stays_loaded_and_is_not_brought_back() -> None:
+async def test_a_loaded_model_that_is_unlisted_stays_loaded_but_is_not_reloaded() -> None:
     async with world(known={"demo": DEMO}) as w:
         await w.system.remove_configured_model("demo")
         found = known(w)
@@ -77,7 +77,7 @@ async def test_a_loaded_model_that_is_unlisted_stays_loaded_and_is_not_brought_b
 
 
 @simulated
-async def test_a_budget_holds_at_once() -> None:
+async def test_a_budget_takes_effect_at_once() -> None:
     async with world() as w:
         await w.system.set_budget(123_456)
         assert w.system.status().budget_bytes == 123_456

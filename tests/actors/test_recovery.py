@@ -1,7 +1,7 @@
-"""Workers die and hang in every way at every moment, and no stream misses or repeats a token.
+"""Workers die and hang at any time, and no stream misses or repeats a token.
 
-Besides the checks of leaving a world: nobody but the poisonous ends with an error, and models whose
-workers are left alone show their clients nothing.
+In addition to the checks of leaving a world, only poisonous requests end with an error, and
+clients of other models see nothing.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Stream:
 
 
 def strike(process: FakeProcess, rng: random.Random) -> None:
-    """End a process as it may come to one; nothing here shall look like a model that is broken.
+    """Kill or suspend a process without making its model look broken.
 
-    So what it could have done itself happens only while it makes tokens: in the load it would count
-    against the model, and before any token against a request that is alone.
+    Deaths that look like crashes happen only after the first token. During the load they would
+    count against the model, and before the first token against a request that runs alone.
     """
     if not process.has_progress:
         process.die(rng.choice(OUTSIDE))
@@ -116,11 +116,11 @@ async def walk(seed: int) -> None:
         for stream in streams:
             stream.check(poison)
         assert len(w.spawn.processes["spared"]) == 1
-        desk = w.system._router.machine
-        assert not desk.requests
-        assert all(not one.stories and not one.inside for one in desk.suspects.values())
+        admission = w.system._router.machine
+        assert not admission.requests
+        assert all(not one.stories and not one.inside for one in admission.suspects.values())
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nobody_sees_it(seed: int) -> None:
+def test_streams_survive_dying_and_hanging_workers(seed: int) -> None:
     run(walk(seed))

@@ -1,4 +1,4 @@
-"""A load that is refused leaves all as if nobody had asked; what was said meanwhile holds."""
+"""A refused load changes nothing; other changes made meanwhile are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sim.world import SimClient, World, world
 BIG = Script(weights=600)
 BROKEN = Script(load_error=errors.InvalidModel("config.json is missing", file="x").info())
 CROWDED = {"demo": [BIG], "big": [BIG]}
-"""There is room for one of the two."""
+"""The budget fits one of the two."""
 
 
 def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
@@ -27,7 +27,7 @@ def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
 
 
 async def busy(w: World) -> None:
-    """Have the other model say that it has a request, as a real one does."""
+    """Report a running request of the other model, as a real worker does."""
     w.spawn.last("demo").report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
@@ -45,14 +45,14 @@ async def start_load(w: World, client: SimClient, source: str = "big", **fields:
 
 
 async def cross(w: World, message: object) -> object:
-    """Have the supervisor hear this, and the worker only after the end of its process."""
+    """Send a message to the registry in the same pass as the exit of the process."""
     loop, process = asyncio.get_running_loop(), w.spawn.last("big")
     gone = process._on_exit
     crossed: asyncio.Future[asyncio.Task[object]] = loop.create_future()
 
     def on_exit(end) -> None:
         crossed.set_result(loop.create_task(w.system._registry_ref.ask(message)))
-        loop.call_soon(gone, end)  # in the same turn: neither actor has run between the two
+        loop.call_soon(gone, end)  # in the same pass: neither actor runs in between
 
     process._on_exit = on_exit
     return await (await crossed)
@@ -60,7 +60,7 @@ async def cross(w: World, message: object) -> object:
 
 @simulated
 @pytest.mark.parametrize("listed", [True, False])
-async def test_a_model_is_known_from_where_it_was_after_another_failed_to_load_as_it(listed):
+async def test_a_refused_load_restores_the_known_model_of_that_name(listed):
     scripts = {"big": [BROKEN, Script()]}
     async with world(scripts, known=known("/a/big", listed=listed)) as w:
         client = w.client()
@@ -72,7 +72,7 @@ async def test_a_model_is_known_from_where_it_was_after_another_failed_to_load_a
 
 
 @simulated
-async def test_what_came_while_another_failed_to_load_as_a_model_gets_the_model_itself():
+async def test_requests_during_a_refused_load_get_the_known_model():
     async with world({"big": [BROKEN, Script()]}, known=known("/a/big")) as w:
         client = w.client()
         load = await start_load(w, client, "/other/thing")
@@ -84,7 +84,7 @@ async def test_what_came_while_another_failed_to_load_as_a_model_gets_the_model_
 
 
 @simulated
-async def test_what_waits_for_a_model_that_is_broken_itself_ends_with_it():
+async def test_requests_for_a_broken_model_fail_with_its_error():
     async with world({"big": [BROKEN]}, known=known()) as w:
         client = w.client()
         load = await start_load(w, client)
@@ -96,7 +96,7 @@ async def test_what_waits_for_a_model_that_is_broken_itself_ends_with_it():
 
 
 @simulated
-async def test_a_pin_that_came_during_a_load_holds_and_what_that_load_said_does_not():
+async def test_a_pin_during_a_refused_load_is_kept_and_the_policy_of_the_load_is_not():
     async with world(CROWDED, known=known()) as w:
         await busy(w)
         client = w.client()
@@ -110,7 +110,7 @@ async def test_a_pin_that_came_during_a_load_holds_and_what_that_load_said_does_
 
 
 @simulated
-async def test_what_a_load_that_joins_says_of_a_model_holds_when_both_are_refused():
+async def test_the_policy_of_a_joining_load_is_kept_when_both_are_refused():
     async with world(CROWDED, known=known()) as w:
         await busy(w)
         one, two = w.client(), w.client()
@@ -125,7 +125,7 @@ async def test_what_a_load_that_joins_says_of_a_model_holds_when_both_are_refuse
 
 
 @simulated
-async def test_an_unload_that_crosses_a_refusal_holds():
+async def test_an_unload_that_crosses_a_refusal_takes_effect():
     async with world(CROWDED, known=known()) as w:
         await busy(w)
         client = w.client()
@@ -151,7 +151,7 @@ async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
 
 
 @simulated
-async def test_a_known_model_that_a_request_could_not_bring_is_still_known():
+async def test_a_known_model_stays_known_after_a_failed_load_on_demand():
     """Not only those of the configuration."""
     scripts = {"big": [BROKEN, Script()]}
     async with world(scripts, known=known("/a/big", listed=False)) as w:
@@ -163,7 +163,7 @@ async def test_a_known_model_that_a_request_could_not_bring_is_still_known():
 
 
 @simulated
-async def test_what_a_load_says_of_a_model_that_makes_room_holds_when_it_is_back():
+async def test_the_policy_of_a_load_during_an_eviction_is_kept_after_the_reload():
     async with world({"big": [Script(), Script()]}) as w:
         client = w.client()
         await client.end(await start_load(w, client))

@@ -60,7 +60,7 @@ class Parrot(Actor[object]):
             case "stop":
                 self.stop()
             case "fail":
-                raise ValueError("told to")
+                raise ValueError("failed")
             case other:
                 self.received.append(other)
         return None
@@ -82,7 +82,7 @@ def recorder():
     return Recorder()
 
 
-# -- tell and ask -------------------------------------------------------------------------------
+# -- messages and replies -----------------------------------------------------------------------
 
 
 @simulated
@@ -212,7 +212,7 @@ async def test_a_permanent_child_is_replaced_and_keeps_its_ref_and_mailbox(recor
         await held
 
     assert await ref.ask(Question("alive")) == "alive!"
-    assert recorder.received == ["start", "start", "restart told to", "next"]
+    assert recorder.received == ["start", "start", "restart failed", "next"]
     (notice,) = recorder.notices
     assert (notice.event, notice.fields["actor"]) == ("actor_failed", "parrot")
 
@@ -239,7 +239,7 @@ async def test_too_many_failures_are_a_fault_of_the_tree(recorder):
     ref.tell("fail")
     await until(lambda: not ref.alive, 1)
 
-    assert [str(fault) for fault in recorder.faults] == ["told to"]
+    assert [str(fault) for fault in recorder.faults] == ["failed"]
 
 
 @simulated

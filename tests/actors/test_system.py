@@ -72,7 +72,7 @@ async def test_a_given_seed_is_kept_and_sampling_reaches_the_worker():
 
 
 @simulated
-async def test_all_that_a_request_says_reaches_the_worker():
+async def test_all_fields_of_a_request_reach_the_worker():
     said = {
         "n": 2,
         "stop": ["x"],
@@ -96,22 +96,24 @@ async def test_all_that_a_request_says_reaches_the_worker():
 
 
 @simulated
-async def test_what_a_worker_tells_of_choices_and_logprobs_reaches_the_client():
+async def test_choices_and_logprobs_reach_the_client():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(n=2, logprobs=1, max_tokens=1)
         process = w.spawn.last("demo")
         await until(lambda: any(isinstance(c, Submit) for c in process.commands))
         rid = next(c.rid for c in process.commands if isinstance(c, Submit))
-        told = [TokenLogprob(5, " a", -0.5, top=[Alternative(5, " a", -0.5)])]
-        process.report(RowPrompt(rid=rid, index=0, logprobs=told))
-        process.report(RowTokens(rid=rid, index=0, tokens=[5], text=" a", choice=1, logprobs=told))
+        logprobs = [TokenLogprob(5, " a", -0.5, top=[Alternative(5, " a", -0.5)])]
+        process.report(RowPrompt(rid=rid, index=0, logprobs=logprobs))
+        process.report(
+            RowTokens(rid=rid, index=0, tokens=[5], text=" a", choice=1, logprobs=logprobs)
+        )
         process.report(ChoiceFinished(rid=rid, choice=1, reason="length"))
         await client.end(key)
 
         _, prompt, tokens, choice, *_ = client.events[key]
-        assert prompt == messages.PromptLogprobs(id=key, index=0, logprobs=told)
-        assert (tokens.choice, tokens.logprobs) == (1, told)
+        assert prompt == messages.PromptLogprobs(id=key, index=0, logprobs=logprobs)
+        assert (tokens.choice, tokens.logprobs) == (1, logprobs)
         assert choice == messages.ChoiceFinished(id=key, choice=1, reason="length")
 
 
@@ -161,7 +163,7 @@ async def test_cancel_ends_one_and_leaves_the_other():
 
 
 @simulated
-async def test_cancel_of_what_is_over_or_never_was_is_not_found():
+async def test_cancel_of_an_ended_or_unknown_request_is_not_found():
     async with world() as w:
         client = w.client()
         key = client.generate(max_tokens=1)
@@ -187,7 +189,7 @@ async def test_cancel_of_a_request_that_waits_for_its_model():
 
 
 @simulated
-async def test_a_client_that_goes_away_cancels_its_requests_only():
+async def test_a_disconnect_cancels_the_requests_of_that_client_only():
     async with world({"demo": [SLOW]}) as w:
         leaver, stayer = w.client(), w.client()
         gone = [leaver.generate(max_tokens=1000) for _ in range(3)]
@@ -203,7 +205,7 @@ async def test_a_client_that_goes_away_cancels_its_requests_only():
 
 
 @simulated
-async def test_a_load_goes_on_when_its_client_goes_away():
+async def test_a_load_continues_when_its_client_disconnects():
     async with world(load=()) as w:
         client = w.client()
         client.start(messages.Load, model="demo")
@@ -221,7 +223,7 @@ async def test_an_unknown_model_is_refused_with_the_names_that_are_known():
 
 
 @simulated
-async def test_a_duplicate_id_is_refused_and_the_first_goes_on():
+async def test_a_duplicate_id_is_refused_and_the_first_request_continues():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(max_tokens=3)
@@ -232,7 +234,7 @@ async def test_a_duplicate_id_is_refused_and_the_first_goes_on():
         client.connection.receive(line)
         await until(lambda: len(client.events[key]) > seen, 0.5)
         refusal = client.events[key].pop()
-        client.session._open.add(key)  # the client's machine takes an error for the end
+        client.session._open.add(key)  # the client's session treats an error as the end
 
         assert (refusal.error.code, refusal.error.detail["field"]) == ("invalid_request", "id")
         assert (await client.end(key)).reason == "length"
@@ -275,7 +277,7 @@ async def test_more_bytes_than_a_model_may_hold_are_overloaded(fields):
 
 
 @simulated
-async def test_garbage_costs_its_own_connection_only():
+async def test_garbage_ends_its_own_connection_only():
     async with world({"demo": [SLOW]}) as w:
         bad, good = w.client(), w.client()
         lost, kept = bad.generate(max_tokens=50), good.generate(max_tokens=5)
@@ -289,7 +291,7 @@ async def test_garbage_costs_its_own_connection_only():
 
 
 @simulated
-async def test_a_slow_reader_is_cut_off():
+async def test_a_slow_reader_is_disconnected():
     async with world(settings=Settings(slow_reader_bytes=2000)) as w:
         slow, good = w.client(), w.client()
         slow.reads = False
@@ -405,7 +407,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_no_trace_and_can_be_tried_ag
 
 
 @simulated
-async def test_a_load_that_does_not_fit_the_budget_says_so():
+async def test_a_load_over_the_budget_is_refused():
     async with world({"big": [Script(weights=901)]}) as w:
         await w.client().ask(messages.Pin, model="demo")
         with pytest.raises(errors.InsufficientMemory) as refused:
@@ -438,7 +440,7 @@ async def test_unload_finishes_the_requests_and_frees_the_memory():
 
 @simulated
 @pytest.mark.parametrize("unloaded", [True, False])
-async def test_requests_outlive_a_worker_that_dies_in_its_drain_unless_somebody_unloads_it(
+async def test_requests_survive_a_worker_that_dies_while_draining_unless_it_is_unloaded(
     unloaded,
 ):
     async with world({"demo": [SLOW, SLOW]}) as w:
@@ -504,11 +506,11 @@ async def test_unload_of_nothing_is_refused():
             await w.client().ask(messages.Unload, model="nope")
 
 
-# -- death --------------------------------------------------------------------------------------
+# -- deaths of workers --------------------------------------------------------------------------------------
 
 
 @simulated
-async def test_a_killed_worker_comes_back_and_its_streams_go_on():
+async def test_a_killed_worker_restarts_and_its_streams_continue():
     async with world({"demo": [SLOW], "other": [SLOW]}, load=("demo", "other")) as w:
         client = w.client()
         lost = [client.generate(max_tokens=10) for _ in range(3)]
@@ -543,7 +545,7 @@ async def test_a_dead_workers_counters_are_not_shown():
 
 
 @simulated
-async def test_a_model_that_served_and_lacks_memory_is_tried_until_there_is_some():
+async def test_a_model_that_served_is_retried_until_memory_is_free():
     async with world({"demo": [Script(), Script(weights=901)]}, load=("demo", "other")) as w:
         client = w.client()
         await client.ask(messages.Pin, model="other")
@@ -596,7 +598,7 @@ async def test_a_crash_loop_fails_the_model_alone_with_its_story():
 
 
 @simulated
-async def test_a_stream_goes_on_through_a_process_that_dies_every_few_tokens():
+async def test_a_stream_survives_a_process_that_dies_every_few_tokens():
     async with world({"demo": [Script(crash_after=3)]}) as w:
         client = w.client()
         key = client.generate(max_tokens=20, sampling=Sampling(seed=4))
@@ -634,7 +636,7 @@ async def test_a_kill_is_seen_by_the_streams_of_that_model_alone():
 
 
 @simulated
-async def test_poison_is_found_and_costs_nobody_else_anything():
+async def test_a_poisonous_request_is_found_without_loss_for_others():
     scripts = {"demo": [Script(token_s=0.1, poison={"p5": 3, "p11": 0})]}
     async with world(scripts) as w:
         client = w.client()
@@ -660,7 +662,7 @@ async def test_poison_is_found_and_costs_nobody_else_anything():
 
 
 @simulated
-async def test_a_model_that_every_request_kills_is_given_up_with_its_story():
+async def test_a_model_that_every_request_kills_fails_with_its_story():
     scripts = {"demo": [Script(poison={f"p{n}": 0 for n in range(8)})]}
     async with world(scripts, load=("demo", "other")) as w:
         client = w.client()
@@ -677,7 +679,7 @@ async def test_a_model_that_every_request_kills_is_given_up_with_its_story():
 
 
 @simulated
-async def test_cancels_and_deadlines_hold_while_a_model_comes_back():
+async def test_cancels_and_deadlines_apply_while_a_model_restarts():
     async with world({"demo": [SLOW, Script(load_s=50)]}) as w:
         client = w.client()
         cancelled = client.generate(max_tokens=50, n=2)
@@ -690,8 +692,8 @@ async def test_cancels_and_deadlines_hold_while_a_model_comes_back():
         end = await client.end(cancelled, 1)
         assert end.reason == "cancelled"
         assert end.usage.completion_tokens == client.count(cancelled) > 0
-        told = [one for one in client.events[cancelled] if type(one) is messages.ChoiceFinished]
-        assert [(one.choice, one.reason) for one in told] == [(0, "cancelled"), (1, "cancelled")]
+        events = [one for one in client.events[cancelled] if type(one) is messages.ChoiceFinished]
+        assert [(one.choice, one.reason) for one in events] == [(0, "cancelled"), (1, "cancelled")]
         assert (await client.end(late, 30)).error.code == "deadline_exceeded"
         await until(lambda: w.state() == "ready", 60)
         submit = w.spawn.last("demo").commands[-1]
@@ -702,7 +704,7 @@ async def test_cancels_and_deadlines_hold_while_a_model_comes_back():
 
 
 @simulated
-async def test_a_model_that_crashes_in_its_load_is_given_up_however_long_it_takes():
+async def test_a_model_that_crashes_while_loading_fails_however_long_it_takes():
     async with world({"demo": [Script(load_s=100, exit_at_load=1)]}, load=()) as w:
         with pytest.raises(errors.ModelFailed, match="status 1"):
             await w.system.load("demo")
@@ -713,7 +715,7 @@ async def test_a_model_that_crashes_in_its_load_is_given_up_however_long_it_take
 
 
 @simulated
-async def test_a_process_that_cannot_be_started_is_tried_again():
+async def test_a_failed_spawn_is_retried():
     broken = Script(spawn_error=OSError("no more processes"))
     async with world({"demo": [broken, broken, Script()], "bad": [broken]}, load=()) as w:
         await w.system.load("demo")
@@ -724,7 +726,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again():
 
 
 @simulated
-async def test_a_process_may_speak_before_its_spawn_returns():
+async def test_a_process_may_report_before_its_spawn_returns():
     async with world({"demo": [Script(early=True)]}) as w:
         assert w.state() == "ready"
 
@@ -744,7 +746,7 @@ async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
 
 
 @simulated
-async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
+async def test_messages_for_a_dead_process_do_not_reach_its_successor():
     async with world() as w:
         old = w.spawn.last("demo")
         old.die(-9)
@@ -761,7 +763,7 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
 
 
 @simulated
-async def test_counters_go_on_when_a_model_is_unloaded_and_loaded_again():
+async def test_counters_continue_when_a_model_is_reloaded():
     def steps() -> int:
         return w.metrics.counters.models["demo"].lives.total.step
 
@@ -779,7 +781,7 @@ async def test_counters_go_on_when_a_model_is_unloaded_and_loaded_again():
 
 
 @simulated
-async def test_clients_are_told_where_they_wait_and_that_they_rest():
+async def test_clients_get_queued_and_paused_events():
     async with world({"demo": [SLOW]}) as w:
         client, worker = w.client(), w.spawn.last("demo")
         key = client.generate(max_tokens=4)
@@ -795,8 +797,8 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
         await asyncio.sleep(0.1)
         assert w.system._router.machine.suspects["demo"].queued == {"1.1"}
         assert (await client.end(key)).reason == "length"
-        told = [one for one in client.events[key] if not isinstance(one, messages.Tokens)]
-        assert told[1:-1] == [
+        events = [one for one in client.events[key] if not isinstance(one, messages.Tokens)]
+        assert events[1:-1] == [
             messages.Queued(id=key, position=2),
             messages.Queued(id=key, position=1),
             Paused(id=key, reason="memory"),
@@ -806,7 +808,7 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
 
 
 @simulated
-async def test_a_word_about_a_request_that_is_over_is_late_and_no_fault():
+async def test_a_late_report_about_an_ended_request_is_ignored():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(max_tokens=2)
@@ -817,7 +819,7 @@ async def test_a_word_about_a_request_that_is_over_is_late_and_no_fault():
 
 
 @simulated
-async def test_unload_of_a_model_whose_process_is_dead_frees_nothing():
+async def test_unload_of_a_model_with_a_dead_process_frees_nothing():
     async with world() as w:
         w.spawn.last("demo").die(-9)
         await until(lambda: w.state() == "backoff", 1)
@@ -825,11 +827,11 @@ async def test_unload_of_a_model_whose_process_is_dead_frees_nothing():
         assert (await w.client().ask(messages.Unload, model="demo")).freed_bytes == 0
 
 
-# -- silence ------------------------------------------------------------------------------------
+# -- silent workers ------------------------------------------------------------------------------------
 
 
 @simulated
-async def test_a_hung_worker_is_terminated_then_killed_and_its_streams_go_on():
+async def test_a_hung_worker_is_terminated_then_killed_and_its_streams_continue():
     hung = Script(hang_at="token", token_s=1.0)
     async with world({"demo": [hung, Script()]}) as w:
         loop = asyncio.get_running_loop()
@@ -872,7 +874,7 @@ async def test_a_long_load_that_reports_progress_is_left_alone():
 
 
 @simulated
-async def test_a_deaf_worker_is_unloaded_by_force_in_the_end():
+async def test_a_worker_that_ignores_commands_is_killed_at_unload():
     async with world({"demo": [Script(deaf=True, kill_s=7)]}) as w:
         await w.client().ask(messages.Unload, model="demo")
 
@@ -883,7 +885,7 @@ async def test_a_deaf_worker_is_unloaded_by_force_in_the_end():
 
 
 @simulated
-async def test_grants_are_refused_over_the_budget_and_given_when_there_is_room():
+async def test_grants_over_the_budget_are_refused_until_memory_is_free():
     async with world(load=("demo", "other")) as w:
         demo, other = w.spawn.last("demo"), w.spawn.last("other")
         demo.request_memory(800)
@@ -905,7 +907,7 @@ async def test_grants_are_refused_over_the_budget_and_given_when_there_is_room()
 
 
 @simulated
-async def test_memory_counts_as_released_only_when_the_exit_is_seen():
+async def test_memory_is_released_only_after_the_exit():
     async with world({"demo": [Script(deaf=True, kill_s=3, weights=600)]}) as w:
         client = w.client()
         unload = client.start(messages.Unload, model="demo", force=True)
@@ -920,11 +922,11 @@ async def test_memory_counts_as_released_only_when_the_exit_is_seen():
         assert (await client.end(load)).model.granted_bytes == 600
 
 
-# -- the end ------------------------------------------------------------------------------------
+# -- drain and shutdown ------------------------------------------------------------------------------------
 
 
 @simulated
-async def test_drain_finishes_what_runs_and_takes_no_more():
+async def test_drain_finishes_running_requests_and_accepts_no_more():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(max_tokens=5)
@@ -944,7 +946,7 @@ async def test_drain_finishes_what_runs_and_takes_no_more():
 
 
 @simulated
-async def test_shutdown_drains_stops_the_workers_and_says_goodbye():
+async def test_shutdown_drains_stops_the_workers_and_replies():
     async with world({"demo": [SLOW]}, load=("demo", "other")) as w:
         client, idle = w.client(), w.client()
         key = client.generate(max_tokens=5)
@@ -964,7 +966,7 @@ async def test_shutdown_drains_stops_the_workers_and_says_goodbye():
 
 
 @simulated
-async def test_a_second_forced_stop_hurries_the_first():
+async def test_a_second_forced_stop_ends_the_drain_of_the_first():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(max_tokens=10_000)
@@ -980,7 +982,7 @@ async def test_a_second_forced_stop_hurries_the_first():
 
 
 @simulated
-async def test_a_forced_stop_says_why_to_all_who_wait():
+async def test_a_forced_stop_ends_waiting_requests_with_its_reason():
     async with world({"new": [Script(load_s=100)]}) as w:
         client = w.client()
         load = client.start(messages.Load, model="new")
@@ -1011,7 +1013,7 @@ async def test_stop_in_the_middle_of_everything_leaves_nothing_behind():
 
 
 @simulated
-async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_workers():
+async def test_an_inconsistent_core_actor_ends_the_system_and_its_workers():
     async with world(faults=True) as w:
         w.system._governor.machine.ledger.grants["ghost"] = 5000
         w.system._worker_services.governor.tell("nonsense")
@@ -1023,7 +1025,7 @@ async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_work
 
 
 @simulated
-async def test_a_core_actor_survives_a_failure_that_left_it_whole():
+async def test_a_core_actor_with_consistent_state_survives_a_failure():
     async with world(faults=True) as w:
         client = w.client()
         key = client.generate(max_tokens=30)
@@ -1039,7 +1041,7 @@ async def test_a_core_actor_survives_a_failure_that_left_it_whole():
 
 
 @simulated
-async def test_a_client_actor_that_fails_costs_its_connection_only():
+async def test_a_failing_client_actor_ends_its_connection_only():
     async with world({"demo": [SLOW]}, faults=True) as w:
         bad, good = w.client(), w.client()
         lost, kept = bad.generate(max_tokens=1000), good.generate(max_tokens=3)

@@ -1,4 +1,4 @@
-"""The moments of a request, from what its client is told and when."""
+"""Observations of a request, from the events sent to its client."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def tokens(count: int = 1, choice: int = 0) -> m.Tokens:
     return m.Tokens(id="r", index=0, tokens=[7] * count, text="x", choice=choice)
 
 
-def test_the_first_tokens_are_timed_from_the_arrival_and_the_next_from_them():
+def test_first_tokens_are_timed_from_arrival_and_later_ones_from_the_previous():
     timing = Timing("m", 10.0)
     assert timing.observe_event(tokens(2), 10.5) == telemetry.TokensSent("m", 2, first_s=0.5)
     assert timing.observe_event(tokens(), 10.75) == telemetry.TokensSent("m", 1, gap_s=0.25)
 
 
-def test_each_completion_has_gaps_of_its_own_and_the_request_one_first_token():
+def test_gaps_are_per_choice_and_the_first_token_per_request():
     timing = Timing("m", 0.0)
     assert timing.observe_event(tokens(choice=1), 1.0) == telemetry.TokensSent("m", 1, first_s=1.0)
     assert timing.observe_event(tokens(choice=0), 1.0) == telemetry.TokensSent("m", 1)
@@ -33,10 +33,10 @@ def test_text_without_tokens_is_no_token():
     assert timing.observe_event(tokens(), 2.0) == telemetry.TokensSent("m", 1, first_s=2.0)
 
 
-def test_a_request_begins_once():
+def test_only_the_first_admission_is_observed():
     timing = Timing("m", 1.0)
     assert timing.observe_admission(1.25) == telemetry.RequestAdmitted("m", 0.25)
-    assert timing.observe_admission(9.0) is None, "in the next process, after a death"
+    assert timing.observe_admission(9.0) is None, "the next process, after a death"
 
 
 def test_ends():
@@ -47,7 +47,7 @@ def test_ends():
     assert timing.observe_event(error, 4.0) == telemetry.RequestFailed("m", "overloaded")
 
 
-def test_what_came_to_another_daemon_has_no_times_and_counts_all_the_same():
+def test_a_request_of_an_earlier_daemon_is_counted_without_times():
     timing = Timing("m")
     done = m.Done(id="r", reason="stop", usage=Usage(1, 1))
     assert timing.observe_admission(4.0) is None
@@ -55,7 +55,7 @@ def test_what_came_to_another_daemon_has_no_times_and_counts_all_the_same():
     assert timing.observe_event(done, 5.0) == telemetry.RequestFinished("m", "stop", None)
 
 
-def test_what_is_no_moment():
+def test_events_without_an_observation():
     timing = Timing("m", 0.0)
     assert timing.observe_event(m.Queued(id="r", position=2), 1.0) is None
     assert timing.observe_event(m.ChoiceFinished(id="r", choice=0, reason="stop"), 1.0) is None

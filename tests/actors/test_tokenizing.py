@@ -1,4 +1,4 @@
-"""Texts whose tokens are asked for are bounded together, and go with who asked."""
+"""Texts to tokenize are bounded for all clients together, and dropped with their client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SLOW = {"demo": [Script(load_s=20.0)]}
 DEMO = {"demo": KnownModel("demo", listed=True)}
 
 
-def bounded(w: World, most_bytes: int = 4000) -> World:
-    w.system._client_services.tokenizing.max_bytes = most_bytes
+def bounded(w: World, max_bytes: int = 4000) -> World:
+    w.system._client_services.tokenizing.max_bytes = max_bytes
     return w
 
 
@@ -25,7 +25,7 @@ def held(w: World) -> int:
 
 
 @simulated
-async def test_a_model_that_is_loaded_tells_at_once() -> None:
+async def test_a_loaded_model_answers_at_once() -> None:
     async with world() as w:
         client = bounded(w).client()
         assert (await client.ask(messages.Tokenize, model="demo", prompt="Hi!")).count == 3
@@ -33,7 +33,7 @@ async def test_a_model_that_is_loaded_tells_at_once() -> None:
 
 
 @simulated
-async def test_what_waits_for_a_model_is_bounded_for_all_clients_together() -> None:
+async def test_waiting_texts_are_bounded_for_all_clients_together() -> None:
     async with world(SLOW, load=(), known=DEMO) as w:
         one, other = bounded(w).client(), w.client()
         waiting = [one.start(messages.Tokenize, model="demo", prompt="x" * 1000) for _ in range(3)]
@@ -47,9 +47,9 @@ async def test_what_waits_for_a_model_is_bounded_for_all_clients_together() -> N
         assert 3000 < held(w) <= 4000
 
         for client, key, count in [*((one, key, 1000) for key in waiting), (other, fits, 1)]:
-            told = await client.end(key)
-            assert isinstance(told, messages.Tokenized)
-            assert told.count == count
+            reply = await client.end(key)
+            assert isinstance(reply, messages.Tokenized)
+            assert reply.count == count
         assert held(w) == 0
         assert (await other.ask(messages.Tokenize, model="demo", prompt="x" * 1000)).count == 1000
 
@@ -62,7 +62,7 @@ async def test_one_text_of_any_size_may_wait() -> None:
 
 
 @simulated
-async def test_texts_of_a_client_that_is_gone_are_dropped_and_those_of_others_are_not() -> None:
+async def test_texts_of_a_disconnected_client_are_dropped() -> None:
     async with world(SLOW, load=(), known=DEMO) as w:
         leaves, stays = bounded(w).client(), w.client()
         for _ in range(3):
@@ -77,7 +77,7 @@ async def test_texts_of_a_client_that_is_gone_are_dropped_and_those_of_others_ar
 
 
 @simulated
-async def test_a_text_that_a_process_has_counts_until_it_answers() -> None:
+async def test_a_text_counts_until_the_process_answers() -> None:
     """Or who leaves and comes back would send it one text after the other."""
     async with world() as w:
         client = bounded(w).client()

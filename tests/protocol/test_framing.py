@@ -41,7 +41,7 @@ def feed(decoder: LineDecoder | FrameDecoder, parts: list[bytes]):
 # -- lines --------------------------------------------------------------------------------------
 
 
-def test_lines_come_without_their_ends_and_empty_ones_not_at_all():
+def test_line_ends_are_removed_and_empty_lines_skipped():
     assert LineDecoder().receive(b"a\nb\r\n\n\r\n \nrest") == [b"a", b"b", b" "]
 
 
@@ -54,7 +54,7 @@ def test_a_line_may_come_in_pieces():
 
 
 @pytest.mark.parametrize("data", [b"x" * (LIMIT + 1), b"x" * (LIMIT + 1) + b"\n"])
-def test_a_line_over_the_limit_is_refused_as_soon_as_it_is_known(data: bytes):
+def test_a_line_over_the_limit_is_refused_at_once(data: bytes):
     decoder = LineDecoder(LIMIT)
 
     with pytest.raises(FrameTooLarge) as refused:
@@ -64,7 +64,7 @@ def test_a_line_over_the_limit_is_refused_as_soon_as_it_is_known(data: bytes):
         decoder.receive(b"\nfine\n")
 
 
-def test_a_line_of_just_the_limit_passes_and_those_before_a_fault_are_kept():
+def test_a_line_at_the_limit_passes_and_lines_before_a_fault_are_kept():
     decoder = LineDecoder(LIMIT)
 
     assert decoder.feed(b"x" * LIMIT + b"\ny\n" + b"z" * (LIMIT + 1)) == [b"x" * LIMIT, b"y"]
@@ -93,7 +93,7 @@ class Searched(bytearray):
         return super().find(sub, start, *rest)
 
 
-def test_a_long_line_in_small_pieces_is_not_searched_again_and_again():
+def test_a_long_line_in_small_pieces_is_searched_once():
     decoder = LineDecoder()
     decoder._buffer = Searched()
     for _ in range(2000):
@@ -169,7 +169,7 @@ REPORTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_requests_survive_the_wire(request_: messages.Request):
+def test_requests_round_trip(request_: messages.Request):
     line = encode_line(request_)
 
     assert line.count(b"\n") == 1
@@ -177,14 +177,14 @@ def test_requests_survive_the_wire(request_: messages.Request):
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_events_survive_the_wire(event: messages.Event):
+def test_events_round_trip(event: messages.Event):
     line = encode_line(event)
 
     assert line.count(b"\n") == 1
     assert event == decode_event(LineDecoder().receive(line)[0])
 
 
-def test_commands_and_reports_survive_the_wire():
+def test_commands_and_reports_round_trip():
     sent = b"".join(map(encode_frame, COMMANDS))
     said = b"".join(map(encode_frame, REPORTS))
 
@@ -225,7 +225,7 @@ def test_garbage_raises_remote_errors_only(garbage: bytes):
     "line",
     [
         b"",
-        b'{"id":"1","event":"shutdown","x":"\xff"}',  # in a field that nobody reads
+        b'{"id":"1","event":"shutdown","x":"\xff"}',  # in an unknown field
         b'{"id":"\xff","event":"shutdown"}',
         b'{"id":"1","event":"shutdown","x":"\\ud800"}',
         b'{"id":"1","event":"shutdown","x":' + b"[" * 100_000,
@@ -235,11 +235,11 @@ def test_garbage_raises_remote_errors_only(garbage: bytes):
         b"NaN",
     ],
 )
-def test_what_is_no_event_is_malformed(line: bytes):
+def test_an_invalid_event_is_malformed(line: bytes):
     with pytest.raises(MalformedFrame):
         decode_event(line)
 
 
-def test_nests_of_arrays_in_a_frame_are_malformed():
+def test_deeply_nested_frames_are_malformed():
     with pytest.raises(MalformedFrame):
         decode_report(b"\x82\xa1r\xa3bye\xa1x" + b"\x91" * 100_000)

@@ -60,7 +60,7 @@ GOOD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=str)
-def test_what_is_in_range_is_taken(fields: dict[str, Any]):
+def test_values_in_range_are_accepted(fields: dict[str, Any]):
     found = taken(**fields)
 
     assert isinstance(found, Generate)
@@ -101,7 +101,7 @@ def test_what_is_in_range_is_taken(fields: dict[str, Any]):
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_refused_by_name(fields: dict[str, Any], field: str, says: str):
+def test_values_out_of_range_are_refused_by_name(fields: dict[str, Any], field: str, says: str):
     found = taken(**fields)
 
     assert isinstance(found, Error)
@@ -110,7 +110,7 @@ def test_what_is_out_of_range_is_refused_by_name(fields: dict[str, Any], field: 
     assert says in found.error.message
 
 
-def test_an_old_client_s_request_is_the_same_as_ever():
+def test_a_request_without_newer_fields_gets_their_defaults():
     assert taken() == Generate(id="a", model="m", prompt="p")
     assert encode_line(Tokens(id="a", index=0, tokens=[1], text="x")) == (
         b'{"event":"tokens","id":"a","index":0,"tokens":[1],"text":"x"}\n'
@@ -126,7 +126,7 @@ LOGPROB = TokenLogprob(
 )
 
 
-def test_events_pass_both_ways():
+def test_events_with_new_fields_round_trip():
     events = [
         Tokens(id="a", index=0, tokens=[5], text=" the", choice=3, logprobs=[LOGPROB]),
         PromptLogprobs(id="a", index=0, logprobs=[TokenLogprob(1, "<s>"), LOGPROB]),
@@ -137,7 +137,7 @@ def test_events_pass_both_ways():
     assert [is_last(event) for event in events] == [False, False, False, True]
 
 
-def test_commands_and_reports_pass_both_ways():
+def test_commands_and_reports_with_new_fields_round_trip():
     submit = Submit(
         rid="r",
         sampling=Sampling(seed=1, logit_bias={3: -1.0}, repetition_penalty=1.1),

@@ -16,13 +16,13 @@ def test_the_defaults():
     assert KVSpec(8, 4).scheme == Scheme(8, 4, 64, 64)
 
 
-def test_values_take_the_keys_group_unless_they_have_their_own():
+def test_values_use_the_group_of_keys_by_default():
     assert KVSpec(4, 4, group_size=32).scheme == Scheme(4, 4, 32, 32)
     assert KVSpec(4, 4, group_size=32, value_group_size=128).scheme == Scheme(4, 4, 32, 128)
     assert KVSpec(4, 4, value_group_size=128).name == "k4g64v4g128"
 
 
-def test_names_without_a_group_have_those_of_the_settings():
+def test_scheme_names_without_a_group_use_the_settings():
     spec = KVSpec(8, 8, group_size=32, value_group_size=128)
 
     assert spec.scheme_of("k4v4") == Scheme(4, 4, 32, 128)
@@ -53,7 +53,7 @@ def test_names_without_a_group_have_those_of_the_settings():
         ({"max_kv_size": 300, "keep": 173}, "keep", "for the newest tokens, so be at most 172"),
     ],
 )
-def test_what_is_wrong_is_said_by_field(kv: dict[str, object], field: str, says: str):
+def test_errors_name_the_field(kv: dict[str, object], field: str, says: str):
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert({"id": "1", "model": "m", "kv": kv}, Load, str_keys=True)
     place, text = describe_error(str(caught.value), Load)
@@ -63,11 +63,11 @@ def test_what_is_wrong_is_said_by_field(kv: dict[str, object], field: str, says:
     assert says in text
 
 
-def test_keep_is_only_bounded_where_something_falls_out():
+def test_keep_is_bounded_only_with_max_kv_size():
     assert KVSpec(keep=10_000).keep == 10_000
     assert KVSpec(max_kv_size=256, keep=128).keep == 128
 
 
-def test_python_gets_the_same_errors():
+def test_constructors_raise_the_same_errors():
     with pytest.raises(ValueError, match="keep: must leave 128"):
         KVSpec(max_kv_size=256, keep=200)

@@ -72,7 +72,7 @@ def test_requests_may_be_interleaved():
         pair.server.send(messages.Tokens(id="b", index=0, tokens=[1], text="a"))
 
 
-def test_neither_end_breaks_the_rules_itself():
+def test_both_ends_reject_local_protocol_errors():
     pair = Pair()
     pair.up(generate())
 
@@ -91,12 +91,12 @@ def test_a_request_over_the_limit_is_refused_before_it_is_sent():
 
 
 @pytest.mark.parametrize("line", [b'{"id":"x","event":"shutdown"}\n', b"garbage\n", b"\xff\n"])
-def test_a_client_takes_no_event_that_it_did_not_ask_for(line: bytes):
+def test_a_client_rejects_unexpected_events(line: bytes):
     with pytest.raises(RemoteProtocolError):
         ClientSession().receive(line)
 
 
-def test_a_client_hears_of_its_connection():
+def test_a_client_gets_errors_of_its_connection():
     error = Error(id="", error=ErrorInfo("slow_reader", "read faster", True))
 
     assert [error] == ClientSession().receive(ServerSession().refuse(error))
@@ -128,7 +128,7 @@ def test_the_last_events():
         b'{"id":7,"op":"hello"}',
         b'{"id":"' + b"x" * 129 + b'","op":"hello"}',
         b'{"id":"a","op":"hello"',
-        b'{"id":"a","op":null,"x":"\\ud800"}',  # wrong first, and no JSON behind that
+        b'{"id":"a","op":null,"x":"\\ud800"}',  # an invalid value, followed by invalid JSON
         b'{"id":"a","op":null,"x":' + b"[" * 10_000,
         b'{"id":"a","op":"hello","x":' + b"[" * 10_000,
     ],
@@ -191,7 +191,7 @@ def test_an_endless_line_ends_the_connection():
         ({"op": "unload", "model": "m", "force": "yes"}, "invalid_request", "force"),
     ],
 )
-def test_a_wrong_request_is_answered_and_the_connection_goes_on(fields, code, field):
+def test_an_invalid_request_is_answered_and_the_connection_continues(fields, code, field):
     session = ServerSession()
     error = answer(session, json.dumps({"id": "a", **fields}).encode())
 
@@ -274,7 +274,7 @@ def test_an_alias_that_would_break_a_table_or_a_command_line_is_refused(alias):
 
 
 @pytest.mark.parametrize("alias", ["demo", "Qwen/Qwen2.5-0.5B", "a_b:c@v1+x", "7", "x" * 256])
-def test_an_alias_may_look_like_a_name_of_the_hub(alias):
+def test_an_alias_may_look_like_a_hub_id(alias):
     line = json.dumps({"id": "a", "op": "load", "model": "m", "alias": alias}).encode()
 
     assert [messages.Load(id="a", model="m", alias=alias)] == ServerSession().receive(line + b"\n")
@@ -345,7 +345,7 @@ lines = st.lists(
 
 @settings(deadline=None)
 @given(lines)
-def test_whatever_comes_is_answered_and_cuts_do_not_matter(data: bytes):
+def test_any_input_is_answered_however_it_is_cut(data: bytes):
     whole = drive([data])
 
     assert whole == drive([bytes([byte]) for byte in data])

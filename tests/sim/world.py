@@ -99,7 +99,7 @@ class World:
         scripts: dict[str, list[Script]],
         budget: int,
         settings: Settings,
-        archive: SavedRequests | None = None,
+        saved_requests: SavedRequests | None = None,
         known: dict[str, KnownModel] | None = None,
         estimate_model: EstimateModel = no_files,
     ) -> None:
@@ -118,7 +118,7 @@ class World:
             estimate_model=estimate_model,
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
-            saved_requests=archive,
+            saved_requests=saved_requests,
             observe=self.metrics.counters,
             metrics=self.metrics.text,
         )
@@ -186,10 +186,10 @@ async def world(
     known: dict[str, KnownModel] | None = None,
     estimate_model: EstimateModel = no_files,
     faults: bool = False,
-    archive: SavedRequests | None = None,
+    saved_requests: SavedRequests | None = None,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded. ``faults``: actors may fail."""
-    it = World(scripts or {}, budget, settings or Settings(), archive, known, estimate_model)
+    it = World(scripts or {}, budget, settings or Settings(), saved_requests, known, estimate_model)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it
@@ -199,7 +199,7 @@ async def world(
         await it.system.stop(force=True)
     await asyncio.sleep(0.1)
     assert not it.spawn.alive(), "a process is left"
-    if archive is None and not faults:
+    if saved_requests is None and not faults:
         it.check_tokens()
     for client in it.clients:
         for key, events in client.events.items():
