@@ -353,7 +353,7 @@ class Batch:
 
         No step may be in flight. The request is not queued before `Admission.requeue_preempted`.
         """
-        self.synchronize()
+        assert not self.in_flight, "a step in flight uses the rows"
         for completion in request.completions:
             if completion.row is not None:
                 completion.snapshot = self.cache.snapshots.take(completion.row)

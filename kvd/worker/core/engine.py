@@ -184,7 +184,6 @@ class MLXEngine:
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a request, on the engine's clock."""
         return self._scheduler.next_deadline
 
     # The step.
@@ -325,7 +324,6 @@ class MLXEngine:
         self._request_memory(self._admission.give_back_idle(cached))
 
     def stats(self) -> WorkerStats:
-        """Return the counters."""
         cache, batch = self._runner.cache, self._batch
         usage = cache.usage
         return WorkerStats(

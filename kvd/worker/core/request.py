@@ -122,5 +122,4 @@ class Request:
         return [owner for owner in self.owners if owner.snapshot is not None]
 
     def settings(self, completion: Completion) -> RowSettings:
-        """Return the sampling settings of a completion."""
         return RowSettings.of(self.submit, completion.stream.ends, completion.key[1])

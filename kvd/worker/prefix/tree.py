@@ -319,7 +319,6 @@ class PrefixTree:
         return node
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self.held_bytes <= self.cap_bytes
         nodes = list(self._root.children.values())
         stored = set()
