@@ -765,7 +765,7 @@ async def test_messages_for_a_dead_process_do_not_reach_its_successor():
 @simulated
 async def test_counters_continue_when_a_model_is_reloaded():
     def steps() -> int:
-        return w.metrics.counters.models["demo"].lives.total.step
+        return w.metrics.counters.models["demo"].worker.total.step
 
     async with world() as w:
         client, seen = w.client(), []

@@ -41,35 +41,34 @@ FILE = Section(
     "The file itself",
     "",
     Config,
-    "What *changes hold* says is explained [below](#changes-while-it-runs).",
+    "*Takes effect* is explained [below](#changes-while-it-runs).",
 )
 MODELS = Section(
     "`[[models]]`",
     "models[x].",
     ModelEntry,
-    'One table for each model; or `models = ["demo", …]` where nothing else is to be said. How '
-    "several models stand beside each other: [tuning.md](tuning.md#several-models-one-budget).",
+    'One table per model, or `models = ["demo", …]` without further settings. How several models '
+    "share the budget: [tuning.md](tuning.md#several-models-one-budget).",
 )
 KV = Section(
     "`[models.kv]`",
     "models[x].kv.",
     KVText,
-    "The KV cache of the model above it. What each of these gains and costs: "
-    "[tuning.md](tuning.md).",
+    "The KV cache of the model above. Benefits and costs: [tuning.md](tuning.md).",
 )
 HTTP = Section(
     "`[http]`",
     "http.",
     HttpSettings,
-    "OpenAI's interface, health and metrics: [http.md](http.md), [security.md](security.md).",
+    "OpenAI's API, health and metrics: [http.md](http.md), [security.md](security.md).",
 )
 WATCHDOG = Section(
     "`[watchdog]`",
     "watchdog.",
     WatchdogTimeouts,
-    "How long a worker may give no sign of life, by what it does; then it is ended, and its "
-    "requests go on in the next one. The defaults leave room for large models without an "
-    "accelerator; lower them where a hang should be found sooner.",
+    "Seconds without a report after which a worker is ended, by phase. Its requests continue in "
+    "the next process. The defaults suit large models without an accelerator; lower them to "
+    "detect hangs sooner.",
 )
 SECTIONS = (FILE, MODELS, KV, HTTP, WATCHDOG)
 
@@ -84,7 +83,7 @@ def _section(section: Section) -> str:
         (f"`{one.name}`", _kind(one), _default(one), _holds(section, one), one.text)
         for one in fields(section.struct)
     ]
-    head = ("key", "value", "default", "changes hold", "")
+    head = ("key", "value", "default", "takes effect", "")
     return f"### {section.title}\n\n{section.intro}\n\n{table(head, rows)}"
 
 
