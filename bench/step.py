@@ -123,7 +123,7 @@ def free(part: str) -> Iterator[None]:
             mock.patch.object(kind, "__call__", _nothing) for kind in (nn.Linear, PackedLinear)
         ],
         "attention": [mock.patch.object(seam, "decode_attention", lambda queries, *_: queries)],
-        "new tokens": [mock.patch.object(LayerStore, "append", return_value=None)],
+        "new tokens": [mock.patch.object(LayerStore, "put_tokens", return_value=None)],
         "norms, rope, gate": [
             mock.patch.object(mx.fast, "rms_norm", lambda x, *_: x),
             mock.patch.object(mx.fast, "rope", lambda x, *_, **__: x),
