@@ -32,9 +32,9 @@ from mlx_lm.models import activations
 from bench.retrace import retrace
 from kvd import demo
 from kvd.config.kv import parse_kv
-from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.native import activation, build, operations
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.sampling.row import RowSettings
@@ -123,7 +123,7 @@ def free(part: str) -> Iterator[None]:
             mock.patch.object(kind, "__call__", _nothing) for kind in (nn.Linear, PackedLinear)
         ],
         "attention": [mock.patch.object(seam, "decode_attention", lambda queries, *_: queries)],
-        "new tokens": [mock.patch.object(LayerStore, "put_tokens", return_value=None)],
+        "new tokens": [mock.patch.object(DecodeStep, "append", return_value=None)],
         "norms, rope, gate": [
             mock.patch.object(mx.fast, "rms_norm", lambda x, *_: x),
             mock.patch.object(mx.fast, "rope", lambda x, *_, **__: x),

@@ -43,9 +43,9 @@ def test_it_runs_and_puts_everything_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", step.PARTS)
 def test_what_is_free_is_replaced_and_put_back(part: str) -> None:
     seam.install()
-    before = seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.LayerStore.append
+    before = seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.DecodeStep.append
     with step.free(part):
         inside = (
-            seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.LayerStore.append,
+            seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.DecodeStep.append,
         )  # fmt: skip
         assert sum(one is not other for one, other in zip(before, inside, strict=True)) == 1
