@@ -2,7 +2,7 @@
 
 This is what the demo model is good at and what a lossy KV cache damages first. The tasks are
 deterministic by seed, use keys that the model never trained on, and need no corpus: the filler is
-held-out prose that ships beside this file. Nothing here imports a model or an array library.
+held-out prose that ships with this file. Nothing here imports a model or an array library.
 
     task = make_recall_prompt(seed=7, length_tokens=1024, tokenizer=tokenizer)
     completion = ...                      # greedy, raw text (no chat template), 6 tokens or more

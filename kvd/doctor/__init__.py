@@ -1,5 +1,5 @@
-"""What is right and wrong with kvd on this machine, and what to do: `kvctl doctor`.
+"""Checks of the machine, the home, the daemon and the service: `kvctl doctor`.
 
-A check is a function from a `Scene` to findings. It reads, and changes nothing. `selftest` goes
-further: it computes, starts processes and a daemon, in places of their own.
+A check is a function from a `Scene` to findings and changes nothing. `selftest` also computes, and
+starts processes and a daemon in separate homes.
 """

@@ -1,4 +1,4 @@
-"""What MLX says of itself, asked in a process of its own: a fault there is an answer, too."""
+"""Examines MLX in a separate process, because it may crash."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from kvd.host.environment import environment
 from protocol.errors import ConfigError, InternalError, KvdError
 
 _MODULE = "kvd.worker.tools.examine"
-_MOST_S = 60.0
+_TIMEOUT_S = 60.0
 
 
-def ask(arguments: tuple[str, ...] = (), most_s: float = _MOST_S) -> dict[str, Any] | KvdError:
-    """Return what a process with a worker's environment finds, or why it does not answer."""
+def ask(
+    arguments: tuple[str, ...] = (), timeout_s: float = _TIMEOUT_S
+) -> dict[str, Any] | KvdError:
+    """Return the findings of a process with a worker's environment, or its error."""
     try:
         library = blas.choose("auto")
     except ConfigError:
@@ -28,16 +30,16 @@ def ask(arguments: tuple[str, ...] = (), most_s: float = _MOST_S) -> dict[str, A
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=most_s,
+            timeout=timeout_s,
             check=False,
             env=environment(library),
         )
     except subprocess.TimeoutExpired:
-        return InternalError(f"it did not answer in {most_s:g} s")
+        return InternalError(f"no answer within {timeout_s:g} s")
     last = done.stdout.rstrip().rpartition("\n")[2]
     try:
         found: dict[str, Any] = msgspec.json.decode(last, type=dict[str, Any])
     except msgspec.DecodeError:
-        words = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
-        return InternalError(f"exit status {done.returncode}: {words}")
+        reason = done.stderr.strip().rpartition("\n")[2] or "no output"
+        return InternalError(f"exit status {done.returncode}: {reason}")
     return found

@@ -1,4 +1,4 @@
-"""All checks in their order; one that fails itself is a finding too."""
+"""Runs all checks in order; an exception in a check becomes a finding."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 
 
 def examine(scene: Scene) -> Iterator[Section]:
-    """Yield what is found, section by section."""
+    """Yield the findings of each section."""
     for title, checks in CHECKS.items():
-        yield Section(title, [one for check in checks for one in _found(check, scene)])
+        yield Section(title, [finding for check in checks for finding in _run(check, scene)])
 
 
-def _found(check: Check, scene: Scene) -> list[Finding]:
+def _run(check: Check, scene: Scene) -> list[Finding]:
     try:
         found = check(scene)
-    except Exception as error:  # noqa: BLE001 - the others are to be made all the same
+    except Exception as error:  # noqa: BLE001 - the other checks must still run
         name = check.__name__.replace("_", " ")
         said = f"the check itself failed: {type(error).__name__}: {error}"
         return [fail(name, said, "report it: it is a bug of kvctl doctor")]

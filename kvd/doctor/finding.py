@@ -1,4 +1,4 @@
-"""What a check says: a verdict, what it found, and what to do about it."""
+"""The result of a check: verdict, observation and advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 Verdict = Literal["ok", "skip", "warn", "fail"]
-"""``warn``: it works, and could be better; ``fail``: something does not work."""
+"""``warn``: works, but could be better; ``fail``: does not work."""
 _ORDER: tuple[Verdict, ...] = ("skip", "ok", "warn", "fail")
 
 
@@ -19,39 +19,35 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     verdict: Verdict
     said: str
     todo: str | None = None
-    """What to do; there is always something for ``warn`` and ``fail``."""
+    """Advice; always present for ``warn`` and ``fail``."""
     numbers: dict[str, float | int | str] = {}
-    """What was measured, in the units of its names."""
+    """Measured values; their names end with the unit."""
 
 
 class Section(msgspec.Struct, frozen=True):
-    """Findings of one kind."""
+    """A group of findings."""
 
     title: str
     findings: list[Finding]
 
 
 def ok(name: str, said: str, **numbers: float | str) -> Finding:
-    """Return that all is well."""
     return Finding(name, "ok", said, numbers=dict(numbers))
 
 
 def skip(name: str, said: str, **numbers: float | str) -> Finding:
-    """Return that it does not apply here."""
     return Finding(name, "skip", said, numbers=dict(numbers))
 
 
 def warn(name: str, said: str, todo: str, **numbers: float | str) -> Finding:
-    """Return that it could be better."""
     return Finding(name, "warn", said, todo, dict(numbers))
 
 
 def fail(name: str, said: str, todo: str, **numbers: float | str) -> Finding:
-    """Return that it does not work."""
     return Finding(name, "fail", said, todo, dict(numbers))
 
 
 def worst(sections: Iterable[Section]) -> Verdict:
-    """Return the gravest verdict of all; nothing at all is ``ok``."""
-    verdicts = [one.verdict for section in sections for one in section.findings]
+    """Return the worst verdict; ``ok`` without findings."""
+    verdicts = [finding.verdict for section in sections for finding in section.findings]
     return max(["ok", *verdicts], key=_ORDER.index)

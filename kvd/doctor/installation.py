@@ -1,4 +1,4 @@
-"""Python, the packages that kvd is pinned to, and what computes."""
+"""Checks of Python, the pinned packages, the device and native code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvd.host.units import format_bytes
 from protocol.errors import ConfigError, KvdError
 
 _LEAST = (3, 11)
-_WRONG = 1e-4
-"""A product of float32 that is off by more was not computed right."""
+_MAX_ERROR = 1e-4
+"""The largest error of a correct float32 product."""
 _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^;\s]+)(?:\s*;\s*(.*))?$")
 
 
 def python(_scene: Scene) -> Finding:
-    """Whether the interpreter is one that kvd runs on."""
+    """Check that kvd supports the interpreter."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < _LEAST:
         return fail("python", f"{version} is too old", "install Python 3.11 or newer")
@@ -36,7 +36,7 @@ def python(_scene: Scene) -> Finding:
 
 
 def versions(scene: Scene) -> Finding:
-    """Whether the pinned packages are those that kvd was tested with."""
+    """Check that the pinned packages have the tested versions."""
     found, wrong = [], []
     for name, wanted in pins(scene.platform).items():
         try:
@@ -51,20 +51,20 @@ def versions(scene: Scene) -> Finding:
     if not found:
         return warn(
             "versions",
-            f"kvd {kvd.__version__} is not installed, so that nothing says what it needs",
+            f"kvd {kvd.__version__} is not installed, so its requirements are unknown",
             "pip install -e . in the checkout",
         )
     return ok("versions", f"kvd {kvd.__version__}, {', '.join(found)}")
 
 
 def pins(system: str) -> dict[str, str]:
-    """Return the packages that kvd wants in exactly one version, on such a system."""
+    """Return the packages that kvd pins to one version on a system."""
     try:
-        said = importlib.metadata.requires("kvd") or []
+        requirements = importlib.metadata.requires("kvd") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     found = {}
-    for text in said:
+    for text in requirements:
         pin = _PIN.match(text)
         marker = (pin[3] or "") if pin else ""
         if pin is None or "extra" in marker:
@@ -75,14 +75,14 @@ def pins(system: str) -> dict[str, str]:
 
 
 def device(scene: Scene) -> Finding:
-    """Whether MLX runs, on what, and computes right."""
+    """Check that MLX runs and computes correctly."""
     engine = scene.engine
     if isinstance(engine, KvdError):
         todo = "run `python -c 'import mlx.core'` to see why; then install kvd again"
         return fail("device", f"MLX does not run: {engine.message}", todo)
     name = f" ({engine['name']})" if engine["name"] else ""
     said = f"MLX {engine['mlx']} computes on {engine['device']}{name}"
-    if not engine["error"] < _WRONG:
+    if not engine["error"] < _MAX_ERROR:
         return fail(
             "device",
             f"{said}, and a product is off by {engine['error']:.2g}",
@@ -100,7 +100,7 @@ def device(scene: Scene) -> Finding:
 
 
 def openblas(scene: Scene) -> Finding:
-    """Whether products on the CPU are quick."""
+    """Check that workers on a CPU preload OpenBLAS."""
     if scene.platform != "linux" or scene.computes_on_cpu is False:
         return skip("openblas", "only for Linux machines without an accelerator")
     setting = scene.settings.blas
@@ -121,7 +121,7 @@ def openblas(scene: Scene) -> Finding:
 
 
 def native(scene: Scene) -> Finding:
-    """Whether kvd's own operations for the CPU are built, or can be."""
+    """Check that kvd's own operations for the CPU are built, or can be."""
     engine = scene.engine
     if isinstance(engine, KvdError) or not scene.computes_on_cpu:
         return skip("native", "kvd's own operations are for machines without an accelerator")
@@ -143,19 +143,21 @@ def native(scene: Scene) -> Finding:
 
 
 def wired_limit(scene: Scene) -> Finding:
-    """How much of its memory macOS lets Metal use."""
+    """Compare Metal's recommended limit with kvd's own calculation."""
     if scene.platform != "darwin":
         return skip("wired limit", "only macOS has one")
     engine, host = scene.engine, scene.host
-    reckoned = host.accelerator_limit or 0
-    told = 0 if isinstance(engine, KvdError) else engine["recommended_bytes"]
-    numbers = {"reckoned_bytes": reckoned, "recommended_bytes": told}
-    if told and abs(told - reckoned) > 0.02 * told:
+    calculated = host.accelerator_limit or 0
+    recommended = 0 if isinstance(engine, KvdError) else engine["recommended_bytes"]
+    numbers = {"reckoned_bytes": calculated, "recommended_bytes": recommended}
+    if recommended and abs(recommended - calculated) > 0.02 * recommended:
+        budget = int(0.75 * recommended / 2**30)
         return warn(
             "wired limit",
-            f"Metal recommends {format_bytes(told)}, and kvd reckons with {format_bytes(reckoned)}",
-            f'set budget in config.toml, such as "{int(0.75 * told / 2**30)}GiB", and report this',
+            f"Metal recommends {format_bytes(recommended)}, but kvd calculates "
+            f"{format_bytes(calculated)}",
+            f'set budget in config.toml, such as "{budget}GiB", and report it',
             **numbers,
         )
-    said = f"Metal may use {format_bytes(told or reckoned)} of {format_bytes(host.total)}"
+    said = f"Metal may use {format_bytes(recommended or calculated)} of {format_bytes(host.total)}"
     return ok("wired limit", f"{said}; `sudo sysctl iogpu.wired_limit_mb=…` changes it", **numbers)

@@ -1,4 +1,4 @@
-"""What the system allows: open files, locked memory, the cgroup, memory itself, and the disk."""
+"""Checks of the system's limits: open files, locked memory, cgroup, memory and disk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvd.host import files, memory
 from kvd.host.units import format_bytes
 
 _FEW_FILES, _FILES = 256, 1024
-"""A client takes one, a worker three."""
-_FREE_FOR_PARKING = 2**30
-"""kvd writes no parked rows where less would be left of the disk."""
+"""A client needs one, a worker three."""
+_FREE_FOR_SWAP = 2**30
+"""kvd swaps no rows out if less disk space would remain."""
 _UNLIMITED = 1 << 60
 
 
 def open_files(_scene: Scene) -> Finding:
-    """How many clients can come at once."""
+    """Check how many clients can connect at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = hard == resource.RLIM_INFINITY or hard > _UNLIMITED
     most = files.WANTED if endless else min(files.WANTED, hard)
@@ -33,7 +33,7 @@ def open_files(_scene: Scene) -> Finding:
 
 
 def locked_memory(_scene: Scene) -> Finding:
-    """How much a process may lock; kvd locks nothing, Metal's wired memory is counted elsewhere."""
+    """Report the limit; kvd locks no memory, and Metal's wired memory does not count here."""
     if not hasattr(resource, "RLIMIT_MEMLOCK"):
         return skip("locked memory", "this system has no such limit")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -42,7 +42,7 @@ def locked_memory(_scene: Scene) -> Finding:
 
 
 def host_memory(scene: Scene) -> Finding:
-    """Whether the budget fits what there is."""
+    """Check that the budget fits the memory."""
     host = scene.host
     budget = scene.settings.budget_bytes or memory.default_budget(host)
     most = host.accelerator_limit or host.total
@@ -70,7 +70,7 @@ def host_memory(scene: Scene) -> Finding:
 
 
 def cgroup(scene: Scene) -> Finding:
-    """Whether a container or a service limits memory below the machine's."""
+    """Check whether a container or service limits the memory."""
     if scene.platform != "linux":
         return skip("cgroup", "only Linux has them")
     physical = _meminfo(scene.root)
@@ -78,7 +78,7 @@ def cgroup(scene: Scene) -> Finding:
         return ok(
             "cgroup",
             f"{format_bytes(scene.host.total)} of the machine's {format_bytes(physical)}; the "
-            "default budget heeds it",
+            "default budget uses it",
             limit_bytes=scene.host.total,
         )
     return ok("cgroup", "no limit of memory below the machine's")
@@ -94,27 +94,29 @@ def _meminfo(root: Path) -> int:
 
 
 def disk(scene: Scene) -> Finding:
-    """Whether rows can be parked, and logs written."""
+    """Check the free disk space for swapped-out rows and logs."""
     place = _existing(scene.home.root)
     free = shutil.disk_usage(place).free
     limit = scene.settings.swap_bytes
     said = f"{format_bytes(free)} free for {scene.home.root}"
     if limit == 0:
-        return ok("disk", f"{said}; parked rows are not written (swap_limit = 0)", free_bytes=free)
-    if free < 2 * _FREE_FOR_PARKING:
+        return ok("disk", f"{said}; rows are not swapped out (swap_limit = 0)", free_bytes=free)
+    if free < 2 * _FREE_FOR_SWAP:
         return warn(
             "disk",
-            f"{said}: rows that give their memory back are computed again instead of read",
+            f"{said}: preempted rows are computed again instead of read",
             "make room, or give kvd a home on another disk",
             free_bytes=free,
         )
     return ok(
-        "disk", f"{said}; parked rows take up to {format_bytes(limit)} a model", free_bytes=free
+        "disk",
+        f"{said}; swapped-out rows take up to {format_bytes(limit)} per model",
+        free_bytes=free,
     )
 
 
 def hub_cache(scene: Scene) -> Finding:
-    """Where downloaded models lie."""
+    """Check the folder of downloaded models."""
     variables = scene.environment
     home = variables.get("HF_HOME") or os.path.join(  # noqa: PTH118 - as the Hub's library does
         variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
@@ -134,5 +136,5 @@ def hub_cache(scene: Scene) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest folder above that is there."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    """Return the nearest existing folder."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""Trials on a daemon in a home of its own: it serves, survives and ends; as a service, too."""
+"""Trials with a daemon in a separate home: it serves, survives a crash, and ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONFIG = 'budget = "2GiB"\nhttp = {enabled = false}\n'
 
 
 def daemon() -> Iterator[str | Finding]:
-    """Start one with the demo model, and see what the README promises."""
+    """Start a daemon, load the demo model, and test it."""
     with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
         home = _home(Path(folder))
         yield "load"
@@ -53,7 +53,7 @@ def daemon() -> Iterator[str | Finding]:
 
 @contextlib.contextmanager
 def _serving(home: Home, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon; what is left of it at the end is killed."""
+    """Run a daemon, and kill it at the end if it still runs."""
     command = [sys.executable, "-P", "-m", "kvd", "serve", "--home", str(home.root), *arguments]
     process = subprocess.Popen(  # noqa: S603 - our own module
         command,
@@ -116,7 +116,7 @@ def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -
 
 
 def _complete(home: Home) -> Finding:
-    """See that a request gets the same tokens alone and in company."""
+    """Check that a request gets the same tokens alone and in a batch."""
 
     def one(seed: int) -> str:
         with Client(home=home.root) as client:
@@ -126,7 +126,7 @@ def _complete(home: Home) -> Finding:
     alone = one(7)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        texts = list(threads.map(one, (7, 8, 9, 10)))  # raises what went wrong in any of them
+        texts = list(threads.map(one, (7, 8, 9, 10)))  # raises the first error
     rate = 4 * _TOKENS / (time.monotonic() - started)
     if texts[0] != alone:
         return fail("completions", "a request got other tokens in company than alone", _REPORT)
@@ -135,7 +135,7 @@ def _complete(home: Home) -> Finding:
 
 
 def _crash(home: Home) -> Finding:
-    """Kill the worker in the middle of a completion, and see that nobody notices."""
+    """Kill the worker during a completion, and check that the stream continues."""
     with Client(home=home.root) as client, Client(home=home.root) as other:
         whole = client.generate("demo", _PROMPT, max_tokens=4 * _TOKENS, ignore_eos=True).text
         running = client.generate("demo", _PROMPT, max_tokens=4 * _TOKENS, ignore_eos=True)
@@ -165,7 +165,7 @@ def _stop(process: subprocess.Popen[bytes]) -> Finding:
 
 
 def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
-    """Kill the daemon, and see that its worker, which computes, does not outlive it."""
+    """Kill the daemon, and check that its busy worker ends too."""
     _wait_until_up(home, process)
     with Client(home=home.root) as client:
         client.load("fake:tps=20", alias="m").result  # noqa: B018 - waits for the load
@@ -188,14 +188,14 @@ def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs; one that nobody has reaped yet does not."""
+    """Return whether a process runs; zombies do not count."""
     told = ["ps", "-o", "stat=", "-p", str(pid)]
     done = subprocess.run(told, capture_output=True, text=True, check=False)  # noqa: S603
     return bool(done.stdout.strip()) and not done.stdout.strip().startswith("Z")
 
 
 def service() -> Iterator[str | Finding]:
-    """Install a service of its own, see that it serves, and remove it."""
+    """Install a separate service, check that it serves, and remove it."""
     with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
         home = _home(Path(folder))
         for on_demand in (False, True):

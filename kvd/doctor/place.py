@@ -1,4 +1,4 @@
-"""The home: who may read it, its configuration, its lock, its sockets and its log."""
+"""Checks of the home: access, configuration, lock, sockets and log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.errors import ConfigError
 
 
 def folder(scene: Scene) -> Finding:  # noqa: PLR0911 - one for each case
-    """Whether the home is there, ours and private."""
+    """Check that the home is the user's and private."""
     root = scene.home.root
     try:
         found = root.stat()
@@ -43,7 +43,7 @@ _ANOTHER = "give kvd a folder of your own with KVD_HOME or --home"
 
 
 def configuration(scene: Scene) -> Finding:
-    """Whether `config.toml` is understood."""
+    """Check that `config.toml` is valid."""
     path, found = scene.home.config, scene.config
     if isinstance(found, ConfigError):
         key = found.detail.get("key")
@@ -72,7 +72,7 @@ def _there(source: str, root: Path) -> bool:
 
 
 def lock(scene: Scene) -> Finding:
-    """Whether a daemon holds the home."""
+    """Report whether a daemon uses the home."""
     path = scene.home.lock
     if path.is_dir():
         return fail("lock", f"{path} is a folder", "move it away")
@@ -83,7 +83,7 @@ def lock(scene: Scene) -> Finding:
 
 
 def sockets(scene: Scene) -> list[Finding]:
-    """Whether clients find the daemon, and nobody else's."""
+    """Check that clients can reach the daemon."""
     return [
         _socket("socket", scene.home.socket, scene),
         _socket("http.sock", scene.home.http_socket, scene),
@@ -127,7 +127,7 @@ def _absent(name: str, path: Path, scene: Scene) -> Finding:
 
 
 def _refusal(path: Path) -> str | None:
-    """Return why nobody answers; None: somebody listens."""
+    """Return why a connect fails; None if a process listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(2.0)
         try:
@@ -152,7 +152,7 @@ def _stale(name: str, path: Path, reason: str, scene: Scene) -> Finding:
 
 
 def log(scene: Scene) -> Finding:
-    """Whether the log can be written, and how large it is."""
+    """Check that the log can be written."""
     there = scene.home.logs
     if there.exists() and not os.access(there, os.W_OK):
         return fail("log", f"{there} cannot be written", f"chmod 700 {shlex.quote(str(there))}")

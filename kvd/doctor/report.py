@@ -1,4 +1,4 @@
-"""The selftest's report: for people and for programs, to attach to an issue."""
+"""The selftest's report, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("mlx", "mlx-metal", "mlx-cuda-13", "mlx-lm", "msgspec", "nanobind",
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The whole report."""
 
     verdict: Verdict
     date: str
@@ -33,7 +33,6 @@ class Report(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, scene: Scene, sections: list[Section]) -> Report:
-        """Return what was found here and now."""
         engine = scene.engine
         return cls(
             verdict=worst(sections),
@@ -49,7 +48,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """All of it as people read it."""
+        """The report as text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"kvd selftest, {self.date}: {self.verdict}",
@@ -58,8 +57,8 @@ class Report(msgspec.Struct, frozen=True):
         ]
         for section in self.sections:
             lines += ["", section.title]
-            for one in section.findings:
-                lines += _lines(one)
+            for finding in section.findings:
+                lines += _lines(finding)
         return "\n".join(lines) + "\n"
 
 
@@ -90,7 +89,7 @@ def _versions() -> dict[str, str]:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write both files and return them; the user's name is left out of paths."""
+    """Write both files and return their paths; the content hides the user's home folder."""
     stamp = report.date[:19].replace(":", "").replace("-", "")
     files = {
         folder / f"kvd-selftest-{stamp}.json": msgspec.json.format(msgspec.json.encode(report)),

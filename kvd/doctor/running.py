@@ -1,4 +1,4 @@
-"""The daemon that runs: whether it answers, its version, and what it complains of; its service."""
+"""Checks of the running daemon: answers, version and errors; its HTTP port and its service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANSWER_S = 5.0
 
 
 def daemon(scene: Scene) -> list[Finding]:
-    """Whether it answers, and what it says of itself."""
+    """Check that the daemon answers, and report its errors."""
     try:
         with Client(home=scene.home.root, timeout_s=_ANSWER_S) as client:
             status = client.status()
@@ -68,7 +68,7 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
 
 
 def http_port(scene: Scene) -> Finding:
-    """Whether HTTP has its port, or could have it."""
+    """Check that HTTP has its port, or can bind it."""
     http = scene.settings.http
     port = DEFAULT_PORT if http.port is None else http.port
     if not (http.enabled and http.tcp):
@@ -85,7 +85,7 @@ def http_port(scene: Scene) -> Finding:
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Return why nobody can listen there; None: one could."""
+    """Return why the port cannot be bound; None if it can."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -98,7 +98,7 @@ def _taken(host: str, port: int) -> str | None:
 
 
 def service(scene: Scene) -> Finding:
-    """Whether the service is installed as this version would install it, and runs."""
+    """Check that the installed service is up to date and runs."""
     from kvd.service import managing  # noqa: PLC0415 - only here
     from kvd.service.describe import describe  # noqa: PLC0415 - as above
 

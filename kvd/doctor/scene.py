@@ -1,4 +1,4 @@
-"""What the checks look at; tests give them another machine."""
+"""The machine and home that checks examine; tests substitute others."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Scene:
 
     home: Home
     root: Path = Path("/")
-    """Where system files are looked for."""
+    """Root folder for system files."""
     platform: str = sys.platform
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @cached_property
     def config(self) -> Config | ConfigError:
-        """The configuration, or what is wrong with it."""
+        """The configuration, or its error."""
         try:
             return config.load(self.home.config)
         except ConfigError as error:
@@ -40,27 +40,26 @@ class Scene:
 
     @property
     def settings(self) -> Config:
-        """The configuration, or the defaults where it is wrong: another check says so."""
+        """The configuration, or the defaults if it is invalid, which another check reports."""
         return Config() if isinstance(self.config, ConfigError) else self.config
 
     @cached_property
     def host(self) -> HostMemory:
-        """What the machine has of memory."""
         return memory.reader().host()
 
     @cached_property
     def engine(self) -> dict[str, Any] | KvdError:
-        """What a worker finds here, or what it died of."""
+        """The findings of a worker's environment, or its error."""
         return ask()
 
     @property
     def computes_on_cpu(self) -> bool | None:
-        """Whether MLX has no accelerator; None where it does not run at all."""
+        """Whether MLX has no accelerator; None if it does not run."""
         return None if isinstance(self.engine, KvdError) else self.engine["device"] == "cpu"
 
     @property
     def machine(self) -> str:
-        """Return the machine in a few words."""
+        """A short description of the machine."""
         system = {"darwin": "macOS", "linux": "Linux"}.get(self.platform, self.platform)
         version = platform.mac_ver()[0] if self.platform == "darwin" else platform.release()
         return f"{system} {version}, {platform.machine()}"

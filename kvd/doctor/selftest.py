@@ -1,7 +1,7 @@
-"""`kvctl doctor --selftest`: computes, serves and measures, each in a process of its own.
+"""`kvctl doctor --selftest`: trials of computing, the system and a daemon, in separate processes.
 
-Yields the name of what begins, and a section when it is complete. A process that dies costs the
-trial that it was in; the others go on in another one.
+Yields the name of each trial that begins, and each complete section. If a process dies, its trial
+fails and the other trials continue in a new process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protocol.errors import ConfigError
 
 MODULE = "kvd.worker.selftest"
 _TRIAL_S = 180.0
-"""Longer than any trial takes, kernels that are compiled first included."""
+"""Longer than any trial takes, including the compilation of kernels."""
 _REPORT = "attach the report to an issue"
 _MOST_DEATHS = 8
 
@@ -37,7 +37,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def run(scene: Scene, *, quick: bool = False, service: bool = False) -> Iterator[str | Section]:
-    """Run everything; `quick`: in a few seconds, without a daemon."""
+    """Run all trials; ``quick`` takes a few seconds and starts no daemon."""
     yield from _section("Selftest: computing", computing(quick=quick))
     yield from _section("Selftest: the system", system.trials(scene))
     if not quick:
@@ -59,7 +59,7 @@ def _section(title: str, steps: Iterator[str | Finding]) -> Iterator[str | Secti
 def computing(
     *, quick: bool, module: str = MODULE, most_s: float = _TRIAL_S
 ) -> Iterator[str | Finding]:
-    """Run a worker's trials; one that ends its process is left out of the next one."""
+    """Run a worker's trials; the next process skips a trial that ended its process."""
     done: list[str] = []
     for _ in range(_MOST_DEATHS):
         begun: str | None = None
@@ -81,14 +81,14 @@ def computing(
                     yield line.outcome
             watchdog.stop()
             status = process.wait()
-            words = _last_words(errors)
+            words = _last_error(errors)
         if begun is None:
             if status:
                 yield fail(
                     "worker", f"it ended by {_death(status)}{words and f'; {words}'}", _REPORT
                 )
             return
-        silent = f"it took more than {most_s:g} s" if watchdog.bit else _death(status)
+        silent = f"it took more than {most_s:g} s" if watchdog.fired else _death(status)
         yield fail(begun, f"its process died: {silent}{words and f'; {words}'}", _REPORT)
         done.append(begun)
 
@@ -118,17 +118,17 @@ def _process(
 
 
 class _Watchdog:
-    """Kills a process that is silent for too long."""
+    """Kills a process that reports nothing for too long."""
 
     def __init__(self, process: subprocess.Popen[str], most_s: float) -> None:
         self._process, self._most_s = process, most_s
-        self.bit = False
+        self.fired = False
         self._timer: threading.Timer | None = None
         self.again()
 
     def again(self) -> None:
         self.stop()
-        self._timer = threading.Timer(self._most_s, self._bite)
+        self._timer = threading.Timer(self._most_s, self._fire)
         self._timer.daemon = True
         self._timer.start()
 
@@ -136,8 +136,8 @@ class _Watchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _bite(self) -> None:
-        self.bit = True
+    def _fire(self) -> None:
+        self.fired = True
         self._process.kill()
 
 
@@ -145,7 +145,7 @@ def _read(text: str) -> _Line | None:
     try:
         return msgspec.json.decode(text, type=_Line)
     except msgspec.MsgspecError:
-        return None  # what a library printed
+        return None  # output of a library
 
 
 def _death(status: int) -> str:
@@ -154,8 +154,8 @@ def _death(status: int) -> str:
     return f"exit status {status}"
 
 
-def _last_words(errors: IO[str]) -> str:
-    """Return what a process said at its end, in a line."""
+def _last_error(errors: IO[str]) -> str:
+    """Return the most informative last line of a process's errors."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]
     telling = [line for line in lines if "rror" in line or "Fatal" in line]

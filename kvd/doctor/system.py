@@ -1,4 +1,4 @@
-"""Trials of what the system does for the daemon: sockets, readings, the service's file."""
+"""Trials of the system: sockets, memory readings and the service's files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPORT = "attach the report to an issue"
 
 
 def trials(scene: Scene) -> Iterator[str | Finding]:
-    """Run them one after the other; one that fails itself is a finding too."""
+    """Run the trials in order; an exception becomes a finding."""
     for trial in (unix_socket, other_process, service_file):
         name = trial.__name__.replace("_", " ")
         yield name
@@ -32,20 +32,19 @@ def trials(scene: Scene) -> Iterator[str | Finding]:
 
 
 def short_folder() -> str | None:
-    """Return where temporary homes go: the usual place of macOS is too deep for a socket."""
+    """Return the folder for temporary homes; macOS's default path is too long for a socket."""
     return "/tmp" if sys.platform == "darwin" else None  # noqa: S108 - made private by mkdtemp
 
 
 def guarded(name: str, trial: Callable[[], Finding]) -> Finding:
-    """Run a trial."""
     try:
         return trial()
-    except Exception as error:  # noqa: BLE001 - the others are to be run all the same
+    except Exception as error:  # noqa: BLE001 - the other trials must still run
         return fail(name, f"{type(error).__name__}: {error}", _REPORT)
 
 
 def unix_socket(_scene: Scene, folder: Path) -> Finding:
-    """See that a socket is private, knows its peer, and notices its end; and so does the lock."""
+    """Check a socket's mode, peer and disconnect, and the lock."""
     home = Home(folder / "h")
     home.create()
     wrong = []
@@ -77,7 +76,7 @@ def unix_socket(_scene: Scene, folder: Path) -> Finding:
 
 
 def other_process(_scene: Scene, _folder: Path) -> Finding:
-    """See that the footprint of another process can be read: the daemon reads its workers'."""
+    """Check that footprints of other processes can be read, as the daemon does for workers."""
     size = 128 * 2**20
     code = f"b = bytearray(b'x') * {size}; print(flush=True); input()"
     command = [sys.executable, "-c", code]
@@ -95,7 +94,7 @@ def other_process(_scene: Scene, _folder: Path) -> Finding:
 
 
 def service_file(scene: Scene, folder: Path) -> Finding:
-    """See that the system's own checker finds nothing wrong with what `service install` writes."""
+    """Check the files of `service install` with the system's own tool."""
     name = "service file"
     checker = _CHECKERS.get(scene.platform)
     if checker is None or shutil.which(checker[0]) is None:
@@ -123,13 +122,13 @@ _CHECKERS = {
 
 
 def _apart(paths: list[Path]) -> list[list[Path]]:
-    """Return them by folder: units of one name must not meet."""
+    """Group files by folder, because units of the same name conflict."""
     folders = sorted({path.parent for path in paths})
     return [[path for path in paths if path.parent == folder] for folder in folders]
 
 
 def _complaint(command: list[str]) -> str:
-    """Return what a checker says; it has no right to exit with 0 and say something."""
+    """Return a checker's output, which counts as an error even with exit status 0."""
     variables = os.environ | {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}  # noqa: S108
     done = subprocess.run(  # noqa: S603 - the system's own program
         command, capture_output=True, text=True, check=False, timeout=30, env=variables

@@ -24,7 +24,7 @@ from protocol import types
 from protocol.fields import NO_LOGPROB
 
 Logprobs = list[types.TokenLogprob]
-"""Of one token each, from the daemon's events."""
+"""Logprobs from the daemon's events, one per token."""
 
 
 class Format(ABC):
