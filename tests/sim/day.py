@@ -23,6 +23,7 @@ from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Chunk, ReservationSizes, Scheduler
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested
+from tests.worker.scheduling.invariants import check_scheduler
 
 HOUR = 3600.0
 BASE, PAGE = 5000, 10
@@ -475,7 +476,7 @@ class Day:
     # Promises.
 
     def _check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.ledger.check()
         budget = self.admission.budget
         holds = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE

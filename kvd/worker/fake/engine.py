@@ -9,13 +9,13 @@ engine.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvd.worker.core.replay import check_resume
-from kvd.worker.engine import DEFAULT_MAX_TOKENS, ignore_phase
+from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
 from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
@@ -28,11 +28,13 @@ from kvd.worker.scheduling.budget import PageBudget, mebibytes
 from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.text.choices import Choices, check_token_ids, deadline_exceeded
 from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
+from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import (
     Grant,
     LoadModel,
     MemoryRequested,
+    PreemptionMode,
     Reclaim,
     Report,
     RowAdmitted,
@@ -42,13 +44,6 @@ from protocol.worker import (
     Tokenize,
     Tokenized,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvd.worker.engine import AskGrant, OnPhase, ReportProgress
-    from protocol.messages import FinishReason
-    from protocol.worker import PreemptionMode
 
 
 @dataclass
@@ -145,7 +140,6 @@ class FakeEngine:
         return len(prompt)
 
     def tokenize(self, request: Tokenize) -> Tokenized:
-        """Return the bytes of a text: they are its tokens."""
         prompt = list(prompt_of(request))
         tokens = prompt[: request.limit]
         texts = [chr(token) for token in tokens] if request.texts else []

@@ -54,7 +54,6 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_after: int = 0
     """Token at which each row ends on its own. 0: never."""
     weights: int = 64 * 1024 * 1024
-    """Bytes."""
     page_bytes: int = 64 * 1024
     pages: int = 64
     """Pages of the first grant."""

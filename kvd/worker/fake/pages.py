@@ -33,7 +33,6 @@ class FakePages:
         return Pages(path_of(prompt, salt, PAGE_TOKENS))
 
     def hold(self, pages: Pages) -> None:
-        """Add a reference to each page."""
         self._references.update(pages.names)
 
     def take(self, sequence: tuple[Pages, int]) -> Pages:
@@ -44,7 +43,6 @@ class FakePages:
         return snapshot
 
     def drop(self, snapshot: Pages) -> None:
-        """Remove a reference from each page."""
         self._references -= Counter(snapshot.names)
 
     def unlowered(self, snapshot: Pages) -> bool:
@@ -56,7 +54,6 @@ class FakePages:
         return self._page_bytes * len({name for one in snapshot for name in one.names})
 
     def freed_bytes(self, snapshot: Collection[Pages]) -> int:
-        """Return the bytes that dropping all of these snapshots would free."""
         counts = Counter(name for one in snapshot for name in one.names)
         return self._page_bytes * sum(
             self._references[name] == count for name, count in counts.items()

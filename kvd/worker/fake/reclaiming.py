@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core.memory_account import MemoryAccount, can_preempt
+from kvd.worker.fake.row import FakeRow
+from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.scheduler import ReservationSizes
 from protocol.kv import KVSpec
 from protocol.types import Reclaimable
-from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
-
-if TYPE_CHECKING:
-    from kvd.worker.fake.row import FakeRow
-    from kvd.worker.prefix.cache import PrefixCache
-    from protocol.worker import PreemptionMode
+from protocol.worker import PreemptionMode, Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 
 def sizes_of(kv: KVSpec) -> ReservationSizes:
@@ -67,7 +63,6 @@ class FakeReclaiming:
 
     @property
     def cached_pages(self) -> int:
-        """Pages that only checkpoints hold."""
         return self._memory.cached_pages
 
     def reclaimable(self) -> Reclaimable:
@@ -128,6 +123,5 @@ class FakeReclaiming:
         return preempted
 
     def resume(self, rid: str) -> None:
-        """Resume a preempted row."""
         self._rows[rid].resumed_at = self._rows[rid].longest
         self._report(RowResumed(rid=rid))

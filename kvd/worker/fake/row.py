@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvd.worker.core.replay import SentText, finish_replayed
+from kvd.worker.fake.pages import Pages
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
+from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.stops import StopFilter
 from protocol.errors import EmptyPrompt, InvalidRequest
+from protocol.messages import FinishReason
 from protocol.types import Sampling
 from protocol.worker import Report, RowPrompt, RowTokens, Submit, Tokenize
-
-if TYPE_CHECKING:
-    from kvd.worker.fake.pages import Pages
-    from kvd.worker.prefix.cache import TrackedPrompt
-    from protocol.messages import FinishReason
 
 _PROMPT_LOGPROBS = 256
 """Prompt tokens whose logprobs go into one report."""
@@ -29,7 +26,6 @@ class FakeChoice:
     number: int
     stops: StopFilter
     tokens: int = 0
-    """Tokens generated so far."""
     sent_text: SentText = field(default_factory=SentText)
 
 
@@ -43,7 +39,6 @@ class FakeRow:
     source: FakeTokens
     tracked: TrackedPrompt
     pages: Pages
-    """Pages of the prompt."""
     over: Choices
     choices: list[FakeChoice] = field(init=False)
     """The choices that still run."""
@@ -97,7 +92,6 @@ class FakeRow:
         return reports
 
     def prompt_reports(self) -> list[Report]:
-        """Return the requested logprobs of the prompt, in parts."""
         top = self.submit.prompt_logprobs
         logprobs = [] if top is None else self.source.prompt_logprobs(top)
         return [

@@ -25,7 +25,6 @@ class FakeTokens:
     """The tokens for one prompt and seed. Seed 0 is greedy: all choices are equal."""
 
     prompt: bytes
-    """One token per byte."""
     seed: int
 
     def token(self, choice: int, position: int, excluded: frozenset[int] = frozenset()) -> int:
@@ -51,7 +50,6 @@ class FakeTokens:
         return TokenLogprob(token, " " + word(token), _logprob_at(rank), None, others)
 
     def prompt_logprobs(self, top: int) -> list[TokenLogprob]:
-        """Return the logprobs of the prompt's tokens; the first token has none."""
         first = TokenLogprob(self.prompt[0], " " + word(self.prompt[0]))
         rest = enumerate(self.prompt[1:], 1)
         return [first, *(self.token_logprob(token, -position, top) for position, token in rest)]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import select
+import socket
 from collections import deque
-from typing import TYPE_CHECKING
 
 from kvd.worker.process.outbox import Outbox
 from protocol.framing import FrameDecoder, decode_command
-
-if TYPE_CHECKING:
-    import socket
-
-    from protocol.worker import Command, Report
+from protocol.worker import Command, Report
 
 _READ_BYTES = 64 * 1024
 _WRITE_BYTES = 64 * 1024
@@ -41,7 +37,6 @@ class Link:
         """Commands that were read but not handled yet."""
 
     def put(self, report: Report) -> None:
-        """Queue a report."""
         self._outbox.put(report)
 
     def pump(self) -> None:
@@ -50,13 +45,11 @@ class Link:
         self.send()
 
     def next_command(self) -> Command:
-        """Wait for a command."""
         while not self.commands:
             self.wait(None)
         return self.commands.popleft()
 
     def flush(self) -> None:
-        """Wait until all reports are written."""
         while self.send():
             self.wait(None)
 

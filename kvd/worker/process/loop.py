@@ -4,8 +4,6 @@ While the engine has work the loop never waits: it reads the commands that are a
 as many reports as the socket takes; the rest stays in the `Outbox`. It sleeps only when the engine
 has nothing to do. At the end of the stream the daemon is gone and the worker ends at once
 (`Orphaned`); during a step, `kvd.worker.process.orphan` ends it.
-
-Does not cover: steps (`kvd.worker.engine`) and the process (`kvd.worker.__main__`).
 """
 
 from __future__ import annotations
@@ -13,18 +11,21 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.worker.engine import Engine
 from kvd.worker.process import memory
 from kvd.worker.process.link import Link
 from kvd.worker.process.phases import Phases
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
+from protocol.types import WorkerStats
 from protocol.worker import (
     CancelRow,
     Command,
@@ -52,13 +53,6 @@ from protocol.worker import (
     Tokenized,
 )
 
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from kvd.worker.engine import Engine
-    from protocol.types import WorkerStats
-
 STATS_INTERVAL_S = 0.25
 """Between `Stats` reports while there is work."""
 IDLE_INTERVAL_S = 5.0
@@ -68,7 +62,6 @@ PHASE_INTERVAL_S = 5.0
 LONG_WAIT_S = 0.25
 """After this time, waiting for a time slice is reported as idle; most waits are shorter."""
 RATE_WINDOW_S = 2.0
-"""Window of the reported tokens per second."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -97,7 +90,6 @@ class Loop:
         self._to_tokenize: deque[Tokenize] = deque()
         self._stopping = False
         self._memory_requests = 0
-        """Memory requests of the load so far."""
         self._rate = _Rate()
         self._stats_at = -float("inf")
         self._worked = False

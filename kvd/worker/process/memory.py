@@ -1,21 +1,18 @@
 """This process's footprint: the memory that its exit would free.
 
 Proportional set size on Linux, ``phys_footprint`` on macOS. Resident size is misleading on both.
-`kvd.host.memory` reads the footprints of other processes for the daemon; a worker must not depend
-on the daemon's code.
+`kvd.host.memory` reads other processes' footprints; a worker must not depend on the daemon's code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
@@ -49,12 +46,10 @@ class _Reading:
 
 
 def _read_linux() -> int:
-    try:
+    with contextlib.suppress(OSError):
         for line in _ROLLUP.read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     # Fall back to resident pages: old kernels lack smaps_rollup, and sandboxes may hide it.
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * os.sysconf("SC_PAGE_SIZE")
@@ -77,13 +72,11 @@ class _RUsageInfoV4(ctypes.Structure):
     )
 
 
-_RUSAGE_INFO_V4 = 4
-
-
 def _read_macos() -> int:
     info = _RUsageInfoV4()
+    flavor = 4  # RUSAGE_INFO_V4
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V4, ctypes.byref(info)) != 0:
+    if libc.proc_pid_rusage(os.getpid(), flavor, ctypes.byref(info)) != 0:
         raise OSError(ctypes.get_errno(), "proc_pid_rusage failed")
     return int(info.ri_phys_footprint)
 
@@ -97,7 +90,6 @@ def footprint() -> int:
 
 
 def footprint_now() -> int:
-    """Return this process's footprint in bytes, read now."""
     return _reading.read_now()
 
 

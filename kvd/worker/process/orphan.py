@@ -12,12 +12,9 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import socket
 
 _CHECK_INTERVAL_MS = 500
 """Between checks of the parent, on systems where a hang-up alone does not wake ``poll``."""

@@ -48,53 +48,31 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, report: Report) -> None:
-        """Queue a report, or merge it into an unsent one."""
-        match report:
-            case Stats() | Progress() | PhaseChanged() | RowQueued():
-                self._replace(report)
-            case RowPreempted() | RowResumed():
-                self._replace_preemption(report)
-            case RowTokens():
-                self._merge_tokens(report)
-            case _:
-                self._append(report)
-
-    def _append(self, report: Report) -> int:
-        number = next(self._numbers)
-        self._waiting[number] = report
-        return number
-
-    def _replace(self, report: Stats | Progress | PhaseChanged | RowQueued) -> None:
         key = _key_of(report)
-        assert key is not None, "only reports with a key are replaced"
-        number = self._last.get(key)
+        number = None if key is None else self._last.get(key)
+        if isinstance(report, RowTokens):
+            report = self._with_earlier_tokens(report, number)
+        elif number is not None and isinstance(report, (RowPreempted, RowResumed)):
+            self._remove_undone(report, number)
         if number is None:
-            self._last[key] = self._append(report)
-        else:
-            self._waiting[number] = report
-
-    def _replace_preemption(self, report: RowPreempted | RowResumed) -> None:
-        """Queue a preemption or resumption so that the two of a request still alternate."""
-        key = (report.rid, type(report))
-        other = (report.rid, RowResumed if isinstance(report, RowPreempted) else RowPreempted)
-        number, later = self._last.get(key), self._last.get(other)
-        if number is None:
-            self._last[key] = self._append(report)
-            return
+            number = next(self._numbers)
+            if key is not None:
+                self._last[key] = number
         self._waiting[number] = report
-        if later is not None and later > number:  # this report undoes the later one
+
+    def _remove_undone(self, report: RowPreempted | RowResumed, number: int) -> None:
+        """Remove the later report that this one undoes: the two of a request still alternate."""
+        other = (report.rid, RowResumed if isinstance(report, RowPreempted) else RowPreempted)
+        later = self._last.get(other)
+        if later is not None and later > number:
             del self._waiting[later]
             del self._last[other]
 
-    def _merge_tokens(self, report: RowTokens) -> None:
-        key = (report.rid, report.choice)
-        number = self._last.get(key)
+    def _with_earlier_tokens(self, report: RowTokens, number: int | None) -> RowTokens:
         earlier = None if number is None else self._waiting[number]
-        if number is None or not isinstance(earlier, RowTokens):
+        if not isinstance(earlier, RowTokens):
             logprobs = None if report.logprobs is None else list(report.logprobs)
-            copy = msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=logprobs)
-            self._last[key] = self._append(copy)
-            return
+            return msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=logprobs)
         end = earlier.index + len(earlier.tokens)
         if report.index != end:
             raise LocalProtocolError(
@@ -104,8 +82,7 @@ class Outbox:
         earlier.tokens.extend(report.tokens)  # the outbox's own list: extending it copies nothing
         if earlier.logprobs is not None:
             earlier.logprobs.extend(report.logprobs or ())
-        joined = msgspec.structs.replace(earlier, text=earlier.text + report.text)
-        self._waiting[number] = joined
+        return msgspec.structs.replace(earlier, text=earlier.text + report.text)
 
     def take(self, at_least: int) -> bytes:
         """Remove the oldest reports; return at least this many bytes of frames, if there are."""
@@ -120,18 +97,6 @@ class Outbox:
             frames.append(encode_frame(report))
             size += len(frames[-1])
         return b"".join(frames)
-
-    def check(self) -> None:
-        """Assert the invariants; tests call it after every event."""
-        assert list(self._waiting) == sorted(self._waiting)
-        newest = {
-            key: number
-            for number, report in self._waiting.items()
-            if (key := _key_of(report)) is not None
-        }
-        assert newest == self._last
-        keyed = [key for report in self._waiting.values() if (key := _key_of(report)) is not None]
-        assert len(keyed) == len(set(keyed)), "two reports should have been merged"
 
 
 _Key = type | tuple[str, int] | tuple[str, type]

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
-
-if TYPE_CHECKING:
-    from protocol.worker import Phase
+from protocol.worker import Phase
 
 
 class _Durations:
@@ -39,17 +36,15 @@ class Phases:
                 self._phase, self._since = phase, now
 
     def leave(self, now: float) -> None:
-        """End the current phase, if there is one."""
-        if (phase := self._phase) is None:
+        if self._phase is None:
             return
+        durations = self._durations[self._phase]
         self._phase = None
-        durations = self._durations[phase]
         took_s = now - self._since
         durations.counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
         durations.total_s += took_s
 
     def histograms(self) -> dict[Phase, DurationHistogram]:
-        """Return the histogram of each phase that occurred."""
         return {
             phase: DurationHistogram(tuple(durations.counts), durations.total_s)
             for phase, durations in self._durations.items()

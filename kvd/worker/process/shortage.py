@@ -8,9 +8,9 @@ and try again, so that callers need no handling of their own.
 
 If that is not enough they raise `Shortage`, and the engine frees more memory (`recovery`).
 
-Does not cover: a Metal command buffer that fails for lack of memory. The next wait reports it, and
-by then its results are lost, so there is nothing to retry: `Shortage` at once, with
-``in_flight_lost``. On the CPU MLX does not notice a shortage: the kernel ends the process.
+A Metal command buffer that fails for lack of memory is not retried: the next wait reports it, and
+by then its results are lost (``in_flight_lost``). On the CPU MLX does not notice a shortage: the
+kernel ends the process.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ class RetryingEval:
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain = plain
-        """MLX's own function."""
 
     def __call__(self, *arrays: Any) -> None:
-        """Evaluate; raises `Shortage` if retries do not help."""
         for _ in range(TRIES):
             short = attempt(self.plain, *arrays)
             if short is None:

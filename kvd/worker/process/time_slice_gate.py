@@ -7,21 +7,14 @@ It ends a slice before the step in which the slice would expire. The message tak
 a short step to reach the daemon and the next worker, and this worker's step uses the accelerator
 meanwhile. The time of that step is reported at the end of the next slice. After a long step others
 would wait in vain, so the slice then ends after the step. The same holds while prompts are
-prefilled, because a long chunk may follow many short ones.
-
-The returned reports are to be sent; this module knows no socket. Which worker gets a slice, and how
-long it is, is decided by the daemon (`actors.machines.time_slices`).
+prefilled, because a long chunk may follow many short ones. Which worker gets a slice, and how long
+it is, is decided by the daemon (`actors.machines.time_slices`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from protocol.worker import LONG_STEP_S, TimeSliceOver, TimeSliceRequested
-
-if TYPE_CHECKING:
-    from protocol.types import TimeSlicesMode
-    from protocol.worker import TimeSlice
+from protocol.types import TimeSlicesMode
+from protocol.worker import LONG_STEP_S, TimeSlice, TimeSliceOver, TimeSliceRequested
 
 SHORT_S = 0.01
 """Longest step for which the slice is ended in advance: a few times what the messages take. Longer
@@ -29,13 +22,12 @@ steps do not need it: while one is read, the next is in flight and keeps the acc
 _DECAY = 1 / 32
 """How fast the longest prefill step is forgotten: the next long chunk may be some time off."""
 _UNLIMITED = float("inf")
-_NO_ACCELERATOR = ("cpu", "none")
-"""Devices that need no time slices; the fake engine has ``none``."""
 
 
 def uses_time_slices(mode: TimeSlicesMode, device: str) -> bool:
     """Return whether workers on this device share it by time slices; ``device``: `ModelInfo`'s."""
-    return mode == "on" or (mode == "auto" and device not in _NO_ACCELERATOR)
+    has_accelerator = device not in ("cpu", "none")  # the fake engine has "none"
+    return mode == "on" or (mode == "auto" and has_accelerator)
 
 
 class TimeSliceGate:
@@ -70,7 +62,7 @@ class TimeSliceGate:
     @property
     def is_timed(self) -> bool:
         """Whether step times matter: in slices, and when other workers may compute as well."""
-        return self._until != _UNLIMITED or self._reported_step_s is not None
+        return not self.is_unlimited or self._reported_step_s is not None
 
     def request_slice(self, *, prefills: bool) -> TimeSliceRequested | None:
         """Report that there is work, if that or its kind is new."""

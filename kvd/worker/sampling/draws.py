@@ -20,19 +20,16 @@ Does not cover: bias and penalties (`edits`), and the end of completions (`kvd.w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from kvd.worker.sampling.keys import key_of
 from kvd.worker.sampling.largest import largest
 from protocol.errors import LocalProtocolError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from protocol.types import Sampling
+from protocol.types import Sampling
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them overflows float32. The value is vLLM's."""
@@ -57,7 +54,6 @@ class Group:
 
     @staticmethod
     def of(rows: Sequence[int], sampling: Sequence[Sampling]) -> Group | None:
-        """Return the group of these rows of a batch, or None for no rows."""
         if not rows:
             return None
         own = [sampling[row] for row in rows]
@@ -101,7 +97,6 @@ class BatchSampling:
 
     @staticmethod
     def of(sampling: Sequence[Sampling], choices: Sequence[int] | None = None) -> BatchSampling:
-        """Group the rows of a batch by method."""
         if not all(_greedy(one) or one.seed is not None for one in sampling):
             raise LocalProtocolError("a row that is sampled needs a seed")
         drawn = [row for row, one in enumerate(sampling) if not _greedy(one)]

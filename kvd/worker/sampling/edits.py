@@ -16,18 +16,14 @@ such settings are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from kvd.worker.sampling.draws import column
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvd.worker.sampling.row import SamplerRow
+from kvd.worker.sampling.row import SamplerRow
 
 
 @dataclass(slots=True)
@@ -42,7 +38,6 @@ class Counts:
     """Tokens that the prompt contains, for the repetition penalty; ``[slots, vocabulary]`` bool."""
 
     def add(self, key: Hashable, prompt: Sequence[int], produced: Sequence[int]) -> None:
-        """Add a slot for a row."""
         drawn = mx.zeros((1, self.vocabulary), dtype=mx.float32)
         if produced:
             drawn = drawn.at[0, mx.array(list(produced))].add(1.0)
@@ -56,7 +51,6 @@ class Counts:
         self.drawn, self.prompted = drawn, prompted
 
     def remove(self, key: Hashable) -> None:
-        """Remove a row's slot, if it has one."""
         kept = [slot for slot, owner in enumerate(self.slots) if owner != key]
         if len(kept) == len(self.slots):
             return
@@ -146,7 +140,6 @@ class Edits:
 
     @staticmethod
     def of(rows: Sequence[SamplerRow], keys: Sequence[Hashable], counts: Counts) -> Edits:
-        """Return the edits of these rows; ``keys`` are their keys in ``counts``."""
         bias = [
             (at, token, value)
             for at, row in enumerate(rows)

@@ -38,7 +38,6 @@ class Scores:
     vocabulary: int
 
     def arrays(self) -> list[Any]:
-        """Return the arrays to evaluate."""
         arrays = [self.tokens, self.logprobs, self.top_tokens, self.top_logprobs]
         return [array for array in arrays if array is not None]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from protocol.types import Sampling
-    from protocol.worker import Submit
+from protocol.types import Sampling
+from protocol.worker import Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,6 @@ class RowSettings:
 
     @staticmethod
     def of(request: Submit, ends: Collection[int], choice: int = 0) -> RowSettings:
-        """Return the settings of one completion; ``ends`` is that of its `TextStream`."""
         return RowSettings(
             request.sampling, choice, tuple(sorted(ends)), request.min_tokens, request.logprobs
         )

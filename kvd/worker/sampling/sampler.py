@@ -30,7 +30,6 @@ class SampledToken:
     trusted: bool
     """Whether its logits were valid (`finite_and_varied`)."""
     scored: Scored | None = None
-    """Its logprobs, if the row requests them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class SamplerOutput:
     """Rows that request logprobs, with their number of most likely tokens."""
 
     def arrays(self) -> list[Any]:
-        """Return the arrays to evaluate."""
         return [self.tokens, self.trusted, *(self.logprobs.arrays() if self.logprobs else ())]
 
     def read(self) -> list[SampledToken]:

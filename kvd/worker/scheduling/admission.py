@@ -115,7 +115,6 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request in any state."""
         return not self.scheduler.states.requests
 
     # Requests: the scheduler's operations, after which a plan may differ.
@@ -149,7 +148,7 @@ class Admission:
             choices=choices,
             path=path,
         )
-        self._positions.mark_changed()
+        self._positions.stale = True
         head = self.scheduler.head
         if head is not None and head.rid == rid:  # behind another request it has to wait anyway
             self._changed = True
@@ -161,7 +160,6 @@ class Admission:
         self._note_freed()
 
     def finish_choice(self, rid: str) -> None:
-        """Free the row and the pages of one of several choices."""
         self.scheduler.states.remove_choice(rid)
         self._note_freed()
 
@@ -171,18 +169,15 @@ class Admission:
         self._note_freed()
 
     def reduce_kept(self, rid: str, kept_pages: int) -> None:
-        """Lower the pages that a preempted request keeps."""
         self.scheduler.states.reduce_kept(rid, kept_pages)
         self._note_freed()
 
     def requeue_preempted(self, rid: str) -> None:
-        """Put a preempted request back into the queue."""
         self.scheduler.states.requeue_preempted(rid)
-        self._positions.mark_changed()
+        self._positions.stale = True
         self._changed = True
 
     def step_down(self, rid: str, level: int) -> None:
-        """Note that all pages of a request are at this level now, so that it reserves fewer."""
         self.scheduler.step_down(rid, level)
         self._note_freed()
 
@@ -193,7 +188,6 @@ class Admission:
     # Memory.
 
     def granted(self, grant: Grant) -> None:
-        """Apply the daemon's answer to a memory request."""
         before = self.budget.budget_bytes
         self.budget.answer(grant)
         if self.budget.budget_bytes != before:
@@ -233,7 +227,7 @@ class Admission:
         self._changed = False
         plan = self.scheduler.plan(lambda pages, rows: self.missing_pages(pages, rows, held))
         if plan.admitted:
-            self._positions.mark_changed()
+            self._positions.stale = True
         if not plan.missing_pages:
             return AdmissionResult(plan)
         budget, head = self.budget, self.scheduler.head

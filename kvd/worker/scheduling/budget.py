@@ -14,7 +14,6 @@ from protocol.worker import Grant, MemoryRequested
 
 
 def mebibytes(count: int) -> str:
-    """Return a number of bytes for messages."""
     return f"{count / 2**20:,.1f} MiB"
 
 
@@ -34,7 +33,6 @@ class PageBudget:
     denied: Grant | None = None
     """The newest answer, if it was a denial and no memory was freed here since."""
     denied_bytes: int = 0
-    """Total of the denied memory request."""
     remembered: bool = False
     """Whether the daemon remembers a denied memory request and will grant it when there is room."""
 
@@ -48,7 +46,6 @@ class PageBudget:
         return 0 < self.budget_bytes < self.base_bytes + pages * self.page_bytes
 
     def total_with(self, missing_pages: int) -> int:
-        """Return the total bytes of a grant with this many more pages."""
         return self.base_bytes + (self.pages + missing_pages) * self.page_bytes
 
     def is_denied(self, missing_pages: int) -> bool:
@@ -91,10 +88,8 @@ class PageBudget:
             return
         self.granted_bytes = grant.total_bytes
         self.remembered = not grant.granted
-        if grant.granted:
-            self.denied = None
-        else:
-            self.denied, self.denied_bytes = grant, self.open_bytes or grant.total_bytes
+        self.denied = None if grant.granted else grant
+        self.denied_bytes = self.open_bytes or grant.total_bytes
         self.open_bytes = None
 
     def refusal(self, pages: int) -> InsufficientMemory:

@@ -54,7 +54,6 @@ class PrefillOrder:
         self._budget = budget
         self._group = group
         self._express = False
-        """Whether the next pass is an express pass."""
 
     def choose(self, requests: Iterable[ScheduledRequest], decoding: int = 0) -> tuple[Chunk, ...]:
         """Return the chunks of the next pass, the lead's first.

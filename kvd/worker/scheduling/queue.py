@@ -54,7 +54,6 @@ class RequestQueue:
 
     @property
     def head(self) -> ScheduledRequest | None:
-        """The request that is admitted next."""
         return self._requests[0] if self._requests else None
 
     def new_key(self, work: int, priority: int) -> QueueKey:
@@ -65,7 +64,6 @@ class RequestQueue:
         return key
 
     def add(self, request: ScheduledRequest) -> None:
-        """Insert a request by its key, possibly at the front."""
         insort(self._requests, request, key=_key)
 
     def remove(self, request: ScheduledRequest) -> None:

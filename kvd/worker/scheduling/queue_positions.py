@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from protocol.worker import RowQueued
 
 EXACT = 8
-"""Positions that are reported one by one."""
 
 
 class QueuePositions:
@@ -21,15 +20,10 @@ class QueuePositions:
 
     def __init__(self) -> None:
         self.stale = False
-        """Whether `updates` may return reports."""
+        """Whether `updates` may return reports. Set when a request joins or leaves the queue."""
         self._reported: dict[str, int] = {}
 
-    def mark_changed(self) -> None:
-        """Note that a request joined the queue or was admitted."""
-        self.stale = True
-
     def forget(self, rid: str) -> None:
-        """Drop a finished request."""
         if self._reported.pop(rid, None) is not None:
             self.stale = True
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvd.worker.cache.scheme import full_pages
 
 
 class QueueKey(NamedTuple):
@@ -49,7 +51,6 @@ class ScheduledRequest:
     first_choice_pages: int = 0
     """Pages that one choice fills at most, the prompt's pages included."""
     further_choice_pages: int = 0
-    """Pages that each further choice adds at most."""
     level: int = 0
     """Precision level that the request runs at or will start at. Pages are counted at it."""
     prefilled: int = 0
@@ -58,7 +59,6 @@ class ScheduledRequest:
     """Whether the request was ever admitted, so that the engine has state to restore."""
     suspended: bool = False
     kept_pages: int = 0
-    """Pages that the request holds while it is not admitted."""
     path: tuple[Hashable, ...] = ()
     """One name per whole chunk of the prompt (see `shared_prompts`). Empty: nothing is shared."""
     prompt_started: bool = False
@@ -71,7 +71,6 @@ class ScheduledRequest:
 
     @property
     def remaining(self) -> int:
-        """Prompt tokens still to prefill."""
         return self.prefill_end - self.prefilled
 
     @property
@@ -86,3 +85,30 @@ class ScheduledRequest:
     def missing_pages(self) -> int:
         """Pages to reserve at admission, beyond those that the request keeps."""
         return self.pages - self.kept_pages
+
+
+@dataclass(frozen=True)
+class ReservationSizes:
+    """Pages that a request fills in the worst case, in one page unit for all precision levels.
+
+    ``pages_for(length, level)``: pages that a row fills at most until it has ``length`` tokens.
+    ``own_pages(start, end, level)``: pages that each further choice adds between these lengths.
+    Without it, choices share nothing. ``levels``: number of precision levels.
+    """
+
+    pages_for: Callable[[int, int], int] = lambda length, _level: full_pages(length)
+    own_pages: Callable[[int, int, int], int] | None = None
+    levels: int = 1
+
+    @property
+    def lowest_level(self) -> int:
+        """The last level: the model's quality floor."""
+        return self.levels - 1
+
+    def of(self, prompt_len: int, max_new: int, level: int) -> tuple[int, int]:
+        """Return the pages of a request's first choice, and those that each further one adds."""
+        end = prompt_len + max_new
+        first = self.pages_for(end, level)
+        if self.own_pages is None:
+            return first, first
+        return first, self.own_pages(prompt_len - 1, end, level)

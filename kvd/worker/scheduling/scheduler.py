@@ -26,22 +26,17 @@ A prompt of 300 tokens with C = 128. The last prompt token is the first decode i
 
     0         128         256     299 300
     |--chunk---|--chunk----|-chunk-|d|
-
-Does not cover: which pages a row gets (`kvd.worker.cache`), whether memory is granted
-(`kvd.worker.scheduling.admission`), sampling (`kvd.worker.sampling`), when a completion ends and
-when a request is preempted (the engine decides).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
-from kvd.worker.scheduling.plan import Plan
 from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.queue import RequestQueue
-from kvd.worker.scheduling.request import Chunk, ScheduledRequest
-from kvd.worker.scheduling.reservation import ReservationSizes
+from kvd.worker.scheduling.request import Chunk, ReservationSizes, ScheduledRequest
 from kvd.worker.scheduling.shared_prompts import shares_next_chunk, without_waiting
 from kvd.worker.scheduling.states import RequestStates
 from protocol.errors import InvalidRequest, LocalProtocolError
@@ -50,6 +45,24 @@ __all__ = ["AGE", "Chunk", "Plan", "ReservationSizes", "Scheduler"]
 
 AGE = 65_536
 """Tokens of later work that one priority step is worth: a queue of about thirty requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Requests to admit, prefill and decode in the next step."""
+
+    admitted: tuple[str, ...]
+    """Requests that just left the queue, in order. They also appear in the fields below."""
+    group: tuple[Chunk, ...]
+    """Chunks of one prefill pass: a single chunk, or the last chunks of several requests."""
+    decode: tuple[str, ...]
+    """Requests that decode: one token for each of their running choices."""
+    missing_pages: int
+    """Pages that the head of the queue lacks. 0 if the queue is empty or lacks only rows."""
+    queue_missing_pages: int = 0
+    """Pages lacking for all queued requests for which enough rows are free."""
+    resumed: tuple[str, ...] = ()
+    """The requests of ``admitted`` that were preempted before."""
 
 
 class Scheduler:
@@ -86,7 +99,7 @@ class Scheduler:
         self.sizes = sizes or ReservationSizes()
         self.start_level = 0
         """Level at which new requests start, unless they are too large for it."""
-        self._too_large: Callable[[int, int], bool] = _never
+        self._too_large: Callable[[int, int], bool] = lambda _pages, _rows: False
         self._queue = RequestQueue(age)
         self.states = RequestStates(self._queue)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
@@ -101,17 +114,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def queue(self) -> tuple[str, ...]:
-        """The queued requests, from the head."""
         return tuple(request.rid for request in self._queue)
 
     @property
     def head(self) -> ScheduledRequest | None:
-        """The request that is admitted next."""
         return self._queue.head
 
     @property
@@ -126,7 +136,6 @@ class Scheduler:
 
     @property
     def reserved_rows(self) -> int:
-        """Rows of admitted requests: one for each choice."""
         return self.states.rows
 
     @property
@@ -153,7 +162,6 @@ class Scheduler:
         return self.states.find(rid)
 
     def is_admitted(self, rid: str) -> bool:
-        """Return whether a request has rows: it prefills or decodes."""
         return self.states.is_admitted(self.find(rid))
 
     # Requests.
@@ -202,7 +210,6 @@ class Scheduler:
         self.states.add(request)
 
     def finish(self, rid: str) -> None:
-        """Forget a request in any state; free its rows and pages."""
         self.states.remove(self.find(rid))
         self._planned.pop(rid, None)
 
@@ -217,7 +224,6 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of any request."""
         requests = self.states.requests.values()
         return min((one.deadline for one in requests if one.deadline is not None), default=None)
 
@@ -345,18 +351,19 @@ class Scheduler:
 
     def victims(self) -> list[str]:
         """Return the admitted requests in preemption order: low priority, then late arrival."""
-        requests = [*self.states.prefilling.values(), *self.states.decoding.values()]
-        requests.sort(key=lambda request: (request.priority, -request.queue_key.arrival))
+        requests = sorted(
+            self.states.admitted,
+            key=lambda request: (request.priority, -request.queue_key.arrival),
+        )
         return [request.rid for request in requests]
 
     def suspend(self, rid: str) -> None:
         """Give an admitted request no tokens until `resume`. It keeps its rows and memory."""
-        self.states.suspend(rid)
+        self.states.set_suspended(rid, True)
         self._planned.pop(rid, None)
 
     def resume(self, rid: str) -> None:
-        """End a `suspend`."""
-        self.states.resume(rid)
+        self.states.set_suspended(rid, False)
 
     def preempt(self, rid: str, kept_pages: int = 0) -> None:
         """Free an admitted request's rows, and its pages except those that stay in memory.
@@ -370,19 +377,3 @@ class Scheduler:
         """Prefill a request from the start of its prompt again: its keys and values are lost."""
         self.states.restart_prefill(self.find(rid))
         self._planned.pop(rid, None)
-
-    def check(self) -> None:
-        """Assert the invariants; tests call it after every event."""
-        self.states.check()
-        assert self.reserved_rows <= self._max_rows
-        for request in self.states.requests.values():
-            assert request.remaining == 0 or request.prefilled % self._chunk == 0, "off the grid"
-        for rid, chunk in self._planned.items():
-            request = self.states.prefilling[rid]
-            assert not request.suspended
-            end = self._prefill_order.cut(request)
-            assert (chunk.start, chunk.end) == (request.prefilled, end)
-
-
-def _never(_pages: int, _rows: int) -> bool:
-    return False

@@ -39,7 +39,6 @@ def without_waiting(requests: Iterable[ScheduledRequest], chunk: int) -> list[Sc
 def shares_next_chunk(
     request: ScheduledRequest, started: Iterable[ScheduledRequest], chunk: int
 ) -> bool:
-    """Return whether the next chunk of a started request is also a chunk of this request."""
     for other in started:
         at = other.prefilled // chunk
         if at < min(len(other.path), len(request.path)) and other.path[at] == request.path[at]:

@@ -10,8 +10,6 @@
 
 Prefilling and decoding requests are admitted: each of their choices takes a row, and their pages
 are reserved. Other requests have no rows; a preempted request may keep pages.
-
-Does not cover: which request is admitted and what runs (`kvd.worker.scheduling.scheduler`).
 """
 
 from __future__ import annotations
@@ -32,13 +30,9 @@ class RequestStates:
         self.decoding: dict[str, ScheduledRequest] = {}
         self.preempted: dict[str, ScheduledRequest] = {}
         self.rows = 0
-        """Rows of admitted requests."""
         self.reserved_pages = 0
-        self.suspended = 0
-        """Number of suspended requests."""
 
     def find(self, rid: str) -> ScheduledRequest:
-        """Return a request in any state."""
         request = self.requests.get(rid)
         if request is None:
             raise LocalProtocolError(f"request {rid} is not scheduled")
@@ -48,9 +42,13 @@ class RequestStates:
         return request.rid in self.prefilling or request.rid in self.decoding
 
     @property
+    def admitted(self) -> list[ScheduledRequest]:
+        return [*self.prefilling.values(), *self.decoding.values()]
+
+    @property
     def active(self) -> int:
-        """Admitted requests that are not suspended."""
-        return len(self.prefilling) + len(self.decoding) - self.suspended
+        """Number of admitted requests that are not suspended."""
+        return sum(not request.suspended for request in self.admitted)
 
     @property
     def kept_behind_head(self) -> int:
@@ -60,7 +58,6 @@ class RequestStates:
         return sum(request.kept_pages for request in requests if request is not head)
 
     def add(self, request: ScheduledRequest) -> None:
-        """Queue a new request."""
         self.requests[request.rid] = request
         self.queue.add(request)
 
@@ -117,19 +114,12 @@ class RequestStates:
         if self.is_admitted(request):
             self.reserved_pages += request.pages - before
 
-    def suspend(self, rid: str) -> None:
+    def set_suspended(self, rid: str, suspended: bool) -> None:
         request = self._admitted(rid)
-        if request.suspended:
-            raise LocalProtocolError(f"request {rid} is suspended already")
-        request.suspended = True
-        self.suspended += 1
-
-    def resume(self, rid: str) -> None:
-        request = self._admitted(rid)
-        if not request.suspended:
-            raise LocalProtocolError(f"request {rid} is not suspended")
-        request.suspended = False
-        self.suspended -= 1
+        if request.suspended == suspended:
+            state = "suspended already" if suspended else "not suspended"
+            raise LocalProtocolError(f"request {rid} is {state}")
+        request.suspended = suspended
 
     def preempt(self, rid: str, kept_pages: int) -> None:
         """Free an admitted request's rows, and its pages except ``kept_pages``.
@@ -171,31 +161,6 @@ class RequestStates:
     def _release(self, request: ScheduledRequest) -> None:
         self.prefilling.pop(request.rid, None)
         self.decoding.pop(request.rid, None)
-        self.suspended -= request.suspended
         request.suspended = False
         self.rows -= request.choices
         self.reserved_pages -= request.pages
-
-    def check(self) -> None:
-        """Assert the invariants."""
-        queued = list(self.queue)
-        outside = [*queued, *self.preempted.values()]
-        admitted = [*self.prefilling.values(), *self.decoding.values()]
-        rids = [request.rid for request in [*outside, *admitted]]
-        assert len(rids) == len(set(rids)), "a request is in two states"
-        assert set(rids) == set(self.requests), "a request is in no state"
-        assert queued == sorted(queued, key=lambda request: request.queue_key), "queue out of order"
-        assert self.rows == sum(request.choices for request in admitted), "rows miscounted"
-        pages = sum(request.pages for request in admitted)
-        pages += sum(request.kept_pages for request in outside)
-        assert self.reserved_pages == pages, "pages miscounted"
-        assert self.suspended == sum(request.suspended for request in admitted)
-        assert not any(request.suspended for request in outside)
-        assert not any(request.kept_pages for request in admitted)
-        assert all(request.was_admitted for request in [*self.preempted.values(), *admitted])
-        assert all(
-            request.was_admitted or not (request.prefilled or request.kept_pages)
-            for request in queued
-        )
-        assert all(request.remaining == 0 for request in self.decoding.values())
-        assert all(request.remaining > 0 for request in self.prefilling.values())

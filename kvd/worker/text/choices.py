@@ -5,15 +5,10 @@ Shared by the real engine and the fake one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from protocol.errors import DeadlineExceeded, InvalidRequest
+from protocol.messages import FinishReason
 from protocol.types import Usage
-from protocol.worker import ChoiceFinished, RowFinished
-
-if TYPE_CHECKING:
-    from protocol.messages import FinishReason
-    from protocol.worker import Report, Submit
+from protocol.worker import ChoiceFinished, Report, RowFinished, Submit
 
 _PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
 """A request with several choices reports the first of these reasons that one of them had."""
@@ -75,7 +70,6 @@ def check_token_ids(request: Submit, vocabulary: int) -> None:
 
 
 def deadline_exceeded(tokens: int) -> DeadlineExceeded:
-    """Return the error of a request that had made this many tokens at its deadline."""
     return DeadlineExceeded(
         f"the deadline passed after {tokens} tokens; set a later deadline or request fewer tokens",
         completion_tokens=tokens,

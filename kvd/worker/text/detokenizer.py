@@ -18,10 +18,8 @@ its clean-up of spaces. If the last token leaves a character incomplete, that ch
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 
@@ -35,9 +33,7 @@ _MAX_INCOMPLETE = 8
 class Detokenizer(Protocol):
     """Text of one completion: call `push` for each token, then `finish`."""
 
-    def push(self, token: int) -> str:
-        """Take a token and return the text that it completes."""
-        ...
+    def push(self, token: int) -> str: ...
 
     def finish(self) -> str:
         """Return the remaining text without an incomplete character."""

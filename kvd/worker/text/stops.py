@@ -7,12 +7,9 @@ makes no difference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from protocol.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 MAX_STOP_CHARS = 4096
 """Longest stop string. Longer ones are mistakes, and their tables would delay the other rows."""

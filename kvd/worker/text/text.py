@@ -7,7 +7,8 @@ completion continues a raw prompt, so that both can be joined; after messages it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,16 +17,8 @@ from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer,
 from kvd.worker.text.stops import StopFilter
 from kvd.worker.text.token_texts import TokenTexts
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
-from protocol.types import TokenLogprob
-from protocol.worker import Tokenized
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from protocol.types import ChatMessage
-    from protocol.worker import Submit, Tokenize
-
-    Scores = Sequence[tuple[int, float]]
+from protocol.types import ChatMessage, TokenLogprob
+from protocol.worker import Submit, Tokenize, Tokenized
 
 _PROBE_CHARS = 8
 """Characters per token of the context. Longer texts are tokenized in part first, so that a prompt
@@ -51,7 +44,6 @@ class TextStream:
         self.ends = ends
         """Tokens that end the completion; their text is not sent."""
         self.ended = False
-        """Whether one of them was pushed."""
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops)
         self._free = min_tokens
@@ -90,7 +82,6 @@ class Text:
         self._prefix = _prefix_of(self._tokenizer)
         self._token_texts = TokenTexts(self._tokenizer, self._table, self._special)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
-        """End-of-sequence tokens."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -129,7 +120,6 @@ class Text:
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
 
     def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
-        """Return the text stream of one completion for a request with these prompt tokens."""
         after = () if request.messages is not None else prompt
         detokenizer = (
             self._table.stream(after)
@@ -144,7 +134,9 @@ class Text:
             min_tokens=request.min_tokens,
         )
 
-    def token_logprob(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
+    def token_logprob(
+        self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+    ) -> TokenLogprob:
         """Return a token's logprob with the most likely tokens, as the client gets it."""
         others = [self._token_texts.alternative(*pair) for pair in top]
         text, raw = self._token_texts.of(token)

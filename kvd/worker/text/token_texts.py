@@ -7,13 +7,10 @@ character may be spread over several tokens.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvd.worker.text.detokenizer import REPLACEMENT
+from kvd.worker.text.detokenizer import REPLACEMENT, BytesTable
 from protocol.types import Alternative
-
-if TYPE_CHECKING:
-    from kvd.worker.text.detokenizer import BytesTable
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's notation for a byte that is no character."""

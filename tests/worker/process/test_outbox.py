@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvd.worker.process.outbox import Outbox
+from kvd.worker.process.outbox import Outbox, _key_of
 from protocol.errors import LocalProtocolError, WorkerDied
 from protocol.framing import FrameDecoder, decode_report
 from protocol.types import TokenLogprob, Usage, WorkerStats
@@ -36,7 +36,19 @@ ALL = 10**9
 def outbox():
     made = Outbox()
     yield made
-    made.check()
+    check(made)
+
+
+def check(outbox):
+    """Assert the invariants."""
+    assert list(outbox._waiting) == sorted(outbox._waiting)
+    keyed = [
+        (key, number)
+        for number, report in outbox._waiting.items()
+        if (key := _key_of(report)) is not None
+    ]
+    assert dict(keyed) == outbox._last
+    assert len(keyed) == len(outbox._last), "two reports should have been merged"
 
 
 def taken(outbox, at_least=ALL):
@@ -254,7 +266,7 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def holds(self):
-        self.outbox.check()
+        check(self.outbox)
         assert len(self.outbox) <= 3 * len(self.put_reports) + 1 + len(self.grants[0])
 
     def teardown(self):

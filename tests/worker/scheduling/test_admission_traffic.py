@@ -11,6 +11,7 @@ from kvd.worker.scheduling.admission import Held
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested
 from tests.worker.scheduling.helpers import BASE, IDLE, PAGE, ROW_PAGES, with_two_levels
+from tests.worker.scheduling.invariants import check_scheduler
 
 
 class Traffic(RuleBasedStateMachine):
@@ -225,7 +226,7 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "admission"):
             return
         self.ledger.check()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         granted = self.ledger.grants.get("me", 0)
         held = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE
         idle = self.admission.idle

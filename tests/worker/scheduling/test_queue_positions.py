@@ -9,7 +9,7 @@ from kvd.worker.scheduling.queue_positions import EXACT, QueuePositions
 
 
 def reported(positions, queue):
-    positions.mark_changed()
+    positions.stale = True
     return {one.rid: one.position for one in positions.updates(queue)}
 
 

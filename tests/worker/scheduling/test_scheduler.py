@@ -7,13 +7,14 @@ import pytest
 from kvd.worker.scheduling.scheduler import Chunk, Plan, ReservationSizes, Scheduler
 from protocol.errors import InvalidRequest, LocalProtocolError
 from tests.worker.scheduling.helpers import CHUNK, PAGES, grouping, own, within
+from tests.worker.scheduling.invariants import check_scheduler
 
 
 @pytest.fixture
 def scheduler():
     result = Scheduler(max_rows=3, chunk=CHUNK)
     yield result
-    result.check()
+    check_scheduler(result)
 
 
 def run_prefill(scheduler, free=PAGES):
@@ -224,7 +225,7 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
         assert group == tuple(Chunk(rid, 0, 32) for rid in rids)
         for chunk in group:
             scheduler.mark_prefilled(chunk.rid, chunk.end)
-            scheduler.check()
+            check_scheduler(scheduler)
     assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
 
 

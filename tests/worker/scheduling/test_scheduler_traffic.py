@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.scheduler import ReservationSizes
 from tests.worker.scheduling.helpers import CHUNK, PAGES, grouping, own, within
+from tests.worker.scheduling.invariants import check_scheduler
 
 
 class Traffic(RuleBasedStateMachine):
@@ -193,7 +194,7 @@ class Traffic(RuleBasedStateMachine):
     def holds(self):
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         running = self.of("running")
         assert self.scheduler.waiting == len(self.of("waiting"))
         assert len(self.scheduler.states.preempted) == len(self.of("preempted"))
