@@ -1,7 +1,7 @@
 """From a store's steps to the kernels: their arguments describe all that plain operations see.
 
 The kernels are `stand_in.StandIn`, which reads the same arrays, and for a few steps Metal's own,
-run by the shim (`tests.metal`).
+run by the shim (`tests.worker.kernels`).
 """
 
 from __future__ import annotations
