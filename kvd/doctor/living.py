@@ -189,8 +189,8 @@ def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
 
 def _lives(pid: int) -> bool:
     """Return whether a process runs; zombies do not count."""
-    told = ["ps", "-o", "stat=", "-p", str(pid)]
-    done = subprocess.run(told, capture_output=True, text=True, check=False)  # noqa: S603
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     return bool(done.stdout.strip()) and not done.stdout.strip().startswith("Z")
 
 

@@ -340,7 +340,7 @@ def test_fields_that_do_not_fit_each_other_are_refused_before_they_are_sent(home
     assert requests == []
 
 
-def told(token):
+def logprob_of(token):
     return TokenLogprob(token, chr(token), -0.5, top=[Alternative(token, chr(token), -0.5)])
 
 
@@ -348,7 +348,7 @@ def several(request):
     number = request.id
     yield m.Accepted(id=number, prompt_tokens=3, seed=7)
     yield m.PromptLogprobs(id=number, index=0, logprobs=[TokenLogprob(80, "P")])
-    yield m.PromptLogprobs(id=number, index=1, logprobs=[told(81)])
+    yield m.PromptLogprobs(id=number, index=1, logprobs=[logprob_of(81)])
     for choice, token in ((1, 66), (0, 65), (1, 67)):
         yield m.Tokens(
             id=number,
@@ -356,7 +356,7 @@ def several(request):
             tokens=[token],
             text=chr(token),
             choice=choice,
-            logprobs=[told(token)],
+            logprobs=[logprob_of(token)],
         )
         if token == 65:
             yield m.ChoiceFinished(id=number, choice=0, reason="stop")

@@ -1,4 +1,4 @@
-"""A configuration that comes in the place of another one, without and with actors behind it."""
+"""Configuration changes, without and with actors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = 7 * 2**30
 
 
 class Running:
-    """Takes everything, but for what is loaded otherwise."""
+    """Applies everything, except changes of loaded models."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []

@@ -133,7 +133,7 @@ async def test_a_budget_beats_the_command_line_of_then(home: Home):
 
 
 class Slow(Running):
-    """Takes a budget when it is told to."""
+    """Accepts a budget when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +153,8 @@ async def test_changes_at_once_leave_each_other_alone(home: Home, options):
     second = asyncio.create_task(live.settings.change({"log_level": "debug"}))
     await asyncio.sleep(0)  # as far as it can come
     live.running.may.set()
-    told = [[(one.key, one.after) for one in await task] for task in (first, second)]
-    assert told == [[("budget", "1GiB")], [("log_level", "debug")]]
+    reported = [[(one.key, one.after) for one in await task] for task in (first, second)]
+    assert reported == [[("budget", "1GiB")], [("log_level", "debug")]]
     assert live.running.said == [("budget", 1 << 30)]
     assert [live[key].value for key in ("budget", "log_level")] == ["1GiB", "debug"]
 
@@ -219,7 +219,7 @@ def test_hashes_of_keys_are_nobody_s_business(home: Home):
     assert "sha256" not in repr(row)
 
 
-async def test_a_key_is_taken_back_at_once_and_its_hash_not_told(home: Home):
+async def test_a_key_is_revoked_at_once_and_its_hash_not_shown(home: Home):
     live = Live(home, f'[http]\nkeys = {{ me = "sha256:{"0" * 64}", you = "sha256:{"1" * 64}" }}\n')
     changes = await live.settings.change({"http.keys": {"me": f"sha256:{'0' * 64}"}})
     assert [(one.key, one.before, one.after, one.takes_effect) for one in changes] == [

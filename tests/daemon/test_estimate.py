@@ -1,4 +1,4 @@
-"""Estimates from a model's files: what its worker then says, but for the interpreter's share."""
+"""Estimates from a model's files equal its worker's numbers, except the interpreter's share."""
 
 from __future__ import annotations
 

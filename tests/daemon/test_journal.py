@@ -68,14 +68,14 @@ def end(rid: str) -> ReportReceived:
 
 def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    told = TokenLogprob(5, "a", -1.0)
+    reported = TokenLogprob(5, "a", -1.0)
     for record in (
         ask("a", n=2, logprobs=0),
         ReportReceived("a", RowAccepted(rid="a", prompt_tokens=9)),
-        ReportReceived("a", RowPrompt(rid="a", index=0, logprobs=[told, told])),
+        ReportReceived("a", RowPrompt(rid="a", index=0, logprobs=[reported, reported])),
         tokens("a", 0, 5, 6, text="é"),
         tokens("a", 0, 7, choice=1),
-        ReportReceived("a", RowTokens(rid="a", index=2, tokens=[8], text="!", logprobs=[told])),
+        ReportReceived("a", RowTokens(rid="a", index=2, tokens=[8], text="!", logprobs=[reported])),
         ReportReceived("a", ChoiceFinished(rid="a", choice=1, reason="length")),
         ask("b"),
         end("b"),
@@ -89,8 +89,8 @@ def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
     assert set(found) == {"a", "b"}
     assert found["a"].submit.sampling.seed == 3
     assert found["a"].prompt_tokens == 9
-    assert found["a"].prompt_logprobs == [told, told]
-    assert found["a"].choices[0] == SavedChoice([5, 6, 8], "é!", [told])
+    assert found["a"].prompt_logprobs == [reported, reported]
+    assert found["a"].choices[0] == SavedChoice([5, 6, 8], "é!", [reported])
     assert found["a"].choices[1] == SavedChoice([7], "", [], "length")
     assert found["b"].end is not None
     assert (tmp_path / "requests").stat().st_mode & 0o777 == 0o600

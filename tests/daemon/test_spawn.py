@@ -117,7 +117,7 @@ async def test_a_signal_is_a_negative_status(heard, number):
 
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
-async def test_a_kill_for_want_of_memory_is_told_from_others(heard, tmp_path, ours, counted):
+async def test_an_out_of_memory_kill_is_recognized(heard, tmp_path, ours, counted):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("pgfault 7\noom_kill 4\n")
     spawner = Scripted("time.sleep(60)")

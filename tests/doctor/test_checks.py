@@ -36,8 +36,8 @@ def scene(home: Home, engine=CPU, **how) -> Scene:
     return found
 
 
-def told(finding: Finding) -> tuple[str, str]:
-    """The verdict, and what to do; whoever finds something has to say that."""
+def examined(finding: Finding) -> tuple[str, str]:
+    """The verdict and the advice, which every problem needs."""
     assert (finding.todo is not None) == (finding.verdict in {"warn", "fail"})
     return finding.verdict, finding.todo or ""
 
@@ -54,7 +54,7 @@ def made(home: Home) -> Home:
 def test_a_machine_without_openblas(home: Home, tmp_path):
     found = installation.openblas(scene(home, root=tmp_path))
     assert "6 to 80 times slower" in found.said
-    assert told(found) == ("warn", "Debian: apt install libopenblas0-pthread")
+    assert examined(found) == ("warn", "Debian: apt install libopenblas0-pthread")
 
 
 def test_openblas_that_is_there(home: Home, tmp_path):
@@ -69,7 +69,7 @@ def test_openblas_that_is_there(home: Home, tmp_path):
 def test_openblas_by_the_configuration(made: Home, text, verdict, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     made.config.write_text(text)
-    assert told(installation.openblas(scene(made)))[0] == verdict
+    assert examined(installation.openblas(scene(made)))[0] == verdict
 
 
 def test_openblas_is_not_for_accelerators(home: Home):
@@ -86,7 +86,7 @@ def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
     assert "mlx is 0.1, and kvd" in found.said
-    assert told(found) == ("fail", "install kvd again: pip install --upgrade kvd")
+    assert examined(found) == ("fail", "install kvd again: pip install --upgrade kvd")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
 def test_what_computes(engine, platform, verdict, said, home: Home):
     found = installation.device(scene(home, engine, platform=platform))
     assert said in found.said
-    assert told(found)[0] == verdict
+    assert examined(found)[0] == verdict
 
 
 def test_what_a_worker_finds_here():
@@ -130,7 +130,7 @@ def test_a_worker_that_does_not_answer(monkeypatch):
     ],
 )
 def test_native_operations(engine, verdict, todo, home: Home):
-    assert told(installation.native(scene(home, engine))) == (verdict, todo)
+    assert examined(installation.native(scene(home, engine))) == (verdict, todo)
 
 
 def with_host(subject: Scene, **how) -> Scene:
@@ -144,7 +144,7 @@ def with_host(subject: Scene, **how) -> Scene:
 def test_metals_limit_is_what_was_reckoned(reckoned, verdict, home: Home):
     subject = with_host(scene(home, METAL, platform="darwin"), accelerator_limit=reckoned)
     found = installation.wired_limit(subject)
-    assert told(found)[0] == verdict
+    assert examined(found)[0] == verdict
     assert found.numbers["recommended_bytes"] == 12 * 2**30
 
 
@@ -154,11 +154,11 @@ def test_metals_limit_is_what_was_reckoned(reckoned, verdict, home: Home):
 def test_a_budget_beyond_the_machine(made: Home):
     made.config.write_text('budget = "64GiB"')
     found = limits.host_memory(with_host(scene(made)))
-    assert told(found) == ("fail", "set budget to at most 12.0 GiB")
+    assert examined(found) == ("fail", "set budget to at most 12.0 GiB")
 
 
-def test_pressure_is_told(home: Home):
-    assert told(limits.host_memory(with_host(scene(home), pressure="critical")))[0] == "warn"
+def test_pressure_is_reported(home: Home):
+    assert examined(limits.host_memory(with_host(scene(home), pressure="critical")))[0] == "warn"
     assert limits.host_memory(with_host(scene(home))).verdict == "ok"
 
 
@@ -174,7 +174,7 @@ def test_pressure_is_told(home: Home):
 def test_open_files(hard, verdict, most, home: Home, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))  # the daemon asks for more
     found = limits.open_files(scene(home))
-    assert (told(found)[0], found.numbers["most"]) == (verdict, most)
+    assert (examined(found)[0], found.numbers["most"]) == (verdict, most)
 
 
 def test_a_limit_of_the_cgroup(home: Home, tmp_path):
@@ -187,7 +187,7 @@ def test_a_limit_of_the_cgroup(home: Home, tmp_path):
 def test_a_disk_that_is_full(home: Home, monkeypatch):
     full = type("usage", (), {"free": 2**20})
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
-    assert told(limits.disk(scene(home)))[0] == "warn"
+    assert examined(limits.disk(scene(home)))[0] == "warn"
 
 
 def test_models_of_the_hub_are_counted(home: Home, tmp_path):
@@ -208,7 +208,7 @@ def test_a_home_that_is_not_there_yet_is_no_fault(home: Home):
 
 def test_a_home_that_others_can_read(made: Home):
     made.root.chmod(0o755)
-    assert told(place.folder(scene(made))) == (
+    assert examined(place.folder(scene(made))) == (
         "warn", f"chmod 700 {made.root} (the next start does it, too)")  # fmt: skip
 
 
@@ -216,27 +216,27 @@ def test_a_bad_configuration_names_its_key_and_place(made: Home):
     made.config.write_text("bugdet = 1")
     found = place.configuration(scene(made))
     assert "did you mean budget?" in found.said
-    verdict, todo = told(found)
+    verdict, todo = examined(found)
     assert verdict == "fail"
     assert todo.startswith(f"mend 'bugdet' in {made.config}")
 
 
 def test_a_configuration_of_models_that_are_gone(made: Home):
     made.config.write_text('models = ["demo", "./gone"]')
-    assert told(place.configuration(scene(made))) == ("fail", f"mend models in {made.config}")
+    assert examined(place.configuration(scene(made))) == ("fail", f"mend models in {made.config}")
 
 
 def test_a_configuration_that_others_can_write(made: Home):
     made.config.write_text("")
     made.config.chmod(0o666)
-    assert told(place.configuration(scene(made))) == ("fail", f"chmod 600 {made.config}")
+    assert examined(place.configuration(scene(made))) == ("fail", f"chmod 600 {made.config}")
 
 
 def test_a_stale_socket(made: Home):
     listen.bind(made.socket).close()
     found, other = place.sockets(scene(made))
     assert "stale: the daemon that made it is dead (Connection refused)" in found.said
-    assert told(found) == ("warn", "nothing: the next start replaces it; or `rm` it")
+    assert examined(found) == ("warn", "nothing: the next start replaces it; or `rm` it")
     assert other.verdict == "ok"
 
 
@@ -244,7 +244,7 @@ def test_a_live_socket(made: Home):
     with listen.bind(made.socket):
         assert place.sockets(scene(made))[0].verdict == "ok"
         made.socket.chmod(0o666)
-        assert told(place.sockets(scene(made))[0]) == ("warn", f"chmod 600 {made.socket}")
+        assert examined(place.sockets(scene(made))[0]) == ("warn", f"chmod 600 {made.socket}")
 
 
 def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
@@ -252,7 +252,7 @@ def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
         assert "is gone: nobody can reach it" in place.sockets(scene(made))[0].said
         listen.bind(made.socket).close()
         found = place.sockets(scene(made))[0]
-        assert told(found)[0] == "fail"
+        assert examined(found)[0] == "fail"
         assert "though a daemon lives" in found.said
         assert place.lock(scene(made)).said.startswith("held by the daemon, pid ")
     assert place.lock(scene(made)).said == "free: no daemon runs here"
@@ -260,12 +260,12 @@ def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
 
 def test_what_is_in_the_sockets_place(made: Home):
     made.socket.touch()
-    assert told(place.sockets(scene(made))[0]) == ("fail", "move it")
+    assert examined(place.sockets(scene(made))[0]) == ("fail", "move it")
 
 
 def test_a_path_too_long_for_a_socket(tmp_path):
     home = Home(tmp_path / ("x" * 120))
-    assert told(place.sockets(scene(home))[0]) == ("fail", "choose a shorter KVD_HOME")
+    assert examined(place.sockets(scene(home))[0]) == ("fail", "choose a shorter KVD_HOME")
 
 
 # -- the daemon -----------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_none_runs(made: Home):
 def test_one_that_does_not_answer(made: Home):
     with listen.hold_lock(made):
         (found,) = running.daemon(scene(made))
-    assert told(found)[0] == "fail"
+    assert examined(found)[0] == "fail"
 
 
 def test_another_program_has_the_port(made: Home):
@@ -290,7 +290,7 @@ def test_another_program_has_the_port(made: Home):
         made.config.write_text(f"[http]\nport = {port}\n")
         found = running.http_port(scene(made))
         assert "another program uses the port" in found.said
-        assert told(found)[0] == "warn"
+        assert examined(found)[0] == "warn"
     assert running.http_port(scene(made)).verdict == "ok"
     made.config.write_text("[http]\ntcp = false\n")
     assert running.http_port(scene(made)).verdict == "skip"
@@ -299,7 +299,7 @@ def test_another_program_has_the_port(made: Home):
 # -- all of it ------------------------------------------------------------------------------------
 
 
-def test_a_check_that_fails_itself_is_told_and_the_others_are_made(home: Home, monkeypatch):
+def test_an_exception_in_a_check_is_reported_and_the_other_checks_run(home: Home, monkeypatch):
     def broken(_scene):
         raise RuntimeError("no such file")
 
@@ -359,11 +359,11 @@ def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
         assert found.said.startswith(f"pid {daemon.pid} answers, version {kvd.__version__}")
         home.config.write_text("http = {enabled = false}\nmax_rows = 3")
         reload(daemon, 1)
-        assert told(running.daemon(scene(home))[1]) == ("warn", "restart the daemon")
+        assert examined(running.daemon(scene(home))[1]) == ("warn", "restart the daemon")
         home.config.write_text("max_rows = -1")
         reload(daemon, 2)
         refused = running.daemon(scene(home))[1]
-        assert (refused.name, told(refused)[0]) == ("reload", "fail")
+        assert (refused.name, examined(refused)[0]) == ("reload", "fail")
         assert "max_rows" in refused.said
     finally:
         daemon.end()

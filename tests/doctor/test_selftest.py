@@ -55,7 +55,7 @@ def test_a_trial_that_kills_its_process_or_hangs_costs_only_itself():
 
 
 @pytest.mark.process
-def test_trials_that_cannot_begin_are_told():
+def test_trials_that_cannot_begin_are_reported():
     (found,) = selftest.computing(quick=True, module="kvd.nothing")
     assert isinstance(found, Finding)
     assert (found.name, found.verdict) == ("worker", "fail")

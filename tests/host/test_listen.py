@@ -43,7 +43,7 @@ class Recorder:
 
 
 @pytest.fixture
-async def door(made: Home):
+async def client_protocol(made: Home):
     recorder = Recorder()
     listener = listen.bind(made.socket)
     server = await listen.serve(listener, recorder.connect)
@@ -121,68 +121,68 @@ def test_the_peer_is_us():
         assert listen.peer_uid(ours) == os.geteuid()
 
 
-async def test_bytes_pass_both_ways_and_the_end_is_told(door):
-    door.writer.write(b"hello\n")
-    await door.talked.wait()
-    assert door.received == b"hello\n"
-    door.write(b"reply\n")
-    assert await door.reader.readline() == b"reply\n"
-    assert door.backlog() == 0
-    door.writer.close()
-    await door.gone.wait()
-    door.write(b"to nobody\n")
-    door.close()
+async def test_bytes_pass_both_ways_and_the_end_is_reported(client_protocol):
+    client_protocol.writer.write(b"hello\n")
+    await client_protocol.talked.wait()
+    assert client_protocol.received == b"hello\n"
+    client_protocol.write(b"reply\n")
+    assert await client_protocol.reader.readline() == b"reply\n"
+    assert client_protocol.backlog() == 0
+    client_protocol.writer.close()
+    await client_protocol.gone.wait()
+    client_protocol.write(b"to nobody\n")
+    client_protocol.close()
 
 
-async def test_a_client_that_only_stops_writing_still_gets_its_answer(door):
-    door.writer.write(b"question\n")
-    door.writer.write_eof()
-    await door.talked.wait()
+async def test_a_client_that_only_stops_writing_still_gets_its_answer(client_protocol):
+    client_protocol.writer.write(b"question\n")
+    client_protocol.writer.write_eof()
+    await client_protocol.talked.wait()
     await asyncio.sleep(0)
-    door.write(b"answer\n")
-    assert await door.reader.read() == b"answer\n"
-    await door.gone.wait()
+    client_protocol.write(b"answer\n")
+    assert await client_protocol.reader.read() == b"answer\n"
+    await client_protocol.gone.wait()
 
 
-async def test_a_client_that_closes_is_gone_at_once(door, monkeypatch):
+async def test_a_client_that_closes_is_gone_at_once(client_protocol, monkeypatch):
     monkeypatch.setattr(listen, "_HALF_CLOSED_S", 3600)
-    door.writer.write(b"question\n")
-    await door.talked.wait()
-    door.writer.close()
-    await door.gone.wait()
+    client_protocol.writer.write(b"question\n")
+    await client_protocol.talked.wait()
+    client_protocol.writer.close()
+    await client_protocol.gone.wait()
 
 
-async def test_an_end_of_ours_lets_the_last_words_through(door):
-    door.writer.write(b"x" * 300_000)  # still arriving while we close
-    await door.talked.wait()
-    before = len(door.received)
-    door.write(b"last words\n")
-    door.close()
-    door.close()
-    door.writer.write(b"y" * 300_000)
-    assert await door.reader.read() == b"last words\n"
-    assert b"y" not in door.received[before:]
-    door.writer.close()
-    await door.gone.wait()
+async def test_an_end_of_ours_lets_the_last_words_through(client_protocol):
+    client_protocol.writer.write(b"x" * 300_000)  # still arriving while we close
+    await client_protocol.talked.wait()
+    before = len(client_protocol.received)
+    client_protocol.write(b"last words\n")
+    client_protocol.close()
+    client_protocol.close()
+    client_protocol.writer.write(b"y" * 300_000)
+    assert await client_protocol.reader.read() == b"last words\n"
+    assert b"y" not in client_protocol.received[before:]
+    client_protocol.writer.close()
+    await client_protocol.gone.wait()
 
 
-async def test_a_client_that_never_reads_is_cut_off(door, monkeypatch):
+async def test_a_client_that_never_reads_is_cut_off(client_protocol, monkeypatch):
     monkeypatch.setattr(listen, "_LINGER_S", 0.05)
-    door.reader._transport.pause_reading()
-    door.write(b"x" * 4_000_000)
-    assert door.backlog() > 0
-    door.close()
-    await door.gone.wait()
+    client_protocol.reader._transport.pause_reading()
+    client_protocol.write(b"x" * 4_000_000)
+    assert client_protocol.backlog() > 0
+    client_protocol.close()
+    await client_protocol.gone.wait()
 
 
-async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(door, monkeypatch):
+async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(client_protocol, monkeypatch):
     monkeypatch.setattr(listen, "_HALF_CLOSED_S", 0.01)
     monkeypatch.setattr(listen, "_LINGER_S", 0.05)
-    door.reader._transport.pause_reading()
-    door.write(b"x" * 4_000_000)
-    assert door.backlog() > 0
-    door.writer.write_eof()
-    await door.gone.wait()
+    client_protocol.reader._transport.pause_reading()
+    client_protocol.write(b"x" * 4_000_000)
+    assert client_protocol.backlog() > 0
+    client_protocol.writer.write_eof()
+    await client_protocol.gone.wait()
 
 
 async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):

@@ -1,4 +1,4 @@
-"""The log stays small, whoever writes into it."""
+"""The log stays small."""
 
 from __future__ import annotations
 

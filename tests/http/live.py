@@ -16,7 +16,7 @@ class Live(Daemon):
 
     @property
     def url(self) -> str:
-        """Of TCP."""
+        """The TCP address."""
         with self.client() as kvd:
             return next(one for one in kvd.status().http if one.startswith("http:"))
 

@@ -1,4 +1,4 @@
-"""The real server on a free port, in this process, over a daemon that says what it is told to."""
+"""The real server on a free port, in this process, with a scripted daemon."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Scripted:
 class Stage:
     backend: Scripted
     url: str
-    """Of TCP."""
+    """The TCP address."""
     socket: str
     port: int
 

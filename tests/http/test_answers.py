@@ -177,18 +177,18 @@ def test_a_choice_without_any_text_begins_all_the_same():
 
 def test_logprobs_of_a_chat_have_the_bytes_of_half_characters():
     events = [accepted(), said("", logprobs=[HALF]), said("\xe9", logprobs=[OTHER_HALF]), done()]
-    told = whole(CHAT, asked(logprobs=1), *events)["choices"][0]["logprobs"]["content"]
-    assert told[0] == {
+    reported = whole(CHAT, asked(logprobs=1), *events)["choices"][0]["logprobs"]["content"]
+    assert reported[0] == {
         "token": "\ufffd",
         "logprob": -0.5,
         "bytes": [0xC3],
         "top_logprobs": [{"token": "b", "logprob": -1.0, "bytes": [98]}],
     }
-    assert bytes(b for one in told for b in one["bytes"]).decode() == "\xe9"
+    assert bytes(b for one in reported for b in one["bytes"]).decode() == "\xe9"
 
     streamed = chunks(CHAT, asked(logprobs=1), *events)
     pieces = [c["choices"][0]["logprobs"] for c in streamed if c["choices"][0]["logprobs"]]
-    assert [one for piece in pieces for one in piece["content"]] == told
+    assert [one for piece in pieces for one in piece["content"]] == reported
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -220,15 +220,17 @@ def test_an_echo_is_the_prompt_before_the_completion(logprobs):
 def test_an_echo_of_tokens_is_their_text():
     call = m.Generate(id="http", model="m", tokens=[5, 6], prompt_logprobs=0)
     of = Wanted([call], 1, echo=True)
-    told = m.PromptLogprobs(id="http", index=0, logprobs=[HALF, OTHER_HALF])
-    (choice,) = whole(TEXT, of, accepted(), told, said("!"), done())["choices"]
+    reported = m.PromptLogprobs(id="http", index=0, logprobs=[HALF, OTHER_HALF])
+    (choice,) = whole(TEXT, of, accepted(), reported, said("!"), done())["choices"]
     assert (choice["text"], choice["logprobs"]) == ("\xe9!", None)
 
 
-def test_several_pieces_of_an_echo_are_told_one_after_the_other():
-    told = [TokenLogprob(number, text, -0.5) for number, text in enumerate(["a", "bc", "d", "ef"])]
-    prompt = [m.PromptLogprobs(id="http", index=i, logprobs=[told[i]]) for i in (0, 1)]
-    spoken = [said(told[i].text, choice, [told[i]]) for i in (2, 3) for choice in (0, 1)]
+def test_several_pieces_of_an_echo_are_joined_in_order():
+    reported = [
+        TokenLogprob(number, text, -0.5) for number, text in enumerate(["a", "bc", "d", "ef"])
+    ]
+    prompt = [m.PromptLogprobs(id="http", index=i, logprobs=[reported[i]]) for i in (0, 1)]
+    spoken = [said(reported[i].text, choice, [reported[i]]) for i in (2, 3) for choice in (0, 1)]
     of = asked("abc", n=2, logprobs=0, echo=True)
     for choice in whole(TEXT, of, accepted(), *prompt, *spoken, done())["choices"]:
         assert choice["text"] == "abcdef"
@@ -240,7 +242,7 @@ def test_several_pieces_of_an_echo_are_told_one_after_the_other():
         }
 
 
-def test_of_a_prompt_alone_nothing_more_is_told():
+def test_a_request_for_the_prompt_alone_returns_no_completion():
     prompt = [TokenLogprob(1, "He"), TokenLogprob(2, "y", -0.1)]
     events = [accepted(), m.PromptLogprobs(id="http", index=0, logprobs=prompt)]
     events += [said("!", logprobs=[TokenLogprob(3, "!", -0.2)]), done(completion_tokens=1)]
@@ -262,7 +264,7 @@ def test_an_answer_of_no_tokens_has_empty_logprobs():
 
 
 @pytest.mark.parametrize("head", [CHAT, TEXT], ids=["chat", "text"])
-def test_what_is_told_of_tokens_is_kept_as_bytes_alone(head):
+def test_logprobs_are_kept_only_as_bytes(head):
     answer = WholeAnswer(head, asked(logprobs=20), 0.0)
     tracemalloc.start()
     try:

@@ -39,8 +39,8 @@ def test_openai_chat_is_what_the_socket_says(live: Live, ai: openai.OpenAI):
         model="fast", messages=HELLO, max_completion_tokens=20, temperature=0.7, seed=5
     )
     with live.client() as kvd:
-        turns = [(turn["role"], turn["content"]) for turn in HELLO]
-        same = kvd.generate("fast", messages=turns, max_tokens=20, temperature=0.7, seed=5)
+        history = [(turn["role"], turn["content"]) for turn in HELLO]
+        same = kvd.generate("fast", messages=history, max_tokens=20, temperature=0.7, seed=5)
         assert answer.choices[0].message.content == same.text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 20
@@ -83,10 +83,10 @@ def test_openai_completions(ai: openai.OpenAI):
 def test_openai_logprobs_and_stop(ai: openai.OpenAI):
     settings = {"model": "fast", "messages": HELLO, "max_tokens": 8, "seed": 2}
     answer = ai.chat.completions.create(**settings, logprobs=True, top_logprobs=3)
-    told = answer.choices[0].logprobs.content
-    assert "".join(one.token for one in told) == answer.choices[0].message.content
-    assert all(len(one.top_logprobs) == 3 for one in told)
-    word = told[4].token
+    reported = answer.choices[0].logprobs.content
+    assert "".join(one.token for one in reported) == answer.choices[0].message.content
+    assert all(len(one.top_logprobs) == 3 for one in reported)
+    word = reported[4].token
     stopped = ai.chat.completions.create(**settings, stop=[word]).choices[0]
     assert stopped.finish_reason == "stop"
     assert answer.choices[0].message.content.startswith(stopped.message.content)
@@ -192,9 +192,9 @@ def test_curl_over_the_unix_socket(live: Live):
 
 
 def test_prometheus_finds_metrics(client: httpx.Client):
-    told = client.get("/metrics")
-    assert told.status_code == 200
-    assert "kvd_" in told.text
+    reported = client.get("/metrics")
+    assert reported.status_code == 200
+    assert "kvd_" in reported.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

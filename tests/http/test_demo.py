@@ -1,4 +1,4 @@
-"""The embedded model by HTTP: what it says is what the socket says."""
+"""The embedded model over HTTP returns the same text as over the socket."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_chat_with_everything(demo: Live):
     )
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:
-        told = choice["logprobs"]["content"]
-        spoken = bytes(b for one in told for b in one["bytes"]).decode("utf-8", "replace")
+        reported = choice["logprobs"]["content"]
+        spoken = bytes(b for one in reported for b in one["bytes"]).decode("utf-8", "replace")
         assert spoken == choice["message"]["content"]
-        assert all(len(one["top_logprobs"]) == 2 for one in told)
+        assert all(len(one["top_logprobs"]) == 2 for one in reported)
     with demo.client() as kvd:
         same = kvd.generate(
             "demo",
@@ -75,12 +75,12 @@ def test_the_echo_scores_a_prompt_as_harnesses_do(demo: Live):
     whole = complete(
         demo, prompt=PROMPT + " call", max_tokens=1, echo=True, logprobs=1, temperature=0
     )
-    told = whole["choices"][0]["logprobs"]
+    reported = whole["choices"][0]["logprobs"]
     assert whole["choices"][0]["text"].startswith(PROMPT + " call")
-    assert told["token_logprobs"][0] is None
-    assert all(logprob <= 0 for logprob in told["token_logprobs"][1:])
-    spans = zip(told["tokens"], told["text_offset"], strict=True)
-    text = "".join(told["tokens"])
+    assert reported["token_logprobs"][0] is None
+    assert all(logprob <= 0 for logprob in reported["token_logprobs"][1:])
+    spans = zip(reported["tokens"], reported["text_offset"], strict=True)
+    text = "".join(reported["tokens"])
     assert all(text[at : at + len(token)] == token for token, at in spans)
 
 

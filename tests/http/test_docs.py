@@ -74,9 +74,9 @@ def test_every_error_is_described():
     codes = names(section("Errors"))
     for code, form in kvd.http.errors._FORMS.items():
         if code not in {"frame_too_large", "slow_reader"}:  # of the other socket; has no answer
-            told = form.code or code
-            assert told in codes, code
-            (row,) = [one for one in section("Errors").splitlines() if f"`{told}`" in one]
+            reported = form.code or code
+            assert reported in codes, code
+            (row,) = [one for one in section("Errors").splitlines() if f"`{reported}`" in one]
             assert row.startswith(f"| {form.status} |")
 
 

@@ -53,7 +53,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's TCP can
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Live]:
-    """A daemon that waits for nobody for long."""
+    """A daemon with short timeouts."""
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
     config = "[http]\nport = 0\nidle_timeout_s = 0.3\n"
     daemon = Live(write_config(Home(root / "h"), config), "--fake")
@@ -67,19 +67,19 @@ def hasty() -> Iterator[Live]:
 
 @pytest.fixture(autouse=True)
 def others_are_served(hasty: Live) -> Iterator[None]:
-    """A neighbour's answer is what it is alone, and nobody died."""
+    """Another request gets the same answer as alone, and no worker died."""
     workers = hasty.worker_pid("fast"), hasty.worker_pid("mine")
     transport = httpx.HTTPTransport(uds=str(hasty.home.http_socket))
     body = asked(max_tokens=30, seed=4)
-    told: list[httpx.Response] = []
+    reported: list[httpx.Response] = []
     with httpx.Client(transport=transport, base_url="http://kvd", timeout=30) as client:
-        neighbour = threading.Thread(target=lambda: told.append(client.post(CHAT, json=body)))
+        neighbour = threading.Thread(target=lambda: reported.append(client.post(CHAT, json=body)))
         neighbour.start()
         yield
         neighbour.join()
         alone = client.post(CHAT, json=body)
-    assert [one.status_code for one in (*told, alone)] == [200, 200]
-    assert told[0].json()["choices"] == alone.json()["choices"]
+    assert [one.status_code for one in (*reported, alone)] == [200, 200]
+    assert reported[0].json()["choices"] == alone.json()["choices"]
     assert workers == (hasty.worker_pid("fast"), hasty.worker_pid("mine"))
     with hasty.client() as kvd:
         assert kvd.status().pid == hasty.pid

@@ -135,10 +135,10 @@ def footprint(live: Live) -> int:
 
 
 def test_who_does_not_read_loses_its_stream_alone(raw, live: Live):
-    before, told = footprint(live), slow_readers(live)
+    before, reported = footprint(live), slow_readers(live)
     much = {"max_tokens": 16_000, "n": 16, "logprobs": True, "top_logprobs": 20}
     raw.sendall(request(CHAT, asked(model="flood", stream=True, **much)))
-    wait_for("it is cut off", lambda: slow_readers(live) > told, 60)
+    wait_for("it is cut off", lambda: slow_readers(live) > reported, 60)
     live.wait_idle("flood")
     assert live.model("flood").stats.generated_tokens % (16 * 16_000) != 0
     assert footprint(live) - before < 40e6
@@ -152,7 +152,7 @@ def test_who_vanishes_without_a_word_loses_its_request(live: Live):
     with live.tcp() as raw:
         raw.sendall(request(CHAT, asked(model="slow", max_tokens=400, stream=True)))
         assert raw.recv(15) == b"HTTP/1.1 200 OK"
-        # A reset in the place of a goodbye.
+        # A reset instead of a close.
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     live.wait_idle("slow")
 
@@ -212,12 +212,12 @@ def test_another_user_is_turned_away(live: Live, name):
     try:
         for place in places:
             place.chmod(0o777)
-        told = ask()
+        reported = ask()
     finally:
         for place, mode in zip(places, modes, strict=True):
             place.chmod(mode)
-    assert "permission_denied" in told.stdout
-    assert "another user" in told.stdout
+    assert "permission_denied" in reported.stdout
+    assert "another user" in reported.stdout
     assert modes == [0o700, 0o700, 0o600]
 
 

@@ -48,8 +48,8 @@ def test_a_key_is_data_and_its_line_is_talk(kvctl, home: Home):
 
 
 def test_a_key_for_programs(kvctl):
-    told = json.loads(kvctl("key", "new", "ci", "--json")[1])
-    assert told == {"name": "ci", "key": told["key"], "hash": keys.hashed(told["key"])}
+    reported = json.loads(kvctl("key", "new", "ci", "--json")[1])
+    assert reported == {"name": "ci", "key": reported["key"], "hash": keys.hashed(reported["key"])}
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", 'a"', "x" * 65, "\xe4"])

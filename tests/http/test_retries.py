@@ -1,4 +1,4 @@
-"""openai's own package at a full queue: it waits as long as it is told to, and comes again."""
+"""openai's own package retries after the requested wait when the queue is full."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_t
 
 
 class Visits:
-    """When one client came, and what it was told, in their order."""
+    """Times and statuses of one client, in order."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self._told = told
+    def __init__(self, reported: Callable[[int], None]) -> None:
+        self._reported = reported
         self.asked: list[float] = []
         self.answers: list[tuple[int, float, str | None]] = []
         self.counts: list[str] = []
@@ -33,9 +33,9 @@ class Visits:
         self.counts.append(request.headers["x-stainless-retry-count"])
 
     def answer(self, response) -> None:
-        told = response.headers.get("Retry-After")
-        self.answers.append((response.status_code, time.monotonic(), told))
-        self._told(response.status_code)
+        reported = response.headers.get("Retry-After")
+        self.answers.append((response.status_code, time.monotonic(), reported))
+        self._reported(response.status_code)
 
     async def ask_later(self, request) -> None:
         self.ask(request)
@@ -43,25 +43,25 @@ class Visits:
     async def answer_later(self, response) -> None:
         self.answer(response)
 
-    def are_two_with_a_pause_as_told(self) -> bool:
-        (first, at, told), (second, _, _) = self.answers
+    def are_two_with_the_requested_pause(self) -> bool:
+        (first, at, reported), (second, _, _) = self.answers
         assert (first, second, self.counts) == (429, 200, ["0", "1"])
-        assert told is not None
-        return 1 <= int(told) <= self.asked[1] - at
+        assert reported is not None
+        return 1 <= int(reported) <= self.asked[1] - at
 
 
-async def test_openai_comes_again_by_itself_when_it_is_told_to(live: Live):
-    """Nobody has to write a loop: the package obeys 429 and Retry-After."""
+async def test_openai_retries_by_itself(live: Live):
+    """The package obeys 429 and Retry-After without a loop."""
     live.load(source(tps=20), MODEL)
     line = {"v": 1, "op": "generate", "model": MODEL, "prompt": "x", "max_tokens": 400}
     many = b"".join(json.dumps(line | {"id": str(i)}).encode() + b"\n" for i in range(MOST))
     refused = threading.Semaphore(0)
 
-    def told(status: int) -> None:
+    def reported(status: int) -> None:
         if status == 429:
             refused.release()
 
-    whole, streamed = Visits(told), Visits(told)
+    whole, streamed = Visits(reported), Visits(reported)
 
     def at_once() -> int:
         hooks = {"request": [whole.ask], "response": [whole.answer]}
@@ -91,7 +91,7 @@ async def test_openai_comes_again_by_itself_when_it_is_told_to(live: Live):
             asyncio.to_thread(leave_when_both_were_refused),
         )
     assert (tokens, end) == (3, "length")
-    assert whole.are_two_with_a_pause_as_told()
-    assert streamed.are_two_with_a_pause_as_told()
+    assert whole.are_two_with_the_requested_pause()
+    assert streamed.are_two_with_the_requested_pause()
     with live.client() as kvd:
         kvd.unload(MODEL)

@@ -33,7 +33,7 @@ def word(text: str = "a") -> Tokens:
     return Tokens(id="http", index=0, tokens=[1], text=text)
 
 
-def told(body: bytes = b"", kind: str = "x/y"):
+def reported(body: bytes = b"", kind: str = "x/y"):
     async def metrics(_: str) -> tuple[bytes, str]:
         return body, kind
 
@@ -102,18 +102,18 @@ async def test_the_field_is_the_errors_param(home: Home):
 
 
 @pytest.mark.parametrize(
-    ("field", "said", "param", "told"),
+    ("field", "said", "param", "reported"),
     [
         ("tokens", "token 9 at 0 is", "prompt", "token 9 at 0 is"),
         ("stop_tokens", "stop_tokens names token 9", "stop_token_ids", "stop_token_ids names"),
         ("sampling.logit_bias", "sampling.logit_bias names", "logit_bias", "logit_bias names"),
     ],
 )
-async def test_what_a_worker_finds_has_https_own_name(home: Home, field, said, param, told):
+async def test_what_a_worker_finds_has_https_own_name(home: Home, field, said, param, reported):
     async with serving(home, fails(errors.InvalidRequest(said, field=field))) as it:
         error = (await post(it.url)).json()["error"]
         assert error["param"] == param
-        assert error["message"].startswith(told)
+        assert error["message"].startswith(reported)
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(home: Home):
@@ -409,7 +409,7 @@ async def test_several_calls_of_one_request_end_together(home: Home):
 
 async def test_a_key_is_needed_where_there_are_keys_but_not_by_those_who_only_look(home: Home):
     key = keys.make()
-    async with serving(home, keys={"me": keys.hashed(key)}, metrics=told()) as it:
+    async with serving(home, keys={"me": keys.hashed(key)}, metrics=reported()) as it:
         for path in ("/v1/models", "/v1/models/m", "/metrics"):
             refused = await get(it.url, path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -429,7 +429,7 @@ async def test_a_key_is_needed_where_there_are_keys_but_not_by_those_who_only_lo
 
 
 async def test_a_foreign_host_or_origin_is_refused_everywhere(home: Home):
-    async with serving(home, metrics=told()) as it:
+    async with serving(home, metrics=reported()) as it:
         for path in ("/", "/healthz", "/readyz", "/metrics", "/v1/models", "/nowhere"):
             rebound = await get(it.url, path, headers={"Host": f"evil.example:{it.port}"})
             assert (rebound.status_code, rebound.json()["error"]["code"]) == (
@@ -542,10 +542,10 @@ async def test_readiness(home: Home, states, unloaded, daemon, starting, said):
         assert (await get(it.url, "/healthz")).status_code == 200
 
 
-async def test_metrics_are_told_where_there_are_any(home: Home):
+async def test_metrics_are_served_if_there_are_any(home: Home):
     async with serving(home) as it:
         assert (await get(it.url, "/metrics")).status_code == 404
-    async with serving(home, metrics=told(b"kvd_x 1\n", "text/plain; version=0")) as it:
+    async with serving(home, metrics=reported(b"kvd_x 1\n", "text/plain; version=0")) as it:
         answer = await get(it.url, "/metrics")
         assert answer.text == "kvd_x 1\n"
         assert answer.headers["Content-Type"] == "text/plain; version=0"
@@ -602,7 +602,7 @@ async def test_the_end_of_the_server_ends_what_runs(home: Home):
         await asking
 
 
-async def test_too_many_connections_are_turned_away_at_that_door_alone(home: Home, monkeypatch):
+async def test_too_many_connections_are_refused_by_that_listener_alone(home: Home, monkeypatch):
     monkeypatch.setattr("kvd.http.server.MOST_CONNECTIONS", 1)
     async with serving(home) as it:
         _, holds = await asyncio.open_connection("127.0.0.1", it.port)

@@ -79,8 +79,10 @@ def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
 def test_counters_go_on_where_the_last_process_stopped():
     counters, _ = counters_of("m")
     seen = []
-    for life, told in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
-        counters(telemetry.StatsReported("m", life, stats(told, hits=told, decode=told)))
+    for life, reported in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
+        counters(
+            telemetry.StatsReported("m", life, stats(reported, hits=reported, decode=reported))
+        )
         seen.append(counters.models["m"].worker.total)
 
     assert [it.step for it in seen] == [5, 9, 11, 13, 13, 20]

@@ -125,6 +125,6 @@ def test_wrong_labels_are_a_mistake_of_ours():
     ],
 )
 def test_the_format_is_the_one_that_is_asked_for(accept, kind):
-    body, told = encoded(some(), accept)
-    assert told == kind
+    body, reported = encoded(some(), accept)
+    assert reported == kind
     assert body.endswith(b"# EOF\n") == (kind != PLAIN)

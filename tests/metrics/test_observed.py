@@ -61,7 +61,7 @@ async def test_the_wait_for_a_model_is_queue_time():
 
 
 @simulated
-async def test_counters_survive_a_death_and_its_cause_is_told():
+async def test_counters_survive_a_death_and_its_cause_is_counted():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
         key = client.generate(max_tokens=6)

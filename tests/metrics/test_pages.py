@@ -120,7 +120,7 @@ def test_what_it_and_the_alerts_ask_for_is_exported():
 
 @pytest.mark.parametrize("expr", [*queries(), *recipes()])
 def test_its_labels_are_there(expr):
-    """A label that no series has selects nothing, and nobody would notice."""
+    """A query with an unknown label would silently select nothing."""
     for name, inside in re.findall(r"(kvd_[a-z0-9_]+)\{([^}]*)\}", expr):
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside):
             assert label in {*LABELS[name], "instance", "le"}, (name, label)

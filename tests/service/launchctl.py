@@ -67,8 +67,8 @@ def pid_of(job: Path) -> int | None:
         pid = int(job.with_suffix(".pid").read_text())
     except FileNotFoundError:
         return None
-    told = ["ps", "-o", "stat=", "-p", str(pid)]
-    state = subprocess.run(told, capture_output=True, text=True, check=False).stdout.strip()
+    reported = ["ps", "-o", "stat=", "-p", str(pid)]
+    state = subprocess.run(reported, capture_output=True, text=True, check=False).stdout.strip()
     return pid if state and not state.startswith("Z") else None
 
 

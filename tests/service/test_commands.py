@@ -69,13 +69,13 @@ def test_a_life(kvctl: Played, home: Home):
     assert "running; starts with your session" in kvctl("install")
     state = json.loads(kvctl("status", "--json"))
     assert (state["state"], state["answers"], state["outdated"]) == ("running", True, [])
-    assert (home.logs / "launchd.log").read_text() == ""  # all that it says is in its own log
+    assert (home.logs / "launchd.log").read_text() == ""  # the daemon has its own log
     assert "daemon started" in (home.logs / "kvd.log").read_text()
 
     home.config.write_text("http = {enabled = false}\nmax_rows = 3\n")
     assert "needs a restart: max_rows" in kvctl("reload")
     home.config.write_text("max_rows = -3\n")
-    assert "max_rows" in kvctl("reload", status=5)  # before anybody is bothered
+    assert "max_rows" in kvctl("reload", status=5)  # before the daemon is signalled
     home.config.write_text("http = {enabled = false}\nmax_rows = 3\ndrain_timeout_s = 99.0\n")
     shown = kvctl("status")
     assert "this version and configuration would write other files" in shown

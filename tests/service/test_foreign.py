@@ -1,4 +1,4 @@
-"""Files that have the service's names and are somebody else's."""
+"""Files with the service's names that are not kvd's."""
 
 from __future__ import annotations
 

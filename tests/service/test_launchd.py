@@ -1,4 +1,4 @@
-"""The launchd agent: its keys and types, and what is said to a `launchctl` that notes it down.
+"""The launchd agent: its keys and types, and the calls of a fake `launchctl` that records them.
 
 The real one is on macOS alone; nothing here has been run there.
 """
@@ -55,7 +55,7 @@ KEYS = {
         }
     },
 }
-"""Of launchd.plist(5), those that we use, with their types; ``*`` is any name."""
+"""The keys of launchd.plist(5) in use, with their types; ``*`` is any name."""
 
 
 def conform(value: object, kind: object, place: str = "") -> None:
@@ -235,7 +235,7 @@ def test_its_life(launchctl, home: Home, tmp_path):
 
 
 class Clock:
-    """In the place of `time`: who sleeps is soon awake, and at `ends` the job is gone."""
+    """Replaces `time`: sleeps end at once, and at `ends` the job is gone."""
 
     def __init__(self, job: Path, ends: float) -> None:
         self._job, self._ends, self._now = job, ends, 0.0
@@ -275,7 +275,7 @@ def test_another_way_to_be_started_is_seen(launchctl, home: Home, tmp_path):
     assert managing.outdated(usual) == list(usual.files())
 
 
-def test_a_refusal_is_told_in_launchds_own_words(home: Home, tmp_path, monkeypatch):
+def test_launchds_own_error_is_shown(home: Home, tmp_path, monkeypatch):
     script = tmp_path / "launchctl"
     script.write_text("#!/bin/sh\necho 'Bootstrap failed: 5: Input/output error' >&2\nexit 5\n")
     script.chmod(0o755)

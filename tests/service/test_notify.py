@@ -100,13 +100,13 @@ def _is_free(fd: int) -> bool:
 
 
 def _three_free() -> int:
-    """Return the first of three descriptors in a row that nobody has, below every limit."""
+    """Return the first of three consecutive free descriptors below every limit."""
     return next(fd for fd in range(100, 250) if all(_is_free(fd + more) for more in range(3)))
 
 
 @pytest.fixture
 def passed(tmp_path):
-    """Descriptors in a row, as systemd passes them; closed by whoever takes them."""
+    """Consecutive descriptors, as systemd passes them; their user closes them."""
     made = [listening(tmp_path / "k"), listening(tmp_path / "h"), listening()]
     first = _three_free()
     for index, one in enumerate(made):

@@ -264,11 +264,11 @@ def story(tmp_path, home: Home):
     if done.returncode == 77:
         pytest.skip("this machine allows no systemd of one's own")
     assert done.returncode == 0, done.stdout + done.stderr
-    told = {}
+    reported = {}
     for part in done.stdout.split("== ")[1:]:
         name, *lines = part.splitlines()
-        told[name] = [json.loads(line) for line in lines]
-    return told
+        reported[name] = [json.loads(line) for line in lines]
+    return reported
 
 
 @pytest.mark.process
