@@ -1,3 +1,3 @@
-"""The house: composition root, listeners, clients and command lines around the actors."""
+"""kvd: the daemon, its listeners, clients and command lines around the actors."""
 
 __version__ = "0.1.0"
