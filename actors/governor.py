@@ -73,11 +73,9 @@ class GovernorActor(Actor["GovernorMail"]):
         self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
-        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: GovernorMail) -> tuple[int, int] | None:
-        """Handle a message."""
         match message:
             case mail.RequestMemory():
                 self._request(message)
@@ -98,7 +96,6 @@ class GovernorActor(Actor["GovernorMail"]):
         return None
 
     def check(self) -> None:
-        """Check the invariants."""
         self._state.machine.check()
         assert not self._state.violations, "invariants were violated before"
 

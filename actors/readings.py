@@ -71,15 +71,12 @@ class ReadingsActor(Actor["ReadingsMail"]):
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Set the first alarm."""
         self._alarm.set(asyncio.get_running_loop().time() + INTERVAL_S)
 
     def on_stop(self) -> None:
-        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: ReadingsMail) -> None:
-        """Handle a message."""
         match message:
             case mail.AlarmFired():
                 self._check_workers()

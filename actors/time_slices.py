@@ -48,11 +48,9 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
         self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
-        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: TimeSlicesMail) -> None:
-        """Handle a message."""
         match message:
             case mail.RequestTimeSlice(model=model):
                 self._state.workers[model] = (message.worker, message.life)
@@ -69,7 +67,6 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
                 assert_never(message)
 
     def check(self) -> None:
-        """Check the invariants."""
         self._state.machine.check()
 
     def _apply(self, event: time_slices.Event) -> None:

@@ -25,39 +25,14 @@ from collections import Counter
 
 import msgspec
 
-from actors.machines.admission_events import (
-    AlarmFired,
-    CancelInWorker,
-    Command,
-    ConfirmCancel,
-    Drained,
-    DrainStarted,
-    EnsureLoaded,
-    Event,
-    FailRequest,
-    Forward,
-    ModelChanged,
-    ModelEvicted,
-    ModelEvicting,
-    ModelHeld,
-    ModelRemoved,
-    QueuedInWorker,
-    ReportBlame,
-    ReportPaused,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    RequestProgressed,
-    RequestReturned,
-    RequestsLost,
-)
+from actors.machines import admission_events as ev
+from actors.machines.machine import RequestRecord
 from actors.machines.suspects import Suspects
 from protocol.errors import (
     DeadlineExceeded,
     Draining,
     ErrorInfo,
     InsufficientMemory,
-    KvdError,
     ModelFailed,
     Overloaded,
     Quarantined,
@@ -89,7 +64,7 @@ class Admission(msgspec.Struct):
     max_bytes: int = 64 * 1024 * 1024
     """Bytes of one model's requests. A single request may exceed it when the model has no other."""
     draining: bool = False
-    models: dict[str, ModelChanged] = msgspec.field(default_factory=dict)
+    models: dict[str, ev.ModelChanged] = msgspec.field(default_factory=dict)
     """The last event of each known model."""
     requested_loads: set[str] = msgspec.field(default_factory=set)
     """Models that requests wait for and that are not known yet."""
@@ -101,72 +76,81 @@ class Admission(msgspec.Struct):
     requests: dict[str, OpenRequest] = msgspec.field(default_factory=dict)
     """By id, in the order of arrival."""
     counts: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests by model."""
     sizes: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes of requests by model."""
 
     @property
     def deadline(self) -> float | None:
-        """The earliest deadline of the requests that wait here."""
-        deadlines = [
-            request.deadline
-            for request in self.requests.values()
-            if request.deadline is not None and not request.forwarded
-        ]
-        return min(deadlines, default=None)
+        return min(self._deadlines().values(), default=None)
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Apply an event and return the commands that follow."""
-        if isinstance(event, DrainStarted):
+    def _deadlines(self) -> dict[str, float]:
+        """Return the deadlines of the requests that wait here."""
+        return {
+            rid: request.deadline
+            for rid, request in self.requests.items()
+            if request.deadline is not None and not request.forwarded
+        }
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        if isinstance(event, ev.DrainStarted):
             self.draining = True
-            return [] if self.requests else [Drained()]
+            return [] if self.requests else [ev.Drained()]
         commands = self._apply(event, now)
-        ended = isinstance(event, RequestFinished) or any(
-            isinstance(command, FailRequest | ConfirmCancel) for command in commands
+        ended = isinstance(event, ev.RequestFinished) or any(
+            isinstance(command, ev.FailRequest | ev.ConfirmCancel) for command in commands
         )
         drained = ended and self.draining and not self.requests
-        return [*commands, Drained()] if drained else commands
+        return [*commands, ev.Drained()] if drained else commands
 
-    def _apply(self, event: Event, now: float) -> list[Command]:  # noqa: C901, PLR0911, PLR0912 - one match
+    def _apply(self, event: ev.Event, now: float) -> list[ev.Command]:  # noqa: C901, PLR0911 - one match
         match event:
-            case ModelChanged():
+            case ev.ModelChanged():
                 return self._model_changed(event)
-            case ModelEvicting(model=model):
+            case ev.ModelEvicting(model=model):
                 self.evicting.add(model)
-                self.models[model] = ModelChanged(model, "waiting")
+                self.models[model] = ev.ModelChanged(model, "waiting")
                 return []
-            case ModelEvicted(model=model):
+            case ev.ModelEvicted(model=model):
                 return self._model_evicted(model)
-            case ModelHeld(model=model):
+            case ev.ModelHeld(model=model):
                 self.held = self.held | {model} if event.held else self.held - {model}
                 return self._forward_waiting(model)
-            case ModelRemoved(model=model, error=error):
+            case ev.ModelRemoved(model=model, error=error):
                 return self._model_removed(model, error)
-            case RequestArrived():
+            case ev.RequestArrived():
                 return self._arrived(event)
-            case RequestReturned(rid=rid):
-                return self._returned(rid)
-            case RequestsLost():
+            case ev.RequestsLost():
                 return self._lost(event)
-            case QueuedInWorker(rid=rid):
-                if (request := self.requests.get(rid)) is not None:
-                    self._suspects(request.model).note_queued(rid)
-                return []
-            case RequestProgressed(rid=rid):
-                return self._progressed(rid)
-            case RequestFinished(rid=rid):
-                finished = self.requests.get(rid)
-                self._forget(rid)
-                return [] if finished is None else self._forward_waiting(finished.model)
-            case RequestCancelled(rid=rid):
-                return self._cancel(rid)
-            case AlarmFired():
+            case RequestRecord():
+                request = self.requests.get(event.rid)
+                return [] if request is None else self._apply_to_request(event, request)
+            case ev.AlarmFired():
                 return self._end_late(now)
-            case DrainStarted():
+            case ev.DrainStarted():
                 return []
 
+    def _apply_to_request(self, event: RequestRecord, request: OpenRequest) -> list[ev.Command]:
+        rid, model = event.rid, request.model
+        match event:
+            case ev.RequestReturned():
+                return self._returned(rid, request)
+            case ev.QueuedInWorker():
+                self._suspects(model).note_queued(rid)
+            case ev.RequestProgressed():
+                suspects = self._suspects(model)
+                suspects.note_progress(rid)
+                return self._forward_waiting(model) if suspects.careful else []
+            case ev.RequestFinished():
+                self._forget(rid)
+                return self._forward_waiting(model)
+            case ev.RequestCancelled() if not request.forwarded:
+                return [self._confirm_cancel(rid)]
+            case ev.RequestCancelled() if not request.cancelled:
+                request.cancelled = True
+                return [ev.CancelInWorker(rid, model)]
+        return []
+
     def check(self) -> None:
-        """Check the invariants."""
         for request in self.requests.values():
             if not request.forwarded:
                 self._check_waiting(request)
@@ -195,10 +179,10 @@ class Admission(msgspec.Struct):
 
     # -- a request --------------------------------------------------------------------------------
 
-    def _arrived(self, event: RequestArrived) -> list[Command]:
+    def _arrived(self, event: ev.RequestArrived) -> list[ev.Command]:
         rid, model = event.rid, event.model
         if (refusal := self._refusal(model, event.size)) is not None:  # (1) to (3)
-            return [FailRequest(rid, refusal)]
+            return [ev.FailRequest(rid, refusal)]
         self.requests[rid] = OpenRequest(model, event.size, deadline=event.deadline)
         self.counts[model] = self.counts.get(model, 0) + 1
         self.sizes[model] = self.sizes.get(model, 0) + event.size
@@ -210,46 +194,30 @@ class Admission(msgspec.Struct):
 
     def _refusal(self, model: str, size: int) -> ErrorInfo | None:
         known = self.models.get(model)
-        refusal: KvdError
         if self.draining:  # (1)
-            refusal = Draining("the daemon takes no new work")
-        elif known is not None and known.availability == "closing":  # (1)
-            refusal = Draining(f"{model} is being unloaded")
-        elif known is not None and known.availability == "failed":  # (2)
+            return Draining("the daemon takes no new work").info()
+        if known is not None and known.availability == "closing":  # (1)
+            return self._closing_error(model)
+        if known is not None and known.availability == "failed":  # (2)
             return known.error or ModelFailed(f"{model} has failed").info()
-        elif self.counts.get(model, 0) >= self.max_requests:  # (3)
-            refusal = Overloaded(
-                f"{model} already has {self.max_requests} requests, the limit",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        if self.counts.get(model, 0) >= self.max_requests:  # (3)
+            message = f"{model} already has {self.max_requests} requests, the limit"
         elif model in self.sizes and self.sizes[model] + size > self.max_bytes:  # (3)
-            refusal = Overloaded(
+            message = (
                 f"the requests for {model} already take {self.sizes[model]} bytes; this one would "
-                f"add {size}, and the limit is {self.max_bytes}",
-                retry_after_s=RETRY_AFTER_S,
+                f"add {size}, and the limit is {self.max_bytes}"
             )
         else:
             return None
-        return refusal.info()
+        return Overloaded(message, retry_after_s=RETRY_AFTER_S).info()
 
-    def _forward(self, rid: str) -> Forward:
+    def _forward(self, rid: str) -> ev.Forward:
         request = self.requests[rid]
         request.forwarded = True
         self._suspects(request.model).enter(rid)
-        return Forward(rid, request.model)
+        return ev.Forward(rid, request.model)
 
-    def _progressed(self, rid: str) -> list[Command]:
-        request = self.requests.get(rid)
-        if request is None:
-            return []
-        suspects = self._suspects(request.model)
-        suspects.note_progress(rid)
-        return self._forward_waiting(request.model) if suspects.careful else []
-
-    def _returned(self, rid: str) -> list[Command]:
-        request = self.requests.get(rid)
-        if request is None:
-            return []
+    def _returned(self, rid: str, request: OpenRequest) -> list[ev.Command]:
         request.forwarded = False
         self._suspects(request.model).note_returned(rid)
         if request.cancelled:
@@ -260,24 +228,15 @@ class Admission(msgspec.Struct):
             return [self._fail(rid, error or self._closing_error(request.model))]
         return self._forward_waiting(request.model)
 
-    def _cancel(self, rid: str) -> list[Command]:
-        request = self.requests.get(rid)
-        if request is None or request.cancelled:
-            return []
-        if request.forwarded:
-            request.cancelled = True
-            return [CancelInWorker(rid, request.model)]
-        return [self._confirm_cancel(rid)]
-
-    def _confirm_cancel(self, rid: str) -> ConfirmCancel:
+    def _confirm_cancel(self, rid: str) -> ev.ConfirmCancel:
         self._forget(rid)
-        return ConfirmCancel(rid)
+        return ev.ConfirmCancel(rid)
 
-    def _fail(self, rid: str, error: ErrorInfo) -> FailRequest:
+    def _fail(self, rid: str, error: ErrorInfo) -> ev.FailRequest:
         self._forget(rid)
-        return FailRequest(rid, error)
+        return ev.FailRequest(rid, error)
 
-    def _end(self, rid: str, error: ErrorInfo) -> list[Command]:
+    def _end(self, rid: str, error: ErrorInfo) -> list[ev.Command]:
         """End a request that its worker no longer has."""
         request = self.requests.get(rid)
         if request is None:
@@ -285,9 +244,7 @@ class Admission(msgspec.Struct):
         return [self._confirm_cancel(rid) if request.cancelled else self._fail(rid, error)]
 
     def _forget(self, rid: str) -> None:
-        request = self.requests.pop(rid, None)
-        if request is None:
-            return
+        request = self.requests.pop(rid)
         model = request.model
         if model in self.suspects:
             self.suspects[model].forget(rid)
@@ -296,12 +253,8 @@ class Admission(msgspec.Struct):
         if not self.counts[model]:
             del self.counts[model], self.sizes[model]
 
-    def _end_late(self, now: float) -> list[Command]:
-        late = [
-            rid
-            for rid, request in self.requests.items()
-            if request.deadline is not None and request.deadline <= now and not request.forwarded
-        ]
+    def _end_late(self, now: float) -> list[ev.Command]:
+        late = [rid for rid, deadline in self._deadlines().items() if deadline <= now]
         error = DeadlineExceeded("the deadline passed while the request waited for its model")
         return [self._fail(rid, error.info()) for rid in late]
 
@@ -318,7 +271,7 @@ class Admission(msgspec.Struct):
         requests = self.requests.items()
         return [rid for rid, it in requests if it.model == model and not it.forwarded]
 
-    def _forward_waiting(self, model: str) -> list[Command]:
+    def _forward_waiting(self, model: str) -> list[ev.Command]:
         """Forward the requests that may go: the next group of suspects, or all if none is left."""
         suspects = self._suspects(model)
         trying = suspects.careful and suspects.trying
@@ -331,13 +284,13 @@ class Admission(msgspec.Struct):
                 return [self._forward(rid) for rid in group]
         return [self._forward(rid) for rid in waiting]
 
-    def _request_load(self, model: str) -> list[Command]:
+    def _request_load(self, model: str) -> list[ev.Command]:
         if model in self.requested_loads:
             return []
         self.requested_loads.add(model)
-        return [EnsureLoaded(model)]
+        return [ev.EnsureLoaded(model)]
 
-    def _model_changed(self, event: ModelChanged) -> list[Command]:
+    def _model_changed(self, event: ev.ModelChanged) -> list[ev.Command]:
         model, error = event.model, event.error
         if model in self.evicting and event.availability != "failed" and not self.draining:
             return []  # a step of the eviction
@@ -364,12 +317,12 @@ class Admission(msgspec.Struct):
             return Draining(f"the daemon takes no new work, and {model} is being stopped").info()
         return Draining(f"{model} is being unloaded").info()
 
-    def _model_evicted(self, model: str) -> list[Command]:
+    def _model_evicted(self, model: str) -> list[ev.Command]:
         self.evicting.discard(model)
         self.models.pop(model, None)
         return self._request_load(model) if self._waiting(model) else []
 
-    def _model_removed(self, model: str, error: ErrorInfo | None) -> list[Command]:
+    def _model_removed(self, model: str, error: ErrorInfo | None) -> list[ev.Command]:
         known = self.models.pop(model, None)
         self.requested_loads.discard(model)
         self.evicting.discard(model)
@@ -384,22 +337,21 @@ class Admission(msgspec.Struct):
 
     # -- a process that died ----------------------------------------------------------------------
 
-    def _lost(self, event: RequestsLost) -> list[Command]:
+    def _lost(self, event: ev.RequestsLost) -> list[ev.Command]:
         model = event.model
         if not event.again and model not in self.evicting:
             return [command for rid in event.rids for command in self._end(rid, event.error)]
         if self._is_ready(model):
             # The `ModelChanged` that follows has not arrived yet.
-            self.models[model] = ModelChanged(model, "waiting")
+            self.models[model] = ev.ModelChanged(model, "waiting")
         story = self._suspects(model).note_death(
             event.rids, event.error.message, attributable=event.attributable
         )
-        commands: list[Command] = [] if story is None else [ReportBlame(model, event.error.message)]
-        for rid in event.rids:
-            commands += self._wait_again(rid, event.error, story)
-        return commands
+        blame = [] if story is None else [ev.ReportBlame(model, event.error.message)]
+        results = [it for rid in event.rids for it in self._wait_again(rid, event.error, story)]
+        return [*blame, *results]
 
-    def _wait_again(self, rid: str, error: ErrorInfo, story: list[str] | None) -> list[Command]:
+    def _wait_again(self, rid: str, error: ErrorInfo, story: list[str] | None) -> list[ev.Command]:
         request = self.requests.get(rid)
         if request is None:
             return []
@@ -411,7 +363,7 @@ class Admission(msgspec.Struct):
             return [self._fail(rid, _quarantined(request.model, error, story))]
         if known is None or known.availability in {"closing", "failed"}:
             return [self._fail(rid, error)]
-        return [ReportPaused(rid)]
+        return [ev.ReportPaused(rid)]
 
 
 def _quarantined(model: str, error: ErrorInfo, story: list[str]) -> ErrorInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from actors.machines.machine import Record
+from actors.machines.machine import ModelRecord, Record, RequestRecord
 from protocol.errors import ErrorInfo
 
 Availability = Literal["waiting", "ready", "closing", "failed"]
@@ -31,16 +31,12 @@ class ModelRemoved(Record, frozen=True):
     """Error for its requests; None: it was unloaded."""
 
 
-class ModelEvicting(Record, frozen=True):
+class ModelEvicting(ModelRecord, frozen=True):
     """A model is being unloaded to make room. Requests that it cannot finish wait for a reload."""
 
-    model: str
 
-
-class ModelEvicted(Record, frozen=True):
+class ModelEvicted(ModelRecord, frozen=True):
     """The eviction is complete. The next request loads the model again."""
-
-    model: str
 
 
 class ModelHeld(Record, frozen=True):
@@ -61,10 +57,8 @@ class RequestArrived(Record, frozen=True):
     """Latest time to reach a worker, on the machine's clock."""
 
 
-class RequestReturned(Record, frozen=True):
+class RequestReturned(RequestRecord, frozen=True):
     """The process never got the request."""
-
-    rid: str
 
 
 class RequestsLost(Record, frozen=True):
@@ -79,28 +73,20 @@ class RequestsLost(Record, frozen=True):
     """Another process follows, in which the requests can continue."""
 
 
-class RequestProgressed(Record, frozen=True):
+class RequestProgressed(RequestRecord, frozen=True):
     """The request got its first new token since the process got it."""
 
-    rid: str
 
-
-class QueuedInWorker(Record, frozen=True):
+class QueuedInWorker(RequestRecord, frozen=True):
     """The request waits in the worker's own queue."""
 
-    rid: str
 
-
-class RequestFinished(Record, frozen=True):
+class RequestFinished(RequestRecord, frozen=True):
     """The worker ended the request."""
 
-    rid: str
 
-
-class RequestCancelled(Record, frozen=True):
+class RequestCancelled(RequestRecord, frozen=True):
     """The client cancelled the request or disconnected."""
-
-    rid: str
 
 
 class DrainStarted(Record, frozen=True):
@@ -145,16 +131,12 @@ class CancelInWorker(Record, frozen=True):
     model: str
 
 
-class EnsureLoaded(Record, frozen=True):
+class EnsureLoaded(ModelRecord, frozen=True):
     """Ask the model registry to load a model that a request names."""
 
-    model: str
 
-
-class ReportPaused(Record, frozen=True):
+class ReportPaused(RequestRecord, frozen=True):
     """Report to the client that the request is paused until another process runs."""
-
-    rid: str
 
 
 class ReportBlame(Record, frozen=True):
@@ -172,10 +154,8 @@ class FailRequest(Record, frozen=True):
     error: ErrorInfo
 
 
-class ConfirmCancel(Record, frozen=True):
+class ConfirmCancel(RequestRecord, frozen=True):
     """End the request as cancelled. No worker has it."""
-
-    rid: str
 
 
 class Drained(Record, frozen=True):

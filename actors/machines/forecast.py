@@ -125,7 +125,6 @@ def _reclaim_steps(shortfall: Shortfall, view: MemoryView) -> tuple[list[Reclaim
 
 
 def _after(action: ReclaimAction, view: MemoryView) -> MemoryView:
-    """Return the view after an action."""
     method = worker_method(action.method)
     accounts, grants = dict(view.accounts), dict(view.grants)
     if method is None:

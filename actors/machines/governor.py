@@ -38,7 +38,6 @@ class Governor(GovernorState):
     """The governor's state machine."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Apply an event and return the commands that follow."""
         commands = intake.apply(self, event, now)
         reclaiming.forget_overdue(self, now)
         commands += reclaiming.evict_expired(self, now)  # (1)
@@ -53,7 +52,6 @@ class Governor(GovernorState):
         return commands
 
     def check(self) -> None:
-        """Check the invariants."""
         self.ledger.check()
         for name, account in self.accounts.items():
             assert account.name == name, "an account under another name"

@@ -6,7 +6,7 @@ import msgspec
 
 from actors.machines.gauge import Pressure
 from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
-from actors.machines.machine import Record
+from actors.machines.machine import ModelRecord, Record
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 from protocol.worker import ReclaimMethod
@@ -30,10 +30,8 @@ class PolicyChanged(Record, frozen=True):
     policy: ModelPolicy
 
 
-class ModelReady(Record, frozen=True):
+class ModelReady(ModelRecord, frozen=True):
     """The model takes requests."""
-
-    model: str
 
 
 class ServingChanged(Record, frozen=True):
@@ -46,16 +44,12 @@ class ServingChanged(Record, frozen=True):
     busy: bool
 
 
-class UnloadStarted(Record, frozen=True):
+class UnloadStarted(ModelRecord, frozen=True):
     """A user or the configuration unloads the model."""
 
-    model: str
 
-
-class ModelRemoved(Record, frozen=True):
+class ModelRemoved(ModelRecord, frozen=True):
     """The registry no longer has the model."""
-
-    model: str
 
 
 class ReclaimableReported(Record, frozen=True):

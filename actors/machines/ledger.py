@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from actors.machines.machine import Record
+from actors.machines.machine import ModelRecord, Record
 
 
 class MemoryRequest(Record, frozen=True):
@@ -29,10 +29,8 @@ class MemoryRequest(Record, frozen=True):
     """When an earlier request began to wait that this one continues; None: it is new."""
 
 
-class WorkerExited(Record, frozen=True):
+class WorkerExited(ModelRecord, frozen=True):
     """The worker's process is gone."""
-
-    model: str
 
 
 Event = MemoryRequest | WorkerExited
@@ -71,7 +69,6 @@ class Ledger(msgspec.Struct):
     """Limit of the grants while they are above a lowered budget."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Apply an event and return the decisions that follow."""
         match event:
             case MemoryRequest():
                 decisions = self._request(event, now)
@@ -84,7 +81,6 @@ class Ledger(msgspec.Struct):
 
     @property
     def granted_bytes(self) -> int:
-        """The sum of all grants."""
         return sum(self.grants.values())
 
     @property
@@ -94,7 +90,6 @@ class Ledger(msgspec.Struct):
 
     @property
     def queue(self) -> list[MemoryRequest]:
-        """Waiting requests, oldest first."""
         return sorted(self.waiting.values(), key=lambda it: (it.since or 0.0, it.model))
 
     def growth(self, request: MemoryRequest) -> int:
@@ -114,7 +109,6 @@ class Ledger(msgspec.Struct):
             self.first = None
 
     def check(self) -> None:
-        """Check the invariants."""
         limit = max(self.budget_bytes, self.ceiling_bytes)
         fitting = [it.model for it in self.waiting.values() if self._fits(it)]
         assert 0 <= self.granted_bytes <= limit, "grants above the budget"

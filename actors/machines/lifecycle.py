@@ -10,50 +10,12 @@ Memory counts as free (`ReleaseMemory`) only after the exit was observed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from actors.machines.lifecycle_events import (
-    AlarmFired,
-    Backoff,
-    Command,
-    Drain,
-    Draining,
-    Event,
-    Exited,
-    Failed,
-    Fault,
-    Halt,
-    Kill,
-    Loaded,
-    LoadFailed,
-    Loading,
-    LoseRequests,
-    PhaseEntered,
-    Ready,
-    ReleaseMemory,
-    RequestAssigned,
-    RequestBlamed,
-    RequestFinished,
-    ReturnRequest,
-    SendLoad,
-    SendRequest,
-    SendStop,
-    SignOfLife,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    Spawning,
-    Start,
-    Started,
-    State,
-    Stopped,
-    Stopping,
-    Terminate,
-    TokenGenerated,
-)
+from actors.machines import lifecycle_events as ev
 from actors.machines.machine import InvalidTransition
 from actors.machines.process_exit import describe, exit_cause, is_self_inflicted, lacks_memory
 from actors.machines.restart import RestartBudget
@@ -69,7 +31,7 @@ class Lifecycle(msgspec.Struct):
     name: str
     timeouts: WatchdogTimeouts = WatchdogTimeouts()
     restart_budget: RestartBudget = msgspec.field(default_factory=RestartBudget)
-    state: State = Stopped()
+    state: ev.State = ev.Stopped()
     requests: set[str] = msgspec.field(default_factory=set)
     """Ids of the requests that the process has."""
     restarts: int = 0
@@ -80,12 +42,12 @@ class Lifecycle(msgspec.Struct):
     phase: Phase = "idle"
     """Phase that the process reported, once the model is loaded."""
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Apply an event and return the commands; `InvalidTransition` changes nothing."""
         transition = TRANSITIONS[type(self.state)].get(type(event))
         if transition is None:
             raise InvalidTransition(self.state, event)
-        return transition(self, event, now)
+        return transition(self, self.state, event, now)
 
     @property
     def deadline(self) -> float | None:
@@ -94,7 +56,6 @@ class Lifecycle(msgspec.Struct):
 
     @property
     def pid(self) -> int | None:
-        """Id of the process, None without one."""
         return getattr(self.state, "pid", None)
 
     @property
@@ -103,203 +64,195 @@ class Lifecycle(msgspec.Struct):
         return getattr(self.state, "error", None)
 
     def check(self) -> None:
-        """Check the invariants."""
         self.restart_budget.check()
         match self.state:
-            case Ready(deadline=deadline):
-                assert (deadline is None) == (not self.requests), (
-                    "a deadline if and only if requests"
-                )
-            case Draining():
+            case ev.Ready(deadline=deadline):
+                assert (deadline is None) == (not self.requests), "a deadline without requests"
+            case ev.Draining():
                 assert self.requests, "drains without requests"
-            case Stopping(then=then, error=error):
+            case ev.Stopping(then=then, error=error):
                 assert (then == "stopped") or error is not None, "stops without an error"
             case _:
                 assert not self.requests, "requests in a process that cannot have any"
 
 
-# -- transitions: (machine, event, now) -> commands -----------------------------------------------
+# -- transitions: (machine, its state, event, now) -> commands ------------------------------------
 
 
-def _ignore(_m: Lifecycle, _e: Event, _now: float) -> list[Command]:
+def _ignore(*_: object) -> list[ev.Command]:
     return []
 
 
-def _start(m: Lifecycle, _e: Event, now: float) -> list[Command]:
+def _start(
+    m: Lifecycle, _state: ev.Stopped | ev.Failed, _e: ev.Start, now: float
+) -> list[ev.Command]:
     m.restart_budget.reset()
     m.loaded_once = False
     return _spawn(m, now)
 
 
-def _spawn(m: Lifecycle, now: float) -> list[Command]:
+def _spawn(m: Lifecycle, now: float) -> list[ev.Command]:
     m.loaded = False
-    m.state = Spawning(now + m.timeouts.spawning_s)
-    return [Spawn()]
+    m.state = ev.Spawning(now + m.timeouts.spawning_s)
+    return [ev.Spawn()]
 
 
-def _spawned(m: Lifecycle, e: Event, _now: float) -> list[Command]:
-    assert isinstance(m.state, Spawning)
-    assert isinstance(e, Spawned)
-    m.state = replace(m.state, pid=e.pid)
+def _spawned(m: Lifecycle, state: ev.Spawning, e: ev.Spawned, _now: float) -> list[ev.Command]:
+    m.state = replace(state, pid=e.pid)
     return []
 
 
-def _kill_late_process(m: Lifecycle, e: Event, _now: float) -> list[Command]:
-    assert isinstance(m.state, Stopping)
-    assert isinstance(e, Spawned)
-    m.state = replace(m.state, pid=e.pid, escalation="killed")
-    return [Kill()]
+def _kill_late(m: Lifecycle, state: ev.Stopping, e: ev.Spawned, _now: float) -> list[ev.Command]:
+    m.state = replace(state, pid=e.pid, escalation="killed")
+    return [ev.Kill()]
 
 
-def _spawn_failed(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(e, SpawnFailed)
-    error = WorkerDied(
-        f"the process of {m.name} could not be started: {e.reason}", cause="not_started"
-    ).info()
-    if isinstance(m.state, Stopping) and m.state.then == "stopped":
-        m.state = Stopped()
-        return [ReleaseMemory()]
+def _spawn_failed(
+    m: Lifecycle, state: ev.Spawning | ev.Stopping, e: ev.SpawnFailed, now: float
+) -> list[ev.Command]:
+    if isinstance(state, ev.Stopping) and state.then == "stopped":
+        m.state = ev.Stopped()
+        return [ev.ReleaseMemory()]
+    message = f"the process of {m.name} could not be started: {e.reason}"
+    error = WorkerDied(message, cause="not_started").info()
     return _restart_or_give_up(m, error, now, attributable=True)
 
 
-def _started(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Spawning)
-    if m.state.pid is None:
-        raise InvalidTransition(m.state, e)
-    m.state = Loading(m.state.pid, now + m.timeouts.loading_s)
-    return [SendLoad()]
+def _started(m: Lifecycle, state: ev.Spawning, e: ev.Started, now: float) -> list[ev.Command]:
+    if state.pid is None:
+        raise InvalidTransition(state, e)
+    m.state = ev.Loading(state.pid, now + m.timeouts.loading_s)
+    return [ev.SendLoad()]
 
 
-def _loaded(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
-    assert isinstance(m.state, Loading)
+def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, _now: float) -> list[ev.Command]:
     m.loaded = m.loaded_once = True
     m.phase = "idle"
-    m.state = Ready(m.state.pid)
+    m.state = ev.Ready(state.pid)
     return []
 
 
-def _load_failed(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Loading)
-    assert isinstance(e, LoadFailed)
+def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) -> list[ev.Command]:
     # If the model was loaded before, other models hold its memory for now only.
-    retry = m.loaded_once and lacks_memory(e.error)
-    then: Literal["restart", "failed"] = "restart" if retry else "failed"
-    m.state = Stopping(m.state.pid, "asked", now + m.timeouts.asked_s, then, e.error)
+    then: Literal["restart", "failed"]
+    then = "restart" if m.loaded_once and lacks_memory(e.error) else "failed"
+    m.state = ev.Stopping(state.pid, "asked", now + m.timeouts.asked_s, then, e.error)
     return []
 
 
-def _assign(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Ready)
-    assert isinstance(e, RequestAssigned)
+def _assign(m: Lifecycle, state: ev.Ready, e: ev.RequestAssigned, now: float) -> list[ev.Command]:
     m.requests.add(e.rid)
-    m.state = replace(m.state, deadline=m.state.deadline or now + m.timeouts.of(m.phase))
-    return [SendRequest(e.rid)]
+    m.state = replace(state, deadline=state.deadline or now + m.timeouts.of(m.phase))
+    return [ev.SendRequest(e.rid)]
 
 
-def _return_request(_m: Lifecycle, e: Event, _now: float) -> list[Command]:
-    assert isinstance(e, RequestAssigned)
-    return [ReturnRequest(e.rid)]
+def _return_request(
+    _m: Lifecycle, _: object, e: ev.RequestAssigned, _now: float
+) -> list[ev.Command]:
+    return [ev.ReturnRequest(e.rid)]
 
 
-def _sign_of_life(m: Lifecycle, _e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Loading | Ready | Draining)
-    if m.requests or isinstance(m.state, Loading):
-        m.state = replace(m.state, deadline=now + m.timeouts.of(_phase(m)))
+def _sign_of_life(
+    m: Lifecycle, state: ev.Loading | ev.Ready | ev.Draining, _e: ev.Event, now: float
+) -> list[ev.Command]:
+    if m.requests or isinstance(state, ev.Loading):
+        m.state = replace(state, deadline=now + m.timeouts.of(_phase(m)))
     return []
 
 
-def _phase_entered(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(e, PhaseEntered)
+def _phase_entered(
+    m: Lifecycle, state: ev.Ready | ev.Draining, e: ev.PhaseEntered, now: float
+) -> list[ev.Command]:
     m.phase = e.phase
-    return _sign_of_life(m, e, now)
+    return _sign_of_life(m, state, e, now)
 
 
-def _token_generated(m: Lifecycle, e: Event, now: float) -> list[Command]:
+def _token_generated(
+    m: Lifecycle, state: ev.Ready | ev.Draining, e: ev.TokenGenerated, now: float
+) -> list[ev.Command]:
     m.restart_budget.reset()
-    return _sign_of_life(m, e, now)
+    return _sign_of_life(m, state, e, now)
 
 
-def _request_finished(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(e, RequestFinished)
+def _request_finished(
+    m: Lifecycle, state: ev.Ready | ev.Draining | ev.Stopping, e: ev.RequestFinished, now: float
+) -> list[ev.Command]:
     m.requests.discard(e.rid)
-    match m.state:
-        case Ready() if not m.requests:
-            m.state = replace(m.state, deadline=None)
+    match state:
+        case ev.Ready() if not m.requests:
+            m.state = replace(state, deadline=None)
             return []
-        case Draining(pid=pid) if not m.requests:
-            return _ask_to_exit(m, pid, now + m.timeouts.asked_s)
-        case Stopping():
+        case ev.Draining() if not m.requests:
+            return _ask_to_exit(m, state.pid, now)
+        case ev.Stopping():
             return []
         case _:
-            return _sign_of_life(m, e, now)
+            return _sign_of_life(m, state, e, now)
 
 
-def _drain(m: Lifecycle, _e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Ready)
+def _drain(m: Lifecycle, state: ev.Ready, _e: ev.Drain, now: float) -> list[ev.Command]:
     if not m.requests:
-        return _ask_to_exit(m, m.state.pid, now + m.timeouts.asked_s)
-    m.state = Draining(m.state.pid, m.state.deadline or now + m.timeouts.of(m.phase))
+        return _ask_to_exit(m, state.pid, now)
+    m.state = ev.Draining(state.pid, state.deadline or now + m.timeouts.of(m.phase))
     return []
 
 
-def _ask_to_exit(m: Lifecycle, pid: int, deadline: float) -> list[Command]:
-    m.state = Stopping(pid, "asked", deadline, "stopped")
-    return [SendStop()]
+def _ask_to_exit(m: Lifecycle, pid: int, now: float) -> list[ev.Command]:
+    m.state = ev.Stopping(pid, "asked", now + m.timeouts.asked_s, "stopped")
+    return [ev.SendStop()]
 
 
-def _halt(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Spawning | Loading | Ready | Draining)
+def _halt(m: Lifecycle, state: ev.Running, e: ev.Drain | ev.Halt, now: float) -> list[ev.Command]:
     deadline = now + m.timeouts.halted_s
-    m.state = Stopping(m.state.pid, "asked", deadline, "stopped", reason=_reason(e))
-    return [SendStop()] if m.state.pid is not None else []
+    m.state = ev.Stopping(state.pid, "asked", deadline, "stopped", reason=_reason(e))
+    return [ev.SendStop()] if state.pid is not None else []
 
 
-def _reason(e: Event) -> str:
-    return e.reason if isinstance(e, Halt) else ""
+def _reason(e: ev.Drain | ev.Halt) -> str:
+    return e.reason if isinstance(e, ev.Halt) else ""
 
 
-def _cancel_restart(m: Lifecycle, e: Event, _now: float) -> list[Command]:
-    assert isinstance(m.state, Stopping)
-    reason = _reason(e) or m.state.reason
-    m.state = replace(m.state, then="stopped", error=None, reason=reason)
+def _cancel_restart(
+    m: Lifecycle, state: ev.Stopping, e: ev.Drain | ev.Halt, _now: float
+) -> list[ev.Command]:
+    m.state = replace(state, then="stopped", error=None, reason=_reason(e) or state.reason)
     return []
 
 
-def _halt_stopping(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Stopping)
-    sooner = min(m.state.deadline, now + m.timeouts.halted_s)
-    m.state = replace(m.state, deadline=sooner)
-    return _cancel_restart(m, e, now)
+def _halt_stopping(m: Lifecycle, state: ev.Stopping, e: ev.Halt, now: float) -> list[ev.Command]:
+    sooner = min(state.deadline, now + m.timeouts.halted_s)
+    return _cancel_restart(m, replace(state, deadline=sooner), e, now)
 
 
-def _stop_at_once(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
-    m.state = Stopped()
+def _stop_at_once(m: Lifecycle, *_: object) -> list[ev.Command]:
+    m.state = ev.Stopped()
     return []
 
 
-def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(e, Exited)
+def _exited(
+    m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: float
+) -> list[ev.Command]:
     killer = " by the kernel, because memory ran out" if e.out_of_memory else ""
     died = WorkerDied(
         f"the worker of {m.name} {describe(e.returncode)}{killer}",
         exit=e.returncode,
         cause=exit_cause(e.returncode, out_of_memory=e.out_of_memory),
     )
-    match m.state:
-        case Stopping(then="stopped", reason=reason):
+    match state:
+        case ev.Stopping(then="stopped", reason=reason):
+            m.state = ev.Stopped()
             lost = DrainingError(reason or f"{m.name} was stopped to be unloaded").info()
-            m.state = Stopped()
-            return [*_lose_requests(m, lost), ReleaseMemory()]
-        case Stopping(then="failed", error=ErrorInfo() as error):
-            m.state = Failed(error, refused=True)
-            return [ReleaseMemory()]
-        case Stopping(then="restart", error=ErrorInfo() as error):
+            return [*_lose_requests(m, lost), ev.ReleaseMemory()]
+        case ev.Stopping(then="failed", error=ErrorInfo() as error):
+            m.state = ev.Failed(error, refused=True)
+            return [ev.ReleaseMemory()]
+        case ev.Stopping(then="restart", error=ErrorInfo() as error):
             m.loaded = False  # a hang counts like a failed load
             return _restart_or_give_up(m, error, now, attributable=not lacks_memory(error))
-        case Draining():
-            m.state = Stopped()
+        case ev.Draining():
+            m.state = ev.Stopped()
             lost = DrainingError(f"{m.name} was being unloaded, and {died.message}").info()
-            return [*_lose_requests(m, lost), ReleaseMemory()]
+            return [*_lose_requests(m, lost), ev.ReleaseMemory()]
         case _:
             # A process that ran out of memory would do so again.
             attributable = e.out_of_memory or is_self_inflicted(e.returncode)
@@ -308,7 +261,7 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
 
 def _restart_or_give_up(
     m: Lifecycle, error: ErrorInfo, now: float, *, attributable: bool
-) -> list[Command]:
+) -> list[ev.Command]:
     lost = _lose_requests(m, error, attributable=attributable, again=True)
     delay: float | None
     if lost and attributable:
@@ -321,52 +274,49 @@ def _restart_or_give_up(
         m.state = _given_up(m, error)
     else:
         m.restarts += 1
-        m.state = Backoff(now + delay, error)
-    return [*lost, ReleaseMemory()]
+        m.state = ev.Backoff(now + delay, error)
+    return [*lost, ev.ReleaseMemory()]
 
 
-def _given_up(m: Lifecycle, error: ErrorInfo) -> Failed:
+def _given_up(m: Lifecycle, error: ErrorInfo) -> ev.Failed:
     reason = ModelFailed(
         f"{m.name} was given up after {m.restart_budget.crashes} crashes without progress; "
         f"the last one: {error.message}",
         last=error.message,
     )
-    return Failed(reason.info())
+    return ev.Failed(reason.info())
 
 
-def _request_blamed(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
-    assert isinstance(m.state, Backoff)
+def _blamed(m: Lifecycle, state: ev.Backoff, _e: ev.RequestBlamed, _now: float) -> list[ev.Command]:
     if m.restart_budget.count_blame():
-        m.state = _given_up(m, m.state.error)
+        m.state = _given_up(m, state.error)
     return []
 
 
 def _lose_requests(
     m: Lifecycle, error: ErrorInfo, *, attributable: bool = False, again: bool = False
-) -> list[Command]:
+) -> list[ev.Command]:
     if not m.requests:
         return []
     rids, m.requests = sorted(m.requests), set()
-    return [LoseRequests(rids, error, attributable, again)]
+    return [ev.LoseRequests(rids, error, attributable, again)]
 
 
-def _kill_faulty(m: Lifecycle, e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Spawning | Loading | Ready | Draining | Stopping)
-    assert isinstance(e, Fault)
-    error = WorkerDied(f"the worker of {m.name} was killed: {e.reason}", cause="broke_rules").info()
-    deadline = now + m.timeouts.terminated_s
-    if isinstance(m.state, Stopping):
-        m.state = replace(m.state, escalation="killed", deadline=deadline)
+def _kill_faulty(
+    m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: float
+) -> list[ev.Command]:
+    if isinstance(state, ev.Stopping):
+        m.state = replace(state, escalation="killed", deadline=now + m.timeouts.terminated_s)
     else:
-        then: Literal["stopped", "restart"]
-        then = "stopped" if isinstance(m.state, Draining) else "restart"
-        m.state = Stopping(m.state.pid, "killed", deadline, then, error)
-    return [Kill()] if m.state.pid is not None else []
+        message = f"the worker of {m.name} was killed: {e.reason}"
+        m.state = _ended(m, state, "killed", WorkerDied(message, cause="broke_rules"), now)
+    return [ev.Kill()] if state.pid is not None else []
 
 
-def _check_silence(m: Lifecycle, _e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Spawning | Loading | Ready | Draining)
-    if m.state.deadline is None or now < m.state.deadline:
+def _check_silence(
+    m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: float
+) -> list[ev.Command]:
+    if state.deadline is None or now < state.deadline:
         return []
     phase = _phase(m)
     timeout_s = m.timeouts.of(phase)
@@ -375,125 +325,119 @@ def _check_silence(m: Lifecycle, _e: Event, now: float) -> list[Command]:
         phase=phase,
         patience_s=timeout_s,
         cause="hung",
-    ).info()
+    )
+    m.state = _ended(m, state, "terminated", error, now)
+    return [ev.Terminate()] if state.pid is not None else []
+
+
+def _ended(
+    m: Lifecycle,
+    state: ev.Running,
+    escalation: Literal["terminated", "killed"],
+    error: WorkerDied,
+    now: float,
+) -> ev.Stopping:
     then: Literal["stopped", "restart"]
-    then = "stopped" if isinstance(m.state, Draining) else "restart"
-    deadline = now + m.timeouts.terminated_s
-    m.state = Stopping(m.state.pid, "terminated", deadline, then, error)
-    return [Terminate()] if m.state.pid is not None else []
+    then = "stopped" if isinstance(state, ev.Draining) else "restart"
+    return ev.Stopping(state.pid, escalation, now + m.timeouts.terminated_s, then, error.info())
 
 
 def _phase(m: Lifecycle) -> WatchedPhase:
     match m.state:
-        case Spawning():
+        case ev.Spawning():
             return "spawning"
-        case Loading():
+        case ev.Loading():
             return "loading"
         case _:
             return m.phase
 
 
-def _escalate(m: Lifecycle, _e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Stopping)
-    if now < m.state.deadline:
+def _escalate(m: Lifecycle, state: ev.Stopping, _e: ev.AlarmFired, now: float) -> list[ev.Command]:
+    if now < state.deadline:
         return []
     deadline = now + m.timeouts.terminated_s
-    if m.state.pid is None:  # the spawn still runs: there is no process to signal yet
-        m.state = replace(m.state, deadline=deadline)
+    if state.pid is None:  # the spawn still runs: there is no process to signal yet
+        m.state = replace(state, deadline=deadline)
         return []
-    if m.state.escalation == "asked":
-        m.state = replace(m.state, escalation="terminated", deadline=deadline)
-        return [Terminate()]
-    m.state = replace(m.state, escalation="killed", deadline=deadline)
-    return [Kill()]
+    if state.escalation == "asked":
+        m.state = replace(state, escalation="terminated", deadline=deadline)
+        return [ev.Terminate()]
+    m.state = replace(state, escalation="killed", deadline=deadline)
+    return [ev.Kill()]
 
 
-def _restart_when_due(m: Lifecycle, _e: Event, now: float) -> list[Command]:
-    assert isinstance(m.state, Backoff)
-    return _spawn(m, now) if now >= m.state.deadline else []
+def _restart_when_due(
+    m: Lifecycle, state: ev.Backoff, _e: ev.AlarmFired, now: float
+) -> list[ev.Command]:
+    return _spawn(m, now) if now >= state.deadline else []
 
 
-Transition = Callable[[Lifecycle, Event, float], list[Command]]
+Transition = Callable[[Lifecycle, Any, Any, float], list[ev.Command]]
 
-_NO_PROCESS: dict[type[Event], Transition] = {
-    RequestAssigned: _return_request,
-    RequestBlamed: _ignore,
-    Fault: _ignore,
+_NO_PROCESS: dict[type[ev.Event], Transition] = {
+    ev.RequestAssigned: _return_request,
+    ev.RequestBlamed: _ignore,
+    ev.Fault: _ignore,
+    ev.AlarmFired: _ignore,
 }
-_PROCESS: dict[type[Event], Transition] = {
-    RequestAssigned: _return_request,
-    RequestBlamed: _ignore,
-    Fault: _kill_faulty,
-    Exited: _exited,
+_PROCESS: dict[type[ev.Event], Transition] = {
+    ev.Halt: _halt,
+    ev.RequestAssigned: _return_request,
+    ev.RequestBlamed: _ignore,
+    ev.Fault: _kill_faulty,
+    ev.Exited: _exited,
+    ev.AlarmFired: _check_silence,
 }
-_LOADED: dict[type[Event], Transition] = {
+_LOADED: dict[type[ev.Event], Transition] = {
     **_PROCESS,
-    Halt: _halt,
-    SignOfLife: _sign_of_life,
-    PhaseEntered: _phase_entered,
-    TokenGenerated: _token_generated,
-    RequestFinished: _request_finished,
-    AlarmFired: _check_silence,
+    ev.SignOfLife: _sign_of_life,
+    ev.PhaseEntered: _phase_entered,
+    ev.TokenGenerated: _token_generated,
+    ev.RequestFinished: _request_finished,
 }
-TRANSITIONS: dict[type[State], dict[type[Event], Transition]] = {
-    Stopped: {
-        **_NO_PROCESS,
-        Start: _start,
-        Drain: _ignore,
-        Halt: _ignore,
-        AlarmFired: _ignore,
-    },
-    Spawning: {
+TRANSITIONS: dict[type[ev.State], dict[type[ev.Event], Transition]] = {
+    ev.Stopped: {**_NO_PROCESS, ev.Start: _start, ev.Drain: _ignore, ev.Halt: _ignore},
+    ev.Spawning: {
         **_PROCESS,
-        Start: _ignore,
-        Drain: _halt,
-        Halt: _halt,
-        Spawned: _spawned,
-        SpawnFailed: _spawn_failed,
-        Started: _started,
-        AlarmFired: _check_silence,
+        ev.Start: _ignore,
+        ev.Drain: _halt,
+        ev.Spawned: _spawned,
+        ev.SpawnFailed: _spawn_failed,
+        ev.Started: _started,
     },
-    Loading: {
+    ev.Loading: {
         **_PROCESS,
-        Start: _ignore,
-        Drain: _halt,
-        Halt: _halt,
-        SignOfLife: _sign_of_life,
-        Loaded: _loaded,
-        LoadFailed: _load_failed,
-        AlarmFired: _check_silence,
+        ev.Start: _ignore,
+        ev.Drain: _halt,
+        ev.SignOfLife: _sign_of_life,
+        ev.Loaded: _loaded,
+        ev.LoadFailed: _load_failed,
     },
-    Ready: {**_LOADED, Start: _ignore, Drain: _drain, RequestAssigned: _assign},
-    Draining: {**_LOADED, Drain: _ignore},
-    Stopping: {
+    ev.Ready: {**_LOADED, ev.Start: _ignore, ev.Drain: _drain, ev.RequestAssigned: _assign},
+    ev.Draining: {**_LOADED, ev.Drain: _ignore},
+    ev.Stopping: {
         **_PROCESS,
-        Drain: _cancel_restart,
-        Halt: _halt_stopping,
-        Spawned: _kill_late_process,
-        SpawnFailed: _spawn_failed,
+        ev.Drain: _cancel_restart,
+        ev.Halt: _halt_stopping,
+        ev.Spawned: _kill_late,
+        ev.SpawnFailed: _spawn_failed,
         # The process still reports, which changes nothing any more.
-        Started: _ignore,
-        SignOfLife: _ignore,
-        PhaseEntered: _ignore,
-        Loaded: _ignore,
-        LoadFailed: _ignore,
-        TokenGenerated: _ignore,
-        RequestFinished: _request_finished,
-        AlarmFired: _escalate,
+        ev.Started: _ignore,
+        ev.SignOfLife: _ignore,
+        ev.PhaseEntered: _ignore,
+        ev.Loaded: _ignore,
+        ev.LoadFailed: _ignore,
+        ev.TokenGenerated: _ignore,
+        ev.RequestFinished: _request_finished,
+        ev.AlarmFired: _escalate,
     },
-    Backoff: {
+    ev.Backoff: {
         **_NO_PROCESS,
-        Start: _ignore,
-        Drain: _stop_at_once,
-        Halt: _stop_at_once,
-        RequestBlamed: _request_blamed,
-        AlarmFired: _restart_when_due,
+        ev.Start: _ignore,
+        ev.Drain: _stop_at_once,
+        ev.Halt: _stop_at_once,
+        ev.RequestBlamed: _blamed,
+        ev.AlarmFired: _restart_when_due,
     },
-    Failed: {
-        **_NO_PROCESS,
-        Start: _start,
-        Drain: _stop_at_once,
-        Halt: _stop_at_once,
-        AlarmFired: _ignore,
-    },
+    ev.Failed: {**_NO_PROCESS, ev.Start: _start, ev.Drain: _stop_at_once, ev.Halt: _stop_at_once},
 }

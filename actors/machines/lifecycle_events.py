@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from actors.machines.machine import Record
+from actors.machines.machine import Record, RequestRecord
 from protocol.errors import ErrorInfo
 from protocol.worker import Phase
 
@@ -59,10 +59,9 @@ class Stopping(Record, frozen=True):
 
 
 class Backoff(Record, frozen=True):
-    """The process died, or lacked memory on a reload, and starts again later."""
+    """The process died, or lacked memory on a reload, and starts again at the deadline."""
 
     deadline: float
-    """When the next process starts."""
     error: ErrorInfo
 
 
@@ -74,83 +73,89 @@ class Failed(Record, frozen=True):
     """True if the model cannot be loaded; False if its processes kept dying."""
 
 
+Running = Spawning | Loading | Ready | Draining
+"""The states before the process is asked to exit."""
 State = Stopped | Spawning | Loading | Ready | Draining | Stopping | Backoff | Failed
 
 # -- events -----------------------------------------------------------------------------------
 
 
-class Start(Record, frozen=True):
+class Event(Record, frozen=True):
+    """Base of the events."""
+
+
+class Start(Event, frozen=True):
     """Order: run."""
 
 
-class Drain(Record, frozen=True):
+class Drain(Event, frozen=True):
     """Order: finish the requests, then stop."""
 
 
-class Halt(Record, frozen=True):
+class Halt(Event, frozen=True):
     """Order: stop now."""
 
     reason: str = ""
     """Reason for the error of the requests that this ends; empty: the model is unloaded."""
 
 
-class Spawned(Record, frozen=True):
+class Spawned(Event, frozen=True):
     """The operating system created the process."""
 
     pid: int
 
 
-class SpawnFailed(Record, frozen=True):
+class SpawnFailed(Event, frozen=True):
     """The operating system could not create the process."""
 
     reason: str
 
 
-class Started(Record, frozen=True):
+class Started(Event, frozen=True):
     """The process reported for the first time."""
 
 
-class SignOfLife(Record, frozen=True):
+class SignOfLife(Event, frozen=True):
     """The process sent a report that has no event of its own."""
 
 
-class PhaseEntered(Record, frozen=True):
+class PhaseEntered(Event, frozen=True):
     """The process changed its phase, and with it the timeout that applies."""
 
     phase: Phase
 
 
-class Loaded(Record, frozen=True):
+class Loaded(Event, frozen=True):
     """The model is loaded."""
 
 
-class LoadFailed(Record, frozen=True):
+class LoadFailed(Event, frozen=True):
     """The model cannot be loaded. A retry helps only if memory was short."""
 
     error: ErrorInfo
 
 
-class RequestAssigned(Record, frozen=True):
+class RequestAssigned(Event, frozen=True):
     """The router assigned a request to this worker."""
 
     rid: str
 
 
-class TokenGenerated(Record, frozen=True):
+class TokenGenerated(Event, frozen=True):
     """The process generated a token, which resets the restart budget."""
 
 
-class RequestFinished(Record, frozen=True):
+class RequestFinished(Event, frozen=True):
     """A request is over."""
 
     rid: str
 
 
-class RequestBlamed(Record, frozen=True):
+class RequestBlamed(Event, frozen=True):
     """The router found a request that kills the process. Other requests may do the same."""
 
 
-class Exited(Record, frozen=True):
+class Exited(Event, frozen=True):
     """The process is gone."""
 
     returncode: int
@@ -158,35 +163,15 @@ class Exited(Record, frozen=True):
     """The kernel killed the process because memory ran out."""
 
 
-class Fault(Record, frozen=True):
+class Fault(Event, frozen=True):
     """The process broke the protocol, or handling its reports failed: its state is unknown."""
 
     reason: str
 
 
-class AlarmFired(Record, frozen=True):
+class AlarmFired(Event, frozen=True):
     """`Lifecycle.deadline` may have passed."""
 
-
-Event = (
-    Start
-    | Drain
-    | Halt
-    | Spawned
-    | SpawnFailed
-    | Started
-    | SignOfLife
-    | PhaseEntered
-    | Loaded
-    | LoadFailed
-    | RequestAssigned
-    | TokenGenerated
-    | RequestFinished
-    | RequestBlamed
-    | Exited
-    | Fault
-    | AlarmFired
-)
 
 FREQUENT = (SignOfLife, PhaseEntered, TokenGenerated)
 """Events of which a journal keeps only the last in a row (`actors.runtime.history`)."""
@@ -202,16 +187,12 @@ class SendLoad(Record, frozen=True):
     """Send the process the order to load the model."""
 
 
-class SendRequest(Record, frozen=True):
+class SendRequest(RequestRecord, frozen=True):
     """Send the process a request."""
 
-    rid: str
 
-
-class ReturnRequest(Record, frozen=True):
+class ReturnRequest(RequestRecord, frozen=True):
     """Return a request to the router: the process never got it."""
-
-    rid: str
 
 
 class SendStop(Record, frozen=True):

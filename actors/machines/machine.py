@@ -19,6 +19,18 @@ class Record(msgspec.Struct, frozen=True):
     """Base of events, commands and states."""
 
 
+class ModelRecord(Record, frozen=True):
+    """Base of records that only name a model."""
+
+    model: str
+
+
+class RequestRecord(Record, frozen=True):
+    """Base of records that only name a request."""
+
+    rid: str
+
+
 class InvalidTransition(InternalError):
     """An event that is not in the table for this state; the state did not change.
 
@@ -34,12 +46,7 @@ class InvalidTransition(InternalError):
 
 
 class Machine(Protocol[E_contra, C]):
-    """Events in, commands out."""
+    """Events in, commands out. `check` raises AssertionError if the state contradicts itself."""
 
-    def handle(self, event: E_contra, now: float) -> list[C]:
-        """Update the state and return the commands that follow."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if the state contradicts itself."""
-        ...
+    def handle(self, event: E_contra, now: float) -> list[C]: ...
+    def check(self) -> None: ...

@@ -64,7 +64,6 @@ class ModelAccount(msgspec.Struct):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the model is ready and has no requests."""
         return self.state == "ready" and self.idle_since is not None
 
     def is_evictable(self, now: float) -> bool:

@@ -37,7 +37,6 @@ def cause_of(error: ErrorInfo | None) -> str:
 
 
 def lacks_memory(error: ErrorInfo) -> bool:
-    """Return whether the error is `InsufficientMemory`."""
     return error.code == InsufficientMemory.code
 
 

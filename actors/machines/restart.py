@@ -59,6 +59,5 @@ class RestartBudget(msgspec.Struct):
             self.deaths, self.crashed, self.fruitless = [], [], 0
 
     def check(self) -> None:
-        """Check the invariants."""
         assert self.crashes <= self.limit, "more deaths than the limit"
         assert self.deaths == sorted(self.deaths), "deaths out of order"

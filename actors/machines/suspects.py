@@ -66,12 +66,10 @@ class Suspects(msgspec.Struct):
         self.inside[rid] = False
 
     def note_queued(self, rid: str) -> None:
-        """Note that a request waits in the worker's queue."""
         if rid in self.inside:
             self.queued.add(rid)
 
     def note_progress(self, rid: str) -> None:
-        """Note a new token of a request."""
         self.queued.discard(rid)
         if rid in self.inside:
             self.inside[rid] = True
@@ -121,7 +119,6 @@ class Suspects(msgspec.Struct):
         return None
 
     def check(self) -> None:
-        """Check the invariants."""
         waiting = [rid for group in self.groups for rid in group]
         assert all(self.groups), "an empty group"
         assert len(waiting) == len(set(waiting)), "a request in two groups"

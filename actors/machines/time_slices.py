@@ -24,7 +24,7 @@ import math
 
 import msgspec
 
-from actors.machines.machine import Record
+from actors.machines.machine import ModelRecord, Record
 from protocol.worker import LONG_STEP_S
 
 SLICE_S = LONG_STEP_S
@@ -69,10 +69,8 @@ class WeightChanged(Record, frozen=True):
     weight: float
 
 
-class WorkerExited(Record, frozen=True):
+class WorkerExited(ModelRecord, frozen=True):
     """The worker's process is gone."""
-
-    model: str
 
 
 class AlarmFired(Record, frozen=True):
@@ -136,7 +134,6 @@ class TimeSlices(msgspec.Struct):
     """Number of the newest command."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Apply an event and return the commands that follow."""
         last_step_s = 0.0
         match event:
             case TimeSliceRequested():
@@ -158,7 +155,6 @@ class TimeSlices(msgspec.Struct):
         return self.holder.deadline if self.holder is not None else None
 
     def check(self) -> None:
-        """Check the invariants."""
         able = [self.members[name] for name in self._able]
         if self._is_shared:
             assert self.holder is None, "a slice although all compute"

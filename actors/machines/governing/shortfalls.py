@@ -44,7 +44,6 @@ def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
 
 
 def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfall:
-    """Return what a memory request lacks."""
     account, since = m.accounts[request.model], request.since or 0.0
     purpose = "the load of" if account.state == "loading" else "requests of"
     return Shortfall(

@@ -75,7 +75,6 @@ class GovernorState(msgspec.Struct):
         )
 
     def account(self, model: str) -> ModelAccount:
-        """Return the account of a model; create it if there is none."""
         return self.accounts.setdefault(model, ModelAccount(model))
 
     def add_exemption(self, model: str) -> None:
