@@ -1,7 +1,7 @@
 """The actor of the governor: carries messages between workers, users and the state machine.
 
 The machine's invariants are checked after every event, in production as in tests. A violation is
-counted and recorded as an error in the log and in the events.
+counted and recorded as an error in the log and in the events. The daemon continues.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class GovernorActor(Actor["GovernorMail"]):
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Set the alarm for what was pending before a restart."""
         self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
@@ -106,24 +105,22 @@ class GovernorActor(Actor["GovernorMail"]):
         self._apply(MemoryRequest(asked.model, asked.seq, asked.total_bytes, asked.resuming))
 
     def _apply(self, event: governor_events.Event) -> None:
-        machine = self._state.machine
-        now = asyncio.get_running_loop().time()
-        for command in self._state.history.handle(event, now):
+        for command in self._state.history.handle(event, asyncio.get_running_loop().time()):
             self._perform(command)
         self._check_invariants()
         self._send_limits()
-        self._alarm.set(machine.deadline)
+        self._alarm.set(self._state.machine.deadline)
 
     def _send_limits(self) -> None:
         """Tell workers how much they can have at most, so that they refuse what never fits."""
         state = self._state
-        for model, (worker, life) in state.workers.items():
+        for model in state.workers:
             limit = state.machine.limit_of(model)
             if state.limits.get(model, limit) != limit:
                 state.limits[model] = limit
                 held = state.machine.ledger.grants.get(model, 0)
                 grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=limit)
-                worker.tell(mail.SendCommand(grant, life))
+                self._send(model, grant)
 
     def _perform(self, command: governor_events.Command) -> None:
         state = self._state
@@ -158,9 +155,8 @@ class GovernorActor(Actor["GovernorMail"]):
 
     def _send_decision(self, decision: GrantDecision) -> None:
         state, model = self._state, decision.model
-        if (known := state.workers.get(model)) is None:
+        if model not in state.workers:
             return
-        worker, life = known
         limit = state.limits[model] = state.machine.limit_of(model)
         grant = wire.Grant(
             seq=decision.seq,
@@ -170,9 +166,9 @@ class GovernorActor(Actor["GovernorMail"]):
             budget_bytes=limit,
             reason=decision.reason,
         )
-        worker.tell(mail.SendCommand(grant, life))
+        self._send(model, grant)
 
-    def _send(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
+    def _send(self, model: str, command: wire.Grant | wire.Reclaim | wire.StartLevel) -> None:
         if (known := self._state.workers.get(model)) is not None:
             worker, life = known
             worker.tell(mail.SendCommand(command, life))
@@ -187,11 +183,10 @@ class GovernorActor(Actor["GovernorMail"]):
                 worker.tell(mail.GrantPending(life))
 
     def _check_invariants(self) -> None:
-        """Record a violation and continue."""
+        state = self._state
         try:
-            self._state.machine.check()
+            state.machine.check()
         except AssertionError as error:
-            state = self._state
             state.violations += 1
             numbers = {
                 "granted_bytes": state.granted_bytes,

@@ -16,7 +16,6 @@ from protocol.worker import TimeSlice
 if TYPE_CHECKING:
     from actors.mail import TimeSlicesMail, WorkerMail
     from actors.runtime.actor import Ref
-    from protocol.worker import TimeSliceOver
 
 
 @dataclass
@@ -44,7 +43,6 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Set the alarm for a slice that was given before a restart."""
         self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
@@ -55,8 +53,12 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
             case mail.RequestTimeSlice(model=model):
                 self._state.workers[model] = (message.worker, message.life)
                 self._apply(time_slices.TimeSliceRequested(model, message.weight, message.step_s))
-            case mail.TimeSliceEnded(model=model, over=over):
-                self._apply(_ended(model, over))
+            case mail.TimeSliceEnded(model=model, over=it):
+                self._apply(
+                    time_slices.TimeSliceEnded(
+                        model, it.seq, it.used_s, it.more, it.step_s, it.left_s
+                    )
+                )
             case mail.TimeSlicesEvent(event=event):
                 if isinstance(event, time_slices.WorkerExited):
                     self._state.workers.pop(event.model, None)
@@ -75,9 +77,3 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
             worker, life = state.workers[give.model]
             worker.tell(mail.SendCommand(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
         self._alarm.set(state.machine.deadline)
-
-
-def _ended(model: str, over: TimeSliceOver) -> time_slices.TimeSliceEnded:
-    return time_slices.TimeSliceEnded(
-        model, over.seq, over.used_s, over.more, over.step_s, over.left_s
-    )

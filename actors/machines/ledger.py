@@ -6,8 +6,7 @@ request that does not fit waits, and is granted when other models give back enou
 
 Waiting requests are granted oldest first, and a small one may overtake a large one. That ends when
 the governor makes one of them `first`: no other model grows before it. If the budget is lowered
-below the grants, the grants only shrink until they fit. Does not know which model is asked to give
-memory back (`actors.machines.governor`).
+below the grants, the grants only shrink until they fit.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ class Ledger(msgspec.Struct):
 
     budget_bytes: int
     grants: dict[str, int] = msgspec.field(default_factory=dict)
-    """Bytes by model."""
     waiting: dict[str, MemoryRequest] = msgspec.field(default_factory=dict)
     """The request of each model that waits, with the time since when."""
     first: str | None = None
     """The model whose request is granted before any other model grows."""
-    exempt: list[str] = msgspec.field(default_factory=list)
+    exempt: set[str] = msgspec.field(default_factory=set)
     """Models that may grow before the first request: a load stopped halfway helps no model."""
     excess_bytes: int = 0
     """Bytes that workers use beyond their grants, as measured. They are not available."""
@@ -97,13 +95,11 @@ class Ledger(msgspec.Struct):
         return request.total_bytes - self.grants.get(request.model, 0)
 
     def set_budget(self, total_bytes: int) -> list[Command]:
-        """Change the budget; return what can be granted now."""
         self.budget_bytes = total_bytes
         self.ceiling_bytes = max(total_bytes, self.granted_bytes)
         return self.grant_waiting()
 
     def withdraw(self, model: str) -> None:
-        """Remove the waiting request of a model."""
         self.waiting.pop(model, None)
         if self.first == model:
             self.first = None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from actors.machines.model_accounts import ModelAccount
     from protocol.worker import ReclaimMethod
@@ -49,7 +49,7 @@ class ReclaimAction(msgspec.Struct, frozen=True):
     model: str
     nbytes: int
     level: int = 0
-    """Precision level, for ``precision``."""
+    """Precision level, for the method ``precision``."""
 
 
 class Shortfall(msgspec.Struct, frozen=True):
@@ -64,7 +64,6 @@ class Shortfall(msgspec.Struct, frozen=True):
     total_bytes: int = 0
     """Bytes that the requester would hold."""
     since: float = 0.0
-    """When the request began to wait."""
     resuming: bool = False
 
 
@@ -98,11 +97,10 @@ class MemoryView(msgspec.Struct, frozen=True):
             return False
         return (self.waiting_since[name], name) > (shortfall.since, shortfall.requester)
 
-    def others(self, shortfall: Shortfall) -> Iterator[ModelAccount]:
-        """Yield the ready models other than the requester."""
-        for name, account in self.accounts.items():
-            if name != shortfall.requester and account.state == "ready":
-                yield account
+    def others(self, shortfall: Shortfall) -> list[ModelAccount]:
+        """Return the ready models other than the requester."""
+        accounts = self.accounts.items()
+        return [it for name, it in accounts if name != shortfall.requester and it.state == "ready"]
 
 
 def actions(method: Method, shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
@@ -112,11 +110,10 @@ def actions(method: Method, shortfall: Shortfall, view: MemoryView) -> list[Recl
     """
     others = view.others(shortfall)
     match method:
-        case "spare":
-            found = [ReclaimAction(method, it.name, it.reclaimable.spare) for it in others]
-            return _largest_first(found, view)
-        case "prefixes":
-            found = [ReclaimAction(method, it.name, it.reclaimable.prefixes) for it in others]
+        case "spare" | "prefixes":
+            found = [
+                ReclaimAction(method, it.name, getattr(it.reclaimable, method)) for it in others
+            ]
             return _largest_first(found, view)
         case "precision":
             return _step_downs(view)

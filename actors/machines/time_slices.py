@@ -13,9 +13,6 @@ shorter than waiting for a slice, and the accelerator has fewer gaps.
 
 Only workers that have work get time slices. A holder that reports nothing for too long loses its
 slice, and gets no other until it reports.
-
-Does not know what is computed, or whether a machine needs time slices: that is decided in
-`kvd.worker.process.time_slice_gate`.
 """
 
 from __future__ import annotations
@@ -38,21 +35,16 @@ MAX_DEBT_S = 5.0
 
 
 class TimeSliceRequested(Record, frozen=True):
-    """A worker has work, or its kind of work changed. An unlimited worker has already begun.
-
-    ``step_s``: seconds that its steps take alone; None: not measured.
-    """
+    """A worker has work, or its kind of work changed. An unlimited worker has already begun."""
 
     model: str
     weight: float = 1.0
     step_s: float | None = None
+    """Seconds that its steps take alone; None: not measured."""
 
 
 class TimeSliceEnded(Record, frozen=True):
-    """A worker's slice is over. ``more``: it requests another.
-
-    ``left_s``: expected seconds of a last step that it has begun. The next worker waits for it.
-    """
+    """A worker's slice is over. ``more``: it requests another."""
 
     model: str
     seq: int
@@ -60,6 +52,7 @@ class TimeSliceEnded(Record, frozen=True):
     more: bool
     step_s: float | None = None
     left_s: float = 0.0
+    """Expected seconds of a last step that it has begun. The next worker waits for it."""
 
 
 class WeightChanged(Record, frozen=True):
@@ -131,7 +124,6 @@ class TimeSlices(msgspec.Struct):
     debts: dict[str, Debt] = msgspec.field(default_factory=dict)
     """Debts of workers without work."""
     seq: int = 0
-    """Number of the newest command."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         last_step_s = 0.0
@@ -145,8 +137,9 @@ class TimeSlices(msgspec.Struct):
             case WorkerExited(model=model):
                 self._remove(model)
                 self.debts.pop(model, None)
-            case AlarmFired():
-                self._expire(now)
+            case AlarmFired() if self.holder is not None and now >= self.holder.deadline:
+                self.members[self.holder.model].silent = True
+                self.holder = None
         return self._assign(now, last_step_s)
 
     @property
@@ -155,14 +148,15 @@ class TimeSlices(msgspec.Struct):
         return self.holder.deadline if self.holder is not None else None
 
     def check(self) -> None:
-        able = [self.members[name] for name in self._able]
+        able = self._able
         if self._is_shared:
             assert self.holder is None, "a slice although all compute"
-            assert all(member.unlimited for member in able), "a worker waits for no slice"
+            assert all(member.unlimited for member in able.values()), "a worker waits for no slice"
         else:
             assert self.holder is not None, "no worker computes"
-            assert self.holder.model in self._able, "the holder is silent or has no work"
-            assert all(member.unlimited is False for member in able), "a worker ignores slices"
+            assert self.holder.model in able, "the holder is silent or has no work"
+            limited = all(member.unlimited is False for member in able.values())
+            assert limited, "a worker ignores slices"
         assert not self.debts.keys() & self.members.keys(), "a debt of a member"
         assert all(debt.seconds > 0 for debt in self.debts.values()), "an empty debt"
         for member in self.members.values():
@@ -172,13 +166,13 @@ class TimeSlices(msgspec.Struct):
     # -- members ----------------------------------------------------------------------------------
 
     @property
-    def _able(self) -> list[str]:
-        return [name for name, member in self.members.items() if not member.silent]
+    def _able(self) -> dict[str, Member]:
+        return {name: member for name, member in self.members.items() if not member.silent}
 
     @property
     def _is_shared(self) -> bool:
         """Whether all workers that have work compute at once."""
-        able = [self.members[name] for name in self._able]
+        able = self._able.values()
         if len(able) < 2:
             return True
         if len({member.weight for member in able}) > 1:
@@ -193,8 +187,10 @@ class TimeSlices(msgspec.Struct):
         debt = self.debts.pop(event.model, None)
         member = self.members.setdefault(event.model, Member(event.weight))
         member.silent = False
+        known_s = member.step_s
+        longer = known_s is not None and (event.step_s is None or event.step_s > known_s)
         # In time slices a shorter step waits for the end of the slice: long steps have to be paid.
-        if member.unlimited is not False or _is_longer(event.step_s, member.step_s):
+        if member.unlimited is not False or longer:
             member.step_s = event.step_s
         if debt is not None:  # the time without work has paid a part
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
@@ -229,11 +225,6 @@ class TimeSlices(msgspec.Struct):
         if self.holder is not None and self.holder.model == model:
             self.holder = None
 
-    def _expire(self, now: float) -> None:
-        if self.holder is not None and now >= self.holder.deadline:
-            self.members[self.holder.model].silent = True
-            self.holder = None
-
     # -- assigning slices -------------------------------------------------------------------------
 
     def _assign(self, now: float, last_step_s: float) -> list[Command]:
@@ -244,13 +235,13 @@ class TimeSlices(msgspec.Struct):
         able = self._able
         if self._is_shared:
             self.holder = None
-            return [self._lift_limit(name) for name in able if not self.members[name].unlimited]
+            return [self._lift_limit(name) for name, it in able.items() if not it.unlimited]
         # When slices begin, one of the workers that compute goes on and gets the first slice.
-        first = next((name for name in able if self.members[name].unlimited), None)
+        first = next((name for name, it in able.items() if it.unlimited), None)
         commands = [
             self._make_wait(name)
-            for name in able
-            if self.members[name].unlimited is not False and name != first
+            for name, it in able.items()
+            if it.unlimited is not False and name != first
         ]
         if first is not None:
             member = self.members.pop(first)
@@ -285,16 +276,16 @@ class TimeSlices(msgspec.Struct):
 
         Whole rounds in which no worker gets enough are computed at once.
         """
-        able = [(name, self.members[name]) for name in self._able]
+        able = self._able
         missing_rounds = (
             (MIN_SHARE * self._quantum(member) - member.credit_s) / self._quantum(member)
-            for _, member in able
+            for member in able.values()
         )
         skipped = max(1, math.ceil(min(missing_rounds))) - 1
-        for _, member in able:
+        for member in able.values():
             self._earn(member, skipped)
         while True:
-            for name, member in able:
+            for name, member in able.items():
                 self._earn(member, 1)
                 self.members[name] = self.members.pop(name)  # to the end of the order
                 if member.credit_s >= MIN_SHARE * self._quantum(member):
@@ -303,8 +294,3 @@ class TimeSlices(msgspec.Struct):
     def _earn(self, member: Member, rounds: int) -> None:
         quantum = self._quantum(member)
         member.credit_s = min(member.credit_s + rounds * quantum, (1 + MIN_SHARE) * quantum)
-
-
-def _is_longer(step_s: float | None, known_s: float | None) -> bool:
-    """Return whether steps take longer than known; unmeasured steps count as the longest."""
-    return known_s is not None and (step_s is None or step_s > known_s)

@@ -1,7 +1,4 @@
-"""Applies an event to the governor's state, and answers what the ledger can decide at once. Pure.
-
-Does not cover the decisions that follow (`actors.machines.governor`).
-"""
+"""Applies an event to the governor's state; answers what the ledger can decide at once. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from actors.machines import governor_events as ev
 from actors.machines.governing.state import MIN_RECLAIM_PARTS
-from actors.machines.governor_events import (
-    AlarmFired,
-    BudgetChanged,
-    Command,
-    Event,
-    LoadRequested,
-    MemoryMeasured,
-    ModelReady,
-    ModelRemoved,
-    PolicyChanged,
-    ReclaimableReported,
-    ReclaimFinished,
-    ServingChanged,
-    UnloadStarted,
-)
 from actors.machines.ledger import MemoryRequest, WorkerExited
 
 if TYPE_CHECKING:
@@ -32,28 +15,27 @@ if TYPE_CHECKING:
     from actors.machines.model_accounts import ModelAccount
 
 
-def apply(m: GovernorState, event: Event, now: float) -> list[Command]:
-    """Apply an event; return what can be answered at once."""
+def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
     match event:
-        case LoadRequested(model=model):
+        case ev.LoadRequested(model=model):
             account = m.account(model)
             account.reset()  # no process runs yet
             account.policy, account.patient = event.policy, event.patient
             account.load_started_at = now
         case MemoryRequest():
             return _request(m, event, now)
-        case ModelRemoved(model=model):
-            m.remove_exemption(model)
-            commands: list[Command] = [*m.ledger.handle(WorkerExited(model), now)]
+        case ev.ModelRemoved(model=model):
+            m.ledger.exempt.discard(model)
+            commands: list[ev.Command] = [*m.ledger.handle(WorkerExited(model), now)]
             m.accounts.pop(model, None)
             return commands
-        case MemoryMeasured():
+        case ev.MemoryMeasured():
             return _measured(m, event)
-        case BudgetChanged(total_bytes=total):
+        case ev.BudgetChanged(total_bytes=total):
             numbers = {"before_bytes": m.ledger.budget_bytes}
             decisions = m.ledger.set_budget(total)
             return [m.record("budget", "", "changed by the user", numbers), *decisions]
-        case AlarmFired():
+        case ev.AlarmFired():
             pass
         case _:
             known = m.accounts.get(event.model)
@@ -62,55 +44,39 @@ def apply(m: GovernorState, event: Event, now: float) -> list[Command]:
     return []
 
 
-_AccountEvent = (
-    PolicyChanged
-    | ModelReady
-    | ServingChanged
-    | UnloadStarted
-    | WorkerExited
-    | ReclaimableReported
-    | ReclaimFinished
-)
-
-
 def _apply_to_account(
-    m: GovernorState, account: ModelAccount, event: _AccountEvent, now: float
-) -> list[Command]:
+    m: GovernorState, account: ModelAccount, event: ev.Event, now: float
+) -> list[ev.Command]:
     match event:
-        case PolicyChanged(policy=policy):
+        case ev.PolicyChanged(policy=policy):
             account.policy = policy
-        case ModelReady():
-            _ready(m, account, now)
-        case ServingChanged(busy=busy):
+        case ev.ModelReady() if account.state == "loading":
+            account.state, account.patient = "ready", True
+            account.load_s = max(0.1, now - account.load_started_at)
+            account.kept_since, account.load_since = account.load_since, None
+            m.ledger.exempt.discard(account.name)
+            account.update(account.reclaimable, now)
+        case ev.ServingChanged(busy=busy):
             account.serving = busy
             account.update(account.reclaimable, now)
-        case UnloadStarted():
+        case ev.UnloadStarted():
             account.state, account.evicting = "leaving", False
-            m.add_exemption(account.name)  # its requests must finish before it can leave
+            m.ledger.exempt.add(account.name)  # its requests must finish before it can leave
             return [*m.ledger.grant_waiting()]
         case WorkerExited():
             account.reset()
             account.load_started_at = now
-            m.remove_exemption(event.model)
+            m.ledger.exempt.discard(event.model)
             _update_excess(m)
             return [*m.ledger.handle(event, now)]
-        case ReclaimableReported(reclaimable=reclaimable):
+        case ev.ReclaimableReported(reclaimable=reclaimable):
             account.update(reclaimable, now)
-        case ReclaimFinished():
+        case ev.ReclaimFinished():
             return _reclaim_finished(m, account, event, now)
     return []
 
 
-def _ready(m: GovernorState, account: ModelAccount, now: float) -> None:
-    if account.state == "loading":
-        account.state, account.patient = "ready", True
-        account.load_s = max(0.1, now - account.load_started_at)
-        account.kept_since, account.load_since = account.load_since, None
-        m.remove_exemption(account.name)
-        account.update(account.reclaimable, now)
-
-
-def _request(m: GovernorState, event: MemoryRequest, now: float) -> list[Command]:
+def _request(m: GovernorState, event: MemoryRequest, now: float) -> list[ev.Command]:
     account, ledger = m.account(event.model), m.ledger
     request = msgspec.structs.replace(event, since=_waits_since(account, now))
     before = ledger.waiting.get(event.model)
@@ -120,7 +86,7 @@ def _request(m: GovernorState, event: MemoryRequest, now: float) -> list[Command
         account.kept_since = before.since
     if account.state == "loading" and event.model in ledger.grants:
         # A load that was granted a part must not be stopped halfway by the first request.
-        m.add_exemption(event.model)
+        m.ledger.exempt.add(event.model)
     decisions = ledger.handle(request, now)
     if not shrinks and decisions[0].granted:
         account.kept_since = None
@@ -140,8 +106,8 @@ def _waits_since(account: ModelAccount, now: float) -> float:
 
 
 def _reclaim_finished(
-    m: GovernorState, account: ModelAccount, event: ReclaimFinished, now: float
-) -> list[Command]:
+    m: GovernorState, account: ModelAccount, event: ev.ReclaimFinished, now: float
+) -> list[ev.Command]:
     opened = account.open
     if opened is None or opened.seq != event.seq:
         return []
@@ -154,7 +120,7 @@ def _reclaim_finished(
     return [m.record("reclaimed", event.model, f"{opened.method}: {result}", numbers)]
 
 
-def _measured(m: GovernorState, event: MemoryMeasured) -> list[Command]:
+def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     m.gauge.pressure = event.pressure
     for name, account in m.accounts.items():
         account.measured_bytes = event.used.get(name, account.measured_bytes)

@@ -1,8 +1,4 @@
-"""Orders models to give memory back, by the cheapest method that has something to give. Pure.
-
-A worker has at most one open `Reclaim`. Memory on its way back counts, so that no model gives what
-another is giving already.
-"""
+"""Orders models to give memory back, by the cheapest method that has something to give. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from actors.machines.governor_events import Command, Evict, Reclaim
 from actors.machines.model_accounts import ModelAccount, OpenReclaim
 from actors.machines.reclaim_order import (
     MemoryView,
-    Method,
     ReclaimAction,
     Shortfall,
     actions,
@@ -66,12 +61,13 @@ def _serve(m: GovernorState, shortfall: Shortfall, view: MemoryView) -> list[Com
     missing = shortfall.nbytes - m.pending_bytes(shortfall.requester)
     if missing <= 0:
         return []
+    open_methods = {it.open.method for it in m.accounts.values() if it.open is not None}
     for method in shortfall.methods:
         found = actions(method, shortfall, view)
         ready = [it for it in found if _can_start(m, it)]
         if ready:
             return _start(m, ready, missing, shortfall, view.now)
-        if any(m.accounts[it.model].open for it in found) or _is_open(m, method):
+        if method in open_methods or any(m.accounts[it.model].open for it in found):
             return []  # wait for the result of the cheaper method
     return []
 
@@ -79,11 +75,6 @@ def _serve(m: GovernorState, shortfall: Shortfall, view: MemoryView) -> list[Com
 def _can_start(m: GovernorState, action: ReclaimAction) -> bool:
     account = m.accounts[action.model]
     return account.open is None and action.method not in account.barren
-
-
-def _is_open(m: GovernorState, method: Method) -> bool:
-    opened = [it.open for it in m.accounts.values()]
-    return any(it is not None and it.method == method for it in opened)
 
 
 def _start(
@@ -97,8 +88,7 @@ def _start(
         account, method = m.accounts[action.model], worker_method(action.method)
         if method is None:
             requeue = action.method == "stalled"
-            reason, requester = shortfall.reason, shortfall.requester
-            commands += _evict(m, account, reason, requester, requeue=requeue)
+            commands += _evict(m, account, shortfall.reason, shortfall.requester, requeue=requeue)
             missing -= action.nbytes
             continue
         wanted = min(action.nbytes, max(missing, min_bytes))
@@ -117,9 +107,8 @@ def _reclaim(
     if method == "precision":
         account.level = max(account.level, opened.level)
         numbers["level"] = opened.level
-    kind = f"reclaim_{method}"
     return [
-        m.record(kind, name, shortfall.reason, numbers, shortfall.requester),
+        m.record(f"reclaim_{method}", name, shortfall.reason, numbers, shortfall.requester),
         Reclaim(name, opened.seq, method, opened.wanted_bytes, opened.level),
     ]
 
@@ -137,8 +126,5 @@ def _evict(
     # The model reloads to serve this request, which keeps its age.
     account.load_since = request.since if request is not None else None
     freed = {"freed_bytes": m.ledger.grants.get(account.name, 0)}
-    kind = "requeue" if requeue else "evict"
-    return [
-        m.record(kind, account.name, reason, freed, requester),
-        Evict(account.name, requeue),
-    ]
+    event = m.record("requeue" if requeue else "evict", account.name, reason, freed, requester)
+    return [event, Evict(account.name, requeue)]

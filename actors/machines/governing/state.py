@@ -1,4 +1,4 @@
-"""The governor's state and the questions that its parts ask about it. Pure; decides nothing."""
+"""The governor's state. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ MIN_ACTION_PARTS = 4096
 
 
 class GovernorState(msgspec.Struct):
-    """The state of `actors.machines.governor.Governor`."""
+    """The state of `actors.machines.governor.Governor`, and questions about it."""
 
     ledger: Ledger
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
     seq: int = 0
-    """Number of the newest `Reclaim`."""
     held_for: str | None = None
     """The model of the first request at the last event. Models are held for it."""
     relieved_at: float | None = None
@@ -62,29 +61,13 @@ class GovernorState(msgspec.Struct):
         return max(0, self.ledger.budget_bytes - pinned)
 
     def view(self, now: float) -> MemoryView:
-        """Return what the choice of reclaim actions depends on."""
+        grants, budget = self.ledger.grants, self.ledger.budget_bytes
         waiting_since = {it.model: it.since or 0.0 for it in self.ledger.queue}
-        budget = self.ledger.budget_bytes
-        return MemoryView(
-            self.accounts,
-            self.ledger.grants,
-            waiting_since,
-            budget,
-            now,
-            max(1, budget // MIN_ACTION_PARTS),
-        )
+        min_bytes = max(1, budget // MIN_ACTION_PARTS)
+        return MemoryView(self.accounts, grants, waiting_since, budget, now, min_bytes)
 
     def account(self, model: str) -> ModelAccount:
         return self.accounts.setdefault(model, ModelAccount(model))
-
-    def add_exemption(self, model: str) -> None:
-        """Let a model grow before the first request of another model is granted."""
-        if model not in self.ledger.exempt:
-            self.ledger.exempt.append(model)
-
-    def remove_exemption(self, model: str) -> None:
-        if model in self.ledger.exempt:
-            self.ledger.exempt.remove(model)
 
     def may_be_first(self, request: MemoryRequest) -> bool:
         """Return whether other models may be kept back for a request: it can be granted at all."""
@@ -116,9 +99,7 @@ class GovernorState(msgspec.Struct):
         """
         accounts, grants = self.accounts, self.ledger.grants
         reclaiming = sum(it.open.wanted_bytes for it in accounts.values() if it.open is not None)
-        leaving = [
-            name for name, it in accounts.items() if it.state == "leaving" and name != requester
-        ]
+        leaving = {name for name, it in accounts.items() if it.state == "leaving"} - {requester}
         return reclaiming + sum(grants.get(name, 0) for name in leaving)
 
     def record(
