@@ -78,7 +78,6 @@ def app(context: click.Context, *, common: CommonOptions) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app()

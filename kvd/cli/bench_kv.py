@@ -98,7 +98,6 @@ def bench_kv(
 
 
 def show(result: dict[str, Any], common: CommonOptions) -> None:
-    """Print the result, as JSON or as a table."""
     if common.json:
         common.print_json(result)
         return
@@ -155,7 +154,6 @@ def _check_plot(file: Path) -> None:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw memory, error and attention time."""
     import matplotlib as mpl  # noqa: PLC0415 - optional
 
     mpl.use("Agg")

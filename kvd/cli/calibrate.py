@@ -78,7 +78,6 @@ def calibrate(
 
 
 def show(result: dict[str, Any], common: CommonOptions) -> None:
-    """Print the result, as JSON or as a table and a sentence."""
     if common.json:
         common.print_json(result)
         return
@@ -88,7 +87,6 @@ def show(result: dict[str, Any], common: CommonOptions) -> None:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return a table with one line per level."""
     levels = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     for name in ("LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY"):
         levels.add_column(name, justify="left" if name in {"LEVEL", "QUALITY"} else "right")
@@ -104,7 +102,6 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return the conclusion as a sentence."""
     limits = f"KL up to {result['max_kl']:g}, top-1 from {result['min_top1']:.4g}"
     lowest = result["lowest"]
     if lowest not in {level["scheme"] for level in result["levels"]}:

@@ -97,7 +97,6 @@ class CommonOptions:
             )
 
     def print_json(self, value: Any) -> None:
-        """Print a value as one line of JSON."""
         sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
         sys.stdout.flush()
 

@@ -39,7 +39,6 @@ def model_sources(_: click.Context, __: click.Parameter, incomplete: str) -> lis
 
 
 def setting_keys(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Return the configuration keys with this beginning."""
     from kvd.config.config import Config  # noqa: PLC0415 - only here
     from kvd.config.settings import flat  # noqa: PLC0415
 

@@ -33,9 +33,7 @@ _TAKES_EFFECT = {
     "command_line": "; has no effect: the command line of `kvd serve` overrides it",
 }
 _key_argument: Decorator = click.argument(
-    "key",
-    help="Such as budget or watchdog.decode_s.",
-    shell_complete=setting_keys,
+    "key", help="Such as budget or watchdog.decode_s.", shell_complete=setting_keys
 )
 _save_option: Decorator = click.option(
     "--save", "-s", is_flag=True, help="Write it to config.toml too; comments there stay."
@@ -65,12 +63,7 @@ def config(context: click.Context, common: CommonOptions, *, budget: int | None)
 
 
 @config.command()
-@click.argument(
-    "key",
-    required=False,
-    help="Print only its value.",
-    shell_complete=setting_keys,
-)
+@click.argument("key", required=False, help="Print only its value.", shell_complete=setting_keys)
 @common_options()
 def get(common: CommonOptions, key: str | None) -> None:
     """Show every setting, its value and its origin, or print the value of one KEY."""
@@ -150,7 +143,6 @@ def _find(settings: list[Setting], key: str) -> Setting:
 
 
 def page(settings: list[Setting]) -> Table:
-    """Return all settings as a table."""
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     table.add_column("KEY", style="bold", no_wrap=True)
     table.add_column("VALUE", overflow="fold")
@@ -189,10 +181,7 @@ def _budget(configured: Configured) -> str:
 
 
 def _sums(configured: Configured) -> dict[str, int]:
-    return {
-        "budget_bytes": configured.budget_bytes,
-        "granted_bytes": configured.granted_bytes,
-    }
+    return {"budget_bytes": configured.budget_bytes, "granted_bytes": configured.granted_bytes}
 
 
 # -- changing -------------------------------------------------------------------------------------

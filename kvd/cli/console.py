@@ -29,7 +29,6 @@ def stdout_console() -> Console:
 
 
 def stderr_console() -> Console:
-    """Return a console for messages."""
     return _Console(stderr=True, highlight=False, emoji=False)
 
 

@@ -88,7 +88,6 @@ def _write_report(scene: Scene, sections: list[Section], folder: Path) -> list[P
 
 
 def show(console: Console, section: Section) -> None:
-    """Print a section; advice is below its finding."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=4, no_wrap=True)
     width = max([_NAME_WIDTH, *(len(finding.name) for finding in section.findings)])

@@ -27,10 +27,7 @@ _STYLES = {
 
 @click.command()
 @click.argument(
-    "model",
-    required=False,
-    help="Only events of this model.",
-    shell_complete=model_names,
+    "model", required=False, help="Only events of this model.", shell_complete=model_names
 )
 @click.option("--follow", "-f", is_flag=True, help="Continue with new events.")
 @common_options()
@@ -48,7 +45,6 @@ def events(common: CommonOptions, model: str | None, *, follow: bool) -> None:
 
 
 def line(event: EventRecord) -> Text:
-    """Return an event as one line."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.at))
     text = Text.assemble((clock, "dim"), " ", (event.kind, _STYLES.get(event.kind, "bold")))
     if event.model:

@@ -26,15 +26,12 @@ _METHODS = {
     "idle": "unload {}, which is idle",
     "preempt": "preempt rows of {}",
 }
-"""Each reclaim method in words."""
 _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": "bold red"}
 
 
 @click.command(panels=standard_panels())
 @click.argument(
-    "model",
-    help="The name of a known model, or a model to load.",
-    shell_complete=model_names,
+    "model", help="The name of a known model, or a model to load.", shell_complete=model_names
 )
 @click.option(
     "--ctx",
@@ -65,7 +62,6 @@ def explain(
 
 
 def page(forecast: Forecast) -> RenderableType:
-    """Return the whole forecast for the terminal."""
     parts: list[RenderableType] = [_head(forecast), Text(), _memory(forecast), Text()]
     parts += [_levels(forecast), Text(), _verdict(forecast)]
     if forecast.steps:

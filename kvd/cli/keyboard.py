@@ -68,7 +68,6 @@ class Keyboard:
         tty.setcbreak(self._stdin)
 
     def end(self) -> None:
-        """Restore the terminal."""
         termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
 
     def wake(self) -> None:

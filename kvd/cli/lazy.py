@@ -34,11 +34,9 @@ class LazyGroup(click.RichGroup):
             self.add_panel(click.RichCommandPanel(panel, commands=names))
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names in the order of the help page."""
         return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        """Import a command."""
         if cmd_name not in self._lazy:
             return None
         module, _, attribute = self._lazy[cmd_name].target.partition(":")

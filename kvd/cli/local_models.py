@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["embedded", "folder", "hub"]
 EMBEDDED = ("demo",)
-"""Names of the models that come with kvd."""
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
 _MAX_DEPTH = 3
@@ -40,7 +39,6 @@ class LocalModel:
 
 
 def embedded() -> list[LocalModel]:
-    """Return the models that come with kvd."""
     root = Path(kvd.__file__).parent
     return [_model(name, "embedded", root / name) for name in EMBEDDED]
 

@@ -73,7 +73,6 @@ def _visible(char: str) -> str:
 
 
 def percentage(token: Alternative) -> str:
-    """Return a token's probability."""
     if token.logprob is None:
         return ""
     percent = 100 * math.exp(token.logprob)

@@ -30,15 +30,11 @@ _STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red"}
 _KEPT = ("timestamp", "level", "event", "logger", "exception")
 """Fields that `line` does not print as ``key=value``."""
 _POLL_S = 0.25
-"""Seconds between checks for new lines."""
 
 
 @click.command()
 @click.argument(
-    "model",
-    required=False,
-    help="Only lines about this model.",
-    shell_complete=model_names,
+    "model", required=False, help="Only lines about this model.", shell_complete=model_names
 )
 @click.option("--follow", "-f", is_flag=True, help="Continue with new lines.")
 @click.option(
@@ -160,7 +156,6 @@ def _open(path: Path, *, at_end: bool) -> TextIOWrapper | None:
 
 
 def _is_rotated(path: Path, file: TextIOWrapper) -> bool:
-    """Return whether the path names another file by now."""
     try:
         return path.stat().st_ino != os.fstat(file.fileno()).st_ino
     except FileNotFoundError:

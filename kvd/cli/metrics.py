@@ -54,7 +54,6 @@ def families(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def samples(lines: list[str]) -> list[Sample]:
-    """Parse the lines of some metrics."""
     from prometheus_client.parser import (  # noqa: PLC0415 - slow to import, and only for --json
         text_string_to_metric_families as parse,
     )

@@ -15,7 +15,6 @@ _GAP = 2
 
 
 def page(value: ModelStatus) -> RenderableType:
-    """Return everything that is known about a model."""
     lines: list[tuple[str, str]] = [("source", value.source)]
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {status_page.model_facts(info)}"))

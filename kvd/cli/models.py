@@ -149,7 +149,6 @@ def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Fo
 
 
 def page(candidates: list[Candidate]) -> Table:
-    """Return a table with one line per model."""
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     table.add_column("MODEL", style="bold", overflow="fold", min_width=24)
     table.add_column("KIND", no_wrap=True)

@@ -46,7 +46,6 @@ class PollingClient:
             return found
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
         if self._client is not None:
             self._client.close()
             self._client = None

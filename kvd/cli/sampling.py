@@ -79,7 +79,6 @@ def sampling_options(*, temperature: float) -> Decorator:
 
 
 def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
-    """Return the bias of each token."""
     biases: dict[int, float] = {}
     for text in texts:
         found = _BIAS.fullmatch(text.strip())

@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT_S = 20.0
 """Seconds that `start` waits for the daemon to answer; launchd does not report when it does."""
-_COLORS = {
-    "running": "green",
-    "listening": "green",
-    "failed": "bold red",
-    "stopped": "dim",
-}
+_COLORS = {"running": "green", "listening": "green", "failed": "bold red", "stopped": "dim"}
 
 
 @click.group(no_args_is_help=True)

@@ -17,12 +17,10 @@ _ZSH_LINE = "fpath+=~/.zfunc; autoload -Uz compinit; compinit"
 
 
 def _shell() -> str:
-    """Return the name of the user's login shell."""
     return Path(os.environ.get("SHELL", "")).name
 
 
 def _script(context: click.Context) -> str:
-    """Return the login shell's completion script for this program."""
     shell = _shell()
     completion = get_completion_class(shell)
     if completion is None:

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument(
-    "model",
-    required=False,
-    help="Show details of this model.",
-    shell_complete=model_names,
+    "model", required=False, help="Show details of this model.", shell_complete=model_names
 )
 @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(

@@ -47,7 +47,6 @@ _TIGHT, _FULL = 0.85, 0.95
 
 
 def status(value: DaemonStatus, width: int) -> RenderableType:
-    """Return the whole page."""
     parts: list[RenderableType] = [daemon(value), budget(value, width)]
     if addresses := [address for address in value.http if address.startswith("http:")]:
         parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
@@ -78,7 +77,6 @@ def model(value: ModelStatus, width: int) -> RenderableType:
 
 
 def model_facts(info: ModelInfo) -> str:
-    """Return a loaded model's size, dtype, context and device."""
     return (
         f"{info.parameters / 1e6:.1f} M parameters, {info.dtype}, context {info.context_length}"
         f", on {info.device}"
@@ -100,7 +98,6 @@ def _without_pages(value: ModelStatus) -> Text:
 
 
 def daemon(value: DaemonStatus) -> Text:
-    """Return the line about the daemon's process."""
     color = "green" if value.state == "serving" else "yellow"
     return Text.assemble(
         ("kvd ", "bold"),
@@ -111,7 +108,6 @@ def daemon(value: DaemonStatus) -> Text:
 
 
 def budget(value: DaemonStatus, width: int) -> Text:
-    """Return the line about the budget and the machine's free memory."""
     total, granted = value.budget_bytes, value.granted_bytes
     share = granted / total if total else 0.0
     style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
@@ -173,7 +169,6 @@ def fitting(
 
 
 def cells(value: ModelStatus) -> dict[str, str | Text]:
-    """Return a model's cells by column."""
     stats, info = value.stats, value.info
     waiting = queued(value)
     return {
@@ -213,7 +208,6 @@ def queued(value: ModelStatus) -> int:
 
 
 def schemes(value: ModelStatus) -> list[str]:
-    """Return the KV schemes of a model's precision levels."""
     if value.info and value.info.kv_schemes:
         return value.info.kv_schemes
     return [value.kv.name, *(step.name for step in value.kv.steps)]
@@ -234,7 +228,6 @@ def levels(value: ModelStatus) -> Text:
 
 
 def _level_style(number: int) -> str:
-    """Return a precision level's color."""
     return _LEVEL_COLORS[min(number, len(_LEVEL_COLORS) - 1)]
 
 
@@ -244,7 +237,6 @@ def hit_rate(use: PrefixUse) -> str:
 
 
 def state(value: ModelStatus) -> Text:
-    """Return a model's state in its color, with the number of restarts."""
     text = Text(value.state, style=_COLORS.get(value.state, "cyan"))
     if value.restarts:
         text.append(f" ↻{value.restarts}", style="yellow")

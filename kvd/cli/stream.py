@@ -60,7 +60,6 @@ class WholeChoices(Stream):
     def __init__(self, completion: Completion) -> None:
         super().__init__(completion)
         self._written = 0
-        """Number of choices written."""
 
     def show(self, event: Event) -> None:  # noqa: ARG002 - the completion has recorded it
         """Write the choices that have finished, in order."""
@@ -86,7 +85,6 @@ class WholeChoices(Stream):
 
 
 def _report_wait(event: Event) -> None:
-    """Print on a terminal what a request waits for."""
     if not stderr_console().is_terminal:
         return
     match event:

@@ -64,7 +64,6 @@ class Poller(threading.Thread):
         self._error: KvdError | None = None
 
     def run(self) -> None:
-        """Poll until `stop`."""
         with PollingClient(self._common) as client:
             while not self._stopped.is_set():
                 try:
@@ -80,7 +79,6 @@ class Poller(threading.Thread):
                 self._stopped.wait(self.interval_s)
 
     def stop(self) -> None:
-        """End the thread after its current poll."""
         self._stopped.set()
 
     def take(self) -> tuple[DaemonStatus | None, list[EventRecord], KvdError | None]:
@@ -105,7 +103,6 @@ class Screen:
         return Live(console=self._console, auto_refresh=False, screen=True)
 
     def run(self) -> None:
-        """Show the daemon until the user quits."""
         with Keyboard() as keyboard:
             poller = Poller(self._common, self._view.interval_s, keyboard.wake)
             poller.start()

@@ -63,7 +63,6 @@ class View:
     sort: str = "t"
     reverse: bool = False
     selected: str | None = None
-    """Name of the selected model."""
     page: str = "models"
     """``models``, ``model`` or ``help``."""
     paused: bool = False
@@ -77,7 +76,6 @@ class View:
     events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
     def take(self, status: DaemonStatus, events: Sequence[EventRecord]) -> None:
-        """Record a poll's results."""
         self.error = ""
         self.events.extend(events)
         self.total.append(sum(model.stats.tokens_per_s for model in status.models))
@@ -89,7 +87,6 @@ class View:
             history.append(model.stats.tokens_per_s)
 
     def press(self, key: str, status: DaemonStatus | None) -> None:
-        """Handle a key; unknown keys are ignored."""
         if key == "?":
             self.page = "models" if self.page == "help" else "help"
         elif key == "escape":
@@ -135,7 +132,6 @@ class View:
 
 
 def page(view: View, status: DaemonStatus | None, width: int, height: int) -> RenderableType:
-    """Return the content of the screen."""
     if view.page == "help":
         return Group(_keys(), Text("\n? or escape goes back", "dim"))
     if status is None:

@@ -114,8 +114,6 @@ def _run(coroutine: Coroutine[Any, Any, R]) -> R:
 def _blocking(
     call: Callable[Concatenate[_Connection, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Client, P], R]:
-    """Return a call as a blocking method of `Client`."""
-
     @functools.wraps(call)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return _run(call(client._connection, *args, **kwargs))  # noqa: SLF001 - same module
@@ -126,8 +124,6 @@ def _blocking(
 def _iterating(
     call: Callable[Concatenate[_Connection, P], AsyncGenerator[R, None]],
 ) -> Callable[Concatenate[Client, P], Iterator[R]]:
-    """Return a call that yields as a generator method of `Client`."""
-
     @functools.wraps(call)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         generator = call(client._connection, *args, **kwargs)  # noqa: SLF001 - same module

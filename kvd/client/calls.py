@@ -199,7 +199,6 @@ class Calls(ABC, Generic[C, L]):
         self._forget(number)
 
     def _forget(self, request_id: str) -> None:
-        """Discard further events of a request."""
         self._exchange.forget(request_id)
 
     @abstractmethod

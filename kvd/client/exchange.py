@@ -57,7 +57,6 @@ def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[s
 
 
 def unreachable(path: Path, error: OSError) -> KvdError:
-    """Return the error for a failed connect."""
     if isinstance(error, PermissionError):
         return PermissionDenied(f"{path} belongs to another user", socket=str(path))
     if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
@@ -105,7 +104,6 @@ class Exchange:
         return line
 
     def check(self) -> None:
-        """Raise the connection's error, if it has one."""
         if self._fault is not None:
             raise self._fault
 
