@@ -8,7 +8,7 @@ from typing import get_args
 import rich_click as click
 
 import kvd
-from kvd.cli.common import standard_panels
+from kvd.cli.common import option, standard_panels
 from kvd.cli.options import kv_options, parse_size
 from kvd.config.http import HttpSettings, with_command_line
 from kvd.config.options import Attention, Options
@@ -34,14 +34,8 @@ def app() -> None:
 
 
 @app.command(panels=standard_panels())
-@click.option(
-    "--home",
-    metavar="PATH",
-    help="Folder of socket, config and logs (default: KVD_HOME, else ~/.kvd).",
-)
-@click.option(
-    "--budget", metavar="SIZE", callback=parse_size, help="Memory for all models, such as 8GiB."
-)
+@option("--home", "PATH", "Folder of socket, config and logs (default: KVD_HOME, else ~/.kvd).")
+@option("--budget", "SIZE", "Memory for all models, such as 8GiB.", callback=parse_size)
 @click.option(
     "--model",
     "models",
@@ -54,11 +48,11 @@ def app() -> None:
     type=click.Choice(get_args(Attention)),
     help="Attention backend; reference: plain MLX operations (default: auto).",
 )
-@click.option(
+@option(
     "--http",
-    metavar="[HOST:]PORT|off",
+    "[HOST:]PORT|off",
+    "Address of the OpenAI-compatible HTTP interface (default: 127.0.0.1:11711).",
     callback=_check_address,
-    help="Address of the OpenAI-compatible HTTP interface (default: 127.0.0.1:11711).",
 )
 @click.option("--fake", is_flag=True, help="Use the fake engine: no model, no MLX.")
 @kv_options()

@@ -14,7 +14,7 @@ import rich_click as click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.tool import run_tool
@@ -50,23 +50,20 @@ _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K
     help="The model whose geometry is measured (default: demo).",
     shell_complete=model_sources,
 )
-@click.option("--heads", metavar="N", type=int, help="Query heads.")
-@click.option("--kv-heads", metavar="N", type=int, help="Key and value heads.")
-@click.option("--head-dim", metavar="N", type=int, help="Channels of a head.")
-@click.option("--layers", metavar="N", type=int, help="Layers.")
-@click.option("--dtype", metavar="TYPE", help="float32, bfloat16 or float16.")
-@click.option(
+@option("--heads", "N", "Query heads.", type=int)
+@option("--kv-heads", "N", "Key and value heads.", type=int)
+@option("--head-dim", "N", "Channels of a head.", type=int)
+@option("--layers", "N", "Layers.", type=int)
+@option("--dtype", "TYPE", "float32, bfloat16 or float16.")
+@option(
     "--schemes",
-    metavar="LIST",
+    "LIST",
+    "Schemes; each is measured with the step down to the next one.",
     default=SCHEMES,
-    help="Schemes; each is measured with the step down to the next one.",
 )
-@click.option("--lengths", metavar="LIST", default=LENGTHS, help="Context lengths, as 1024,4k.")
-@click.option(
-    "--plot",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Draw a .png or .svg; needs 'kvd[plot]'.",
+@option("--lengths", "LIST", "Context lengths, as 1024,4k.", default=LENGTHS)
+@option(
+    "--plot", "FILE", "Draw a .png or .svg; needs 'kvd[plot]'.", type=click.Path(path_type=Path)
 )
 @common_options("json")
 def bench_kv(

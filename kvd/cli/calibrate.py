@@ -11,8 +11,7 @@ from typing import Any
 import rich_click as click
 from rich.table import Table
 
-from kvd.cli.common import CommonOptions, common_options, standard_panels
-from kvd.cli.completion import model_sources
+from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.options import LEVELS, kv_options
 from kvd.cli.tool import run_tool
@@ -24,22 +23,12 @@ _GAP = 2
 
 
 @click.command(panels=standard_panels())
-@click.argument(
-    "model", metavar="NAME|PATH|HUB_ID", help="What to measure.", shell_complete=model_sources
-)
+@model_source("What to measure.")
 @kv_options(*LEVELS)
-@click.option(
-    "--max-kl", metavar="NATS", type=float, default=0.02, help="Highest mean KL divergence."
-)
-@click.option(
-    "--min-top1",
-    metavar="SHARE",
-    type=float,
-    default=0.95,
-    help="Lowest share of steps with the same top token.",
-)
-@click.option("--prompts", metavar="N", type=int, default=4, help="Texts to measure on.")
-@click.option("--tokens", metavar="N", type=int, default=1024, help="Length of each text.")
+@option("--max-kl", "NATS", "Highest mean KL divergence.", default=0.02)
+@option("--min-top1", "SHARE", "Lowest share of steps with the same top token.", default=0.95)
+@option("--prompts", "N", "Texts to measure on.", default=4)
+@option("--tokens", "N", "Length of each text.", default=1024)
 @common_options("home", "json")
 def calibrate(
     common: CommonOptions,

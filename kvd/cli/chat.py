@@ -6,14 +6,14 @@ from typing import Any
 
 import rich_click as click
 
-from kvd.cli.common import CommonOptions, common_options, model_argument, standard_panels
+from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
 from kvd.cli.conversation import Chat, Settings
 from kvd.cli.sampling import sampling_options
 
 
 @click.command(panels=standard_panels())
-@model_argument
-@click.option("--system", metavar="TEXT", help="A system message.")
+@model_name()
+@option("--system", "TEXT", "A system message.")
 @click.option("--no-history", is_flag=True, help="Do not store the lines that you type.")
 @sampling_options(temperature=Settings.temperature)
 @common_options()

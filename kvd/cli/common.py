@@ -25,18 +25,42 @@ from protocol.types import DaemonStatus, ModelStatus
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
+
+def option(flag: str, metavar: str, text: str, **attributes: Any) -> Decorator:
+    """Return an option that takes a value; ``text`` is its help."""
+    return click.option(flag, metavar=metavar, help=text, **attributes)
+
+
+def model_name(text: str = "The model's name.", *, required: bool = True) -> Decorator:
+    """Return the argument ``model`` for a model that the daemon knows."""
+    return click.argument(
+        "model", required=required, help=text, shell_complete=completion.model_names
+    )
+
+
+def model_source(text: str) -> Decorator:
+    """Return the argument ``model`` for a model that the daemon may not know yet."""
+    return click.argument(
+        "model",
+        metavar="NAME|PATH|HUB_ID",
+        help=text,
+        shell_complete=completion.model_sources,
+    )
+
+
+def last_lines(minimum: int) -> Decorator:
+    """Return the option ``--lines`` of commands that show a log."""
+    limits = click.IntRange(min=minimum)
+    return click.option(
+        "--lines", "-n", metavar="N", type=limits, default=50, help="Show the last N lines."
+    )
+
+
 _OPTIONS: dict[str, Decorator] = {
-    "home": click.option(
-        "--home", metavar="PATH", help="The daemon's home (default: KVD_HOME, else ~/.kvd)."
-    ),
-    "socket": click.option(
-        "--socket", metavar="PATH", help="The daemon's socket (default: in its home)."
-    ),
+    "home": option("--home", "PATH", "The daemon's home (default: KVD_HOME, else ~/.kvd)."),
+    "socket": option("--socket", "PATH", "The daemon's socket (default: in its home)."),
     "json": click.option("--json", is_flag=True, help="Print the data as JSON."),
 }
-model_argument: Decorator = click.argument(
-    "model", help="The model's name.", shell_complete=completion.model_names
-)
 _HINTS = {"retry_after_s": "try again in {} s"}
 """Hints by the key of an error's detail."""
 
@@ -95,6 +119,13 @@ class CommonOptions:
             print_message(
                 "[dim]hint:[/] the daemon's version differs from kvctl's; restart the daemon"
             )
+
+    def print_outcome(self, value: Any, form: str, *values: object) -> None:
+        """Print what a command has done: a message, or ``value`` with ``--json``."""
+        if self.json:
+            self.print_json(value)
+        else:
+            print_message(form, *values)
 
     def print_json(self, value: Any) -> None:
         sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

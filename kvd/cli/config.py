@@ -11,7 +11,7 @@ import rich_click as click
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, Decorator, common_options
+from kvd.cli.common import CommonOptions, Decorator, common_options, option
 from kvd.cli.completion import setting_keys
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.options import parse_size
@@ -41,9 +41,7 @@ _save_option: Decorator = click.option(
 
 
 @click.group(invoke_without_command=True)
-@click.option(
-    "--budget", metavar="SIZE", callback=parse_size, help="A new budget, until the daemon ends."
-)
+@option("--budget", "SIZE", "A new budget, until the daemon ends.", callback=parse_size)
 @common_options()
 @click.pass_context
 def config(context: click.Context, common: CommonOptions, *, budget: int | None) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvd
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.console import format_message, print_message, stderr_console, stdout_console
 from kvd.doctor.examination import examine
 from kvd.doctor.finding import Finding, Section, worst
@@ -28,11 +28,11 @@ _NAME_WIDTH = 14
 @click.option("--selftest", is_flag=True, help="Also compute, serve and measure; writes a report.")
 @click.option("--quick", is_flag=True, help="Run a short selftest.")
 @click.option("--service", is_flag=True, help="Let the selftest install and remove a service.")
-@click.option(
+@option(
     "--report",
-    metavar="FOLDER",
+    "FOLDER",
+    "Folder of the selftest's report (default: the current one).",
     type=click.Path(path_type=Path),
-    help="Folder of the selftest's report (default: the current one).",
 )
 @common_options("home", "json")
 def doctor(

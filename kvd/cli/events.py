@@ -7,8 +7,7 @@ import time
 import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options
-from kvd.cli.completion import model_names
+from kvd.cli.common import CommonOptions, common_options, model_name
 from kvd.cli.console import print_message, stdout_console
 from kvd.host.units import format_bytes
 from protocol.messages import EventRecord
@@ -26,9 +25,7 @@ _STYLES = {
 
 
 @click.command()
-@click.argument(
-    "model", required=False, help="Only events of this model.", shell_complete=model_names
-)
+@model_name("Only events of this model.", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Continue with new events.")
 @common_options()
 def events(common: CommonOptions, model: str | None, *, follow: bool) -> None:

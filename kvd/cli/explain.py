@@ -7,8 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options, standard_panels
-from kvd.cli.completion import model_names
+from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
 from kvd.cli.console import stdout_console
 from kvd.cli.options import kv_options
 from kvd.config.sources import absolute
@@ -30,9 +29,7 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 
 
 @click.command(panels=standard_panels())
-@click.argument(
-    "model", help="The name of a known model, or a model to load.", shell_complete=model_names
-)
+@model_name("The name of a known model, or a model to load.")
 @click.option(
     "--ctx",
     "context",
@@ -40,13 +37,7 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
     type=click.IntRange(min=1),
     help="Prompt and completion of a row (default: the model's whole context).",
 )
-@click.option(
-    "--rows",
-    metavar="N",
-    type=click.IntRange(0, MAX_FORECAST_ROWS),
-    default=1,
-    help="Concurrent requests.",
-)
+@option("--rows", "N", "Concurrent requests.", type=click.IntRange(0, MAX_FORECAST_ROWS), default=1)
 @kv_options()
 @common_options()
 def explain(

@@ -10,7 +10,8 @@ import rich_click as click
 from kvd.cli.common import (
     CommonOptions,
     common_options,
-    model_argument,
+    model_name,
+    option,
     option_group,
     standard_panels,
 )
@@ -23,7 +24,7 @@ from kvd.host.exits import Exit
 from protocol.errors import NotRunning
 
 _end_option = functools.partial(click.option, panel="When generation ends")
-_output_option = functools.partial(click.option, panel="Logprobs and scheduling")
+_output_option = functools.partial(option, panel="Logprobs and scheduling")
 _end_options = option_group(
     _end_option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable."),
     _end_option(
@@ -35,11 +36,7 @@ _end_options = option_group(
         help="End before this token; repeatable.",
     ),
     _end_option(
-        "--min-tokens",
-        metavar="N",
-        type=int,
-        default=0,
-        help="Minimum tokens before a completion may end.",
+        "--min-tokens", metavar="N", default=0, help="Minimum tokens before a completion may end."
     ),
     _end_option("--ignore-eos", is_flag=True, help="Continue past the model's end token."),
     _end_option(
@@ -49,32 +46,22 @@ _end_options = option_group(
 _output_options = option_group(
     _output_option(
         "--logprobs",
-        metavar="N",
+        "N",
+        "Show each token's probability and the N likeliest tokens (0 to 20).",
         type=int,
-        help="Show each token's probability and the N likeliest tokens (0 to 20).",
     ),
+    _output_option("--prompt-logprobs", "N", "Show the same for the prompt's tokens.", type=int),
+    _output_option("--priority", "N", "Higher priorities run first, -100 to 100.", default=0),
     _output_option(
-        "--prompt-logprobs", metavar="N", type=int, help="Show the same for the prompt's tokens."
-    ),
-    _output_option(
-        "--priority",
-        metavar="N",
-        type=int,
-        default=0,
-        help="Higher priorities run first, -100 to 100.",
-    ),
-    _output_option(
-        "--prefix-salt",
-        metavar="TEXT",
-        help="Share cached prompts only with requests that have this salt.",
+        "--prefix-salt", "TEXT", "Share cached prompts only with requests that have this salt."
     ),
 )
 
 
 @click.command(panels=standard_panels())
-@model_argument
+@model_name()
 @click.argument("prompt", help="Raw text, no chat template; - reads stdin.")
-@click.option("--n", metavar="N", type=int, default=1, help="Completions, 1 to 16.")
+@option("--n", "N", "Completions, 1 to 16.", default=1)
 @sampling_options(temperature=0.0)
 @logit_bias_option
 @_end_options
@@ -89,7 +76,7 @@ def generate(common: CommonOptions, model: str, prompt: str, **options: Any) -> 
 
 @click.command()
 @click.argument("request", help="The request's id, from the event `accepted`.")
-@click.option("--n", metavar="N", type=int, default=1, help="Completions of the request.")
+@option("--n", "N", "Completions of the request.", default=1)
 @common_options()
 def attach(common: CommonOptions, request: str, n: int) -> None:
     """Fetch a completion that a restart of the daemon interrupted (`journal = "disk"`)."""

@@ -1,4 +1,4 @@
-"""`kvctl load` and `kvctl unload`."""
+"""`kvctl load`, `unload`, `pin` and `unpin`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import rich_click as click
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import status_page
-from kvd.cli.common import CommonOptions, common_options, model_argument, standard_panels
-from kvd.cli.completion import model_sources
+from kvd.cli.common import (
+    CommonOptions,
+    common_options,
+    model_name,
+    model_source,
+    option,
+    standard_panels,
+)
 from kvd.cli.console import format_message, print_message, stderr_console, stdout_console
 from kvd.cli.options import kv_options
 from kvd.client import Client, Load
@@ -24,20 +30,12 @@ from protocol.validation import describe_error
 
 
 @click.command(panels=standard_panels())
-@click.argument(
-    "model", metavar="NAME|PATH|HUB_ID", help="What to load.", shell_complete=model_sources
-)
-@click.option("--alias", metavar="NAME", help="The name that requests use.")
+@model_source("What to load.")
+@option("--alias", "NAME", "The name that requests use.")
 @click.option("--pin", is_flag=True, help="Never unload it to make room.")
-@click.option(
-    "--priority", metavar="N", type=int, help="Models of lower priority give memory back first."
-)
-@click.option(
-    "--idle-ttl", metavar="SECONDS", type=float, help="Unload it after this time without requests."
-)
-@click.option(
-    "--max-context", metavar="TOKENS", type=int, help="Maximum tokens of prompt and completion."
-)
+@option("--priority", "N", "Models of lower priority give memory back first.", type=int)
+@option("--idle-ttl", "SECONDS", "Unload it after this time without requests.", type=float)
+@option("--max-context", "TOKENS", "Maximum tokens of prompt and completion.", type=int)
 @kv_options()
 @common_options()
 def load(
@@ -99,7 +97,7 @@ def _follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
 
 
 @click.command()
-@model_argument
+@model_name()
 @click.option("--force", is_flag=True, help="Cancel its requests instead of finishing them.")
 @common_options()
 def unload(common: CommonOptions, model: str, *, force: bool) -> None:
@@ -107,11 +105,9 @@ def unload(common: CommonOptions, model: str, *, force: bool) -> None:
     with common.connected() as client:
         with _waiting(client, model, force=force):
             unloaded = client.unload(model, force=force)
-        if common.json:
-            common.print_json({"model": unloaded.model, "freed_bytes": unloaded.freed_bytes})
-        else:
-            freed = format_bytes(unloaded.freed_bytes)
-            print_message("{} unloaded, {} freed", unloaded.model, freed)
+        values = {"model": unloaded.model, "freed_bytes": unloaded.freed_bytes}
+        freed = format_bytes(unloaded.freed_bytes)
+        common.print_outcome(values, "{} unloaded, {} freed", unloaded.model, freed)
 
 
 def _waiting(
@@ -129,3 +125,27 @@ def _waiting(
         format_message("waiting for {} of {}; --force cancels them", requests, model),
         spinner="dots",
     )
+
+
+@click.command()
+@model_name()
+@common_options()
+def pin(common: CommonOptions, model: str) -> None:
+    """Never unload a model to make room."""
+    _set_pinned(common, model, pinned=True)
+
+
+@click.command()
+@model_name()
+@common_options()
+def unpin(common: CommonOptions, model: str) -> None:
+    """Allow a model to be unloaded to make room."""
+    _set_pinned(common, model, pinned=False)
+
+
+def _set_pinned(common: CommonOptions, model: str, *, pinned: bool) -> None:
+    with common.connected() as client:
+        reply = client.pin(model, pinned=pinned)
+        state = "pinned" if reply.pinned else "not pinned"
+        values = {"model": reply.model, "pinned": reply.pinned}
+        common.print_outcome(values, "{} is {}", reply.model, state)

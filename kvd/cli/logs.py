@@ -13,8 +13,7 @@ import msgspec
 import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options
-from kvd.cli.completion import model_names
+from kvd.cli.common import CommonOptions, common_options, last_lines, model_name, option
 from kvd.cli.console import print_message, stdout_console
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
@@ -33,24 +32,15 @@ _POLL_S = 0.25
 
 
 @click.command()
-@click.argument(
-    "model", required=False, help="Only lines about this model.", shell_complete=model_names
-)
+@model_name("Only lines about this model.", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Continue with new lines.")
-@click.option(
-    "--lines",
-    "-n",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=50,
-    help="Show the last N lines.",
-)
-@click.option(
+@last_lines(minimum=0)
+@option(
     "--level",
-    metavar="LEVEL",
+    "LEVEL",
+    "Lowest level: debug, info, warning or error.",
     type=click.Choice(list(_STYLES)),
     default="debug",
-    help="Lowest level: debug, info, warning or error.",
 )
 @common_options("home", "json")
 def logs(common: CommonOptions, model: str | None, *, follow: bool, lines: int, level: str) -> None:

@@ -8,72 +8,50 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from kvd.cli.common import option_group
+from kvd.cli.common import option, option_group
 
 if TYPE_CHECKING:
     from kvd.cli.common import Decorator
 
 _BIAS = re.compile(r"(\d+)=([+-]?(?:\d+\.?\d*|\.\d+))")
-_option = functools.partial(click.option, panel="Sampling")
+_option = functools.partial(option, panel="Sampling")
 
 
 def sampling_options(*, temperature: float) -> Decorator:
     """Give a command these options; ``temperature`` is that option's default."""
     return option_group(
-        click.option(
+        option(
             "--max-tokens",
-            metavar="N",
+            "N",
+            "Maximum tokens of a completion (default: 512, or what fits).",
             type=int,
-            help="Maximum tokens of a completion (default: 512, or what fits).",
         ),
-        _option("--temperature", metavar="T", type=float, default=temperature, help="0 is greedy."),
+        _option("--temperature", "T", "0 is greedy.", default=temperature),
         _option(
-            "--top-p",
-            metavar="P",
-            type=float,
-            default=1.0,
-            help="Keep the likeliest tokens with this total probability.",
+            "--top-p", "P", "Keep the likeliest tokens with this total probability.", default=1.0
         ),
+        _option("--top-k", "K", "Keep this many of the likeliest tokens; 0 keeps all.", default=0),
         _option(
-            "--top-k",
-            metavar="K",
-            type=int,
-            default=0,
-            help="Keep this many of the likeliest tokens; 0 keeps all.",
+            "--min-p", "P", "Minimum probability, relative to the likeliest token.", default=0.0
         ),
-        _option(
-            "--min-p",
-            metavar="P",
-            type=float,
-            default=0.0,
-            help="Minimum probability, relative to the likeliest token.",
-        ),
-        _option(
-            "--seed",
-            metavar="N",
-            type=int,
-            help="The same seed gives the same tokens (default: random).",
-        ),
+        _option("--seed", "N", "The same seed gives the same tokens (default: random).", type=int),
         _option(
             "--repetition-penalty",
-            metavar="X",
-            type=float,
+            "X",
+            "Above 1: tokens of prompt and completion become less likely.",
             default=1.0,
-            help="Above 1: tokens of prompt and completion become less likely.",
         ),
         _option(
             "--presence-penalty",
-            metavar="X",
-            type=float,
+            "X",
+            "Subtracted from the logits of tokens in the completion, -2 to 2.",
             default=0.0,
-            help="Subtracted from the logits of tokens in the completion, -2 to 2.",
         ),
         _option(
             "--frequency-penalty",
-            metavar="X",
-            type=float,
+            "X",
+            "Subtracted once for each occurrence in the completion, -2 to 2.",
             default=0.0,
-            help="Subtracted once for each occurrence in the completion, -2 to 2.",
         ),
     )
 
@@ -91,8 +69,8 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
 
 logit_bias_option: Decorator = _option(
     "--logit-bias",
-    metavar="ID=BIAS",
+    "ID=BIAS",
+    "Added to a token's logit, -100 to 100; repeatable.",
     multiple=True,
     callback=_biases,
-    help="Added to a token's logit, -100 to 100; repeatable.",
 )

@@ -12,7 +12,7 @@ import rich_click as click
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, common_options, last_lines
 from kvd.cli.console import print_message, stderr_console, stdout_console
 from kvd.cli.logs import line as log_line
 from kvd.client import Client
@@ -166,14 +166,7 @@ def status(common: CommonOptions) -> None:
 
 
 @service.command()
-@click.option(
-    "--lines",
-    "-n",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=50,
-    help="Show the last N lines.",
-)
+@last_lines(minimum=1)
 @click.option("--follow", "-f", is_flag=True, help="Continue with new lines.")
 @common_options("home", "json")
 def logs(common: CommonOptions, *, lines: int, follow: bool) -> None:

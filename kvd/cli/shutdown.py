@@ -8,7 +8,6 @@ import time
 import rich_click as click
 
 from kvd.cli.common import CommonOptions, common_options
-from kvd.cli.console import print_message
 from kvd.host.exits import Exit
 
 _EXIT_TIMEOUT_S = 10.0
@@ -21,10 +20,7 @@ def drain(common: CommonOptions) -> None:
     """Accept no new requests and wait until none run; the daemon stays up."""
     with common.connected() as client:
         client.drain()
-        if common.json:
-            common.print_json({"state": "drained"})
-        else:
-            print_message("drained; `kvctl shutdown` ends the daemon")
+        common.print_outcome({"state": "drained"}, "drained; `kvctl shutdown` ends the daemon")
 
 
 @click.command()
@@ -35,17 +31,15 @@ def shutdown(common: CommonOptions, *, force: bool) -> None:
     with common.connected() as client:
         client.shutdown(force=force)
         ended = _wait_until_ended(common)
-        if common.json:
-            common.print_json({"state": "stopped" if ended else "stopping"})
-        elif ended:
-            print_message("stopped")
-        else:
-            print_message(
-                f"the daemon agreed to stop, and still runs {_EXIT_TIMEOUT_S:g} s later; "
-                "try again, or end its process"
-            )
-        if not ended:
-            raise SystemExit(Exit.RETRY)
+        if ended:
+            common.print_outcome({"state": "stopped"}, "stopped")
+            return
+        common.print_outcome(
+            {"state": "stopping"},
+            f"the daemon agreed to stop, and still runs {_EXIT_TIMEOUT_S:g} s later; "
+            "try again, or end its process",
+        )
+        raise SystemExit(Exit.RETRY)
 
 
 def _wait_until_ended(common: CommonOptions) -> bool:

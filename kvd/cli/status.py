@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 from rich.console import Group
 
-from kvd.cli.common import CommonOptions, common_options, find_model
-from kvd.cli.completion import model_names
+from kvd.cli.common import CommonOptions, common_options, find_model, model_name, option
 from kvd.cli.console import format_message, print_message, stdout_console
 from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
@@ -24,16 +23,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument(
-    "model", required=False, help="Show details of this model.", shell_complete=model_names
-)
+@model_name("Show details of this model.", required=False)
 @click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
-@click.option(
+@option(
     "--interval",
-    metavar="SECONDS",
+    "SECONDS",
+    "Time between updates, with --watch.",
     type=Seconds(min=0.1),
     default=2.0,
-    help="Time between updates, with --watch.",
 )
 @common_options()
 def status(common: CommonOptions, model: str | None, *, watch: bool, interval: float) -> None:

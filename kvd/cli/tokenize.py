@@ -6,13 +6,13 @@ import sys
 
 import rich_click as click
 
-from kvd.cli.common import CommonOptions, common_options, model_argument
+from kvd.cli.common import CommonOptions, common_options, model_name
 from kvd.cli.console import print_message, read_stdin
 from protocol.messages import MAX_LISTED_TOKENS
 
 
 @click.command()
-@model_argument
+@model_name()
 @click.argument("text", help="The text; - reads stdin.")
 @click.option("--count", "-c", is_flag=True, help="Print only the number of tokens.")
 @click.option("--chat", is_flag=True, help="Wrap it in the model's chat template as a question.")

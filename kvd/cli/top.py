@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvd.cli import top_page
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.keyboard import Keyboard
 from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--interval",
-    metavar="SECONDS",
-    type=Seconds(min=0.25),
-    default=1.0,
-    help="Time between updates.",
-)
+@option("--interval", "SECONDS", "Time between updates.", type=Seconds(min=0.25), default=1.0)
 @common_options("home", "socket")
 def top(common: CommonOptions, *, interval: float) -> None:
     """Watch the daemon on the whole screen; ? shows the keys, q quits."""
