@@ -12,11 +12,11 @@ from typing import Any
 
 import rich_click as click
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stdout_console
+from kvd.cli.tables import GAP, headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from protocol.errors import ConfigError, InvalidRequest
@@ -24,7 +24,6 @@ from protocol.errors import ConfigError, InvalidRequest
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
 LENGTHS = "1024,4096,16384"
 _IMAGES = (".png", ".svg")
-_GAP = 2
 _COLUMNS = {
     "SCHEME": "scheme",
     "TOKENS": "tokens",
@@ -113,13 +112,13 @@ def table(result: dict[str, Any], console: Console) -> RenderableType:
         {name: _cell(key, measured[key]) for name, key in _COLUMNS.items()}
         for measured in result["results"]
     ]
-    sizes = {name: max(len(name), *(len(row[name]) for row in rows)) + _GAP for name in _COLUMNS}
+    sizes = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in _COLUMNS}
     shown = list(_COLUMNS)
     for name in _DROPPED:
         if sum(sizes[column] for column in shown) <= console.width:
             break
         shown.remove(name)
-    output = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    output = headed()
     for name in shown:
         output.add_column(name, justify="left" if name == "SCHEME" else "right", no_wrap=True)
     tokens = None

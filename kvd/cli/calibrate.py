@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import rich_click as click
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.options import LEVELS, kv_options
+from kvd.cli.tables import headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from kvd.host.home import locate
 from protocol.kv import KVSpec
-
-_GAP = 2
 
 
 @click.command(panels=standard_panels())
@@ -76,9 +75,8 @@ def show(result: dict[str, Any], common: CommonOptions) -> None:
 
 
 def table(result: dict[str, Any]) -> Table:
-    levels = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    for name in ("LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY"):
-        levels.add_column(name, justify="left" if name in {"LEVEL", "QUALITY"} else "right")
+    numbers = (Column(name, justify="right") for name in ("KL", "TOP-1", "PERPLEXITY"))
+    levels = headed(Column("LEVEL"), *numbers, Column("QUALITY"))
     for level in result["levels"]:
         levels.add_row(
             level["scheme"],

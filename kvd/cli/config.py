@@ -15,6 +15,7 @@ from kvd.cli.common import CommonOptions, Decorator, common_options, option
 from kvd.cli.completion import setting_keys
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.options import parse_size
+from kvd.cli.tables import fixed_column, headed, text_column
 from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
@@ -24,7 +25,6 @@ from protocol.settings import Changed, Setting
 if TYPE_CHECKING:
     from protocol.messages import Configured
 
-_GAP = 2
 _ORIGINS = {"default": "dim", "file": "", "live": "yellow", "command_line": "cyan"}
 _TAKES_EFFECT = {
     "now": "",
@@ -141,11 +141,12 @@ def _find(settings: list[Setting], key: str) -> Setting:
 
 
 def page(settings: list[Setting]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    table.add_column("KEY", style="bold", no_wrap=True)
-    table.add_column("VALUE", overflow="fold")
-    table.add_column("FROM", no_wrap=True)
-    table.add_column("CHANGES", overflow="fold", style="dim")
+    table = headed(
+        fixed_column("KEY", style="bold"),
+        text_column("VALUE"),
+        fixed_column("FROM"),
+        text_column("CHANGES", style="dim"),
+    )
     for setting in settings:
         value = Text(format_value(setting.value), "" if setting.origin != "default" else "dim")
         origin = Text(setting.origin.replace("_", " "), _ORIGINS[setting.origin])

@@ -10,13 +10,13 @@ from rich.text import Text
 from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
 from kvd.cli.console import stdout_console
 from kvd.cli.options import kv_options
+from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
-from protocol.forecast import Forecast, LevelCost, ReclaimStep
+from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 from protocol.messages import MAX_FORECAST_ROWS
 
-_GAP = 2
 _METHODS = {
     "spare": "take back memory that {} does not need",
     "prefixes": "drop cached prompts of {}",
@@ -69,10 +69,7 @@ def _head(forecast: Forecast) -> Text:
 
 
 def _memory(forecast: Forecast) -> Table:
-    table = Table.grid(padding=(0, _GAP, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim", overflow="fold")
+    table = grid(fixed_column(style="dim"), number_column(), text_column(style="dim"))
     lines = [
         ("weights", forecast.weights_bytes, ""),
         ("base", forecast.base_bytes, "weights, interpreter and scratch while it is loaded"),
@@ -88,24 +85,18 @@ def _memory(forecast: Forecast) -> Table:
 
 
 def _levels(forecast: Forecast) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    table.add_column("LEVEL", no_wrap=True)
-    for name in ("PER TOKEN", "PER ROW", _rows(forecast).upper(), "MAX ROWS"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("PER TOKEN", "PER ROW", _rows(forecast).upper(), "MAX ROWS")
+    table = headed(fixed_column("LEVEL"), *map(number_column, numbers))
     for number, level in enumerate(forecast.levels):
-        style = "" if level.total_bytes <= forecast.budget_bytes else "red"
-        table.add_row(*_cells(number, level), style=style)
+        table.add_row(
+            f"{number}  {level.scheme}",
+            format_bytes(round(level.token_bytes)),
+            format_bytes(level.row_bytes),
+            format_bytes(level.total_bytes),
+            f"{level.max_rows:,}",
+            style="" if level.total_bytes <= forecast.budget_bytes else "red",
+        )
     return table
-
-
-def _cells(number: int, level: LevelCost) -> tuple[str, ...]:
-    return (
-        f"{number}  {level.scheme}",
-        format_bytes(round(level.token_bytes)),
-        format_bytes(level.row_bytes),
-        format_bytes(level.total_bytes),
-        f"{level.max_rows:,}",
-    )
 
 
 def _rows(forecast: Forecast) -> str:
@@ -129,10 +120,7 @@ def _verdict(forecast: Forecast) -> Text:
 
 
 def _steps(steps: list[ReclaimStep]) -> Table:
-    table = Table.grid(padding=(0, _GAP, 0, 0))
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
+    table = grid(number_column(style="dim"), text_column(), number_column())
     for number, step in enumerate(steps, 1):
         action = _METHODS[step.method].format(step.model, level=step.level)
         table.add_row(f"{number}.", action, format_bytes(step.nbytes))

@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli.tables import GAP, fixed_column, headed, number_column
 from protocol.types import Alternative, TokenLogprob
 
-_GAP = 2
 _MAX_CHARS = 24
 """Characters shown of a token; longer tokens are runs of spaces or dashes."""
 _MIN_PERCENT = 0.1
@@ -31,16 +31,14 @@ def probabilities(title: str, tokens: list[TokenLogprob], width: int) -> Table:
         for token in tokens
     ]
     heads = (title, "ID", "LOGPROB", "PROB")
-    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim", pad_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    table = headed(fixed_column(title), *map(number_column, heads[1:]))
     if not any(token.top for token in tokens):
         for row in rows:
             table.add_row(*map(Text, row))
         return table
     table.add_column("LIKELIEST", no_wrap=True)
     columns = zip(heads, *rows, strict=True)
-    left = width - sum(_GAP + max(map(cell_len, column)) for column in columns)
+    left = width - sum(GAP + max(map(cell_len, column)) for column in columns)
     for row, token in zip(rows, tokens, strict=True):
         others = [f"{quoted(other)} {percentage(other)}" for other in token.top]
         table.add_row(*map(Text, row), Text(_lines(others, left)))
@@ -51,8 +49,8 @@ def _lines(pieces: list[str], width: int) -> str:
     """Join the pieces into lines of this width; lines break only between pieces."""
     lines: list[str] = []
     for piece in pieces:
-        if lines and cell_len(lines[-1]) + _GAP + cell_len(piece) <= width:
-            lines[-1] += " " * _GAP + piece
+        if lines and cell_len(lines[-1]) + GAP + cell_len(piece) <= width:
+            lines[-1] += " " * GAP + piece
         else:
             lines.append(piece)
     return "\n".join(lines)

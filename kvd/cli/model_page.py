@@ -7,11 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import status_page
+from kvd.cli.tables import fixed_column, headed, named_values, text_column
 from kvd.host.units import format_bytes
 from protocol.kv import KVSpec
 from protocol.types import FusedAttention, KVPart, MemoryUse, ModelInfo, ModelStatus, PrefixUse
-
-_GAP = 2
 
 
 def page(value: ModelStatus) -> RenderableType:
@@ -55,9 +54,7 @@ def _head(value: ModelStatus) -> Text:
 
 
 def _pairs(lines: list[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, _GAP, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = named_values()
     for name, text in lines:
         table.add_row(name, Text(text))
     return table
@@ -125,12 +122,11 @@ def _prompts(use: PrefixUse) -> str:
 
 
 def _parts(parts: list[KVPart]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    table.add_column("LAYERS", overflow="fold")
-    table.add_column("CACHE", overflow="fold")
-    table.add_column("SCHEME", overflow="fold")
-    table.add_column("ROWS", no_wrap=True)
-    table.add_column("BYTES", no_wrap=True)
+    columns = [
+        *map(text_column, ("LAYERS", "CACHE", "SCHEME")),
+        *map(fixed_column, ("ROWS", "BYTES")),
+    ]
+    table = headed(*columns)
     digits = max(len(str(part.layers)) for part in parts)
     for part in parts:
         layers = f"{part.layers:>{digits}} × {part.kind}"  # noqa: RUF001 - read by people

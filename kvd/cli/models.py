@@ -15,6 +15,7 @@ from kvd.cli import local_models
 from kvd.cli.common import CommonOptions, common_options
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.local_models import LocalModel
+from kvd.cli.tables import fixed_column, headed, number_column, text_column
 from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from protocol.forecast import Forecast
     from protocol.types import DaemonStatus
 
-_GAP = 2
 _VERDICTS = {
     "fits": ("fits", "green"),
     "makes_room": ("fits, others make room", "yellow"),
@@ -149,12 +149,13 @@ def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Fo
 
 
 def page(candidates: list[Candidate]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    table.add_column("MODEL", style="bold", overflow="fold", min_width=24)
-    table.add_column("KIND", no_wrap=True)
-    table.add_column("SIZE", justify="right", no_wrap=True)
-    table.add_column("NEEDS", justify="right", no_wrap=True)
-    table.add_column("FITS", overflow="fold")
+    table = headed(
+        text_column("MODEL", style="bold", min_width=24),
+        fixed_column("KIND"),
+        number_column("SIZE"),
+        number_column("NEEDS"),
+        text_column("FITS"),
+    )
     loaded = any(candidate.names for candidate in candidates)
     if loaded:
         table.add_column("LOADED AS", overflow="fold")

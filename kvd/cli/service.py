@@ -9,12 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 import rich_click as click
-from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, last_lines
 from kvd.cli.console import print_message, stderr_console, stdout_console
 from kvd.cli.logs import line as log_line
+from kvd.cli.tables import named_values
 from kvd.client import Client
 from kvd.config import config
 from kvd.host.exits import Exit
@@ -309,9 +309,7 @@ def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dic
 
 
 def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = named_values()
     line = Text.assemble((state.status, _COLORS.get(state.status, "yellow")))
     if state.pid:
         line.append(f"  pid {state.pid}")

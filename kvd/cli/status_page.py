@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli.tables import GAP, headed
 from kvd.host.units import format_bytes, format_duration
 from protocol.types import DaemonStatus, ModelInfo, ModelStatus, PrefixUse
 
@@ -37,7 +38,6 @@ _FOLDED = {"MODEL": "bold", "SOURCE": ""}
 """Columns that wrap, with their style."""
 _NAME_WIDTH, _SOURCE_WIDTH = 16, 24
 """Widths reserved for a long name and a long source."""
-GAP = 2
 TEXTS = {"STATE", "LEVELS", "ATTENTION"}
 """Columns that are aligned left."""
 _BAR_PERCENT = 18
@@ -133,7 +133,7 @@ def bar(share: float, cells: int, style: str) -> Text:
 
 def _models(models: list[ModelStatus], width: int) -> Table:
     rows = [cells(value) for value in models]
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    table = headed()
     columns = fitting(rows, width)
     for name, size in columns.items():
         if name in _FOLDED:

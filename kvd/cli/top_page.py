@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvd.cli import model_page, status_page
 from kvd.cli.events import line as event_line
+from kvd.cli.tables import GAP, grid, headed
 from protocol.types import ModelStatus
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ _MIN_WIDTHS = {"ROWS": 4, "TOK/S": 6, "KV": 8, "LEVELS": 9, "GRANTED": 8, "MEMOR
 _NAME_WIDTH = 24
 """Columns reserved for a long name before another column is shown."""
 _MIN_CURVE, _MAX_CURVE = 10, 40
-_GAP = 2
 _HELP = (
     ("q", "quit"),
     ("↑ ↓", "choose a model"),
@@ -207,10 +207,10 @@ def _models(view: View, models: list[ModelStatus], width: int) -> Table:
     longest = max(len("MODEL"), *(len(model.name) for model in models))
     min_widths = {**_MIN_WIDTHS, "MODEL": min(_NAME_WIDTH, longest)}
     columns = status_page.fitting(rows, width, min_widths)
-    used = sum(size + _GAP for size in columns.values())
+    used = sum(size + GAP for size in columns.values())
     columns["MODEL"] = min(longest, columns["MODEL"] + max(0, width - used))
-    curve = min(_MAX_CURVE, width - sum(size + _GAP for size in columns.values()) - _GAP)
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    curve = min(_MAX_CURVE, width - sum(size + GAP for size in columns.values()) - GAP)
+    table = headed()
     sorted_by, _ = SORTS[view.sort]
     for name, size in columns.items():
         table.add_column(
@@ -250,9 +250,7 @@ def _foot(view: View, width: int) -> Text:
 
 
 def _keys() -> Table:
-    table = Table.grid(padding=(0, _GAP, 0, 0))
-    table.add_column(style="bold", justify="right")
-    table.add_column()
+    table = grid(Column(style="bold", justify="right"), Column())
     for key, meaning in _HELP:
         table.add_row(key, meaning)
     return table

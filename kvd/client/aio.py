@@ -8,18 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
 
-from kvd.client.calls import Calls
-from kvd.client.exchange import (
-    QUICK_S,
-    RECEIVE_BYTES,
-    CompletionRecord,
-    LoadRecord,
-    closed,
-    lost,
-    silent,
-    socket_path,
-    unreachable,
-)
+from kvd.client import exchange
+from kvd.client.calls import Calls, E
 from protocol import messages as m
 from protocol.types import ModelStatus
 
@@ -34,7 +24,7 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._path: Path = socket_path(socket, home)
+        self._path: Path = exchange.socket_path(socket, home)
         self._arrived: dict[str, asyncio.Event] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -51,26 +41,26 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
         try:
             reader, self._writer = await asyncio.open_unix_connection(str(self._path))
         except OSError as error:
-            raise unreachable(self._path, error) from error
+            raise exchange.unreachable(self._path, error) from error
         self._reading = asyncio.create_task(self._read(reader), name="kvd client")
 
     async def close(self) -> None:
         """Close the connection; the daemon cancels its unfinished completions."""
         if self._writer is None or self._reading is None:
             return
-        self._exchange.fail(closed())
+        self._exchange.fail(exchange.closed())
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
 
-    async def _quick(self, request: m.Request) -> m.Event:
+    async def _quick(self, request: m.Request, reply: type[E]) -> E:
         try:
             # `wait_for` may lose a cancellation that arrives with the reply (Python 3.11).
-            async with asyncio.timeout(QUICK_S):
-                return await self._call(request)
+            async with asyncio.timeout(exchange.QUICK_S):
+                return await self._call(request, reply)
         except TimeoutError as error:
-            raise silent(QUICK_S) from error
+            raise exchange.silent(exchange.QUICK_S) from error
 
     async def _send(self, request: m.Request) -> None:
         assert self._writer is not None, "connect first, or use `async with`"
@@ -103,7 +93,7 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while data := await reader.read(RECEIVE_BYTES):
+            while data := await reader.read(exchange.RECEIVE_BYTES):
                 self._exchange.receive(data)
                 self._wake()
         except ConnectionError:
@@ -112,7 +102,7 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
             self._lose()
 
     def _lose(self) -> None:
-        self._exchange.fail(lost())
+        self._exchange.fail(exchange.lost())
         self._wake()
 
     def _wake(self) -> None:
@@ -126,7 +116,7 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
         return AsyncLoad(self, request_id)
 
 
-class AsyncCompletion(CompletionRecord):
+class AsyncCompletion(exchange.CompletionRecord):
     """A running completion: an async iterator of its events, and their sum so far."""
 
     def __init__(self, client: AsyncClient, request_id: str, count: int) -> None:
@@ -153,7 +143,7 @@ class AsyncCompletion(CompletionRecord):
             await self._client.cancel(self.id)
 
 
-class AsyncLoad(LoadRecord):
+class AsyncLoad(exchange.LoadRecord):
     """A running load: an async iterator of its progress, and its result."""
 
     def __init__(self, client: AsyncClient, request_id: str) -> None:

@@ -14,18 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvd.client.calls import Calls
-from kvd.client.exchange import (
-    QUICK_S,
-    RECEIVE_BYTES,
-    CompletionRecord,
-    LoadRecord,
-    closed,
-    lost,
-    silent,
-    socket_path,
-    unreachable,
-)
+from kvd.client import exchange
+from kvd.client.calls import Calls, E
 from protocol import messages as m
 from protocol.types import ModelStatus
 
@@ -44,10 +34,10 @@ class _Connection(Calls["Completion", "Load"]):
             self._socket.connect(str(path))
         except OSError as error:
             self._socket.close()
-            raise unreachable(path, error) from error
+            raise exchange.unreachable(path, error) from error
 
     def close(self) -> None:
-        self._exchange.fail(closed())
+        self._exchange.fail(exchange.closed())
         self._socket.close()
 
     def cancel_soon(self, target: str) -> None:
@@ -56,27 +46,27 @@ class _Connection(Calls["Completion", "Load"]):
     def next_event(self, request_id: str, on_silence: Callable[[], None] | None = None) -> m.Event:
         """Return the next event; call ``on_silence`` once if none arrives for `QUICK_S`."""
         while (event := self._exchange.take(request_id)) is None:
-            if on_silence is not None and not self._readable(QUICK_S):
+            if on_silence is not None and not self._readable(exchange.QUICK_S):
                 on_silence()
                 on_silence = None
             try:
-                data = self._socket.recv(RECEIVE_BYTES)
+                data = self._socket.recv(exchange.RECEIVE_BYTES)
             except ConnectionResetError:
                 data = b""
             if data:
                 self._exchange.receive(data)
             else:
-                self._exchange.fail(lost())
+                self._exchange.fail(exchange.lost())
         return event
 
-    async def _quick(self, request: m.Request) -> m.Event:
+    async def _quick(self, request: m.Request, reply: type[E]) -> E:
         self._exchange.check()
-        timeout_s = self._timeout_s or QUICK_S
+        timeout_s = self._timeout_s or exchange.QUICK_S
         self._socket.settimeout(timeout_s)
         try:
-            return await self._call(request)
+            return await self._call(request, reply)
         except TimeoutError as error:
-            raise silent(timeout_s) from error
+            raise exchange.silent(timeout_s) from error
         finally:
             self._socket.settimeout(None)
 
@@ -148,7 +138,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> None:
         """Connect. ``timeout_s`` limits calls that the daemon answers at once, such as status."""
-        self._connection = _Connection(socket_path(socket, home), timeout_s)
+        self._connection = _Connection(exchange.socket_path(socket, home), timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -177,7 +167,7 @@ class Client:
     shutdown = _blocking(_Connection.shutdown)
 
 
-class Completion(CompletionRecord):
+class Completion(exchange.CompletionRecord):
     """A running completion: an iterator of its events, and their sum so far."""
 
     def __init__(self, connection: _Connection, request_id: str, count: int) -> None:
@@ -215,7 +205,7 @@ class Completion(CompletionRecord):
             self._connection.cancel_soon(self.id)
 
 
-class Load(LoadRecord):
+class Load(exchange.LoadRecord):
     """A running load: an iterator of its progress, and its result."""
 
     def __init__(self, connection: _Connection, request_id: str) -> None:

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Generic, TypeVar, Unpack
 
-from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord, attach_request, expect
+from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord, attach_request
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
+from protocol.errors import LocalProtocolError
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -20,6 +21,7 @@ from protocol.types import DaemonStatus
 
 C = TypeVar("C", bound=CompletionRecord)
 L = TypeVar("L", bound=LoadRecord)
+E = TypeVar("E")
 
 
 class Calls(ABC, Generic[C, L]):
@@ -30,17 +32,17 @@ class Calls(ABC, Generic[C, L]):
 
     async def hello(self) -> m.HelloReply:
         """Return the daemon's version and process id."""
-        return expect(await self._quick(m.Hello(id=self._exchange.next_id())), m.HelloReply)
+        return await self._quick(m.Hello(id=self._exchange.next_id()), m.HelloReply)
 
     async def status(self) -> DaemonStatus:
         """Return everything that `kvctl status` shows."""
-        reply = await self._quick(m.Status(id=self._exchange.next_id()))
-        return expect(reply, m.StatusReply).status
+        reply = await self._quick(m.Status(id=self._exchange.next_id()), m.StatusReply)
+        return reply.status
 
     async def metrics(self) -> str:
         """Return all metrics in Prometheus's text format."""
-        reply = await self._quick(m.Metrics(id=self._exchange.next_id()))
-        return expect(reply, m.MetricsReply).text
+        reply = await self._quick(m.Metrics(id=self._exchange.next_id()), m.MetricsReply)
+        return reply.text
 
     async def load(
         self,
@@ -62,13 +64,13 @@ class Calls(ABC, Generic[C, L]):
         Returns when its memory is free.
         """
         request = m.Unload(id=self._exchange.next_id(), model=model, force=force)
-        return expect(await self._call(request), m.Unloaded)
+        return await self._call(request, m.Unloaded)
 
     async def pin(self, model: str, *, pinned: bool = True) -> m.Pinned:
         """Pin a model, so that it is never evicted, or unpin it."""
         number = self._exchange.next_id()
         request = m.Pin(id=number, model=model) if pinned else m.Unpin(id=number, model=model)
-        return expect(await self._quick(request), m.Pinned)
+        return await self._quick(request, m.Pinned)
 
     async def configure(
         self,
@@ -87,7 +89,7 @@ class Calls(ABC, Generic[C, L]):
             settings=dict(settings or {}),
             table=table,
         )
-        return expect(await self._quick(request), m.Configured)
+        return await self._quick(request, m.Configured)
 
     async def events(
         self, model: str | None = None, *, since: int = 0, follow: bool = False
@@ -141,8 +143,8 @@ class Calls(ABC, Generic[C, L]):
 
     async def cancel(self, target: str) -> bool:
         """Cancel another request of this connection; return whether it was still running."""
-        reply = await self._quick(m.Cancel(id=self._exchange.next_id(), target=target))
-        return expect(reply, m.Cancelled).found
+        request = m.Cancel(id=self._exchange.next_id(), target=target)
+        return (await self._quick(request, m.Cancelled)).found
 
     async def explain(
         self, model: str, *, rows: int = 1, context: int | None = None, kv: KVSpec | None = None
@@ -150,7 +152,7 @@ class Calls(ABC, Generic[C, L]):
         """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
         number = self._exchange.next_id()
         request = m.Explain(id=number, model=model, rows=rows, context=context, kv=kv)
-        return expect(await self._call(request), m.Explained).forecast
+        return (await self._call(request, m.Explained)).forecast
 
     async def tokenize(
         self,
@@ -161,7 +163,7 @@ class Calls(ABC, Generic[C, L]):
         limit: int = m.MAX_LISTED_TOKENS,
         texts: bool = False,
     ) -> m.Tokenized:
-        """Return the tokens of a text, at most ``most`` of them; 0 returns only the count.
+        """Return the tokens of a text, at most ``limit`` of them; 0 returns only the count.
 
         ``messages`` go through the model's chat template. The model itself does not run.
         """
@@ -173,24 +175,25 @@ class Calls(ABC, Generic[C, L]):
             limit=limit,
             texts=texts,
         )
-        return expect(await self._call(request), m.Tokenized)
+        return await self._call(request, m.Tokenized)
 
     async def drain(self) -> None:
         """Make the daemon refuse new requests; return when all running ones have finished."""
-        expect(await self._call(m.Drain(id=self._exchange.next_id())), m.Drained)
+        await self._call(m.Drain(id=self._exchange.next_id()), m.Drained)
 
     async def shutdown(self, *, force: bool = False) -> None:
         """Drain the daemon and end it; returns shortly before the process exits."""
-        expect(
-            await self._call(m.Shutdown(id=self._exchange.next_id(), force=force)), m.ShutdownReply
-        )
+        await self._call(m.Shutdown(id=self._exchange.next_id(), force=force), m.ShutdownReply)
 
-    async def _call(self, request: m.Request) -> m.Event:
+    async def _call(self, request: m.Request, reply: type[E]) -> E:
         try:
             await self._send(request)
-            return await self._next(request.id)
+            event = await self._next(request.id)
         finally:  # after a timeout the reply may still arrive
             self._forget(request.id)
+        if isinstance(event, reply):
+            return event
+        raise LocalProtocolError(f"expected {reply.__name__}, got {event!r}")
 
     async def _send_cancel(self, target: str) -> None:
         """Cancel a request without waiting for the reply."""
@@ -202,15 +205,14 @@ class Calls(ABC, Generic[C, L]):
         self._exchange.forget(request_id)
 
     @abstractmethod
-    async def _quick(self, request: m.Request) -> m.Event:
+    async def _quick(self, request: m.Request, reply: type[E]) -> E:
         """Call something that the daemon answers at once; raises `NotRunning` after a timeout."""
 
     @abstractmethod
     async def _send(self, request: m.Request) -> None: ...
 
     @abstractmethod
-    async def _next(self, request_id: str) -> m.Event:
-        """Return the next event of a request."""
+    async def _next(self, request_id: str) -> m.Event: ...
 
     @abstractmethod
     def _completion(self, request_id: str, count: int) -> C: ...

@@ -7,9 +7,9 @@ import os
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from kvd.host.home import check_socket_path, locate
+from protocol import messages as m
 from protocol.errors import (
     InvalidRequest,
     KvdError,
@@ -19,29 +19,8 @@ from protocol.errors import (
     PermissionDenied,
     from_info,
 )
-from protocol.messages import (
-    Accepted,
-    Attach,
-    ChoiceFinished,
-    Done,
-    Error,
-    Event,
-    FinishReason,
-    Loaded,
-    Loading,
-    Paused,
-    PromptLogprobs,
-    Queued,
-    ReceivedChoice,
-    Request,
-    Resumed,
-    Tokens,
-    is_last,
-)
 from protocol.session import ClientSession
 from protocol.types import ModelStatus, TokenLogprob, Usage
-
-E = TypeVar("E")
 
 QUICK_S = 10.0
 """Seconds for calls such as hello, status and cancel. The daemon answers them at once, so a longer
@@ -85,13 +64,13 @@ class Exchange:
     def __init__(self) -> None:
         self._session = ClientSession()
         self._numbers = itertools.count(1)
-        self._waiting: dict[str, deque[Event]] = {}
+        self._waiting: dict[str, deque[m.Event]] = {}
         self._fault: KvdError | None = None
 
     def next_id(self) -> str:
         return str(next(self._numbers))
 
-    def request(self, request: Request) -> bytes:
+    def request(self, request: m.Request) -> bytes:
         """Open a request and return the bytes to send."""
         self.check()
         try:
@@ -122,7 +101,7 @@ class Exchange:
             self.fail(error)
             return
         for event in events:
-            if isinstance(event, Error) and not event.id:
+            if isinstance(event, m.Error) and not event.id:
                 self.fail(from_info(event.error))
             elif event.id in self._waiting:
                 self._waiting[event.id].append(event)
@@ -131,7 +110,7 @@ class Exchange:
         """Fail all requests with this error; only the connection's first error counts."""
         self._fault = self._fault or error
 
-    def take(self, request_id: str) -> Event | None:
+    def take(self, request_id: str) -> m.Event | None:
         """Return the next event of a request, or None if none has arrived yet.
 
         Raises the request's error, or the connection's error after the events before it.
@@ -143,18 +122,11 @@ class Exchange:
             self.check()
             return None
         event = waiting.popleft()
-        if is_last(event):
+        if m.is_last(event):
             del self._waiting[request_id]
-        if isinstance(event, Error):
+        if isinstance(event, m.Error):
             raise from_info(event.error)
         return event
-
-
-def expect(event: Event, kind: type[E]) -> E:
-    """Return the event if it has this type, else raise `LocalProtocolError`."""
-    if isinstance(event, kind):
-        return event
-    raise LocalProtocolError(f"expected {kind.__name__}, got {event!r}")
 
 
 @dataclass
@@ -165,7 +137,7 @@ class ChoiceRecord:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One per token, if requested."""
-    reason: FinishReason | None = None
+    reason: m.FinishReason | None = None
     """None while the choice runs."""
 
 
@@ -181,7 +153,7 @@ class CompletionRecord:
         self.request: str = ""
         """The id for `attach` if the daemon dies; empty unless ``journal = "disk"``."""
         self.usage: Usage | None = None
-        self.reason: FinishReason | None = None
+        self.reason: m.FinishReason | None = None
         """Why the request ended; None while it runs."""
 
     @property
@@ -199,22 +171,22 @@ class CompletionRecord:
         self.choices, self.prompt_logprobs = before.choices, before.prompt_logprobs
         self.seed, self.request = before.seed, before.request
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: m.Event) -> None:
         match event:
-            case Accepted(seed=seed, request=request):
+            case m.Accepted(seed=seed, request=request):
                 self.seed, self.request = seed, request
-            case Queued() | Paused() | Resumed():
+            case m.Queued() | m.Paused() | m.Resumed():
                 pass
-            case PromptLogprobs(logprobs=logprobs):
+            case m.PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs
-            case Tokens():
+            case m.Tokens():
                 choice = self._choice(event.choice)
                 choice.tokens += event.tokens
                 choice.text += event.text
                 choice.logprobs += event.logprobs or ()
-            case ChoiceFinished(choice=number, reason=reason):
+            case m.ChoiceFinished(choice=number, reason=reason):
                 self._choice(number).reason = reason
-            case Done(reason=reason, usage=usage):
+            case m.Done(reason=reason, usage=usage):
                 self.reason, self.usage = reason, usage
                 for choice in self.choices:
                     choice.reason = choice.reason or reason
@@ -231,29 +203,29 @@ class LoadRecord:
     """The progress of one load."""
 
     def __init__(self) -> None:
-        self.progress: Loading | None = None
+        self.progress: m.Loading | None = None
         self.model: ModelStatus | None = None
         """The loaded model, at the end."""
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: m.Event) -> None:
         match event:
-            case Loading():
+            case m.Loading():
                 self.progress = event
-            case Loaded(model=model):
+            case m.Loaded(model=model):
                 self.model = model
             case _:
                 raise LocalProtocolError(f"not an event of a load: {event!r}")
 
 
-def attach_request(request_id: str, request: str | CompletionRecord) -> Attach:
+def attach_request(request_id: str, request: str | CompletionRecord) -> m.Attach:
     """Return the request that continues another one, given by its id or its record."""
     if isinstance(request, str):
-        return Attach(id=request_id, request=request)
-    return Attach(
+        return m.Attach(id=request_id, request=request)
+    return m.Attach(
         id=request_id,
         request=request.request,
         received=[
-            ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
+            m.ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
             for choice in request.choices
         ],
         received_prompt_logprobs=len(request.prompt_logprobs),

@@ -503,7 +503,7 @@ def test_chat_refuses_values_out_of_range_and_resets_to_defaults(kvctl, home: Ho
 def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
     reported = threading.Event()
     messages = []
-    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
     monkeypatch.setattr(
         "kvd.cli.stream.print_message", lambda text: (messages.append(text), reported.set())
     )

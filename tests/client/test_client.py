@@ -181,7 +181,7 @@ def test_an_error_of_the_connection_ends_all_its_requests(home: Home):
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for_forever(home: Home, monkeypatch):
-    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
 
     def silence(request):
         return []
@@ -226,7 +226,7 @@ async def test_closing_the_asyncio_client_ends_what_others_wait_for(home: Home):
 async def test_a_request_without_an_answer_leaves_nothing_in_the_asyncio_client(
     home: Home, monkeypatch
 ):
-    monkeypatch.setattr("kvd.client.aio.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
     with stub_daemon(home.socket, silence):
         async with AsyncClient(home=home.root) as kvd:
             with pytest.raises(errors.NotRunning, match="does not answer"):
@@ -235,7 +235,7 @@ async def test_a_request_without_an_answer_leaves_nothing_in_the_asyncio_client(
 
 
 def test_a_request_without_an_answer_leaves_nothing_in_the_client(home: Home, monkeypatch):
-    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
     with stub_daemon(home.socket, silence), Client(home=home.root) as kvd:
         with pytest.raises(errors.NotRunning, match="does not answer"):
             kvd.status()
