@@ -164,9 +164,9 @@ class Storm:
 
     async def run(self, kills: int, stops: int, streams: int, spared: int) -> Found:
         """Let streams follow each other until all strikes have fallen, and end them whole."""
-        turn = itertools.cycle(self.asked)
-        players = [self._play("struck", turn) for _ in range(streams)]
-        players += [self._play("spared", turn) for _ in range(spared)]
+        queue = itertools.cycle(self.asked)
+        players = [self._play("struck", queue) for _ in range(streams)]
+        players += [self._play("spared", queue) for _ in range(spared)]
         playing = [asyncio.create_task(player) for player in players]
         blows = ["kill"] * kills + ["stop"] * stops
         self.rng.shuffle(blows)
@@ -179,9 +179,9 @@ class Storm:
         self.found.restarts = (await self._model()).restarts
         return self.found
 
-    async def _play(self, model: str, turn: Iterator[Asked]) -> None:
+    async def _play(self, model: str, queue: Iterator[Asked]) -> None:
         while not self.over:
-            one = next(turn)
+            one = next(queue)
             record, events = await self._run(model, one)
             for choice, tokens, text in zip(record.choices, one.tokens, one.texts, strict=True):
                 if (tuple(choice.tokens), choice.text) != (tokens, text):

@@ -146,7 +146,7 @@ async def chunks(pair: Pair, path: str, body: bytes) -> bytes:
     return bytes(found)
 
 
-def said(stream: bytes) -> str:
+def text_of(stream: bytes) -> str:
     """Return the text of a stream; it must have ended as it should."""
     lines = [line for line in stream.split(b"\n\n") if line.startswith(b"data: ")]
     if lines[-1] != b"data: [DONE]":
@@ -158,7 +158,7 @@ def said(stream: bytes) -> str:
 async def by_http(pair: Pair, model: str, tokens: int) -> str:
     """Return the text of a stream by HTTP."""
     request = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": 1, "stream": True}
-    return said(await chunks(pair, "/v1/completions", msgspec.json.encode(request)))
+    return text_of(await chunks(pair, "/v1/completions", msgspec.json.encode(request)))
 
 
 async def by_socket(pair: Pair, model: str, tokens: int) -> str:
@@ -298,8 +298,8 @@ async def measure_streams(served: Served, found: Found, *, each: int, tokens: in
     found.daemon_cpu_s = round(value(after, cpu) - value(before, cpu), 2)
     found.lag = lag_between(before, after)
     found.wrong += [repr(text) for text in texts if isinstance(text, BaseException)][:5]
-    said_what = {text for text in texts if isinstance(text, str)}
-    if len(said_what) != 1 or len(said_what.pop().split()) != tokens:
+    distinct = {text for text in texts if isinstance(text, str)}
+    if len(distinct) != 1 or len(distinct.pop().split()) != tokens:
         found.wrong.append("streams of one seed differ, or are cut short")
 
 
@@ -371,9 +371,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found = asyncio.run(run(options))
-    said_how = {k: v for k, v in vars(options).items() if k != "json"}
+    shown_options = {k: v for k, v in vars(options).items() if k != "json"}
     machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    result: dict[str, Any] = {"machine": machine, "options": said_how, **asdict(found)}
+    result: dict[str, Any] = {"machine": machine, "options": shown_options, **asdict(found)}
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -184,10 +184,10 @@ def linearity(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
     held = [Ours((length,), Scheme(8, 8)) for length in lengths]
     queries, token = mx.random.normal((1, HEADS, 1, DIM)), draw_pair(1, 1)
     seconds: list[list[float]] = [[] for _ in held]
-    for turn in range(rounds + 1):
+    for run_number in range(rounds + 1):
         for one, mine in zip(held, seconds, strict=True):
             taken = timed(lambda one=one: one.step(queries, token))
-            if turn:
+            if run_number:
                 mine.append(taken)
     medians = [statistics.median(mine) * 1e3 for mine in seconds]
     slope, intercept = np.polyfit(lengths, medians, 1)
@@ -214,10 +214,10 @@ def side_by_side(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     batch = len(lengths)
     queries, token = mx.random.normal((batch, HEADS, 1, DIM)), draw_pair(batch, 1)
     seconds: dict[str, list[float]] = {one.name: [] for one in held}
-    for turn in range(rounds + 1):
+    for run_number in range(rounds + 1):
         for one in held:
             taken = timed(lambda one=one: one.step(queries * 1, token))
-            if turn:
+            if run_number:
                 seconds[one.name].append(taken)
     found = []
     dense = next(one for one in held if isinstance(one, Batched)).nbytes

@@ -126,14 +126,14 @@ def test_every_table_of_the_configuration_has_a_section():
 def test_the_whole_file_is_the_defaults_and_holds_every_key():
     example = configuration.parts()["example"]
     as_it_is = config.parse(example.strip("`").removeprefix("toml"))
-    said = config.parse(configuration.uncommented(example))
+    reported = config.parse(configuration.uncommented(example))
     (entry,) = as_it_is.models
     assert isinstance(entry, ModelEntry)
     assert msgspec.structs.replace(as_it_is, models=[]) == Config()
-    (entry,) = said.models
+    (entry,) = reported.models
     examples = {"budget": "8GiB", "prefill_chunk": 256, "models": [entry]}
     http = msgspec.structs.replace(HttpSettings(), port=11711)
-    assert said == msgspec.structs.replace(Config(), http=http, **examples)
+    assert reported == msgspec.structs.replace(Config(), http=http, **examples)
     lines = configuration.uncommented(example).splitlines()
     keys = {line.partition(" = ")[0] for line in lines if " = " in line}
     named = {one.name for struct in STRUCTS for one in fields(struct)}

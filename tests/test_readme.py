@@ -131,13 +131,13 @@ def test_commands_of_other_pages_work_too(page: str, shell):
 def test_the_line_of_the_protocol_is_answered_as_the_page_says(served: Daemon):
     page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     asked = re.search(r"^\$ printf '(.*)\\n' \|", page, re.MULTILINE)
-    said = re.search(r'^\{"event":"hello".*\}$', page, re.MULTILINE)
+    reported = re.search(r'^\{"event":"hello".*\}$', page, re.MULTILINE)
     assert asked is not None
-    assert said is not None
+    assert reported is not None
     with served.connect() as raw:
         raw.sendall(asked[1].encode() + b"\n")
         answer = next(lines_of(raw))
-    shown = json.loads(said[0])
+    shown = json.loads(reported[0])
     assert answer.keys() == shown.keys()
     assert (answer["event"], answer["protocol"]) == (shown["event"], shown["protocol"])
 

@@ -65,9 +65,9 @@ class Side:
             pages = dense.reshape(*lead, tokens // PAGE, PAGE, dim).swapaxes(-1, -2)
             return self._through(pages).swapaxes(-1, -2).reshape(dense.shape)
         if self.layout in {"hadamard", "rotated"}:
-            turn = _hadamard(dense.shape[-1]).astype(dense.dtype)
+            rotation = _hadamard(dense.shape[-1]).astype(dense.dtype)
             straight = replace(self, layout="token" if self.layout == "hadamard" else "channel")
-            return straight(dense @ turn) @ turn.T
+            return straight(dense @ rotation) @ rotation.T
         return self._through(dense)
 
     def _through(self, x: mx.array) -> mx.array:

@@ -253,8 +253,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             record.note("decode", f"ours {kv}, {tokens} tokens", bench.decode_ours(kv, tokens))
         if options.only != "kvd":
             record.note("decode", f"theirs, {tokens} tokens", bench.decode_theirs(tokens))
-    for turn in range(options.runs if options.prefill else 0):
-        for make in sides if turn % 2 == 0 else sides[::-1]:
+    for run_number in range(options.runs if options.prefill else 0):
+        for make in sides if run_number % 2 == 0 else sides[::-1]:
             row = (bench.prefill(make, options.prefill) for _ in range(1))
             record.note("prefill", f"{options.prefill} tokens", row)
     return result

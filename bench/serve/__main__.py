@@ -77,8 +77,8 @@ class Comparison:
         """Play a trace's run on every side that takes part."""
         trace = traces.build(name, self._seed, number)
         sides = [side for side in self._servers if takes_part(side, name)]
-        turn = number % len(sides)
-        for side in sides[turn:] + sides[:turn]:
+        first = number % len(sides)
+        for side in sides[first:] + sides[:first]:
             measures = await self._measure(trace, number, self._servers[side])
             self.results.setdefault(name, {one: [] for one in sides})[side].append(measures)
             self._console.print(

@@ -50,7 +50,7 @@ class _Player:
         self._mark = mark
         self._begun = self._over = False
         self._start = time.monotonic()
-        self._turn: contextlib.AbstractAsyncContextManager[None] = (
+        self._limit: contextlib.AbstractAsyncContextManager[None] = (
             contextlib.nullcontext()
             if trace.concurrency is None
             else asyncio.Semaphore(trace.concurrency)
@@ -62,7 +62,7 @@ class _Player:
 
     async def send(self, ask: Ask, prompt: str, stream: Stream) -> None:
         await asyncio.sleep(max(0.0, self._start + ask.at_s - time.monotonic()))
-        async with self._turn:
+        async with self._limit:
             if ask.behind:
                 await self._reached[ask.behind].wait()
             stream.sent = time.monotonic()

@@ -55,20 +55,20 @@ async def check(client: AsyncClient, source: str, scheme: str, lower: dict[str, 
     loaded = await (await client.load(source, alias="m", kv=kv)).result()
     forecast = await client.explain("m", **asked)
     granted = await peak_of(client, "m")
-    said = forecast.levels[0].total_bytes
+    reported = forecast.levels[0].total_bytes
 
     assert forecast.measured
     assert not estimate.measured
     assert forecast.idle_bytes == loaded.granted_bytes
-    assert said == pytest.approx(granted, rel=CLOSE)
-    assert said > 1.03 * loaded.granted_bytes, "the rows are too few to show anything"
+    assert reported == pytest.approx(granted, rel=CLOSE)
+    assert reported > 1.03 * loaded.granted_bytes, "the rows are too few to show anything"
     assert estimate.weights_bytes == forecast.weights_bytes
     rows = [one.total_bytes - forecast.base_bytes for one in forecast.levels]
     assert [one.total_bytes - estimate.base_bytes for one in estimate.levels] == rows
     assert estimate.base_bytes == pytest.approx(forecast.base_bytes, abs=NOISE, rel=CLOSE)
     # The forecast of a lower level equals the use of a model that starts there.
     if scheme in lower:
-        assert said == pytest.approx(forecast.base_bytes + lower[scheme], rel=CLOSE)
+        assert reported == pytest.approx(forecast.base_bytes + lower[scheme], rel=CLOSE)
     lower |= {one.scheme: size for one, size in zip(forecast.levels, rows, strict=True)}
     await client.unload("m")
 
@@ -76,7 +76,7 @@ async def check(client: AsyncClient, source: str, scheme: str, lower: dict[str, 
 @pytest.mark.parametrize(
     ("name", "schemes"), [("demo", ("k8v8", "k4v4")), ("wide", ("k8v4",))], ids=["demo", "wide"]
 )
-def test_what_is_said_is_what_is_granted(
+def test_the_forecast_is_what_is_granted(
     name: str, schemes: tuple[str, ...], tmp_path: Path
 ) -> None:
     source = name

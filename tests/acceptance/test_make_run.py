@@ -37,8 +37,8 @@ def test_serves_the_embedded_model_and_says_what_to_try(home: Home) -> None:
             lines.append(line)
             if "Ctrl-C" in line:
                 break
-        said = "".join(lines)
-        assert str(home.socket) in said, said
+        reported = "".join(lines)
+        assert str(home.socket) in reported, reported
         commands = [line.split("kvctl", 1)[1].split() for line in lines if "kvctl --home" in line]
         assert len(commands) == 3
         kvctl = str(Path(sys.prefix) / "bin" / "kvctl")

@@ -79,5 +79,5 @@ async def main() -> None:
     assert max(one.footprint for one in watch.samples) <= 1.03 * budget
 
 
-def test_streams_under_pressure_finish_and_say_what_they_would_have_said():
+def test_streams_under_pressure_finish_with_the_same_tokens():
     asyncio.run(main())

@@ -78,12 +78,12 @@ def test_pages_are_counted_by_their_scheme():
 
 
 def test_the_summary_says_what_held():
-    said = summary(run(), 1, [])
+    reported = summary(run(), 1, [])
 
-    assert said["held"]
-    assert said["streams_by_levels"] == {"0": 1, "0->2": 1}
-    assert said["streams_paused"] == 1
-    assert said["peak_footprint_over_budget"] == 0.01
+    assert reported["held"]
+    assert reported["streams_by_levels"] == {"0": 1, "0->2": 1}
+    assert reported["streams_paused"] == 1
+    assert reported["peak_footprint_over_budget"] == 0.01
 
 
 @pytest.mark.parametrize(

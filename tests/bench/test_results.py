@@ -95,13 +95,13 @@ def test_the_chosen_key_layout_wins(length: int) -> None:
 def test_the_page_says_how_far_that_holds_without_outliers() -> None:
     flat = result("fidelity-h200-flat-keys")
     assert flat["flat_keys"]
-    for part, said in (("prefill", "0.62 to 0.68"), ("decode", "0.51 to 0.66")):
+    for part, reported in (("prefill", "0.62 to 0.68"), ("decode", "0.51 to 0.66")):
         shares = [
             entry(flat, "k4v8", n)[part]["kl"] / entry(flat, "k4v8:token", n)[part]["kl"]
             for n in LENGTHS
         ]
-        assert f"{min(shares):.2f} to {max(shares):.2f}" == said
-        assert f"{said} ({part}" in " ".join(page("fidelity").split())
+        assert f"{min(shares):.2f} to {max(shares):.2f}" == reported
+        assert f"{reported} ({part}" in " ".join(page("fidelity").split())
 
 
 @pytest.mark.parametrize("length", LENGTHS)

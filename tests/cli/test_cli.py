@@ -435,7 +435,7 @@ def test_chat_continues_after_an_error_without_the_question(kvctl, home: Home):
         code, out, err = kvctl("chat", "demo", stdin="fails\nworks\n")
     assert (code, out) == (0, "Grüße all\n")
     assert "the worker died" in err
-    assert [turn.content for turn in requests[-1].messages] == ["works"]
+    assert [message.content for message in requests[-1].messages] == ["works"]
 
 
 def test_chat_with_an_unknown_model_lists_the_loaded_ones(kvctl, home: Home):

@@ -299,7 +299,7 @@ def test_every_number_has_a_range_and_every_field_is_an_option():
 
 
 def test_all_that_a_request_may_say_is_sent(home: Home):
-    said = {
+    reported = {
         "max_tokens": 9,
         "n": 2,
         "stop": ("x",),
@@ -323,12 +323,12 @@ def test_all_that_a_request_may_say_is_sent(home: Home):
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
     }
-    assert {*said, *drawn} == set(options.Options.__annotations__)
+    assert {*reported, *drawn} == set(options.Options.__annotations__)
     with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
-        _ = kvd.generate("demo", "Hi", **said, **drawn).text
+        _ = kvd.generate("demo", "Hi", **reported, **drawn).text
     lists = {"stop": ["x"], "stop_tokens": [3, 4]}
     assert requests[0] == m.Generate(
-        id="1", model="demo", prompt="Hi", sampling=Sampling(**drawn), **{**said, **lists}
+        id="1", model="demo", prompt="Hi", sampling=Sampling(**drawn), **{**reported, **lists}
     )
 
 

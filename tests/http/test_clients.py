@@ -39,7 +39,7 @@ def test_openai_chat_is_what_the_socket_says(live: Live, ai: openai.OpenAI):
         model="fast", messages=HELLO, max_completion_tokens=20, temperature=0.7, seed=5
     )
     with live.client() as kvd:
-        history = [(turn["role"], turn["content"]) for turn in HELLO]
+        history = [(message["role"], message["content"]) for message in HELLO]
         same = kvd.generate("fast", messages=history, max_tokens=20, temperature=0.7, seed=5)
         assert answer.choices[0].message.content == same.text
     assert answer.choices[0].finish_reason == "length"

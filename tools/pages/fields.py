@@ -92,17 +92,17 @@ def words(kind: types.Type) -> str:
     """Return a type in words, with its bounds."""
     match kind:
         case types.UnionType(types=parts):
-            said = _union([part for part in parts if not isinstance(part, types.NoneType)])
+            text = _union([part for part in parts if not isinstance(part, types.NoneType)])
         case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
             items = PLURAL.sub(r"\1s", words(item))
-            said = f"list of {items}{_most(kind)}"
+            text = f"list of {items}{_most(kind)}"
         case types.DictType(key_type=key, value_type=value):
-            said = f"table from {words(key).partition(',')[0]} to {words(value)}{_most(kind)}"
+            text = f"table from {words(key).partition(',')[0]} to {words(value)}{_most(kind)}"
         case types.StructType(cls=struct):
-            said = struct.__name__
+            text = struct.__name__
         case _:
-            said = _scalar(kind)
-    return said
+            text = _scalar(kind)
+    return text
 
 
 def _most(kind: types.ListType | types.VarTupleType | types.DictType) -> str:
@@ -112,20 +112,20 @@ def _most(kind: types.ListType | types.VarTupleType | types.DictType) -> str:
 def _scalar(kind: types.Type) -> str:
     match kind:
         case types.BoolType():
-            said = "`true` or `false`"
+            text = "`true` or `false`"
         case types.IntType():
-            said = "integer" + _bounds(kind)
+            text = "integer" + _bounds(kind)
         case types.FloatType():
-            said = "number" + _bounds(kind)
+            text = "number" + _bounds(kind)
         case types.StrType():
-            said = _text(kind)
+            text = _text(kind)
         case types.LiteralType(values=values):
-            said = _either([f"`{json.dumps(value)}`" for value in values])
+            text = _either([f"`{json.dumps(value)}`" for value in values])
         case types.AnyType():
-            said = "any"
+            text = "any"
         case _:
             raise TypeError(kind)
-    return said
+    return text
 
 
 def _union(parts: list[types.Type]) -> str:
@@ -164,5 +164,5 @@ def _bounds(kind: types.IntType | types.FloatType) -> str:
         f"at most {high:g}" if high is not None else "",
         f"below {below:g}" if below is not None else "",
     ]
-    said = ", ".join(part for part in parts if part)
-    return f", {said}{step}" if said else step
+    text = ", ".join(part for part in parts if part)
+    return f", {text}{step}" if text else step

@@ -39,10 +39,10 @@ class Drawing:
         place = f'x="{x}" y="{y}" width="{wide}" height="{high}" rx="{radius}"'
         self.pieces.append(f'<rect class="{kind}" {place}/>')
 
-    def text(self, x: int, y: int, said: str, kind: str = "", anchor: str = "start") -> None:
+    def text(self, x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> None:
         """Add a line of text."""
         self.pieces.append(
-            f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(said)}</text>'
+            f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def arrow(self, x: int, y: int, to_x: int, to_y: int, *, both: bool = False) -> None:
@@ -144,8 +144,8 @@ def _budget(drawing: Drawing) -> None:
         x += 4
     drawing.box(x, 380, 944 - x, 34, "free", 2)
     x = 16
-    for kind, said in KEYS:
+    for kind, text in KEYS:
         drawing.box(x, 434, 14, 14, kind, 2)
-        drawing.text(x + 20, 446, said, "small")
-        x += 36 + 8 * len(said)
+        drawing.text(x + 20, 446, text, "small")
+        x += 36 + 8 * len(text)
     drawing.text(944, 446, "the sum of grants never exceeds it", "small", "end")
