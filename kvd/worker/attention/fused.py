@@ -1,8 +1,4 @@
-"""The backend that runs decode attention as kernels: from a store's step to `launch.Fused`.
-
-Prefill uses plain operations. So do decode steps whose levels have more arrays than a kernel
-accepts.
-"""
+"""The backend that runs decode attention as kernels; prefill uses plain operations."""
 
 from __future__ import annotations
 
@@ -69,7 +65,6 @@ class FusedBackend:
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
     ) -> FusedStep | None:
-        """Describe a step; None if its levels have too many arrays."""
         if len(pages.levels) > 1:
             arrays = max(
                 sum(layer.pools[level].array_count for level in pages.levels) for layer in layers
@@ -102,18 +97,12 @@ class FusedStep:
 
     @staticmethod
     def of(kernels: Kernels, kind: Kind, rows: Sequence[Row], pages: PageList) -> FusedStep:
-        """Describe rows whose lengths include the new token."""
         splits = pages.splits
-        row_data = [
-            (*row, first, end)
-            for row, first, end in zip(
-                rows_of(kind, rows, pages), (0, *splits.ends), splits.ends, strict=False
-            )
-        ]
+        bounds = zip(rows_of(kind, rows, pages), (0, *splits.ends), splits.ends, strict=False)
+        row_data = [(*row, first, end) for row, first, end in bounds]
         return FusedStep(kernels, kind, pages, splits, mx.array(row_data, mx.int32))
 
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
         layer.tail_keys, layer.tail_values = self.kernels.append(
             Append(
                 layer.tail_keys, layer.tail_values, keys, values, step.token_places, step.token_rows
@@ -146,7 +135,6 @@ class FusedStep:
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Attend one query per row, like `kvd.worker.attention.decode.decode_attention`."""
         return self.kernels.decode_attention(
             Attention(
                 queries,
@@ -164,41 +152,28 @@ class FusedStep:
         )
 
     def padded(self) -> FusedStep:
-        """Return the step with lists padded to few lengths; less for splits, which cost work."""
-        return replace(
+        return replace(  # splits cost work, so they get less padding
             self,
             pages=self.pages.padded(padded_length(self.pages.count)),
             splits=self.splits.padded(padded_work(max(MIN_SPLITS, self.splits.count))),
         )
 
     def shapes(self, step: DecodeStep) -> tuple[Any, ...]:
-        """Return the sizes that determine the shapes of `arrays`, and how many there are."""
         lists = self.pages.array.shape[0], self.splits.array.shape[0]
         return "fused", step.token_rows is None, *lists
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
-        """Return the arrays that a compiled step reads, besides tails and pools."""
         token_rows = [] if step.token_rows is None else [step.token_rows]
-        return [
-            step.offsets,
-            step.token_places,
-            self.rows,
-            self.pages.array,
-            self.splits.array,
-            *token_rows,
-        ]
+        lists = self.rows, self.pages.array, self.splits.array
+        return [step.offsets, step.token_places, *lists, *token_rows]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
         offsets, places, rows, pages, splits = (next(given) for _ in range(5))
+        page_list, split_list = self.pages.with_array(pages), self.splits.with_array(splits)
         return replace(
             step,
             token_places=places,
             token_rows=None if step.token_rows is None else next(given),
-            backend=replace(
-                self,
-                rows=rows,
-                pages=self.pages.with_array(pages),
-                splits=self.splits.with_array(splits),
-            ),
+            backend=replace(self, rows=rows, pages=page_list, splits=split_list),
             shared={"offsets": offsets},
         )

@@ -1,8 +1,4 @@
-"""Softmax over keys that come in tiles: running maximum, sum and output, in float32.
-
-The online softmax of arXiv 1805.02867, in the form of FlashAttention (arXiv 2205.14135), in plain
-MLX operations with the explicit scores of one tile.
-"""
+"""The online softmax of arXiv 1805.02867, in plain MLX operations: running maximum, sum and output."""
 
 from __future__ import annotations
 
@@ -49,7 +45,6 @@ class OnlineSoftmax:
         self._output = self._output * fade + scores @ values.astype(mx.float32)
 
     def state(self) -> list[mx.array]:
-        """Return the arrays to evaluate so that the memory of earlier tiles is freed."""
         return [self._top, self._total, self._output]
 
     def result(self) -> mx.array:

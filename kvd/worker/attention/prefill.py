@@ -72,7 +72,6 @@ class _Pages:
     starts: tuple[int, ...]
 
     def read(self, heads: slice) -> tuple[mx.array, mx.array]:
-        """Return dense keys and values of some heads, ``[pages, heads, 64, dim]`` each; lazy."""
         return self.pool.read(self.slots, heads)
 
     @property
@@ -138,7 +137,7 @@ class _Task:
         return self.work.queries - self.handle.step.count
 
     def is_fused_available(self) -> bool:
-        """Ask MLX whether its dense kernel works without a matrix of scores here."""
+        """Return whether MLX's dense kernel works without a matrix of scores here."""
         work, dtype = self.work, self.queries.dtype
         keys, values = (
             mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
@@ -158,7 +157,6 @@ class _Task:
         return True
 
     def fits_one_call(self, cut: Plan) -> bool:
-        """Return whether one call of the dense kernel suffices."""
         return cut.keys is None and cut.heads == self.work.kv_heads
 
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
@@ -176,34 +174,23 @@ def _visible_pages(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
     if not kind.bounded:
         return pages
     low = kind.low(first)
-    seen = (
-        one.some(
-            [
-                index
-                for index, start in enumerate(one.starts)
-                if start + PAGE_TOKENS > low or start < kind.keep
-            ]
-        )
-        for one in pages
-    )
-    return [one for one in seen if one.starts]
+    found = []
+    for level in pages:
+        visible = [start + PAGE_TOKENS > low or start < kind.keep for start in level.starts]
+        if any(visible):
+            found.append(level.some([index for index, seen in enumerate(visible) if seen]))
+    return found
 
 
 def _dense(task: _Task, heads: slice) -> mx.array:
     """Attend the queries of some KV heads to all keys at once; lazy."""
     newest, heads_queries = task.handle.chunk, task.query_heads(heads)
     parts = [pages.read(heads) for pages in task.pages]
-    keys, values = (
-        mx.concatenate(
-            [
-                *(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts),
-                dense[heads],
-                *_padding(task, dense[heads]),
-            ],
-            axis=1,
-        )
-        for side, dense in enumerate((newest.keys, newest.values))
-    )
+    sides = []
+    for side, dense in enumerate((newest.keys[heads], newest.values[heads])):
+        paged = [part[side].swapaxes(0, 1).flatten(1, 2) for part in parts]
+        sides.append(mx.concatenate([*paged, dense, *_padding(task, dense)], axis=1))
+    keys, values = sides
     output: mx.array = mx.fast.scaled_dot_product_attention(
         task.queries[:, heads_queries],
         keys[None],
@@ -218,9 +205,8 @@ def _dense(task: _Task, heads: slice) -> mx.array:
 
 def _padding(task: _Task, dense: mx.array) -> list[mx.array]:
     """Return keys or values after all others, which no query of the chunk sees."""
-    if not task.padding:
-        return []
-    return [mx.zeros((dense.shape[0], task.padding, dense.shape[2]), dense.dtype)]
+    heads, _, dim = dense.shape
+    return [mx.zeros((heads, task.padding, dim), dense.dtype)] if task.padding else []
 
 
 def _mask(task: _Task) -> mx.array | str:

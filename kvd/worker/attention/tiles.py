@@ -44,9 +44,7 @@ class Work:
     k_dim: int
     v_dim: int
     itemsize: int
-    """Bytes of one dense element."""
     unpacking: int = 0
-    """Bytes per element that unpacking needs, besides its input and output."""
     masked: bool = False
     """Whether more than the future is hidden, so that every mask is an array."""
     sinks: bool = False

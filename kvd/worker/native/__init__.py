@@ -4,7 +4,4 @@ MLX computes norms, RoPE and attention on the CPU as chains of small operations,
 floats to compute. In a decode step of a few rows that takes most of the time. Here each of them is
 one operation of MLX's graph, and weights stay half floats. A row's numbers never depend on the
 other rows of its batch.
-
-`build` compiles and caches the library, `operations` replaces MLX's functions with it, `layers`
-packs a model's weights for it, and `step` prepares the arrays that its attention reads.
 """

@@ -22,7 +22,6 @@ class Activation:
 
     @property
     def status(self) -> str | None:
-        """``on``, or the reason; None on accelerators."""
         return "on" if self.library is not None else self.reason
 
 
@@ -47,7 +46,6 @@ def activate(progress: ReportProgress) -> Activation:
 
 
 def thread_count() -> int:
-    """Return the threads that share a product: the processors this process may use."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

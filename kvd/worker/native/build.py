@@ -49,8 +49,7 @@ class NotBuiltError(Exception):
 def load() -> ModuleType:
     """Return the library, built first if needed; raises `NotBuiltError`."""
     try:
-        path = library()
-        return _loaded(path)
+        return _loaded(library())
     except OSError as error:
         raise NotBuiltError(
             f"the native library cannot be stored ({error}); set XDG_CACHE_HOME to a folder"
@@ -66,12 +65,14 @@ def _loaded(path: Path) -> ModuleType:
         raise NotBuiltError(f"{path} is no Python extension")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    _try(module)
+    # Fail now if arrays do not pass from MLX to the library and back.
+    found = module.rms_norm(mx.ones((2, 8)), None, 0.0)
+    if not bool(mx.array_equal(found, mx.ones((2, 8))).item()):
+        raise RuntimeError("a row of ones has no norm of 1")
     return module
 
 
 def is_built() -> bool:
-    """Return whether `load` has nothing to compile."""
     try:
         return _is_sound(_path())
     except (OSError, PackageNotFoundError):
@@ -129,7 +130,6 @@ def _path() -> Path:
 
 
 def _key() -> str:
-    """Return a hash of everything that the binary depends on."""
     parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), _processor()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -150,14 +150,9 @@ def _compiled(folder: Path) -> Path:
     if (command := compiler()) is None:
         raise NotBuiltError("no C++ compiler is installed (Debian: g++)")
     binding = Path(nanobind.include_dir()).parent
-    # `mlx` is a namespace package, which has no file.
-    mlx = Path(str(mx.__file__)).parent
-    includes = [
-        binding / "include",
-        binding / "ext" / "robin_map" / "include",
-        mlx / "include",
-        Path(sysconfig.get_path("include")),
-    ]
+    mlx = Path(str(mx.__file__)).parent  # `mlx` is a namespace package, which has no file
+    includes = [binding / "include", binding / "ext" / "robin_map" / "include", mlx / "include"]
+    includes.append(Path(sysconfig.get_path("include")))
     target = folder / f"{NAME}.so"
     arguments = [*_FLAGS, *(f"-I{path}" for path in includes)]
     arguments += [str(SOURCES / "module.cpp"), str(binding / "src" / "nb_combined.cpp")]
@@ -172,10 +167,3 @@ def _compiled(folder: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
         raise NotBuiltError(f"{command} failed: {lines[0][:300]}")
     return target
-
-
-def _try(module: ModuleType) -> None:
-    """Raise ``RuntimeError`` if arrays do not pass from MLX to the library and back."""
-    found = module.rms_norm(mx.ones((2, 8)), None, 0.0)
-    if not bool(mx.array_equal(found, mx.ones((2, 8))).item()):
-        raise RuntimeError("a row of ones has no norm of 1")

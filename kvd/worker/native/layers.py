@@ -12,7 +12,7 @@ any batch.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -28,11 +28,10 @@ class _Packed(nn.Module):  # type: ignore[misc]
     parameter's.
     """
 
-    def __init__(self, library: ModuleType, weight: mx.array) -> None:
+    def __init__(self, library: ModuleType, layer: nn.Linear | nn.Embedding) -> None:
         super().__init__()
         self._library = library
-        weight = _narrowed(weight)
-        """``[outputs, inputs]`` float32, created on each access; for models that read it."""
+        weight = _narrowed(layer.weight)
         self.outputs, inputs = weight.shape
         panels = -(-self.outputs // PANEL)
         padded = mx.pad(weight, [(0, panels * PANEL - self.outputs), (0, 0)])
@@ -40,9 +39,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
     @property
     def packed(self) -> mx.array:
-        """``[panels, inputs, 16]``."""
-        panels: mx.array = self._panels
-        return panels
+        return self._panels
 
     @property
     def weight(self) -> mx.array:
@@ -52,8 +49,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
         return unpacked[: self.outputs].astype(mx.float32)
 
     def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
-        found: mx.array = self._library.multiply(x, self.packed, self.outputs, bias)
-        return found
+        return cast(mx.array, self._library.multiply(x, self.packed, self.outputs, bias))
 
 
 def _narrowed(weight: mx.array) -> mx.array:
@@ -70,30 +66,23 @@ class PackedLinear(_Packed):
     """`nn.Linear` over a packed weight."""
 
     def __init__(self, library: ModuleType, layer: nn.Linear) -> None:
-        super().__init__(library, layer.weight)
+        super().__init__(library, layer)
         if "bias" in layer:
             self.bias = layer.bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Multiply ``[..., inputs]`` to ``[..., outputs]``, float32."""
         return self._product(x, self.bias if "bias" in self else None)
 
 
 class PackedEmbedding(_Packed):
     """`nn.Embedding` over a packed weight."""
 
-    def __init__(self, library: ModuleType, layer: nn.Embedding) -> None:
-        super().__init__(library, layer.weight)
-
     def __call__(self, ids: mx.array) -> mx.array:
-        """Return the ids' rows, ``[..., inputs]`` float32."""
         if ids.dtype != mx.int32:
             ids = ids.astype(mx.int32)
-        found: mx.array = self._library.look_up(ids, self.packed, self.outputs)
-        return found
+        return cast(mx.array, self._library.look_up(ids, self.packed, self.outputs))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply like the output layer of a model with tied embeddings."""
         return self._product(x, None)
 
 
@@ -105,31 +94,26 @@ def pack_weights(model: Any, library: ModuleType) -> None:
     """
     replaced: dict[int, _Packed] = {}
     originals: list[Any] = []  # kept alive, so that no other module gets the id of one
+
+    def packed(child: Any) -> Any:
+        if id(child) in replaced:  # a shared layer stays shared
+            return replaced[id(child)]
+        if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
+            return child
+        kind = PackedLinear if type(child) is nn.Linear else PackedEmbedding
+        replaced[id(child)] = kind(library, child)
+        originals.append(child)
+        child.pop("weight")  # otherwise all of them would stay in memory besides the packed ones
+        return replaced[id(child)]
+
     for module in list(model.modules()):
         for name, child in list(module.items()):
             if isinstance(child, nn.Module):
-                module[name] = _packed_layer(child, library, replaced, originals)
+                module[name] = packed(child)
             elif isinstance(child, list):
-                module[name] = [_packed_layer(item, library, replaced, originals) for item in child]
+                module[name] = [packed(item) for item in child]
             elif isinstance(child, dict):
-                module[name] = {
-                    key: _packed_layer(item, library, replaced, originals)
-                    for key, item in child.items()
-                }
-
-
-def _packed_layer(
-    child: Any, library: ModuleType, replaced: dict[int, _Packed], originals: list[Any]
-) -> Any:
-    if id(child) in replaced:  # a shared layer stays shared
-        return replaced[id(child)]
-    if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
-        return child
-    kind: Any = PackedLinear if type(child) is nn.Linear else PackedEmbedding
-    replaced[id(child)] = kind(library, child)
-    originals.append(child)
-    child.pop("weight")  # otherwise all of them would stay in memory besides the packed ones
-    return replaced[id(child)]
+                module[name] = {key: packed(item) for key, item in child.items()}
 
 
 def packed_arrays(model: Any) -> list[mx.array]:

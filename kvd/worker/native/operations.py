@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models import activations
@@ -29,11 +29,11 @@ class _Functions:
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
-        supported = x.dtype == mx.float32 and (weight is None or _fits(weight, x.shape[-1:]))
+        fits = weight is None or (weight.dtype == mx.float32 and weight.shape == x.shape[-1:])
+        supported = x.dtype == mx.float32 and fits
         if not supported or stream is not None or not x.size:
             return _rms_norm(x, weight, eps, stream=stream)
-        found: mx.array = self._library.rms_norm(x, weight, eps)
-        return found
+        return cast(mx.array, self._library.rms_norm(x, weight, eps))
 
     def rope(
         self,
@@ -62,20 +62,13 @@ class _Functions:
                 freqs=freqs,
                 stream=stream,
             )
-        found: mx.array = self._library.rope(a, positions, rates, traditional, scale)
-        return found
+        return cast(mx.array, self._library.rope(a, positions, rates, traditional, scale))
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
         supported = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
         if not supported or not x.size or not x.ndim:
-            other: mx.array = _swiglu(gate, x)
-            return other
-        found: mx.array = self._library.swiglu(gate, x)
-        return found
-
-
-def _fits(weight: mx.array, shape: tuple[int, ...]) -> bool:
-    return weight.dtype == mx.float32 and weight.shape == shape
+            return cast(mx.array, _swiglu(gate, x))
+        return cast(mx.array, self._library.swiglu(gate, x))
 
 
 def _rotation_rates(

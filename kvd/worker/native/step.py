@@ -1,11 +1,8 @@
-"""The backend that attends with the library: its arrays of rows and of pages.
-
-Everything is on the host except two small arrays.
-"""
+"""The backend that attends with the library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,16 +46,13 @@ class NativeStep:
     kind: Kind
     pages: PageList
     rows: mx.array
-    """``[rows, 6]`` int32, from `rows_of`."""
     moves_tails: ClassVar[bool] = False
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
-        """Describe rows whose lengths include the new token."""
         return NativeStep(library, kind, pages, mx.array(rows_of(kind, rows, pages), mx.int32))
 
     def append(self, layer: LayerStore, _: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``."""
         layer.tail_keys, layer.tail_values = self.library.append(
             layer.tail_keys, layer.tail_values, keys, values, self.rows
         )
@@ -66,30 +60,19 @@ class NativeStep:
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Attend one query per row, like `kvd.worker.attention.decode.decode_attention`."""
-        found: mx.array = self.library.decode_attention(
-            queries,
-            self.pages.array,
-            layer.tail_keys,
-            layer.tail_values,
-            self.rows,
-            *pools_of(layer, self.pages),
-            scale,
-            self.kind.keep,
-            sinks,
-        )
-        return found
+        attend: Callable[..., mx.array] = self.library.decode_attention
+        tails = layer.tail_keys, layer.tail_values
+        pools = pools_of(layer, self.pages)
+        keep = self.kind.keep
+        return attend(queries, self.pages.array, *tails, self.rows, *pools, scale, keep, sinks)
 
     def padded(self) -> NativeStep:
-        """Return the step with a list of pages of one of few lengths."""
         return replace(self, pages=self.pages.padded(padded_length(self.pages.count)))
 
     def shapes(self, _: DecodeStep) -> tuple[Any, ...]:
-        """Return the sizes that determine the shapes of `arrays`."""
         return "native", self.pages.array.shape[0]
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
-        """Return the arrays that a compiled step reads, besides tails and pools."""
         return [step.offsets, self.rows, self.pages.array]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
@@ -114,7 +97,6 @@ class NativePrefill:
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, row: Row, count: int) -> NativePrefill:
-        """Describe a row whose length does not include the chunk yet."""
         positions = range(row.length, row.length + count)
         lows = mx.array([kind.low(position) for position in positions], mx.int32)
         return NativePrefill(library, kind, PageList.of([row]), lows, row.length, row.tail_start)
@@ -127,8 +109,8 @@ class NativePrefill:
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attend a chunk, like `kvd.worker.attention.prefill.prefill_attention`."""
-        found: mx.array = self.library.prefill_attention(
+        attend: Callable[..., mx.array] = self.library.prefill_attention
+        return attend(
             queries,
             self.pages.array,
             chunk.keys,
@@ -142,4 +124,3 @@ class NativePrefill:
             self.offset,
             self.tail_start,
         )
-        return found

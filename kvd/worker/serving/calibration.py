@@ -3,8 +3,6 @@
 One JSON file per model, named after a hash of its content. So a result follows the model through
 renames and copies, and does not apply to any other model. A load raises all precision levels below
 the quality floor to it. An unreadable file counts as no result, and is logged.
-
-Does not cover measuring (`kvd.worker.tools.fidelity`).
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):
 
     scheme: str
     allowed: bool
-    """Whether this level alone is good enough."""
     kl: float | None
     top1: float | None
     perplexity_change: float | None
@@ -59,7 +56,6 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     tokens: int
     date: str
-    """ISO 8601, UTC."""
     device: str
     versions: dict[str, str]
 
@@ -89,10 +85,7 @@ def content_key(headers: Headers) -> str:
 
 
 def store(folder: Path, result: CalibrationResult) -> Path:
-    """Write a result atomically, replacing an older one; return its file.
-
-    Raises ``OSError``.
-    """
+    """Write a result atomically, replacing an older one; return its file. Raises ``OSError``."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / f"{result.key}.json"
     text = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"

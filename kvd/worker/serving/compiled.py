@@ -58,9 +58,9 @@ class CompiledDecode:
         logits, tails = self._called(self._function(key, parts), inputs)
         left = iter(tails)
         for part in parts:
-            part.take_tails(left)
-        found: mx.array = logits
-        return found
+            for layer in part.store.layers:
+                _put_tails(layer, left)
+        return logits
 
     def _function(self, key: tuple[Any, ...], parts: list[_Part]) -> _Trace:
         if key not in self._traces:
@@ -93,7 +93,6 @@ class _Part:
 
     store: KVStore
     step: DecodeStep
-    """The step, with padded tables."""
 
     @staticmethod
     def of(store: KVStore) -> _Part:
@@ -106,11 +105,6 @@ class _Part:
         return _Part(store, _with_tables(step, tables))
 
     @property
-    def tables(self) -> list[LevelTable]:
-        """The pages, by level."""
-        return self.step.tables
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """What a trace depends on: everything that determines the shapes of its arrays."""
         step = self.step
@@ -121,8 +115,8 @@ class _Part:
         sizes = (step.batch, len(step.rows), tails, self.levels, capacities)
         if step.backend is not None:
             return *sizes, *step.backend.shapes(step)
-        pages = tuple(len(table.owners) for table in self.tables)
-        masks = [step.visible_pages(table) for table in self.tables]
+        pages = tuple(len(table.owners) for table in self.step.tables)
+        masks = [step.visible_pages(table) for table in self.step.tables]
         mask_shapes = tuple(None if mask is None else mask.shape for mask in masks)
         return *sizes, step.all_tails, pages, mask_shapes
 
@@ -130,26 +124,24 @@ class _Part:
     def levels(self) -> tuple[int, ...]:
         if self.step.backend is not None:
             return self.step.backend.pages.levels
-        return tuple(table.level for table in self.tables)
+        return tuple(table.level for table in self.step.tables)
 
     def arrays(self) -> Arrays:
         """Return all arrays that the step reads, in the order of `put`."""
-        found = self._described()
+        step = self.step
+        found = self._addresses() if step.backend is None else step.backend.arrays(step)
         for layer in self.store.layers:
             found += [layer.tail_keys, layer.tail_values]
             for level in self.levels:
                 found += layer.pools[level].arrays()
         return found
 
-    def _described(self) -> Arrays:
-        """Return the arrays that address tails and pools."""
+    def _addresses(self) -> Arrays:
         step = self.step
-        if step.backend is not None:
-            return step.backend.arrays(step)
         found = [step.slots, step.token_places, step.offsets, step.visible_tails()]
         if step.token_rows is not None:
             found.append(step.token_rows)
-        for table in self.tables:
+        for table in self.step.tables:
             found += [table.slots, table.rows]
             for heads in self._heads:
                 for index in table.indices(heads):
@@ -159,7 +151,6 @@ class _Part:
         return found
 
     def put(self, given: Iterator[mx.array]) -> None:
-        """Replace all arrays of `arrays`."""
         self.store.step = self._redescribed(given)
         for layer in self.store.layers:
             _put_tails(layer, given)
@@ -174,24 +165,17 @@ class _Part:
         token_rows = None if step.token_rows is None else next(given)
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
-        for table in self.tables:
+        for table in self.step.tables:
             page_slots, rows = next(given), next(given)
-            indices = {
-                heads: (
-                    PageIndex(next(given), next(given)),
-                    PageIndex(next(given), next(given)),
-                )
-                for heads in self._heads
-            }
+            indices = {}
+            for heads in self._heads:
+                by_row, by_page = (PageIndex(next(given), next(given)) for _ in range(2))
+                indices[heads] = by_row, by_page
             tables.append(table.with_arrays(page_slots, rows, indices))
             visible = None if step.visible_pages(table) is None else next(given)
             shared[step.pages_key(table)] = visible
         step = replace(step, slots=slots, token_places=places, token_rows=token_rows, shared=shared)
         return _with_tables(step, tables)
-
-    def take_tails(self, given: Iterator[mx.array]) -> None:
-        for layer in self.store.layers:
-            _put_tails(layer, given)
 
     @property
     def _heads(self) -> list[int]:

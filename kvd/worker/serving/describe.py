@@ -16,9 +16,7 @@ from kvd.worker.serving.probe import Served
 from protocol.types import KVPart
 
 PREFILL_CHUNK = 256
-"""Default of `LoadModel.prefill_chunk`."""
 _VERY_LONG = 1 << 40
-"""Tokens of a row that exceeds every bound."""
 
 
 def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:

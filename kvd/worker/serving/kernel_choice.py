@@ -16,6 +16,5 @@ def plain_only() -> bool:
 
 
 def find_kernels() -> FusedBackend | None:
-    """Return kernels for the default device; None if there are none."""
     language = find_language()
     return None if language is None else FusedBackend(Fused(language), language.most_buffers)

@@ -170,7 +170,6 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
-    """Return the bytes of a step's scratch that this model is charged."""
     parts = 0
     if isinstance(runner.cache, ModelCache) and isinstance(runner.cache.backend, FusedBackend):
         parts = memory_bounds.parts_bytes(loaded.config, command.max_rows, loaded.context_length)
@@ -194,14 +193,12 @@ def _is_native(runner: Runner) -> bool:
 
 
 def limit_context(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
-    """Return the model with a context of at most this many tokens."""
     if most is None or most >= loaded.context_length:
         return loaded
     return replace(loaded, context_length=most)
 
 
 def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
-    """Return the grant of this many bytes; raises `InsufficientMemory` if it is denied."""
     grant = ask_grant(total_bytes, reason)
     if not grant.granted:
         raise InsufficientMemory(

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from kvd.worker.engine import ReportProgress
 
 EMBEDDED = ("demo",)
-"""Models included in the package."""
 
 DEFAULT_CONTEXT = 4096
-"""Context length of the few models that do not state theirs."""
 
 _T = TypeVar("_T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

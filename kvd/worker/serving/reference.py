@@ -33,7 +33,6 @@ class DenseKVCache:
         self._positions = positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append new tokens; return all keys and values."""
         self.keys = mx.concatenate([self.keys, keys], axis=2)
         if values.shape[-1] != self.values.shape[-1]:  # values that the model never reads
             values = mx.zeros((*keys.shape[:-1], self.values.shape[-1]), keys.dtype)

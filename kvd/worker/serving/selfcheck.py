@@ -48,7 +48,7 @@ _MEANINGS = {
 
 
 class SelfCheckFailed(Exception):
-    """The model cannot be served this way; the text gives the reason."""
+    """The model cannot be served this way; the text says why."""
 
 
 class Reference(Protocol):

@@ -44,7 +44,6 @@ class TimedKernels:
 
     @property
     def launches(self) -> int:
-        """The count of the wrapped kernels."""
         return self._kernels.launches
 
     @launches.setter

@@ -12,13 +12,12 @@ from protocol.pages import TAIL_TOKENS
 
 THREADS = 256
 PIECE = 16
-"""Bytes that a thread copies."""
+"""Bytes per thread."""
 
 
 def append_source(
     language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, *, token_rows: bool
 ) -> str:
-    """Return the kernel's body; ``token_rows``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, heads, k_dim, v_dim, itemsize)
@@ -41,7 +40,6 @@ const int keys_end = tails * HEADS * TAIL * K_PIECES;
 
 
 def token_row_of(tail: str, *, token_rows: bool) -> str:
-    """Return the row from which a tail takes its token."""
     return f"givers[{tail}]" if token_rows else tail
 
 

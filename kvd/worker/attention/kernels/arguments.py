@@ -12,7 +12,7 @@ from kvd.worker.cache.backend import LevelPackings
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Arguments of decode attention: the newest tokens of rows attend to all that they see."""
+    """Arguments of decode attention."""
 
     queries: mx.array
     """``[batch, q_heads, L, k_dim]`` of the newest tokens, which are all in the tails; rows first,
@@ -38,17 +38,14 @@ class Attention:
     scale: float
     keep: int
     sinks: mx.array | None
-    """``[q_heads]`` logits, or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Append:
-    """Arguments of appending one token of each row to its tail."""
+    """Arguments of appending one token of each row to its tail (shapes: `Attention`)."""
 
     tail_keys: mx.array
-    """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
-    """``[tails, kv_heads, 128, v_dim]``."""
     keys: mx.array
     """``[rows or more, kv_heads, 1, k_dim]``."""
     values: mx.array
@@ -91,6 +88,6 @@ class Rotate:
     """Norm weights of queries and keys, ``[k_dim]`` each; None without norms."""
     tail_keys: mx.array
     tail_values: mx.array
-    """Tails and places as in `Append`."""
     token_places: mx.array
+    """Tails as in `Attention`, places as in `Append`."""
     token_rows: mx.array | None

@@ -42,7 +42,6 @@ sums have a normal size."""
 
 
 def split_source(shape: Shape, language: Language) -> str:
-    """Return the body of the kernel that processes splits."""
     text = Text(shape.tile)
     _begin(text, shape, language)
     if matrix.fits(shape, language):
@@ -197,7 +196,6 @@ if (one + # < VECTORS) to[(one + #) * ENTRY + 1] = sum@;
 
 
 def combine_source(shape: Shape, language: Language) -> str:
-    """Return the body of the kernel that combines each row's splits, with a block per vector."""
     text = Text(1)
     _begin_combine(text, shape, language)
     if shape.sinks:
@@ -242,7 +240,6 @@ if (me < V_DIM) to[me] = T(total == 0 ? 0.0f : sum / total);
 
 
 def _begin_combine(text: Text, shape: Shape, language: Language) -> None:
-    """Find the row's splits, and the maximum of their scores."""
     text.add(language.prologue)
     text.add(f"""
 constexpr int V_DIM = {shape.v_dim}, VECTORS = {shape.kv_heads * shape.vectors};
@@ -271,5 +268,4 @@ def entry(shape: Shape) -> int:
 
 
 def combine_threads(shape: Shape) -> int:
-    """Return the threads of a block that combines splits: one for each channel."""
     return LANES * -(-shape.v_dim // LANES)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix, rotate
-from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
+from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
 from kvd.worker.attention.kernels.kernel_files import cuda_kernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
@@ -30,7 +30,7 @@ class Launch:
     output_shapes: list[tuple[int, ...]]
     output_dtypes: list[mx.Dtype]
     grid: tuple[int, int, int]
-    """In threads."""
+    """Threads."""
     threadgroup: tuple[int, int, int]
     template: tuple[tuple[str, mx.Dtype], ...]
 
@@ -41,10 +41,8 @@ class Fused:
     def __init__(self, language: Language) -> None:
         self.language = language
         self.launches = 0
-        """Kernels that were added to graphs so far."""
 
     def decode_attention(self, given: Attention) -> mx.array:
-        """Return ``[batch, q_heads, L, v_dim]``, zero for the padding; lazy."""
         q_heads, kv_heads = given.queries.shape[1], given.tail_keys.shape[1]
         shape = Shape(
             given.queries.dtype,
@@ -65,14 +63,12 @@ class Fused:
         return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        """Return the tails' keys and values with the new tokens in their places; lazy."""
-        new_keys, new_values = self._run(append_launch(self.language, given))
-        return new_keys, new_values
+        keys, values = self._run(append_launch(self.language, given))
+        return keys, values
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries ``[batch, q_heads, 1, k_dim]``, and tails as `append` does; lazy."""
-        new_queries, new_keys, new_values = self._run(rotate_launch(self.language, given))
-        return new_queries, new_keys, new_values
+        queries, keys, values = self._run(rotate_launch(self.language, given))
+        return queries, keys, values
 
     def _run(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
@@ -89,7 +85,7 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32, holds sums of values, the
     maximum (of base-2 logits) and the sum of weights; undefined for padding.
     """
-    text, tiles, warps = _split_text(shape, language)
+    text, (tiles, warps) = _split_text(shape, language), shape.plan(language)
     count = given.splits.shape[0]
     arrays = {
         "queries": given.queries,
@@ -117,7 +113,7 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
 
 def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx.array) -> Launch:
     """Return the launch that combines each row's splits, ``[batch, q_heads, L, v_dim]``."""
-    text, threads = _combine_text(shape, language)
+    text, threads = _combine_text(shape, language), decode.combine_threads(shape)
     batch, q_heads = given.queries.shape[:2]
     extra = [] if given.sinks is None else [given.sinks]
     return Launch(
@@ -136,10 +132,11 @@ def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx
 
 
 def append_launch(language: Language, given: Append) -> Launch:
-    """Return the launch that copies tails and writes a token of each row into its place."""
     _, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
-    text = _append_text(language, heads, k_dim, v_dim, dtype.size, given.token_rows is not None)
+    text = _append_text(
+        language, heads, k_dim, v_dim, dtype.size, token_rows=given.token_rows is not None
+    )
     pieces = (given.tail_keys.nbytes + given.tail_values.nbytes) // append.PIECE
     arrays = {
         "tail_keys": given.tail_keys,
@@ -165,15 +162,15 @@ def append_launch(language: Language, given: Append) -> Launch:
 
 
 def rotate_launch(language: Language, given: Rotate) -> Launch:
-    """Return the launch that applies norm and RoPE to queries and keys, and writes tails."""
     tails, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
-    batch = given.qkv.shape[0]
-    about = (given.q_heads, heads, k_dim, v_dim, dtype.size)
-    text = _rotate_text(language, about, given.rotation, given.token_rows is not None)
+    batch, tail_shapes = given.qkv.shape[0], (given.tail_keys.shape, given.tail_values.shape)
+    sizes = (given.q_heads, heads, k_dim, v_dim, dtype.size)
+    text = _rotate_text(language, *sizes, given.rotation, token_rows=given.token_rows is not None)
     copied = given.tail_keys.nbytes + given.tail_values.nbytes
     blocks = rotate.blocks(batch * given.q_heads, tails * heads, copied, append.PIECE)
-    weights = {} if given.weights is None else dict(zip(_NORMS, given.weights, strict=True))
+    norms = ("query_weight", "key_weight")
+    weights = {} if given.weights is None else dict(zip(norms, given.weights, strict=True))
     arrays = {
         "qkv": given.qkv,
         "offsets": given.offsets,
@@ -191,11 +188,7 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
         source=text,
         header=language.header,
         inputs=list(arrays.values()),
-        output_shapes=[
-            (batch, given.q_heads, 1, k_dim),
-            given.tail_keys.shape,
-            given.tail_values.shape,
-        ],
+        output_shapes=[(batch, given.q_heads, 1, k_dim), *tail_shapes],
         output_dtypes=[dtype, dtype, dtype],
         grid=(blocks * append.THREADS, 1, 1),
         threadgroup=(append.THREADS, 1, 1),
@@ -203,20 +196,9 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
     )
 
 
-_NORMS = ("query_weight", "key_weight")
-
-
 def run(launch: Launch, language: Language) -> list[mx.array]:
-    """Pass a launch to MLX; lazy."""
-    kernel = _kernel(
-        language.name,
-        launch.name,
-        launch.input_names,
-        launch.output_names,
-        launch.source,
-        launch.header,
-        launch.template,
-    )
+    names = launch.name, launch.input_names, launch.output_names
+    kernel = _kernel(language.name, *names, launch.source, launch.header, launch.template)
     found: list[mx.array] = kernel(
         inputs=launch.inputs,
         template=list(launch.template),
@@ -247,29 +229,10 @@ def _pool_names(shape: Shape) -> list[str]:
     return names
 
 
-@lru_cache(64)
-def _split_text(shape: Shape, language: Language) -> tuple[str, int, int]:
-    tiles, warps = shape.plan(language)
-    return decode.split_source(shape, language), tiles, warps
-
-
-@lru_cache(64)
-def _append_text(
-    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, token_rows: bool
-) -> str:
-    return append.append_source(language, heads, k_dim, v_dim, itemsize, token_rows=token_rows)
-
-
-@lru_cache(64)
-def _rotate_text(
-    language: Language, about: tuple[int, int, int, int, int], rotation: Rotation, token_rows: bool
-) -> str:
-    return rotate.rotate_source(language, *about, rotation, token_rows=token_rows)
-
-
-@lru_cache(64)
-def _combine_text(shape: Shape, language: Language) -> tuple[str, int]:
-    return decode.combine_source(shape, language), decode.combine_threads(shape)
+_split_text = lru_cache(64)(decode.split_source)
+_combine_text = lru_cache(64)(decode.combine_source)
+_append_text = lru_cache(64)(append.append_source)
+_rotate_text = lru_cache(64)(rotate.rotate_source)
 
 
 def _header(shape: Shape, language: Language, threads: int = 0) -> str:

@@ -306,7 +306,6 @@ SYNC_WARP();
 
 
 def _values(text: Text, sets: int, level: int, side: Side) -> None:
-    """Add the products of weights and values of a page."""
     kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
     batch = max(1, _IN_FLIGHT // (4 * size * sets))
     wide = f"uint{2 * sets}"
@@ -394,7 +393,6 @@ MULTIPLY(sums[set][m], left, right0, right1);
 
 
 def _finish(text: Text) -> None:
-    """Write the warp's share to shared memory."""
     text.add(f"""
 float* highest = reinterpret_cast<float*>(tops);
 total += SWAP(total, 4);

@@ -7,7 +7,6 @@ from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _LINE = 128
-"""Bytes of a memory line."""
 
 
 def find_first_page(text: Text) -> None:
@@ -25,7 +24,6 @@ def find_next_page(text: Text) -> None:
 
 
 def advance_page(text: Text) -> None:
-    """Make the next page the current one."""
     text.add("level = next_level;\npage = next_page;\nstart = next_start;")
 
 
@@ -59,7 +57,6 @@ def _prefetch(text: Text, shape: Shape, side_name: str, level: str, page: str) -
 
 
 def _prefetch_array(text: Text, array: str, page: str, size: int) -> None:
-    """Prefetch a page's part of an array, one line per lane."""
     place = f"reinterpret_cast<const char*>({array}) + {page} * {size}"
     lines = -(-size // _LINE)
     for first in range(0, lines, LANES):

@@ -29,7 +29,6 @@ def rotate_source(
     *,
     token_rows: bool,
 ) -> str:
-    """Return the kernel's body; ``token_rows``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, kv_heads, k_dim, v_dim, itemsize)

@@ -13,7 +13,6 @@ from kvd.worker.attention.kernels.unpacking import dense_run
 
 
 def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> None:
-    """Add the scores of a page on one level."""
     side = shape.keys[level]
     if side.packed:
         _fold_queries(text, shape, level, fold)

@@ -33,11 +33,9 @@ class Side:
 
     @property
     def packed(self) -> bool:
-        """Whether there are scales and biases."""
         return self.bits < 16
 
     def groups(self, dim: int) -> int:
-        """Return the groups of a channel, or of a token with ``dim`` channels."""
         return (PAGE_TOKENS if self.along_tokens else dim) // self.group
 
     def run(self, dtype: mx.Dtype) -> Run:
@@ -58,7 +56,6 @@ class Shape:
     queries: int
     """Newest tokens of a row that attend, each to the tokens before it."""
     keys: tuple[Side, ...]
-    """Packing of keys, by level."""
     values: tuple[Side, ...]
     scale: float
     keep: int = 0
@@ -75,7 +72,6 @@ class Shape:
 
     @property
     def vectors(self) -> int:
-        """Query vectors per KV head."""
         return self.repeats * self.queries
 
     @cached_property

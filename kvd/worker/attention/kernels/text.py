@@ -15,7 +15,6 @@ class Text:
 
     def __init__(self, tile: int) -> None:
         self.vector = "float" if tile == 1 else f"float{tile}"
-        """Type of a tile's vectors."""
         self.integers = "int" if tile == 1 else f"int{tile}"
         self._parts = [("" if tile == 1 else f".{name}", str(n)) for n, name in enumerate("xyzw")]
         del self._parts[tile:]
@@ -50,5 +49,4 @@ def power(exponent: int) -> str:
 
 
 def literal(value: float) -> str:
-    """Return a number that is exact to the bit."""
     return f"{float(value).hex()}f"

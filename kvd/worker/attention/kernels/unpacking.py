@@ -33,13 +33,10 @@ class Run:
     """How eight numbers are read."""
 
     kind: str
-    """Type as which memory is read."""
     count: int
-    """Elements of that type per run."""
     setup: tuple[str, ...]
     """Statements that combine the loaded elements (``now[from]`` and following) into words."""
     numbers: tuple[str, ...]
-    """A float expression for each number."""
     shifts: tuple[int, ...]
     """Each number is multiplied by 2 to this power, besides the language's unit; 0 for dense
     elements."""
@@ -102,7 +99,6 @@ const int step = begin + at, from = at * {self.count};
 
 
 def packed_run(bits: int) -> Run:
-    """Return how a run of numbers with this many bits is read."""
     kind, count = _LOADS[bits]
     if kind == "uint2":
         setup = ["const uint word0 = now[from].x, word1 = now[from].y;"]
@@ -136,7 +132,6 @@ def _place(bit: int, bits: int) -> tuple[str, int]:
 
 
 def dense_run(dtype: mx.Dtype) -> Run:
-    """Return how eight dense elements, 16 or 32 bytes, are read."""
     if dtype == mx.float32:
         count = 2
         setup = ("const uint4 low = now[from], high = now[from + 1];",)

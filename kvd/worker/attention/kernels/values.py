@@ -110,7 +110,6 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * R
         self._over_tokens(run, "PAGE", where)
 
     def _over_tokens(self, run: Run, count: str, where: str) -> None:
-        """Sum the values of ``count`` tokens, whose weights are at ``where``."""
         text, weight = self._text, f"work[base + {where}]"
         first = f"const int t = step * AT_ONCE + pass;\n{text.vector} weight;\n"
 
