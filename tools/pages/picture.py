@@ -91,11 +91,11 @@ def _daemon(drawing: Drawing) -> None:
     drawing.text(292, 44, "the daemon", "name")
     drawing.text(588, 44, "asyncio, no MLX", "small", "end")
     for row, (name, what) in enumerate((
-        ("router", "who is next; loads on demand"),
-        ("governor", "grants before growth; frees the cheapest"),
-        ("turns", "who computes now, 50 ms each"),
-        ("watchdog", "ends what hangs, starts the next"),
-        ("journal", "requests that outlive a process"),
+        ("router", "queues requests; loads models on demand"),
+        ("governor", "grants memory; frees the cheapest first"),
+        ("time slices", "one model computes at a time, 50 ms"),
+        ("watchdog", "replaces a worker that hangs"),
+        ("journal", "keeps requests across restarts"),
     )):  # fmt: skip
         y = 60 + 52 * row
         drawing.box(288, y, 304, 44, "core" if name == "governor" else "part", 6)
@@ -105,9 +105,9 @@ def _daemon(drawing: Drawing) -> None:
 
 def _workers(drawing: Drawing) -> None:
     for row, (name, state) in enumerate((
-        ("model A", "4 rows decode, 1 prompt is read"),
+        ("model A", "4 rows decode, 1 prompt in prefill"),
         ("model B", "stepped down to K8V4 for A"),
-        ("model C", "idle: unloaded when room is needed"),
+        ("model C", "idle: unloaded if memory is needed"),
     )):  # fmt: skip
         y = 30 + 106 * row
         drawing.arrow(608, y + 37, 660, y + 37, both=True)
