@@ -6,27 +6,20 @@ daemon stops before the request ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from collections.abc import Callable
+from typing import assert_never
 
 from actors import mail
 from actors.machines import admission_events
-from actors.runtime.actor import Actor, MailboxFull
-from protocol.errors import Draining, Overloaded
-from protocol.messages import Error, is_last
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from actors.mail import ClientMail, RouterMail
-    from actors.runtime.actor import Ref
-    from protocol.errors import KvdError
-    from protocol.messages import Event, Generate
+from actors.runtime.actor import Actor, MailboxFull, Ref
+from protocol.errors import Draining, KvdError, Overloaded
+from protocol.messages import Error, Event, Generate, is_last
 
 
 class Call:
     """Handle of a running request; made by `System.generate`."""
 
-    def __init__(self, caller: Ref[ClientMail]) -> None:
+    def __init__(self, caller: Ref[mail.ClientMail]) -> None:
         self._caller = caller
 
     def cancel(self) -> None:
@@ -34,7 +27,7 @@ class Call:
         self._caller.tell(mail.ConnectionClosed(), beyond_limit=True)
 
 
-class Caller(Actor["ClientMail"]):
+class Caller(Actor[mail.ClientMail]):
     """Submits one request to the router and passes its events to a callback."""
 
     def __init__(
@@ -42,7 +35,7 @@ class Caller(Actor["ClientMail"]):
         rid: str,
         request: Generate,
         deliver: Callable[[Event], None],
-        router: Ref[RouterMail],
+        router: Ref[mail.RouterMail],
     ) -> None:
         self._rid = rid
         self._request = request
@@ -62,7 +55,7 @@ class Caller(Actor["ClientMail"]):
             self._end = Overloaded(error.message, retry_after_s=1.0)
             self.stop()
 
-    def receive(self, message: ClientMail) -> None:
+    def receive(self, message: mail.ClientMail) -> None:
         match message:
             case mail.Deliver(event=event):
                 self._pass_on(event)

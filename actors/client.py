@@ -7,32 +7,25 @@ running requests are cancelled and its waiting texts dropped; its loads continue
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from msgspec.structs import replace
 
 from actors import mail
-from actors.event_log import concerns
+from actors.event_log import EventLog, concerns
 from actors.machines import admission_events
-from actors.runtime.actor import Actor, MailboxFull
+from actors.ports import Configuration, Metrics
+from actors.runtime.actor import Actor, MailboxFull, Ref
+from actors.tokenizing import TokenizeRequests
 from protocol import messages
+from protocol import worker as wire
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
+from protocol.forecast import Forecast
+from protocol.messages import Event, Request
 from protocol.session import ServerSession
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from typing import Any
-
-    from actors.event_log import EventLog
-    from actors.mail import ClientMail, GovernorMail, RegistryMail, RouterMail
-    from actors.ports import Configuration, Metrics
-    from actors.runtime.actor import Ref
-    from actors.tokenizing import TokenizeRequests
-    from protocol import worker as wire
-    from protocol.forecast import Forecast
-    from protocol.messages import Event, Request
-    from protocol.types import DaemonStatus
+from protocol.types import DaemonStatus
 
 R = TypeVar("R")
 
@@ -50,12 +43,23 @@ class Socket:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """The daemon's identity in ``hello`` and ``status`` replies."""
+
+    version: str
+    home: str
+    pid: int
+    http: tuple[str, ...] = ()
+    """Addresses of the HTTP interface."""
+
+
+@dataclass(frozen=True)
 class ClientServices:
     """The actors, ports and settings that all clients share."""
 
-    router: Ref[RouterMail]
-    registry: Ref[RegistryMail]
-    governor: Ref[GovernorMail]
+    router: Ref[mail.RouterMail]
+    registry: Ref[mail.RegistryMail]
+    governor: Ref[mail.GovernorMail]
     events: EventLog
     tokenizing: TokenizeRequests
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
@@ -64,9 +68,7 @@ class ClientServices:
     metrics: Metrics
     rid_prefix: str
     """Separates this daemon's request ids from those of earlier daemons in the journal."""
-    version: str
-    pid: int
-    home: str
+    identity: Identity
     slow_reader_bytes: int
 
     async def configure(self, request: messages.Configure) -> messages.Configured:
@@ -84,7 +86,7 @@ class ClientServices:
         )
 
 
-class Client(Actor["ClientMail"]):
+class Client(Actor[mail.ClientMail]):
     """One connection."""
 
     def __init__(self, number: int, socket: Socket, services: ClientServices) -> None:
@@ -100,8 +102,8 @@ class Client(Actor["ClientMail"]):
         self._has_texts = False
         """Whether the client sent ``tokenize`` requests, which may still wait."""
 
-    def receive(self, message: ClientMail) -> None:
-        """Handle a message; on a failure send an error and close the connection."""
+    def receive(self, message: mail.ClientMail) -> None:
+        """Handle a message; a failure sends an error and closes the connection."""
         try:
             self._handle(message)
         except Exception:
@@ -110,7 +112,7 @@ class Client(Actor["ClientMail"]):
             )
             raise
 
-    def _handle(self, message: ClientMail) -> None:
+    def _handle(self, message: mail.ClientMail) -> None:
         match message:
             case mail.BytesReceived(data=data):
                 self._read(data)
@@ -161,7 +163,16 @@ class Client(Actor["ClientMail"]):
         services, key = self._services, request.id
         match request:
             case messages.Hello():
-                self._say_hello(key)
+                identity = services.identity
+                self._send(
+                    messages.HelloReply(
+                        id=key,
+                        version=identity.version,
+                        protocol=messages.VERSION,
+                        pid=identity.pid,
+                        home=identity.home,
+                    )
+                )
             case messages.Status():
                 self._send(messages.StatusReply(id=key, status=services.status()))
             case messages.Metrics():
@@ -202,18 +213,6 @@ class Client(Actor["ClientMail"]):
                 self._ask_registry(request)
             case _:
                 assert_never(request)
-
-    def _say_hello(self, key: str) -> None:
-        services = self._services
-        self._send(
-            messages.HelloReply(
-                id=key,
-                version=services.version,
-                protocol=messages.VERSION,
-                pid=services.pid,
-                home=services.home,
-            )
-        )
 
     def _generate(self, request: messages.Generate) -> None:
         self._count += 1
@@ -301,7 +300,6 @@ class Client(Actor["ClientMail"]):
             self.stop()
 
     def _write_final_error(self, error: KvdError) -> None:
-        """Write why the connection ends."""
         if self._socket is not None:
             self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
 

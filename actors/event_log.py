@@ -1,24 +1,18 @@
-"""The newest actions of the governor and other actors, with their reasons.
+"""The newest actions of the governor and other actors, which clients read with ``events``.
 
-Clients read and follow this log with ``events``. Each record also goes to the log file. Metrics
-and events within one request are elsewhere.
+Each record also goes to the log file.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from actors import telemetry
-from actors.ports import Notice, ignore_observation
+from actors.ports import Level, Notice, Notify, Observe
 from protocol.messages import EventRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from actors.ports import Level, Notify, Observe
 
 MAX_RECORDS = 4096
 """Records kept: about a day of a busy daemon, in 2 MB."""
@@ -29,11 +23,10 @@ class EventLog:
     """The newest records."""
 
     notify: Notify
-    observe: Observe = ignore_observation
+    observe: Observe
     clock: Callable[[], float] = time.time
     records: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     last: int = 0
-    """Number of the newest record."""
     followers: dict[Hashable, Callable[[EventRecord], None]] = field(default_factory=dict)
 
     def record(
@@ -60,23 +53,16 @@ class EventLog:
         )
         self.records.append(record)
         self.observe(telemetry.ActionRecorded(model or "", kind))
-        fields = {
-            "model": model or None,
-            "reason": reason,
-            "requester": requester,
-            "numbers": numbers,
-        }
-        self.notify(Notice(f"governor_{kind}", level, fields))
+        fields = {"reason": reason, "requester": requester, "numbers": numbers}
+        self.notify(Notice(f"governor_{kind}", level, {"model": model or None, **fields}))
         for follower in list(self.followers.values()):
             follower(record)
 
     def since(self, number: int, model: str | None = None) -> list[EventRecord]:
-        """Return the records after this number, of one model or of all."""
         return [
             record for record in self.records if record.seq > number and concerns(record, model)
         ]
 
 
 def concerns(record: EventRecord, model: str | None) -> bool:
-    """Return whether a record is about this model; any record is about None."""
     return model is None or model in {record.model, record.requester} or record.model is None

@@ -14,7 +14,6 @@ from actors.machines.forecast import Question, forecast
 from protocol.kv import KVSpec
 
 if TYPE_CHECKING:
-    from actors.known_models import KnownModels
     from actors.machines.governor import Governor
     from actors.ports import EstimateModel
     from actors.status import StatusTable
@@ -28,14 +27,13 @@ class Explainer:
     """Answers `Explain` messages."""
 
     status: StatusTable
-    known_models: KnownModels
     governor: Governor
     estimate_model: EstimateModel
 
     async def __call__(self, asked: Explain) -> Forecast:
         """Return the forecast; raise a `KvdError` if the model cannot be found or read."""
         status = self.status.models.get(asked.model)
-        known = self.known_models.models.get(asked.model)
+        known = self.status.known.get(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
         info = status.info if status is not None else None

@@ -6,38 +6,32 @@ process, so they may carry actor references.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from actors.runtime.actor import Ask
-from protocol.types import ModelStatus
-from protocol.worker import Tokenized
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from actors.known_models import KnownModel
-    from actors.machines import admission_events, governor_events, lifecycle_events, time_slices
-    from actors.ports import Exit, WorkerProcess
-    from actors.runtime.actor import Ref
-    from protocol.errors import ErrorInfo
-    from protocol.kv import KVSpec
-    from protocol.messages import Attach, Event, Generate
-    from protocol.policy import ModelPolicy
-    from protocol.types import ModelState, Reclaimable
-    from protocol.worker import (
-        Grant,
-        Reclaim,
-        Report,
-        RowReport,
-        StartLevel,
-        Submit,
-        TimeSlice,
-        TimeSliceOver,
-    )
-    from protocol.worker import Tokenize as TokenizeCommand
+from actors.machines import admission_events, governor_events, lifecycle_events, time_slices
+from actors.ports import Exit, WorkerProcess
+from actors.runtime.actor import Ask, Ref
+from actors.status import KnownModel
+from protocol.errors import ErrorInfo
+from protocol.kv import KVSpec
+from protocol.messages import Attach, Event, Generate
+from protocol.policy import ModelPolicy
+from protocol.types import ModelState, ModelStatus, Reclaimable
+from protocol.worker import (
+    Grant,
+    Reclaim,
+    Report,
+    RowReport,
+    StartLevel,
+    Submit,
+    TimeSlice,
+    TimeSliceOver,
+    Tokenized,
+)
+from protocol.worker import Tokenize as TokenizeCommand
 
 
 class _Message(msgspec.Struct, frozen=True):

@@ -8,55 +8,36 @@ the shutdown: drain, stop every worker, then notify the system. Restarts of acto
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, assert_never
+from collections.abc import Callable
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from actors import mail
-from actors.known_models import KnownModel
 from actors.machines import admission_events, governor_events, lifecycle_events
 from actors.registry_state import (
     RegistryEntry,
     RegistryState,
     check_name,
     is_loaded_as,
-    is_same,
     model_exists,
     short_name,
-    with_policy,
 )
-from actors.runtime.actor import Actor, DeferredReply
-from protocol import messages
+from actors.runtime.actor import Actor, DeferredReply, Ref
+from actors.status import KnownModel
+from protocol import errors, messages
 from protocol import worker as wire
-from protocol.errors import (
-    Draining,
-    InsufficientMemory,
-    InternalError,
-    KvdError,
-    ModelFailed,
-    UnknownModel,
-    from_info,
-)
 from protocol.policy import ModelPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from actors.mail import ClientMail, RegistryMail
-    from actors.runtime.actor import Ref
-    from protocol.errors import ErrorInfo
-    from protocol.types import ModelStatus
+from protocol.types import ModelStatus
 
 
-DAEMON_STOPS = "the daemon stops"
-
-
-class ModelRegistry(Actor["RegistryMail"]):
+class ModelRegistry(Actor[mail.RegistryMail]):
     """Owns the workers by model name."""
 
     def __init__(self, state: RegistryState) -> None:
         state.check()
         self._state = state
+        self._known_models = state.statuses.known
 
     def check(self) -> None:
         self._state.check()
@@ -69,7 +50,7 @@ class ModelRegistry(Actor["RegistryMail"]):
             entry.reloads.clear()
             entry.texts.clear()
 
-    def receive(self, message: RegistryMail) -> object:  # noqa: C901, PLR0912 - one match
+    def receive(self, message: mail.RegistryMail) -> object:  # noqa: C901, PLR0912 - one match
         match message:
             case mail.LoadModel():
                 return self._load(message)
@@ -121,18 +102,18 @@ class ModelRegistry(Actor["RegistryMail"]):
         name = load.alias or short_name(load.source)
         check_name(name, load)  # (0)
         if state.draining:  # (1)
-            raise Draining("the daemon takes no new work")
+            raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name)
         if entry is None:  # (2)
             entry = self._add(name, self._known_for(name, load), patient=False)
-        elif not is_same(entry.known, load):  # (3)
+        elif not is_loaded_as(entry.known, load):  # (3)
             raise model_exists(name, entry.known, load)
         elif entry.evicted:  # (4)
             reload: DeferredReply[ModelStatus] = DeferredReply()
             entry.reloads.append((reload, load))
             return reload
         elif entry.leaving:  # (4)
-            raise Draining(f"{name} is being unloaded; load it again when that is done")
+            raise errors.Draining(f"{name} is being unloaded; load it again when that is done")
         else:
             if entry.state == "failed":  # (6)
                 self._announce_load(entry.name, entry.known, patient=False)
@@ -146,15 +127,15 @@ class ModelRegistry(Actor["RegistryMail"]):
         return reply
 
     def _known_for(self, name: str, load: mail.LoadModel) -> KnownModel:
-        before = self._state.known.models.get(name)
+        before = self._known_models.get(name)
         policy = load.policy or (before.policy if before is not None else ModelPolicy())
         return KnownModel(load.source, load.kv, policy, before is not None and before.listed)
 
     def _add(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
         """Add an entry and start its worker; ``patient``: the load waits until memory is free."""
         state = self._state
-        before = None if patient else state.known.models.get(name)
-        state.known.models[name] = known
+        before = None if patient else self._known_models.get(name)
+        self._known_models[name] = known
         self._announce_load(name, known, patient=patient)
         worker = state.start_worker(name, known)
         entry = RegistryEntry(name, known, worker, before=before, requested=patient)
@@ -173,26 +154,23 @@ class ModelRegistry(Actor["RegistryMail"]):
         self._state.router.tell(mail.AdmissionEvent(event))
 
     def _ensure_loaded(self, name: str) -> None:
-        """Load the model that a request names, or end the requests of an unknown model.
-
-        The router already knows every model that has an entry.
-        """
+        """Load the model that a request names, or end the requests of an unknown model."""
         state = self._state
         if name in state.entries:
-            return
-        known = state.known.models.get(name)
+            return  # the router knows the model already
+        known = self._known_models.get(name)
         if known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
-        error = UnknownModel(f"{self._not_loaded(name)}; load it first", model=name)
+        error = errors.UnknownModel(f"{self._not_loaded(name)}; load it first", model=name)
         self._tell_router(admission_events.ModelRemoved(name, error.info()))
 
     # -- policy and configuration -----------------------------------------------------------------
 
     def _known(self, name: str) -> KnownModel:
-        known = self._state.known.models.get(name)
+        known = self._known_models.get(name)
         if known is None:
-            raise UnknownModel(self._not_loaded(name), model=name)
+            raise errors.UnknownModel(self._not_loaded(name), model=name)
         return known
 
     def _not_loaded(self, name: str) -> str:
@@ -200,50 +178,46 @@ class ModelRegistry(Actor["RegistryMail"]):
         return f"no model {name!r} is loaded (loaded: {names})"
 
     def _set_policy(self, name: str, change: Callable[[ModelPolicy], ModelPolicy]) -> None:
-        """Change a policy, whether or not the model is loaded or its load is refused later."""
-        before = self._known(name)
-        known = with_policy(before, change)
-        self._state.known.models[name] = known
+        weight = self._known(name).policy.weight
+        policy = self._change_known(
+            name, lambda known: dataclasses.replace(known, policy=change(known.policy))
+        ).policy
+        if policy.weight != weight and (entry := self._state.entries.get(name)) is not None:
+            entry.worker.tell(mail.SetWeight(policy.weight))
+        self._tell_governor(governor_events.PolicyChanged(name, policy))
+
+    def _change_known(self, name: str, change: Callable[[KnownModel], KnownModel]) -> KnownModel:
+        """Change what is known of a model, also for the time after a refused load."""
+        known = self._known_models[name] = change(self._known(name))
         if (entry := self._state.entries.get(name)) is not None:
             entry.known = known
             if entry.before is not None:
-                entry.before = with_policy(entry.before, change)
-            if known.policy.weight != before.policy.weight:
-                entry.worker.tell(mail.SetWeight(known.policy.weight))
-        self._tell_governor(governor_events.PolicyChanged(name, known.policy))
+                entry.before = change(entry.before)
+        return known
 
     def _add_configured(self, message: mail.AddConfiguredModel) -> bool:
         """Apply the configuration's entry for a model; return whether `known` is in force."""
         state, name = self._state, message.name
-        before = state.known.models.get(name)
+        before = self._known_models.get(name)
         if before is None:
-            state.known.models[name] = message.known
+            self._known_models[name] = message.known
             return True
         in_force = is_loaded_as(before, message.known)
         if not in_force and name not in state.entries:
             policy = replace(before.policy, max_context=message.known.policy.max_context)
-            state.known.models[name] = dataclasses.replace(message.known, policy=policy)
+            self._known_models[name] = dataclasses.replace(message.known, policy=policy)
             in_force = True
         if not in_force and not before.listed:
             return False  # a client loaded another model under this name
-        self._set_listed(name, listed=True)
+        self._change_known(name, lambda known: dataclasses.replace(known, listed=True))
         self._set_policy(name, lambda policy: replace(policy, **message.policy))
         return in_force
 
     def _remove_configured(self, name: str) -> None:
         if name in self._state.entries:
-            self._set_listed(name, listed=False)
-        elif name in self._state.known.models:
+            self._change_known(name, lambda known: dataclasses.replace(known, listed=False))
+        elif name in self._known_models:
             self._forget(name)
-
-    def _set_listed(self, name: str, *, listed: bool) -> None:
-        entry = self._state.entries.get(name)
-        known = dataclasses.replace(self._known(name), listed=listed)
-        self._state.known.models[name] = known
-        if entry is not None:
-            entry.known = known
-            if entry.before is not None:
-                entry.before = dataclasses.replace(entry.before, listed=listed)
 
     # -- tokenize ---------------------------------------------------------------------------------
 
@@ -251,13 +225,15 @@ class ModelRegistry(Actor["RegistryMail"]):
         name, state = message.name, self._state
         known = self._known(name)
         if state.draining:
-            raise Draining("the daemon takes no new work")
+            raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name) or self._add(name, known, patient=True)
         if entry.leaving:
-            raise Draining(f"{name} is being unloaded; ask again when that is done")
+            raise errors.Draining(f"{name} is being unloaded; ask again when that is done")
         if entry.state == "failed":
             error = state.statuses.model(name).error
-            raise from_info(error) if error else ModelFailed(f"{name} was given up", model=name)
+            if error is None:
+                raise errors.ModelFailed(f"{name} was given up", model=name)
+            raise errors.from_info(error)
         reply: DeferredReply[wire.Tokenized] = DeferredReply()
         entry.texts.append((reply, message))
         if entry.state == "ready":
@@ -269,12 +245,12 @@ class ModelRegistry(Actor["RegistryMail"]):
         for reply, message in texts:
             self.pipe(entry.worker.ask(mail.Tokenize(message.command)), reply.answer, reply.fail)
 
-    def _cancel_texts(self, client: Ref[ClientMail]) -> None:
+    def _cancel_texts(self, client: Ref[mail.ClientMail]) -> None:
         for entry in self._state.entries.values():
             cancelled = [reply for reply, text in entry.texts if text.client is client]
             entry.texts = [text for text in entry.texts if text[1].client is not client]
             for reply in cancelled:
-                reply.fail(InternalError("the client that sent this text disconnected"))
+                reply.fail(errors.InternalError("the client that sent this text disconnected"))
 
     # -- unload -----------------------------------------------------------------------------------
 
@@ -296,28 +272,27 @@ class ModelRegistry(Actor["RegistryMail"]):
         if entry is None or (entry.leaving and not (entry.evicted and requeue)):
             return
         entry.leaving = entry.evicted = True
-        error = InsufficientMemory(f"{name} was evicted for a request that had waited longer")
-        self._fail_replies(entry, error)
+        reason = f"{name} was evicted for a request that had waited longer"
+        self._fail_replies(entry, errors.InsufficientMemory(reason))
         self._tell_router(admission_events.ModelEvicting(name))
         drains = entry.state == "ready" and not requeue
-        entry.worker.tell(
-            mail.LifecycleEvent(lifecycle_events.Drain() if drains else lifecycle_events.Halt())
-        )
+        order = lifecycle_events.Drain() if drains else lifecycle_events.Halt()
+        entry.worker.tell(mail.LifecycleEvent(order))
 
     def _start_unload(self, entry: RegistryEntry, *, force: bool) -> None:
         entry.leaving, entry.evicted = True, False
         unloaded = f"{entry.name} was unloaded while it loaded"
         for reply, _ in entry.reloads:
-            reply.fail(Draining(unloaded))
+            reply.fail(errors.Draining(unloaded))
         entry.reloads.clear()
         self._tell_governor(governor_events.UnloadStarted(entry.name))
-        reason = DAEMON_STOPS if self._state.closing else ""
-        self._fail_replies(entry, Draining(reason or unloaded))
+        reason = "the daemon stops" if self._state.closing else ""
+        self._fail_replies(entry, errors.Draining(reason or unloaded))
         order = lifecycle_events.Halt(reason) if force else lifecycle_events.Drain()
         entry.worker.tell(mail.LifecycleEvent(order))
 
     def _remove(
-        self, entry: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None
+        self, entry: RegistryEntry, *, freed_bytes: int, error: errors.ErrorInfo | None = None
     ) -> None:
         state = self._state
         del state.entries[entry.name]
@@ -344,7 +319,7 @@ class ModelRegistry(Actor["RegistryMail"]):
     def _forget(self, name: str, *, keep: bool = False) -> None:
         """Tell the governor that a model is gone, and unless ``keep`` also forget its name."""
         if not keep:
-            self._state.known.models.pop(name, None)
+            self._known_models.pop(name, None)
         self._tell_governor(governor_events.ModelRemoved(name))
 
     # -- workers ----------------------------------------------------------------------------------
@@ -362,18 +337,18 @@ class ModelRegistry(Actor["RegistryMail"]):
                     reply.answer(self._state.statuses.model(entry.name))
                 self._send_texts(entry)
             case "failed" if change.error is not None:
-                self._fail_replies(entry, from_info(change.error))
+                self._fail_replies(entry, errors.from_info(change.error))
                 if change.refused:
-                    self._on_refused(entry, change.error, freed_bytes=change.freed_bytes)
-            case "backoff" if change.error and change.error.code == InsufficientMemory.code:
+                    self._on_refused(entry, change.error, change.freed_bytes)
+            case "backoff" if change.error and change.error.code == errors.InsufficientMemory.code:
                 # The memory may never become free.
-                self._fail_replies(entry, from_info(change.error))
+                self._fail_replies(entry, errors.from_info(change.error))
             case "stopped" if entry.leaving:
                 self._remove(entry, freed_bytes=change.freed_bytes)
             case _:
                 pass
 
-    def _on_refused(self, entry: RegistryEntry, error: ErrorInfo, *, freed_bytes: int) -> None:
+    def _on_refused(self, entry: RegistryEntry, error: errors.ErrorInfo, freed_bytes: int) -> None:
         """Undo a refused load.
 
         A model that ran before keeps its entry, which shows why it does not run. A model that was
@@ -386,7 +361,7 @@ class ModelRegistry(Actor["RegistryMail"]):
         unloading = entry.leaving and not entry.evicted
         entry.evicted = entry.before is not None and not unloading
         if entry.before is not None:
-            self._state.known.models[entry.name] = entry.before
+            self._known_models[entry.name] = entry.before
         self._remove(entry, freed_bytes=freed_bytes, error=error)
 
     def _on_progress(self, progress: mail.LoadProgressed) -> None:
@@ -401,7 +376,7 @@ class ModelRegistry(Actor["RegistryMail"]):
                 )
                 watcher.client.tell(mail.Deliver(event))
 
-    def _fail_replies(self, entry: RegistryEntry, error: KvdError) -> None:
+    def _fail_replies(self, entry: RegistryEntry, error: errors.KvdError) -> None:
         loads, entry.load_replies = entry.load_replies, []
         texts, entry.texts = entry.texts, []
         for load, _ in loads:
@@ -422,17 +397,16 @@ class ModelRegistry(Actor["RegistryMail"]):
         state.draining = True
         if watcher is not None:
             state.shutdown_watchers.append(watcher)
-        if force:
-            # The router must know why its waiting requests end.
-            self.pipe(state.router.ask(mail.FinishAll()), lambda _: None, lambda _: None)
-            self._close(force=True)
-            return
         ref = self.ref
-        self.pipe(
-            state.router.ask(mail.FinishAll()),
-            lambda _: ref.tell(mail.RequestsDrained()),
-            lambda _: ref.tell(mail.RequestsDrained()),
-        )
+
+        def finished(_: object) -> None:
+            if not force:
+                ref.tell(mail.RequestsDrained())
+
+        # Also with `force`, because the router must know why its waiting requests end.
+        self.pipe(state.router.ask(mail.FinishAll()), finished, finished)
+        if force:
+            self._close(force=True)
 
     def _close(self, *, force: bool) -> None:
         self._state.closing = True

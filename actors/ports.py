@@ -32,25 +32,18 @@ class WorkerProcess(Protocol):
     """One worker process, alive or dead. No method blocks, or raises after the process's death."""
 
     @property
-    def pid(self) -> int:
-        """Process id, also after the process's death."""
-        ...
+    def pid(self) -> int: ...
 
     def send(self, command: Command) -> None:
         """Buffer a command for the process; do nothing after its death."""
-        ...
 
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        ...
+    def terminate(self) -> None: ...
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        ...
+    def kill(self) -> None: ...
 
 
 class SpawnWorker(Protocol):
-    """Starts a worker process.
+    """Starts the worker process of the model called `name`.
 
     Calls `on_report` and `on_exit` on the event loop: all reports that the process wrote, then the
     exit, then nothing. Calls may come before this coroutine returns. Raises OSError or KvdError if
@@ -59,67 +52,47 @@ class SpawnWorker(Protocol):
     """
 
     async def __call__(
-        self,
-        name: str,
-        *,
-        on_report: Callable[[Report], None],
-        on_exit: Callable[[Exit], None],
-    ) -> WorkerProcess:
-        """Start the process of the model called `name`."""
-        ...
+        self, name: str, *, on_report: Callable[[Report], None], on_exit: Callable[[Exit], None]
+    ) -> WorkerProcess: ...
 
 
 class MemoryReader(Protocol):
     """Memory readings of this machine."""
 
-    def host(self) -> HostMemory:
-        """Return the machine's total and available memory."""
-        ...
+    def host(self) -> HostMemory: ...
 
     def footprint(self, pid: int) -> int:
         """Return a process's footprint in bytes; 0 if it has ended."""
-        ...
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
         """Read the footprints of several processes in a thread, because that may take long."""
-        ...
 
     @property
     def separate(self) -> bool:
         """Whether the accelerator has its own memory, which the budget then refers to."""
-        ...
 
 
 class Configuration(Protocol):
     """The configuration of this daemon."""
 
     @property
-    def table(self) -> list[Setting]:
-        """Every setting with its current value."""
-        ...
+    def table(self) -> list[Setting]: ...
 
     async def change(self, values: Mapping[str, Any]) -> list[Changed]:
         """Change settings by key, all of them or none; None restores the file's value.
 
         Raises the KvdError of an invalid value.
         """
-        ...
 
     async def budget_changed(self, total_bytes: int) -> None:
         """Note that a client sets the budget, after earlier changes are applied.
 
         The caller tells the governor without a pause, so that both see budgets in one order.
         """
-        ...
 
 
-class EstimateModel(Protocol):
-    """Estimates the costs of a model that is not loaded, from its files."""
-
-    async def __call__(self, source: str, kv: KVSpec) -> Estimate:
-        """Return the estimate; raises the KvdError of missing or broken files."""
-        ...
-
+EstimateModel = Callable[[str, KVSpec], Coroutine[Any, Any, Estimate]]
+"""Estimates a model's costs from its source's files; raises the KvdError of broken files."""
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -142,14 +115,5 @@ Notify = Callable[[Notice], None]
 Observe = Callable[[Observation], None]
 """Called on the event loop for every sent token; must be fast, and must not block or raise."""
 
-
-def ignore_observation(_: Observation) -> None:
-    """Count nothing."""
-
-
 Metrics = Callable[[], Coroutine[Any, Any, str]]
 """Returns metrics in Prometheus's text format."""
-
-
-async def no_metrics() -> str:
-    return ""

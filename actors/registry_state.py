@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from actors.known_models import KnownModel, KnownModels
+from actors import mail
+from actors.runtime.actor import DeferredReply, Ref
+from actors.status import KnownModel, StatusTable
+from protocol import worker as wire
 from protocol.errors import InvalidRequest, ModelExists
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from actors import mail
-    from actors.mail import GovernorMail, RouterMail, WorkerMail
-    from actors.runtime.actor import DeferredReply, Ref
-    from actors.status import StatusTable
-    from protocol import worker as wire
-    from protocol.policy import ModelPolicy
-    from protocol.types import ModelState, ModelStatus
+from protocol.types import ModelState, ModelStatus
 
 
 @dataclass
@@ -29,9 +21,8 @@ class RegistryEntry:
 
     name: str
     known: KnownModel
-    worker: Ref[WorkerMail]
+    worker: Ref[mail.WorkerMail]
     state: ModelState = "spawning"
-    """State that the worker reported last."""
     served: bool = False
     """Whether the model was ready at least once."""
     leaving: bool = False
@@ -49,7 +40,6 @@ class RegistryEntry:
     texts: list[tuple[DeferredReply[wire.Tokenized], mail.TokenizeText]] = field(
         default_factory=list
     )
-    """Texts to tokenize once the model is ready."""
     reloads: list[tuple[DeferredReply[ModelStatus], mail.LoadModel]] = field(default_factory=list)
     """Loads that arrived during the eviction; they start after it."""
 
@@ -59,13 +49,12 @@ class RegistryState:
     """The registry's state, which survives a restart of its actor."""
 
     statuses: StatusTable
-    start_worker: Callable[[str, KnownModel], Ref[WorkerMail]]
-    stop_worker: Callable[[Ref[WorkerMail]], None]
-    router: Ref[RouterMail]
-    governor: Ref[GovernorMail]
+    start_worker: Callable[[str, KnownModel], Ref[mail.WorkerMail]]
+    stop_worker: Callable[[Ref[mail.WorkerMail]], None]
+    router: Ref[mail.RouterMail]
+    governor: Ref[mail.GovernorMail]
     on_empty: Callable[[], None]
     """Called once, when a shutdown has stopped every worker."""
-    known: KnownModels = field(default_factory=KnownModels)
     entries: dict[str, RegistryEntry] = field(default_factory=dict)
     draining: bool = False
     closing: bool = False
@@ -81,23 +70,14 @@ class RegistryState:
 
 
 def short_name(source: str) -> str:
-    """Return the name of a model loaded without an alias: the last part of its source."""
+    """Return the name of a model that is loaded without an alias."""
     return source.rstrip("/").rpartition("/")[2] or source
 
 
-def with_policy(known: KnownModel, change: Callable[[ModelPolicy], ModelPolicy]) -> KnownModel:
-    return dataclasses.replace(known, policy=change(known.policy))
-
-
-def is_loaded_as(known: KnownModel, other: KnownModel) -> bool:
-    same_context = known.policy.max_context == other.policy.max_context
-    return (known.source, known.kv) == (other.source, other.kv) and same_context
-
-
-def is_same(known: KnownModel, load: mail.LoadModel) -> bool:
+def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
     context = known.policy.max_context
-    same_context = load.policy is None or load.policy.max_context == context
-    return (known.source, known.kv) == (load.source, load.kv) and same_context
+    same_context = other.policy is None or other.policy.max_context == context
+    return (known.source, known.kv) == (other.source, other.kv) and same_context
 
 
 def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:

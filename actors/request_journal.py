@@ -6,24 +6,21 @@ client gets it, and that a request need not be kept any longer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
+from actors import mail
 from actors.request_state import RequestState
+from actors.runtime.actor import Ref
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from actors.mail import ClientMail
-    from actors.runtime.actor import Ref
-    from protocol.messages import Event, FinishReason, ReceivedChoice
-    from protocol.types import TokenLogprob
+from protocol.messages import Event, FinishReason, ReceivedChoice
+from protocol.types import TokenLogprob
 
 
 class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -107,7 +104,7 @@ class SavedRequest:
                 pass
 
     def to_state(
-        self, request: messages.Attach, client: Ref[ClientMail], deadline: float | None
+        self, request: messages.Attach, client: Ref[mail.ClientMail], deadline: float | None
     ) -> RequestState:
         """Return the state with which the request runs again for the client that attached."""
         state = RequestState(request.id, client, self.submit, Timing(self.model), deadline)

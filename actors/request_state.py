@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
+from actors import mail
+from actors.runtime.actor import Ref
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
+from protocol.messages import Event, FinishReason
 from protocol.types import Usage
-
-if TYPE_CHECKING:
-    from actors.mail import ClientMail
-    from actors.runtime.actor import Ref
-    from protocol.messages import Event, FinishReason
-
 
 Stage = Literal["waiting", "running", "paused"]
 
@@ -46,7 +43,7 @@ class RequestState:
 
     id: str
     """The client's id of the request."""
-    client: Ref[ClientMail]
+    client: Ref[mail.ClientMail]
     submit: wire.Submit
     timing: Timing
     deadline: float | None = None

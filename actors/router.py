@@ -10,36 +10,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from actors import mail, telemetry
+from actors.event_log import EventLog
 from actors.machines import admission, admission_events, lifecycle_events
-from actors.ports import Notice, ignore_observation
+from actors.ports import Notice, Notify, Observe
 from actors.request_state import RequestState
-from actors.runtime.actor import Actor, DeferredReply
+from actors.runtime.actor import Actor, DeferredReply, Ref
 from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from actors.saved_requests import SavedRequests
+from actors.status import StatusTable
+from actors.telemetry import Observation
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
-from protocol.errors import KvdError, UnknownRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from actors.event_log import EventLog
-    from actors.mail import RouterMail, WorkerMail
-    from actors.ports import Level, Notify, Observe
-    from actors.runtime.actor import Ref
-    from actors.status import StatusTable
-    from actors.telemetry import Observation
-    from protocol.errors import ErrorInfo
-    from protocol.messages import Event, Generate
+from protocol.errors import ErrorInfo, KvdError, UnknownRequest
+from protocol.messages import Event, Generate
 
 TOKEN_BYTES = 36
 """Bytes of a token id in a list: the integer and the pointer to it."""
@@ -59,13 +52,13 @@ class RouterState:
     draw_seed: Callable[[], int]
     statuses: StatusTable
     notify: Notify
-    saved: SavedRequests = field(default_factory=SavedRequests)
-    events: EventLog | None = None
-    observe: Observe = ignore_observation
+    saved: SavedRequests
+    events: EventLog
+    observe: Observe
     request_load: Callable[[str], None] = lambda _model: None
     """Asks the model registry to load a model that a request names."""
     requests: dict[str, RequestState] = field(default_factory=dict)
-    workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
+    workers: dict[str, Ref[mail.WorkerMail]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.history: EventHistory[admission_events.Event, admission_events.Command] = EventHistory(
@@ -84,7 +77,7 @@ class RouterState:
         assert self.requests.keys() == self.machine.requests.keys(), "requests without a client"
 
 
-class Router(Actor["RouterMail"]):
+class Router(Actor[mail.RouterMail]):
     """Tracks every request from arrival to end."""
 
     mailbox_limit = 65_536  # the reports of all workers pass through here
@@ -105,7 +98,7 @@ class Router(Actor["RouterMail"]):
     def check(self) -> None:
         self._state.check()
 
-    def receive(self, message: RouterMail) -> DeferredReply[None] | None:
+    def receive(self, message: mail.RouterMail) -> DeferredReply[None] | None:
         match message:
             case mail.SubmitRequest():
                 self._submit(message)
@@ -141,11 +134,14 @@ class Router(Actor["RouterMail"]):
             workers.pop(event.model, None)
 
     def _record_death(self, lost: admission_events.RequestsLost) -> None:
-        events = self._state.events
-        if lost.again and events is not None:
-            level: Level = "warning" if lost.attributable else "info"
-            numbers = {"requests": len(lost.rids)}
-            events.record("replay", lost.model, lost.error.message, level=level, numbers=numbers)
+        if lost.again:
+            self._state.events.record(
+                "replay",
+                lost.model,
+                lost.error.message,
+                level="warning" if lost.attributable else "info",
+                numbers={"requests": len(lost.rids)},
+            )
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -262,8 +258,7 @@ class Router(Actor["RouterMail"]):
                 if (event := request.worker_died()) is not None:
                     self._send(request, event)
             case admission_events.ReportBlame(model=model, reason=reason):
-                if state.events is not None:
-                    state.events.record("quarantine", model, reason, level="error")
+                state.events.record("quarantine", model, reason, level="error")
                 state.workers[model].tell(mail.LifecycleEvent(lifecycle_events.RequestBlamed()))
             case admission_events.CancelInWorker(rid=rid, model=model):
                 state.workers[model].tell(mail.CancelRow(rid))

@@ -8,14 +8,16 @@ stays saved until a worker reports on it, so that a refusal does not lose it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from actors.request_journal import ReportReceived, RequestDropped, RequestReceived
+from actors.request_journal import (
+    ReportReceived,
+    RequestDropped,
+    RequestJournal,
+    RequestReceived,
+    SavedRequest,
+)
 from protocol import worker as wire
 from protocol.errors import UnknownRequest
-
-if TYPE_CHECKING:
-    from actors.request_journal import RequestJournal, SavedRequest
 
 KEEP_S = 600.0
 """Enough for a person to restart a daemon; each saved request holds its text in memory."""

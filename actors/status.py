@@ -1,50 +1,58 @@
-"""The newest status of every model, for ``status`` replies.
+"""Known models, and the newest status of those with a worker.
 
-Each worker writes its own entry, and anyone may read. Entries are immutable, so a reader never
+Each worker writes its own status, and anyone may read. Statuses are immutable, so a reader never
 waits and never sees half an update.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from protocol.kv import KVSpec
+from protocol.policy import ModelPolicy
+from protocol.types import ModelStatus
 
-    from protocol.policy import ModelPolicy
-    from protocol.types import ModelStatus
+
+@dataclass(frozen=True)
+class KnownModel:
+    """How a model is loaded that requests may name, whether it is loaded or not."""
+
+    source: str
+    kv: KVSpec = field(default_factory=KVSpec)
+    policy: ModelPolicy = field(default_factory=ModelPolicy)
+    listed: bool = False
+    """Whether the configuration lists the model, so that it stays known after a failed load."""
 
 
 @dataclass
 class StatusTable:
-    """Statuses by model name."""
+    """Known models and statuses by model name."""
 
+    known: dict[str, KnownModel] = field(default_factory=dict)
+    """Models of the configuration, and those loaded by users until they unload them."""
     models: dict[str, ModelStatus] = field(default_factory=dict)
     """Written by each model's worker; the model registry removes entries."""
     requests: Mapping[str, int] = field(default_factory=dict)
     """Requests by model, from the router."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
-    policies: Callable[[], Mapping[str, ModelPolicy]] = dict
-    """Returns the models' policies, from the model registry."""
 
     def model(self, name: str) -> ModelStatus:
         return self._complete(name, self.paused())
 
     def all(self) -> list[ModelStatus]:
-        """Return every model's status, sorted by name."""
         paused = self.paused()
         return [self._complete(name, paused) for name in sorted(self.models)]
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
-        policy = self.policies().get(name)
+        known = self.known.get(name)
         return replace(
             self.models[name],
             requests=self.requests.get(name, 0),
             paused=paused.get(name, 0),
-            pinned=policy is not None and policy.pinned,
-            priority=0 if policy is None else policy.priority,
+            pinned=known is not None and known.policy.pinned,
+            priority=0 if known is None else known.policy.priority,
         )

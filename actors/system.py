@@ -10,17 +10,17 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from actors import mail
+from actors import mail, ports
 from actors.caller import Call, Caller
-from actors.client import Client, ClientServices, Socket
+from actors.client import Client, ClientServices, Identity, Socket
 from actors.event_log import EventLog
 from actors.explain import Explainer
 from actors.governor import GovernorActor, GovernorActorState
-from actors.known_models import KnownModel, KnownModels
 from actors.machines import admission_events
 from actors.machines.admission import Admission
 from actors.machines.governor import Governor
@@ -28,57 +28,26 @@ from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.model_registry import ModelRegistry
-from actors.ports import Notice, ignore_observation, no_metrics
 from actors.readings import ReadingsActor, ReadingsState
 from actors.registry_state import RegistryState
+from actors.request_state import Stage
 from actors.router import Router, RouterState
-from actors.runtime.actor import MailboxFull
+from actors.runtime.actor import MailboxFull, Ref
 from actors.runtime.supervision import Child, SupervisionTree
 from actors.saved_requests import SavedRequests
-from actors.status import StatusTable
+from actors.status import KnownModel, StatusTable
 from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
-from protocol.errors import InvalidRequest, UnknownModel
 from protocol.kv import KVSpec
-from protocol.types import DaemonStatus, ModelStatus
+from protocol.messages import Event, Generate
+from protocol.policy import ModelPolicy
+from protocol.types import DaemonStatus, ModelStatus, TimeSlicesMode
 from protocol.worker import LoadModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from actors.mail import ClientMail, RegistryMail, WorkerMail
-    from actors.ports import (
-        Configuration,
-        EstimateModel,
-        MemoryReader,
-        Metrics,
-        Notify,
-        Observe,
-        SpawnWorker,
-    )
-    from actors.request_state import Stage
-    from actors.runtime.actor import Actor, Ref
-    from protocol.costs import Estimate
-    from protocol.messages import Event, Generate
-    from protocol.policy import ModelPolicy
-    from protocol.settings import Changed, Setting
-    from protocol.types import TimeSlicesMode
 
 
 class SystemFault(Exception):
     """A core actor could not be restarted: the daemon must exit with a non-zero status."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The daemon's identity in ``hello`` and ``status`` replies."""
-
-    version: str
-    home: str
-    pid: int
-    http: tuple[str, ...] = ()
-    """Addresses of the HTTP interface."""
 
 
 @dataclass(frozen=True)
@@ -121,35 +90,10 @@ PIPE_TIMEOUT_S = 1.0
 """Seconds for the last answers, which are on their way already, to reach their clients."""
 
 
-def drop_notice(_: Notice) -> None:
-    """Log nothing."""
-
-
-async def no_files(source: str, kv: KVSpec) -> Estimate:  # noqa: ARG001 - the form of `EstimateModel`
-    """Raise `UnknownModel`."""
-    raise UnknownModel(
-        f"{source!r} is not loaded, and this daemon cannot read model files", source=source
-    )
-
-
-class NoConfiguration:
-    """The port of a system without a configuration."""
-
-    @property
-    def table(self) -> list[Setting]:
-        return []
-
-    async def change(self, values: Mapping[str, Any]) -> list[Changed]:
-        raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
-
-    async def budget_changed(self, total_bytes: int) -> None:
-        """Do nothing."""
-
-
 class Connection:
     """One client's end of the system; made by `System.connect`."""
 
-    def __init__(self, client: Ref[ClientMail], disconnect: Callable[[], None]) -> None:
+    def __init__(self, client: Ref[mail.ClientMail], disconnect: Callable[[], None]) -> None:
         self._client = client
         self._disconnect = disconnect
 
@@ -175,6 +119,8 @@ class System:
     at the end ``await stop()``. `finished` is done when everything has stopped.
     """
 
+    configuration: ports.Configuration
+    """Port for clients that read and change the configuration; set it before `start`."""
     finished: asyncio.Future[None]
     """Created by `start`, and done when everything has stopped. It has a result after `stop` or a
     client's ``shutdown``, whose reply is written by then. It has the exception `SystemFault` after
@@ -182,31 +128,28 @@ class System:
 
     def __init__(
         self,
-        spawn: SpawnWorker,
-        memory: MemoryReader,
+        spawn: ports.SpawnWorker,
+        memory: ports.MemoryReader,
         *,
         budget_bytes: int,
         identity: Identity,
-        settings: Settings | None = None,
+        settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
-        estimate_model: EstimateModel = no_files,
+        estimate_model: ports.EstimateModel,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
-        notify: Notify = drop_notice,
+        notify: ports.Notify,
         saved_requests: SavedRequests | None = None,
-        observe: Observe = ignore_observation,
-        metrics: Metrics = no_metrics,
+        observe: ports.Observe,
+        metrics: ports.Metrics,
     ) -> None:
         self._spawn = spawn
         self._memory = memory
         self._identity = identity
-        self._settings = settings or Settings()
+        self._settings = settings
         self.reload_status = ConfigReloadStatus()
-        self.configuration: Configuration = NoConfiguration()
-        """Port for clients that read and change the configuration; set it before `start`."""
         self._notify, self._observe, self._metrics = notify, observe, metrics
         self._estimate_model = estimate_model
-        self._known = KnownModels(dict(known or {}))
-        self._statuses = StatusTable(policies=self._known.policies)
+        self._statuses = StatusTable(dict(known or {}))
         self._events = EventLog(notify, observe)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
         self._router = RouterState(
@@ -239,10 +182,9 @@ class System:
             router=router,
             governor=governor,
             on_empty=self._end,
-            known=self._known,
         )
         registry = tree.start(Child("registry", lambda: ModelRegistry(self._registry)))
-        self._registry_ref: Ref[RegistryMail] = registry
+        self._registry_ref: Ref[mail.RegistryMail] = registry
         self._readings = ReadingsState(self._memory, self._statuses, governor)
         tree.start(Child("readings", lambda: ReadingsActor(self._readings)))
         time_slices = tree.start(Child("time_slices", lambda: TimeSlicesActor(self._time_slices)))
@@ -268,16 +210,12 @@ class System:
             governor=governor,
             events=self._events,
             tokenizing=TokenizeRequests(registry),
-            explain=Explainer(
-                self._statuses, self._known, self._governor.machine, self._estimate_model
-            ),
+            explain=Explainer(self._statuses, self._governor.machine, self._estimate_model),
             configuration=self.configuration,
             status=self.status,
             metrics=self._metrics,
             rid_prefix=f"{secrets.token_hex(4)}-" if journaled else "",
-            version=self._identity.version,
-            pid=self._identity.pid,
-            home=self._identity.home,
+            identity=self._identity,
             slow_reader_bytes=self._settings.slow_reader_bytes,
         )
 
@@ -367,7 +305,7 @@ class System:
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
             models=self._statuses.all(),
-            unloaded=sorted(set(self._known.models) - set(self._statuses.models)),
+            unloaded=sorted(set(self._statuses.known) - set(self._statuses.models)),
             config_pending=self.reload_status.pending,
             config_error=self.reload_status.error,
             config_reloads=self.reload_status.reloads,
@@ -376,7 +314,7 @@ class System:
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""
-        return model in self._known.models or model in self._statuses.models
+        return model in self._statuses.known or model in self._statuses.models
 
     @property
     def busy(self) -> bool:
@@ -406,11 +344,7 @@ class System:
         for actor in self._tree.actors():
             actor.check()
 
-    def actors(self) -> list[Actor[Any]]:
-        """Return the current actors."""
-        return self._tree.actors()
-
-    def _start_worker(self, name: str, known: KnownModel) -> Ref[WorkerMail]:
+    def _start_worker(self, name: str, known: KnownModel) -> Ref[mail.WorkerMail]:
         load = LoadModel(
             source=known.source,
             kv=known.kv,

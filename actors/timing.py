@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from actors import telemetry
+from actors.telemetry import Observation
 from protocol import messages
-
-if TYPE_CHECKING:
-    from actors.telemetry import Observation
-    from protocol.messages import Event
+from protocol.messages import Event
 
 
 @dataclass

@@ -5,17 +5,12 @@ A text counts from its request until the reply, even if its client disconnects m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from actors import mail
+from actors.runtime.actor import Ref
+from protocol import messages
 from protocol import worker as wire
 from protocol.errors import Overloaded
 from protocol.framing import encode_frame
-
-if TYPE_CHECKING:
-    from actors.mail import ClientMail, RegistryMail
-    from actors.runtime.actor import Ref
-    from protocol import messages
 
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 """Bytes of four messages of the maximum size; a waiting text is held several times over."""
@@ -24,13 +19,17 @@ MAX_WAITING_BYTES = 32 * 1024 * 1024
 class TokenizeRequests:
     """The tokenize requests of all clients."""
 
-    def __init__(self, registry: Ref[RegistryMail], max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(
+        self, registry: Ref[mail.RegistryMail], max_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
         self._registry = registry
         self.max_bytes = max_bytes
         self.bytes = 0
         """Bytes of waiting texts, encoded for a worker."""
 
-    async def tokenize(self, request: messages.Tokenize, client: Ref[ClientMail]) -> wire.Tokenized:
+    async def tokenize(
+        self, request: messages.Tokenize, client: Ref[mail.ClientMail]
+    ) -> wire.Tokenized:
         """Tokenize a text; raises `Overloaded` if other texts of too many bytes wait."""
         command = wire.Tokenize(
             seq=0,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never, cast
+from typing import assert_never, cast
 
 from msgspec.structs import replace
 
@@ -23,21 +24,14 @@ from actors.machines import (
     time_slices,
 )
 from actors.machines.ledger import WorkerExited
-from actors.ports import Notice
-from actors.runtime.actor import Actor, DeferredReply, MailboxFull
+from actors.ports import Exit, Level, Notice, Notify, Observe, SpawnWorker, WorkerProcess
+from actors.runtime.actor import Actor, DeferredReply, MailboxFull, Ref
 from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
+from actors.status import StatusTable
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, WorkerDied
 from protocol.types import ModelInfo, ModelState, ModelStatus, WorkerStats
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from actors.mail import GovernorMail, RegistryMail, RouterMail, TimeSlicesMail, WorkerMail
-    from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
-    from actors.runtime.actor import Ref
-    from actors.status import StatusTable
 
 
 @dataclass(frozen=True)
@@ -45,10 +39,10 @@ class WorkerServices:
     """The actors and ports that all workers share."""
 
     spawn: SpawnWorker
-    router: Ref[RouterMail]
-    time_slices: Ref[TimeSlicesMail]
-    governor: Ref[GovernorMail]
-    registry: Ref[RegistryMail]
+    router: Ref[mail.RouterMail]
+    time_slices: Ref[mail.TimeSlicesMail]
+    governor: Ref[mail.GovernorMail]
+    registry: Ref[mail.RegistryMail]
     statuses: StatusTable
     notify: Notify
     observe: Observe
@@ -95,7 +89,7 @@ class WorkerState:
         return cast("ModelState", type(self.machine.state).__name__.lower())
 
 
-class Worker(Actor["WorkerMail"]):
+class Worker(Actor[mail.WorkerMail]):
     """Keeps one model's process running."""
 
     # One read of the socket may hold thousands of reports, and each causes messages to others.
@@ -125,7 +119,7 @@ class Worker(Actor["WorkerMail"]):
         running = self._state.machine.pid is not None
         assert running == (self._state.process is not None), "machine and actor disagree"
 
-    def receive(self, message: WorkerMail) -> object:  # noqa: C901, PLR0912 - one match
+    def receive(self, message: mail.WorkerMail) -> object:  # noqa: C901, PLR0912 - one match
         state = self._state
         match message:
             case mail.LifecycleEvent(event=event):

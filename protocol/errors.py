@@ -1,40 +1,4 @@
-"""All errors of kvd, with their codes in messages.
-
-The hierarchy (codes in brackets; * = retryable without changes)::
-
-    KvdError
-     ├── ProtocolError
-     │    ├── LocalProtocolError                  by this side
-     │    └── RemoteProtocolError                 by the peer
-     │         ├── MalformedFrame                 [malformed_frame]
-     │         ├── FrameTooLarge                  [frame_too_large]
-     │         ├── UnknownOp                      [unknown_op]
-     │         └── UnsupportedVersion             [unsupported_version]
-     ├── InvalidRequest                           [invalid_request]
-     │    ├── EmptyPrompt                         [empty_prompt]
-     │    └── ContextTooLong                      [context_too_long]
-     ├── ModelError
-     │    ├── UnknownModel                        [unknown_model]
-     │    ├── ModelExists                         [model_exists]
-     │    ├── InvalidModel                        [invalid_model]
-     │    ├── UnsupportedModel                    [unsupported_model]
-     │    └── ModelFailed                         [model_failed]
-     ├── InsufficientMemory                       [insufficient_memory]
-     ├── UnknownRequest                           [unknown_request]
-     ├── Overloaded                               [overloaded]          *
-     ├── Draining                                 [draining]            *
-     ├── DeadlineExceeded                         [deadline_exceeded]   *
-     ├── WorkerDied                               [worker_died]         *
-     ├── Quarantined                              [quarantined]
-     ├── SlowReader                               [slow_reader]         *
-     ├── NumericalError                           [numerical_error]     *
-     ├── PermissionDenied                         [permission_denied]
-     ├── NotRunning                               [not_running]         *
-     ├── AlreadyRunning                           [already_running]
-     ├── ConfigError                              [config_error]
-     ├── ServiceError                             [service_error]
-     └── InternalError                            [internal]
-"""
+"""All errors of kvd, with their codes in messages."""
 
 from __future__ import annotations
 
@@ -56,11 +20,21 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further values, by error."""
 
 
+_BY_CODE: dict[str, type[KvdError]] = {}
+
+
 class KvdError(Exception):
-    """Base of all errors; ``code`` is the class's code in messages."""
+    """Base of all errors."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
+    """Whether the same request may succeed later without changes."""
+
+    def __init_subclass__(cls, *, code: str | None = None, retryable: bool = False) -> None:
+        super().__init_subclass__()
+        if code is not None:
+            cls.code, cls.retryable = code, retryable
+            _BY_CODE[code] = cls
 
     def __init__(self, message: str, **detail: Any) -> None:
         super().__init__(message)
@@ -79,196 +53,123 @@ class LocalProtocolError(ProtocolError):
     """A violation by this side: a bug."""
 
 
-class RemoteProtocolError(ProtocolError):
+class RemoteProtocolError(ProtocolError, code="malformed_frame"):
     """A violation by the peer: it gets the error, and loses its connection at most."""
 
-    code = "malformed_frame"
 
-
-class MalformedFrame(RemoteProtocolError):
+class MalformedFrame(RemoteProtocolError, code="malformed_frame"):
     """The bytes are not a message: invalid UTF-8 or JSON, not an object, or without an id."""
 
-    code = "malformed_frame"
 
-
-class FrameTooLarge(RemoteProtocolError):
+class FrameTooLarge(RemoteProtocolError, code="frame_too_large"):
     """A frame exceeds the limit."""
 
-    code = "frame_too_large"
 
-
-class UnknownOp(RemoteProtocolError):
+class UnknownOp(RemoteProtocolError, code="unknown_op"):
     """This version has no such op."""
 
-    code = "unknown_op"
 
-
-class UnsupportedVersion(RemoteProtocolError):
+class UnsupportedVersion(RemoteProtocolError, code="unsupported_version"):
     """The peer uses another version of the protocol."""
 
-    code = "unsupported_version"
 
-
-class InvalidRequest(KvdError):
+class InvalidRequest(KvdError, code="invalid_request"):
     """A field is missing, has the wrong type or is out of range; ``detail["field"]`` names it."""
 
-    code = "invalid_request"
 
-
-class EmptyPrompt(InvalidRequest):
+class EmptyPrompt(InvalidRequest, code="empty_prompt"):
     """The prompt has no tokens."""
 
-    code = "empty_prompt"
 
-
-class ContextTooLong(InvalidRequest):
+class ContextTooLong(InvalidRequest, code="context_too_long"):
     """Prompt and completion exceed the model's context."""
-
-    code = "context_too_long"
 
 
 class ModelError(KvdError):
     """An error of a model rather than of one request."""
 
 
-class UnknownModel(ModelError):
+class UnknownModel(ModelError, code="unknown_model"):
     """No model of this name is loaded or can be found."""
 
-    code = "unknown_model"
 
-
-class ModelExists(ModelError):
+class ModelExists(ModelError, code="model_exists"):
     """Another model has this name."""
 
-    code = "model_exists"
 
-
-class InvalidModel(ModelError):
+class InvalidModel(ModelError, code="invalid_model"):
     """The model's folder is broken: a file is missing, truncated or inconsistent with others."""
 
-    code = "invalid_model"
 
-
-class UnsupportedModel(ModelError):
+class UnsupportedModel(ModelError, code="unsupported_model"):
     """The model is intact, but this version cannot serve it correctly."""
 
-    code = "unsupported_model"
 
-
-class ModelFailed(ModelError):
+class ModelFailed(ModelError, code="model_failed"):
     """The model's worker failed too often; ``unload`` and ``load`` it to start again."""
 
-    code = "model_failed"
 
-
-class InsufficientMemory(KvdError):
+class InsufficientMemory(KvdError, code="insufficient_memory"):
     """The request exceeds the memory budget; ``detail`` has the numbers in bytes."""
 
-    code = "insufficient_memory"
 
-
-class UnknownRequest(KvdError):
+class UnknownRequest(KvdError, code="unknown_request"):
     """No saved request has this id: it ended, expired, or was not journaled."""
 
-    code = "unknown_request"
 
-
-class Overloaded(KvdError):
+class Overloaded(KvdError, code="overloaded", retryable=True):
     """The daemon is busy; ``detail["retry_after_s"]`` says when to retry."""
 
-    code = "overloaded"
-    retryable = True
 
-
-class Draining(KvdError):
+class Draining(KvdError, code="draining", retryable=True):
     """The daemon or the model accepts no new work."""
 
-    code = "draining"
-    retryable = True
 
-
-class DeadlineExceeded(KvdError):
+class DeadlineExceeded(KvdError, code="deadline_exceeded", retryable=True):
     """The request's ``deadline_s`` has passed."""
 
-    code = "deadline_exceeded"
-    retryable = True
 
-
-class WorkerDied(KvdError):
+class WorkerDied(KvdError, code="worker_died", retryable=True):
     """The model's process ended, and the request does not continue in another one."""
 
-    code = "worker_died"
-    retryable = True
 
-
-class Quarantined(KvdError):
+class Quarantined(KvdError, code="quarantined"):
     """The request made the model's process die twice, the second time while it ran alone.
 
     ``detail["story"]`` lists the deaths. The request is not retried; the model continues.
     """
 
-    code = "quarantined"
 
-
-class SlowReader(KvdError):
+class SlowReader(KvdError, code="slow_reader", retryable=True):
     """The client did not read its events, so its requests were cancelled."""
 
-    code = "slow_reader"
-    retryable = True
 
-
-class NumericalError(KvdError):
+class NumericalError(KvdError, code="numerical_error", retryable=True):
     """The model's logits for this row were not finite, or all equal."""
 
-    code = "numerical_error"
-    retryable = True
 
-
-class PermissionDenied(KvdError):
+class PermissionDenied(KvdError, code="permission_denied"):
     """The peer runs as another user."""
 
-    code = "permission_denied"
 
-
-class NotRunning(KvdError):
+class NotRunning(KvdError, code="not_running", retryable=True):
     """No daemon answers on the socket."""
 
-    code = "not_running"
-    retryable = True
 
-
-class AlreadyRunning(KvdError):
+class AlreadyRunning(KvdError, code="already_running"):
     """Another daemon uses this home."""
 
-    code = "already_running"
 
-
-class ConfigError(KvdError):
+class ConfigError(KvdError, code="config_error"):
     """The configuration is invalid; ``detail["key"]`` names the setting."""
 
-    code = "config_error"
 
-
-class ServiceError(KvdError):
+class ServiceError(KvdError, code="service_error"):
     """The service manager, launchd or systemd, is missing or failed."""
 
-    code = "service_error"
 
-
-class InternalError(KvdError):
+class InternalError(KvdError, code="internal"):
     """A bug in kvd; the log has the traceback."""
-
-    code = "internal"
-
-
-def _by_code(base: type[KvdError]) -> dict[str, type[KvdError]]:
-    found = {base.code: base} if "code" in vars(base) else {}
-    for subclass in base.__subclasses__():
-        found |= _by_code(subclass)
-    return found
-
-
-_BY_CODE = _by_code(KvdError) | {"malformed_frame": MalformedFrame, "internal": InternalError}
 
 
 def from_info(info: ErrorInfo) -> KvdError:

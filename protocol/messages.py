@@ -11,22 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol import fields
 from protocol.errors import ErrorInfo
-from protocol.fields import (
-    MAX_BYTES,
-    MAX_CHOICES,
-    MAX_INT,
-    Alias,
-    Choices,
-    DeadlineSeconds,
-    Name,
-    Priority,
-    Salt,
-    StopTexts,
-    StopTokens,
-    TokenId,
-    TopLogprobs,
-)
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -41,8 +27,8 @@ MAX_LISTED_TOKENS = 65_536
 """Maximum token ids in a reply to `Tokenize`."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
-Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=fields.MAX_INT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=fields.MAX_INT)]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
@@ -69,9 +55,9 @@ class Metrics(_Request, tag="metrics", frozen=True, kw_only=True):
 class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model."""
 
-    model: Name
+    model: fields.Name
     """Source: an embedded name, a folder's absolute path, or a Hub id."""
-    alias: Alias | None = None
+    alias: fields.Alias | None = None
     """Name that requests use; absent: the last part of the source."""
     kv: KVSpec = KVSpec()
     """Settings of the KV cache."""
@@ -82,7 +68,7 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
 class Unload(_Request, tag="unload", frozen=True, kw_only=True):
     """Finish the model's requests, then end its worker."""
 
-    model: Name
+    model: fields.Name
     force: bool = False
     """Whether running requests end at once."""
 
@@ -90,37 +76,37 @@ class Unload(_Request, tag="unload", frozen=True, kw_only=True):
 class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     """Complete a prompt, given as exactly one of ``prompt``, ``messages`` and ``tokens``."""
 
-    model: Name
+    model: fields.Name
     """Name of a loaded or known model."""
     prompt: str | None = None
     """Raw text, without a chat template."""
     messages: list[ChatMessage] | None = None
     """Conversation, for the model's chat template."""
-    tokens: list[TokenId] | None = None
+    tokens: list[fields.TokenId] | None = None
     """Token ids."""
     sampling: Sampling = Sampling()
     """Sampling settings."""
     max_tokens: PositiveCount | None = None
     """Maximum tokens of each choice; absent: what fits the context, at most 512."""
-    n: Choices = 1
+    n: fields.Choices = 1
     """Number of choices; choice 0 is the same as with n = 1."""
-    stop: StopTexts = []
+    stop: fields.StopTexts = []
     """Texts that end a choice; neither they nor anything after them is sent."""
-    stop_tokens: StopTokens = []
+    stop_tokens: fields.StopTokens = []
     """Token ids that end a choice; they are not sent."""
     ignore_eos: bool = False
     """Whether the model's end token is treated as any other token."""
     min_tokens: Count = 0
     """Tokens of a choice before which end tokens are not drawn and stop texts are ignored."""
-    logprobs: TopLogprobs | None = None
+    logprobs: fields.TopLogprobs | None = None
     """Number of likeliest tokens to report with each token's logprob; absent: no logprobs."""
-    prompt_logprobs: TopLogprobs | None = None
+    prompt_logprobs: fields.TopLogprobs | None = None
     """Number of likeliest tokens to report for each prompt token, in ``prompt_logprobs`` events."""
-    priority: Priority = 0
+    priority: fields.Priority = 0
     """Priority in the queue; higher values are admitted first."""
-    deadline_s: DeadlineSeconds | None = None
+    deadline_s: fields.DeadlineSeconds | None = None
     """Seconds from arrival after which the request ends with ``deadline_exceeded``, even queued."""
-    prefix_salt: Salt | None = None
+    prefix_salt: fields.Salt | None = None
     """Isolation key: prompts share cached prefixes only with prompts of the same salt."""
 
     def __post_init__(self) -> None:
@@ -142,7 +128,7 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
 
     request: RequestId
     """Name of the request, from its ``accepted`` event."""
-    received: Annotated[list[ReceivedChoice], Meta(max_length=MAX_CHOICES)] = []
+    received: Annotated[list[ReceivedChoice], Meta(max_length=fields.MAX_CHOICES)] = []
     """What the client has of each choice; empty: nothing."""
     received_prompt_logprobs: Count = 0
     """Tokens of the prompt whose logprobs the client has."""
@@ -158,19 +144,19 @@ class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
 class Pin(_Request, tag="pin", frozen=True, kw_only=True):
     """Pin a model, so that it is never evicted."""
 
-    model: Name
+    model: fields.Name
 
 
 class Unpin(_Request, tag="unpin", frozen=True, kw_only=True):
     """Unpin a model."""
 
-    model: Name
+    model: fields.Name
 
 
 class Configure(_Request, tag="config", frozen=True, kw_only=True):
     """Change settings until the daemon ends; without fields, return the budget."""
 
-    budget_bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
+    budget_bytes: Annotated[int, Meta(ge=1, le=fields.MAX_BYTES)] | None = None
     """New memory budget. A lower budget ends no requests; memory is reclaimed over time."""
     settings: dict[str, Any] = {}
     """New values by key, applied all or none; ``null`` restores the file's value."""
@@ -181,7 +167,7 @@ class Configure(_Request, tag="config", frozen=True, kw_only=True):
 class Events(_Request, tag="events", frozen=True, kw_only=True):
     """Return what the governor and other parts did, and why: the newest 4096 records."""
 
-    model: Name | None = None
+    model: fields.Name | None = None
     """Filter: records about this model, or on its behalf."""
     since: Count = 0
     """Number of the last record that the client has."""
@@ -192,7 +178,7 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
 class Explain(_Request, tag="explain", frozen=True, kw_only=True):
     """Return what rows of a model would take, and how their memory would be freed."""
 
-    model: Name
+    model: fields.Name
     """Name of a loaded or known model, or the source of another one."""
     rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
     """Number of rows."""
@@ -208,7 +194,7 @@ class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
     The text is exactly one of ``prompt`` and ``messages``.
     """
 
-    model: Name
+    model: fields.Name
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     limit: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS

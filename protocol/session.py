@@ -15,17 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.errors import (
-    EmptyPrompt,
-    FrameTooLarge,
-    InvalidRequest,
-    KvdError,
-    LocalProtocolError,
-    MalformedFrame,
-    RemoteProtocolError,
-    UnknownOp,
-    UnsupportedVersion,
-)
+from protocol import errors
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
 from protocol.messages import (
     VERSION,
@@ -87,7 +77,7 @@ class ServerSession:
     def send(self, event: Event) -> bytes:
         """Encode an event of an open request; the last event closes the request."""
         if event.id not in self._open:
-            raise LocalProtocolError(f"no request {event.id!r} is open for {event!r}")
+            raise errors.LocalProtocolError(f"no request {event.id!r} is open for {event!r}")
         if is_last(event):
             del self._open[event.id]
         return encode_line(event)
@@ -101,17 +91,17 @@ class ServerSession:
             request = _parse(line)
         except _MessageFault as fault:
             return Error(id=fault.request_id, error=fault.error.info())
-        except RemoteProtocolError as error:
+        except errors.RemoteProtocolError as error:
             return self._close(error)
         if request.id in self._open:
-            taken = InvalidRequest(
+            taken = errors.InvalidRequest(
                 f"id {request.id!r} is in use by another request of this connection", field="id"
             )
             return Error(id=request.id, error=taken.info())
         self._open[request.id] = request
         return request
 
-    def _close(self, error: RemoteProtocolError) -> Error:
+    def _close(self, error: errors.RemoteProtocolError) -> Error:
         self.closing = True
         return Error(id="", error=error.info())
 
@@ -126,10 +116,10 @@ class ClientSession:
     def request(self, request: Request) -> bytes:
         """Encode a request, whose id must not be in use."""
         if request.id in self._open:
-            raise LocalProtocolError(f"id {request.id!r} is in use")
+            raise errors.LocalProtocolError(f"id {request.id!r} is in use")
         line = encode_line(request)
         if len(line) - 1 > self._lines.limit:
-            raise FrameTooLarge(
+            raise errors.FrameTooLarge(
                 f"the request has {len(line) - 1} bytes; the limit is {self._lines.limit}; send less text",
                 limit_bytes=self._lines.limit,
             )
@@ -146,7 +136,9 @@ class ClientSession:
     def _take(self, event: Event) -> Event:
         of_connection = isinstance(event, Error) and not event.id
         if not of_connection and event.id not in self._open:
-            raise RemoteProtocolError(f"an event for request {event.id!r}, which is not open")
+            raise errors.RemoteProtocolError(
+                f"an event for request {event.id!r}, which is not open"
+            )
         if is_last(event):
             self._open.discard(event.id)
         return event
@@ -155,7 +147,7 @@ class ClientSession:
 class _MessageFault(Exception):
     """The line has an id for the answer, but is not a valid request."""
 
-    def __init__(self, request_id: str, error: KvdError) -> None:
+    def __init__(self, request_id: str, error: errors.KvdError) -> None:
         super().__init__(error.message)
         self.request_id = request_id
         self.error = error
@@ -178,21 +170,23 @@ def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
     try:
         envelope = _envelope.decode(line)
     except msgspec.ValidationError as fault:
-        return MalformedFrame(f"not a request: {describe_error(str(fault), _Envelope)[1]}")
+        return errors.MalformedFrame(f"not a request: {describe_error(str(fault), _Envelope)[1]}")
     except (ValueError, RecursionError) as fault:
         # Bytes after the first error may be invalid JSON.
-        return MalformedFrame(f"not a request: {fault}")
+        return errors.MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))
     if envelope.op is not None and envelope.op not in OPS:
-        unknown = UnknownOp(f"unknown op {envelope.op!r}; known: {', '.join(OPS)}", op=envelope.op)
+        unknown = errors.UnknownOp(
+            f"unknown op {envelope.op!r}; known: {', '.join(OPS)}", op=envelope.op
+        )
         return _MessageFault(envelope.id, unknown)
     field, text = describe_error(str(error), Request)
-    return _MessageFault(envelope.id, InvalidRequest(text, field=field))
+    return _MessageFault(envelope.id, errors.InvalidRequest(text, field=field))
 
 
-def _version(version: int) -> UnsupportedVersion:
-    return UnsupportedVersion(
+def _version(version: int) -> errors.UnsupportedVersion:
+    return errors.UnsupportedVersion(
         f"the request uses protocol version {version}; this daemon supports version {VERSION}",
         supported=[VERSION],
     )
@@ -204,10 +198,10 @@ def _check_prompt(request: Generate) -> None:
     ]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
-        wrong = InvalidRequest(
+        wrong = errors.InvalidRequest(
             f"give exactly one of prompt, messages and tokens; got {found}", field="prompt"
         )
         raise _MessageFault(request.id, wrong)
     if not getattr(request, given[0]):
-        empty = EmptyPrompt(f"{given[0]} is empty; give at least one token", field=given[0])
+        empty = errors.EmptyPrompt(f"{given[0]} is empty; give at least one token", field=given[0])
         raise _MessageFault(request.id, empty)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import inspect
 
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _MAX_ECHO = 40
 """Characters; a longer value would hide the rest of the message."""

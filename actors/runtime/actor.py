@@ -13,15 +13,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from protocol.errors import InternalError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 M = TypeVar("M")
 R = TypeVar("R")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from actors.machines.machine import InvalidTransition
-
-if TYPE_CHECKING:
-    from actors.machines.machine import Machine
+from actors.machines.machine import InvalidTransition, Machine
 
 E = TypeVar("E")
 C = TypeVar("C")

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from actors.ports import Notice, Notify
 from actors.runtime.actor import Actor, ActorRunner, Ref
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 M = TypeVar("M")
 
@@ -61,7 +59,6 @@ class SupervisionTree:
         self._runners: dict[Ref[Any], ActorRunner[Any]] = {}
 
     def start(self, child: Child[M]) -> Ref[M]:
-        """Start a child and return its reference."""
         actor = child.make()
         ref: Ref[M] = Ref(child.name, actor.mailbox_limit)
         limit = RestartLimit(child.max_failures, child.period_s)
@@ -73,11 +70,9 @@ class SupervisionTree:
         return ref
 
     def actors(self) -> list[Actor[Any]]:
-        """Return the current actors."""
         return [runner.actor for runner in self._runners.values()]
 
     def stop(self, ref: Ref[Any]) -> None:
-        """Stop one child."""
         if ref in self._runners:
             self._runners[ref].stop()
 

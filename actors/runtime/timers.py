@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from collections.abc import Callable
 
 TIMER_SLACK_S = 0.001
 """Seconds added to each deadline. The loop may fire a timer one clock tick early. Without the

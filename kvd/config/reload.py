@@ -14,8 +14,8 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from actors.known_models import KnownModel
 from actors.registry_state import short_name
+from actors.status import KnownModel
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
 from kvd.config.http import COMMAND_LINE_FIELDS

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 import kvd
+from actors.client import Identity
 from actors.saved_requests import SavedRequests
-from actors.system import Identity, Settings, System, SystemFault
+from actors.system import Settings, System, SystemFault
 from kvd.config import config
 from kvd.config.http import with_command_line
 from kvd.config.options import Options
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from pathlib import Path
 
-    from actors.known_models import KnownModel
     from actors.ports import Notice
+    from actors.status import KnownModel
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
     from kvd.host.home import Home

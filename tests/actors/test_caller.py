@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.known_models import KnownModel
 from actors.saved_requests import SavedRequests
+from actors.status import KnownModel
 from protocol import messages
 from protocol.messages import Event, Generate, is_last
 from protocol.types import Sampling

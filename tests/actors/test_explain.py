@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.known_models import KnownModel
+from actors.status import KnownModel
 from protocol import messages
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidRequest, UnknownModel

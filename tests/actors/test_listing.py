@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.known_models import KnownModel
+from actors.status import KnownModel
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from tests.sim.loop import simulated
@@ -12,7 +12,7 @@ DEMO = KnownModel("demo", listed=True)
 
 
 def known(w: World, name: str = "demo") -> KnownModel | None:
-    return w.system._known.models.get(name)
+    return w.system._statuses.known.get(name)
 
 
 @simulated

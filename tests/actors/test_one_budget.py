@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.known_models import KnownModel
+from actors.status import KnownModel
 from protocol import errors, messages
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable, WorkerStats

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.known_models import KnownModel
 from actors.machines.time_slices import (
     GRACE_S,
     SLICE_S,
@@ -23,6 +22,7 @@ from actors.machines.time_slices import (
     WeightChanged,
     WorkerExited,
 )
+from actors.status import KnownModel
 from kvd.worker.process.time_slice_gate import TimeSliceGate
 from protocol import messages
 from protocol import worker as wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.known_models import KnownModel
+from actors.status import KnownModel
 from protocol import messages
 from protocol.errors import Overloaded
 from tests.sim.fakes import Script

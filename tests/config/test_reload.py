@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.known_models import KnownModel
+from actors.status import KnownModel
 from kvd.config.config import parse
 from kvd.config.options import Options
 from kvd.config.reload import Change, Reloader

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.ports import Exit
-from protocol.errors import ErrorInfo, InsufficientMemory
+from protocol.costs import Estimate
+from protocol.errors import ErrorInfo, InsufficientMemory, InvalidRequest, UnknownModel
+from protocol.kv import KVSpec
+from protocol.settings import Changed, Setting
 from protocol.types import HostMemory, ModelInfo, Reclaimable, Usage, WorkerStats
 from protocol.worker import (
     CancelRow,
@@ -339,3 +343,20 @@ class FakeMemory:
         self.reads += 1
         await asyncio.sleep(self.took_s)
         return {pid: self.sizes[pid] for pid in pids if pid in self.sizes}
+
+
+class FakeConfiguration:
+    """A configuration without settings."""
+
+    def __init__(self) -> None:
+        self.table: list[Setting] = []
+
+    async def change(self, values: Mapping[str, Any]) -> list[Changed]:
+        raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
+
+    async def budget_changed(self, total_bytes: int) -> None:
+        pass
+
+
+async def no_files(source: str, kv: KVSpec) -> Estimate:
+    raise UnknownModel(f"{source!r} is not loaded", source=source)

@@ -12,17 +12,18 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar
 
-from actors.known_models import KnownModel
+from actors.client import Identity
 from actors.ports import EstimateModel, Notice
 from actors.saved_requests import SavedRequests
-from actors.system import Connection, Identity, Settings, System, no_files
+from actors.status import KnownModel
+from actors.system import Connection, Settings, System
 from kvd.metrics.counters import KEPT_AFTER_UNLOAD
 from kvd.metrics.exposition import Exposition
 from protocol import messages
 from protocol.errors import from_info
 from protocol.messages import Event, Request, is_last
 from protocol.session import ClientSession
-from tests.sim.fakes import FakeMemory, FakeSpawn, Script
+from tests.sim.fakes import FakeConfiguration, FakeMemory, FakeSpawn, Script, no_files
 from tests.sim.loop import until
 
 R = TypeVar("R")
@@ -122,6 +123,7 @@ class World:
             observe=self.metrics.counters,
             metrics=self.metrics.text,
         )
+        self.system.configuration = FakeConfiguration()
 
     def client(self) -> SimClient:
         client = SimClient(self.system)
