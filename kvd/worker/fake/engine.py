@@ -19,7 +19,7 @@ from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgr
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
 from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
-from kvd.worker.fake.row import FakeChoice, FakeRow, prompt_of, seed_of
+from kvd.worker.fake.row import FakeChoice, FakeRow, prompt_of
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens
 from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
@@ -27,23 +27,10 @@ from kvd.worker.scheduling.admission import Admission, AdmissionResult, Held
 from kvd.worker.scheduling.budget import PageBudget, mebibytes
 from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.text.choices import Choices, check_token_ids, deadline_exceeded
+from protocol import worker as wire
 from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
-from protocol.worker import (
-    Grant,
-    LoadModel,
-    MemoryRequested,
-    PreemptionMode,
-    Reclaim,
-    Report,
-    RowAdmitted,
-    RowFailed,
-    StartLevel,
-    Submit,
-    Tokenize,
-    Tokenized,
-)
 
 
 @dataclass
@@ -54,7 +41,7 @@ class FakeEngine:
     clock: Callable[[], float] = time.monotonic
     _model: FakeModel = field(default_factory=FakeModel)
     _rows: dict[str, FakeRow] = field(default_factory=dict)
-    _reports: list[Report] = field(default_factory=list)
+    _reports: list[wire.Report] = field(default_factory=list)
     _steps: int = 0
     _next_step_at: float = 0.0
     _on_phase: OnPhase = ignore_phase
@@ -63,7 +50,9 @@ class FakeEngine:
     _computed_tokens: int = 0
     _generated_tokens: int = 0
 
-    def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
+    def load(
+        self, command: wire.LoadModel, progress: ReportProgress, ask_grant: AskGrant
+    ) -> ModelInfo:
         model, kv = parse(command.source), command.kv
         context = min(model.context, command.max_context or model.context)
         self._model = model = msgspec.structs.replace(model, context=context)
@@ -79,11 +68,7 @@ class FakeEngine:
             )
         model.simulate_load(progress, self.sleep)
         budget = PageBudget(
-            model.weights,
-            model.page_bytes,
-            grant.total_bytes,
-            grant.seq,
-            budget_bytes=grant.budget_bytes,
+            model.weights, model.page_bytes, grant.total_bytes, grant.seq, grant.budget_bytes
         )
         self._scheduler = Scheduler(
             max_rows=command.max_rows, chunk=command.prefill_chunk, group=True, sizes=sizes_of(kv)
@@ -92,7 +77,7 @@ class FakeEngine:
         self._pages = FakePages(model.page_bytes)
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
         self._prefix_cache = PrefixCache(tree)
-        where: PreemptionMode = "disk" if command.swap_folder else "recompute"
+        where: wire.PreemptionMode = "disk" if command.swap_folder else "recompute"
         self._reclaiming = FakeReclaiming(
             self._admission, self._prefix_cache, self._rows, where, self._report
         )
@@ -100,7 +85,7 @@ class FakeEngine:
 
     # Commands.
 
-    def submit(self, request: Submit) -> int:
+    def submit(self, request: wire.Submit) -> int:
         prompt = prompt_of(request)
         room = self._model.context - len(prompt)
         if room < 1 or (request.max_tokens or 1) > room:
@@ -112,11 +97,13 @@ class FakeEngine:
             )
         check_token_ids(request, VOCABULARY)
         salt, scored = request.prefix_salt or "", request.prompt_logprobs is not None
+        sampling = request.sampling
+        seed = 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
         row = FakeRow(
             request,
             request.max_tokens or min(room, DEFAULT_MAX_TOKENS),
             self._model.eos_after,
-            FakeTokens(prompt, seed_of(request.sampling)),
+            FakeTokens(prompt, seed),
             self._prefix_cache.track(request.rid, prompt, salt, full_prefill=scored),
             self._pages.of(prompt, salt),
             Choices(request, len(prompt)),
@@ -139,11 +126,11 @@ class FakeEngine:
         self._reports += reports
         return len(prompt)
 
-    def tokenize(self, request: Tokenize) -> Tokenized:
+    def tokenize(self, request: wire.Tokenize) -> wire.Tokenized:
         prompt = list(prompt_of(request))
         tokens = prompt[: request.limit]
         texts = [chr(token) for token in tokens] if request.texts else []
-        return Tokenized(seq=request.seq, count=len(prompt), tokens=tokens, texts=texts)
+        return wire.Tokenized(seq=request.seq, count=len(prompt), tokens=tokens, texts=texts)
 
     def cancel(self, rid: str) -> None:
         if (row := self._rows.get(rid)) is not None:
@@ -151,13 +138,13 @@ class FakeEngine:
                 self._reports += row.over.finish(choice.number, "cancelled", choice.tokens)
             self._release(row)
 
-    def granted(self, grant: Grant) -> None:
+    def granted(self, grant: wire.Grant) -> None:
         self._admission.granted(grant)
 
-    def reclaim(self, command: Reclaim) -> None:
+    def reclaim(self, command: wire.Reclaim) -> None:
         self._reclaiming.reclaim(command)
 
-    def start_level(self, command: StartLevel) -> None:
+    def start_level(self, command: wire.StartLevel) -> None:
         self._admission.set_start_level(command.level)
 
     def watch(self, on_phase: OnPhase) -> None:
@@ -178,7 +165,7 @@ class FakeEngine:
 
     # A step.
 
-    def step(self) -> list[Report]:
+    def step(self) -> list[wire.Report]:
         """Generate a token for each decoding row and prefill a chunk, at the model's speed."""
         self._on_phase("decode")
         self._steps += 1
@@ -223,19 +210,19 @@ class FakeEngine:
     def _admit(self) -> AdmissionResult:
         result = self._admission.admit(self._held)
         new = [rid for rid in result.plan.admitted if rid not in result.plan.resumed]
-        self._reports += [RowAdmitted(rid=rid) for rid in new]
+        self._reports += [wire.RowAdmitted(rid=rid) for rid in new]
         return result
 
     @property
     def _held(self) -> Held:
-        return Held(cached=self._reclaiming.cached_pages)
+        return Held(cached=self._reclaiming.memory.cached_pages)
 
-    def _request_memory(self, request: MemoryRequested | None) -> None:
+    def _request_memory(self, request: wire.MemoryRequested | None) -> None:
         if request is not None:
-            reclaimable = self._reclaiming.reclaimable()
+            reclaimable = self._reclaiming.memory.reclaimable()
             self._report(msgspec.structs.replace(request, reclaimable=reclaimable))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: wire.Report) -> None:
         self._reports.append(report)
 
     def _prefill(self) -> None:
@@ -282,7 +269,7 @@ class FakeEngine:
             self._release(row)
 
     def _fail(self, row: FakeRow, error: KvdError) -> None:
-        self._report(RowFailed(rid=row.rid, error=error.info()))
+        self._report(wire.RowFailed(rid=row.rid, error=error.info()))
         self._release(row)
 
     def _release(self, row: FakeRow) -> None:
@@ -305,7 +292,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._computed_tokens,
             prefix=self._prefix_cache.usage,
-            reclaimable=self._reclaiming.reclaimable(),
+            reclaimable=self._reclaiming.memory.reclaimable(),
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._model.weights,

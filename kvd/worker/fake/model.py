@@ -20,9 +20,7 @@ from protocol.kv import KVSpec
 from protocol.pages import PAGE_TOKENS
 from protocol.types import KVPart, ModelInfo
 
-CRASH_STATUS = 70
-"""Exit status of a crash: EX_SOFTWARE."""
-
+CRASH_STATUS = 70  # EX_SOFTWARE
 _LOAD_STAGES = 10
 
 
@@ -88,6 +86,17 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         progress("ready", 1.0)
 
     def info(self, kv: KVSpec) -> ModelInfo:
+        size = kv.max_kv_size
+        keep = f" keep {kv.keep}" if kv.keep else ""
+        part = KVPart(
+            kind="full" if size is None else f"window {size}{keep}",
+            layers=1,
+            path="pages",
+            scheme=kv.name,
+            batched=True,
+            bytes_per_token=self.token_bytes if size is None else 0,
+            bound_bytes=(size or 0) * self.token_bytes,
+        )
         return ModelInfo(
             architecture="Fake",
             parameters=0,
@@ -97,26 +106,13 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             dtype="none",
             kv_scheme=kv.name,
             kv_layout="none",
-            kv=[self._kv_part(kv)],
+            kv=[part],
             page_bytes=self.page_bytes,
             kv_bytes_per_token=self.token_bytes,
             attention_path="fake",
             attention_error=0.0,
             has_chat_template=True,
             device="none",
-        )
-
-    def _kv_part(self, kv: KVSpec) -> KVPart:
-        size = kv.max_kv_size
-        keep = f" keep {kv.keep}" if kv.keep else ""
-        return KVPart(
-            kind="full" if size is None else f"window {size}{keep}",
-            layers=1,
-            path="pages",
-            scheme=kv.name,
-            batched=True,
-            bytes_per_token=self.token_bytes if size is None else 0,
-            bound_bytes=(size or 0) * self.token_bytes,
         )
 
 

@@ -18,7 +18,6 @@ from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.scheduler import ReservationSizes
 from protocol.kv import KVSpec
-from protocol.types import Reclaimable
 from protocol.worker import PreemptionMode, Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 
@@ -59,32 +58,23 @@ class FakeReclaiming:
         self._rows = rows
         self._where = where
         self._report = report
-        self._memory = MemoryAccount(_Cache(prefix_cache), admission, prefix_cache, rows)
-
-    @property
-    def cached_pages(self) -> int:
-        return self._memory.cached_pages
-
-    def reclaimable(self) -> Reclaimable:
-        return self._memory.reclaimable()
+        self.memory = MemoryAccount(_Cache(prefix_cache), admission, prefix_cache, rows)
 
     def reclaim(self, command: Reclaim) -> None:
         """Give memory back by the command's method, and report it."""
         page_bytes = self._admission.budget.page_bytes
         preempted: list[str] = []
         match command.method:
-            case "spare":
-                pass
             case "prefixes":
                 self._prefix_cache.evict(command.wanted_bytes)
             case "precision":
                 self._step_down(command.level, command.wanted_bytes)
             case "preempt":
                 preempted = self._preempt(command.wanted_bytes)
-        held = Held(cached=self.cached_pages)
+        held = Held(cached=self.memory.cached_pages)
         target = max(0, self._admission.budget.pages - -(-command.wanted_bytes // page_bytes))
         request, freed = self._admission.give_back(target, held)
-        reclaimable = self.reclaimable()
+        reclaimable = self.memory.reclaimable()
         if request is not None:
             self._report(replace(request, reclaimable=reclaimable))
         rest = {
@@ -111,9 +101,7 @@ class FakeReclaiming:
         admission = self._admission
         preempted = []
         for rid in admission.scheduler.victims():
-            if wanted_bytes <= 0:
-                break
-            if not can_preempt(self._rows[rid]):
+            if wanted_bytes <= 0 or not can_preempt(self._rows[rid]):
                 continue
             nbytes = admission.scheduler.find(rid).pages * admission.budget.page_bytes
             wanted_bytes -= nbytes

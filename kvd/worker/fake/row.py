@@ -12,7 +12,6 @@ from kvd.worker.text.choices import Choices
 from kvd.worker.text.stops import StopFilter
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import FinishReason
-from protocol.types import Sampling
 from protocol.worker import Report, RowPrompt, RowTokens, Submit, Tokenize
 
 _PROMPT_LOGPROBS = 256
@@ -81,11 +80,7 @@ class FakeRow:
             reason: FinishReason | None = "length" if choice.tokens == self.max_new else None
             if reason := resumed.reason or ("stop" if stopped else reason):
                 self.choices.remove(choice)
-                rest = (
-                    ""
-                    if choice.stops.stopped
-                    else choice.sent_text.remove_from(choice.stops.finish())
-                )
+                rest = choice.sent_text.remove_from(choice.stops.finish())
                 reports += finish_replayed(
                     self.over, choice.number, resumed, reason, stopped=stopped, rest=rest
                 )
@@ -141,11 +136,6 @@ class FakeRow:
                 logprobs=logprobs,
             )
         ]
-
-
-def seed_of(sampling: Sampling) -> int:
-    """Return the seed for `FakeTokens`; 0 is greedy."""
-    return 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
 
 
 def prompt_of(request: Submit | Tokenize) -> bytes:

@@ -24,34 +24,8 @@ from kvd.worker.process import memory
 from kvd.worker.process.link import Link
 from kvd.worker.process.phases import Phases
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
+from protocol import worker as wire
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
-from protocol.types import WorkerStats
-from protocol.worker import (
-    CancelRow,
-    Command,
-    Grant,
-    LoadFailed,
-    LoadModel,
-    MemoryRequested,
-    Phase,
-    PhaseChanged,
-    Progress,
-    Ready,
-    Reclaim,
-    RowAccepted,
-    RowFailed,
-    RowFinished,
-    Started,
-    StartLevel,
-    Stats,
-    Stop,
-    Submit,
-    TimeSlice,
-    TimeSliceOver,
-    TimeSliceRequested,
-    Tokenize,
-    Tokenized,
-)
 
 STATS_INTERVAL_S = 0.25
 """Between `Stats` reports while there is work."""
@@ -87,14 +61,14 @@ class Loop:
         self._footprint = footprint
         self._rows: set[str] = set()
         """Accepted, unfinished requests; a drain waits for them."""
-        self._to_tokenize: deque[Tokenize] = deque()
+        self._to_tokenize: deque[wire.Tokenize] = deque()
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
         self._stats_at = -float("inf")
         self._worked = False
         """Whether there was a step since the last `Stats`."""
-        self._phase: Phase = "idle"
+        self._phase: wire.Phase = "idle"
         """The last reported phase."""
         self._phases = Phases()
         self._gate = TimeSliceGate(on=False)
@@ -106,7 +80,9 @@ class Loop:
 
         Raises `Orphaned` if the daemon is gone, and any error of a broken engine.
         """
-        self._link.put(Started(pid=os.getpid(), mlx=_version("mlx"), mlx_lm=_version("mlx-lm")))
+        self._link.put(
+            wire.Started(pid=os.getpid(), mlx=_version("mlx"), mlx_lm=_version("mlx-lm"))
+        )
         try:
             if self._load():
                 self._serve()
@@ -121,41 +97,41 @@ class Loop:
 
     def _load(self) -> bool:
         command = self._link.next_command()
-        if isinstance(command, Stop):
+        if isinstance(command, wire.Stop):
             return False
-        if not isinstance(command, LoadModel):
+        if not isinstance(command, wire.LoadModel):
             raise LocalProtocolError(f"the first command is {command}, not a load")
         try:
             info = self._engine.load(command, self._report_progress, self._request_grant)
         except KvdError as error:
-            self._link.put(LoadFailed(error=error.info()))
+            self._link.put(wire.LoadFailed(error=error.info()))
             return False
         # Objects of imports and the load live on. Scanning them takes 30 ms per collection.
         gc.collect()
         gc.freeze()
         self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
-        self._link.put(Ready(info=info))
+        self._link.put(wire.Ready(info=info))
         return True
 
     def _report_progress(self, stage: str, fraction: float) -> None:
-        self._link.put(Progress(stage=stage, fraction=fraction))
+        self._link.put(wire.Progress(stage=stage, fraction=fraction))
         self._link.pump()
         self._raise_if_stopped()
 
-    def _request_grant(self, total_bytes: int, reason: str) -> Grant:
+    def _request_grant(self, total_bytes: int, reason: str) -> wire.Grant:
         self._memory_requests += 1
         seq = self._memory_requests
-        self._link.put(MemoryRequested(seq=seq, total_bytes=total_bytes, reason=reason))
+        self._link.put(wire.MemoryRequested(seq=seq, total_bytes=total_bytes, reason=reason))
         while True:
             self._raise_if_stopped()
             for at, command in enumerate(self._link.commands):
-                if isinstance(command, Grant) and command.seq == seq:
+                if isinstance(command, wire.Grant) and command.seq == seq:
                     del self._link.commands[at]
                     return command
             self._link.wait(None)
 
     def _raise_if_stopped(self) -> None:
-        if any(isinstance(command, Stop) for command in self._link.commands):
+        if any(isinstance(command, wire.Stop) for command in self._link.commands):
             raise _Stopped
 
     # Serving.
@@ -177,14 +153,14 @@ class Loop:
             elif not self._to_tokenize:
                 self._await_time_slice()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: wire.Phase) -> None:
         """Report a phase before it begins: during it the loop cannot send reports."""
         now = self._clock()
         self._phases.enter(phase, now)
         if phase != self._phase or now >= self._phase_due:
             self._phase = phase
             self._phase_due = now + PHASE_INTERVAL_S
-            self._send_now(PhaseChanged(phase=phase))
+            self._send_now(wire.PhaseChanged(phase=phase))
 
     def _step(self) -> None:
         timed = self._gate.is_timed
@@ -195,7 +171,7 @@ class Loop:
         if timed:  # before the step's reports: other workers wait for it
             self._send_now(self._gate.after_step(self._clock()))
         for report in reports:
-            if isinstance(report, (RowFinished, RowFailed)):
+            if isinstance(report, (wire.RowFinished, wire.RowFailed)):
                 self._rows.discard(report.rid)
             self._link.put(report)
         self._worked = True
@@ -211,7 +187,7 @@ class Loop:
             self._enter("idle")
         self._report_stats()
 
-    def _send_now(self, report: TimeSliceRequested | TimeSliceOver | PhaseChanged | None) -> None:
+    def _send_now(self, report: wire.Report | None) -> None:
         if report is not None:
             self._link.put(report)
             self._link.send()
@@ -225,30 +201,30 @@ class Loop:
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
 
-    def _handle(self, command: Command) -> None:  # noqa: C901 - one match over one union
+    def _handle(self, command: wire.Command) -> None:  # noqa: C901 - one match over one union
         match command:
-            case Submit():
+            case wire.Submit():
                 self._submit(command)
-            case Tokenize():
+            case wire.Tokenize():
                 self._to_tokenize.append(command)
-            case CancelRow():
+            case wire.CancelRow():
                 self._engine.cancel(command.rid)
-            case Grant():
+            case wire.Grant():
                 self._engine.granted(command)
-            case Reclaim():
+            case wire.Reclaim():
                 self._engine.reclaim(command)
-            case StartLevel():
+            case wire.StartLevel():
                 self._engine.start_level(command)
-            case TimeSlice():
+            case wire.TimeSlice():
                 self._send_now(self._gate.apply(command, self._clock()))
-            case Stop():
+            case wire.Stop():
                 self._stopping = True
                 if not command.drain:
                     raise _Stopped
-            case LoadModel():
+            case wire.LoadModel():
                 raise LocalProtocolError("a worker loads only one model")
 
-    def _submit(self, request: Submit) -> None:
+    def _submit(self, request: wire.Submit) -> None:
         if self._stopping:
             self._refuse(request, Draining("the model accepts no requests: it is being unloaded"))
             return
@@ -259,12 +235,11 @@ class Loop:
             self._refuse(request, error)
         except Exception:  # noqa: BLE001 - a tokenizer error on one prompt must not end all rows
             _log.exception("request %s failed in submit", request.rid)
-            self._refuse(
-                request, InternalError("the worker failed to accept the request; see its log")
-            )
+            failure = InternalError("the worker failed to accept the request; see its log")
+            self._refuse(request, failure)
         else:
             self._rows.add(request.rid)
-            self._link.put(RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
+            self._link.put(wire.RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
         self._phases.leave(self._clock())
 
     def _tokenize(self) -> None:
@@ -276,15 +251,15 @@ class Loop:
         try:
             self._link.put(self._engine.tokenize(request))
         except KvdError as error:
-            self._link.put(Tokenized(seq=request.seq, error=error.info()))
+            self._link.put(wire.Tokenized(seq=request.seq, error=error.info()))
         except Exception:  # noqa: BLE001 - a tokenizer error must not end the rows
             _log.exception("tokenizing a text failed")
             failure = InternalError("the tokenizer failed on this text; see the worker's log")
-            self._link.put(Tokenized(seq=request.seq, error=failure.info()))
+            self._link.put(wire.Tokenized(seq=request.seq, error=failure.info()))
         self._phases.leave(self._clock())
 
-    def _refuse(self, request: Submit, error: KvdError) -> None:
-        self._link.put(RowFailed(rid=request.rid, error=error.info()))
+    def _refuse(self, request: wire.Submit, error: KvdError) -> None:
+        self._link.put(wire.RowFailed(rid=request.rid, error=error.info()))
 
     # Counters.
 
@@ -297,16 +272,14 @@ class Loop:
         if now >= self._stats_due:
             self._stats_at = now
             self._worked = False
-            self._link.put(Stats(stats=self._stats(now)))
-
-    def _stats(self, now: float) -> WorkerStats:
-        stats = self._engine.stats()
-        return msgspec.structs.replace(
-            stats,
-            tokens_per_s=self._rate.at(now, stats.generated_tokens),
-            phases=self._phases.histograms(),
-            memory=msgspec.structs.replace(stats.memory, footprint=self._footprint()),
-        )
+            stats = self._engine.stats()
+            stats = msgspec.structs.replace(
+                stats,
+                tokens_per_s=self._rate.at(now, stats.generated_tokens),
+                phases=self._phases.histograms(),
+                memory=msgspec.structs.replace(stats.memory, footprint=self._footprint()),
+            )
+            self._link.put(wire.Stats(stats=stats))
 
 
 class _Rate:
@@ -316,7 +289,6 @@ class _Rate:
         self._readings: deque[tuple[float, int]] = deque()
 
     def at(self, now: float, total: int) -> float:
-        """Add a reading and return the rate."""
         self._readings.append((now, total))
         while len(self._readings) > 2 and self._readings[1][0] <= now - RATE_WINDOW_S:
             self._readings.popleft()

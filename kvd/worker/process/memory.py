@@ -32,13 +32,10 @@ class _Reading:
         self._value = 0
 
     def newest(self) -> int:
-        start = self._clock()
-        return self._value if start < self._due else self._take(start)
+        return self._value if self._clock() < self._due else self.read_now()
 
     def read_now(self) -> int:
-        return self._take(self._clock())
-
-    def _take(self, start: float) -> int:
+        start = self._clock()
         self._value = self._read()
         took = self._clock() - start
         self._due = start + max(MIN_INTERVAL_S, took / MAX_SHARE)
@@ -56,19 +53,13 @@ def _read_linux() -> int:
 
 
 class _RUsageInfoV4(ctypes.Structure):
-    """``struct rusage_info_v4`` of <sys/resource.h>, up to the footprint, then padding."""
+    """The footprint in ``struct rusage_info_v4`` of <sys/resource.h>, between other fields."""
 
     _fields_ = (
         ("ri_uuid", ctypes.c_uint8 * 16),
-        ("ri_user_time", ctypes.c_uint64),
-        ("ri_system_time", ctypes.c_uint64),
-        ("ri_pkg_idle_wkups", ctypes.c_uint64),
-        ("ri_interrupt_wkups", ctypes.c_uint64),
-        ("ri_pageins", ctypes.c_uint64),
-        ("ri_wired_size", ctypes.c_uint64),
-        ("ri_resident_size", ctypes.c_uint64),
+        ("_counters_before", ctypes.c_uint64 * 7),
         ("ri_phys_footprint", ctypes.c_uint64),
-        ("_rest", ctypes.c_uint64 * 27),
+        ("_counters_after", ctypes.c_uint64 * 27),
     )
 
 
@@ -84,13 +75,9 @@ def _read_macos() -> int:
 _reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, time.monotonic)
 
 
-def footprint() -> int:
-    """Return this process's footprint in bytes. It may be old, to keep readings cheap."""
-    return _reading.newest()
-
-
-def footprint_now() -> int:
-    return _reading.read_now()
+footprint = _reading.newest
+"""Returns this process's footprint in bytes. It may be old, to keep readings cheap."""
+footprint_now = _reading.read_now
 
 
 def trim_malloc() -> None:

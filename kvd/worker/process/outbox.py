@@ -10,8 +10,6 @@ The size of the outbox is therefore bounded by the requests themselves. Per requ
 an acceptance, a queue position, the prompt's logprobs, the tokens and the end of each completion,
 one preemption and one resumption. Reports of one completion, and those of a request itself, stay in
 order. The order between completions, or between tokens and preemptions, has no meaning.
-
-Pure: uses no socket and no clock. `put` reports, `take` bytes to write.
 """
 
 from __future__ import annotations
@@ -20,18 +18,9 @@ from itertools import count
 
 import msgspec
 
+from protocol import worker as wire
 from protocol.errors import LocalProtocolError
 from protocol.framing import encode_frame
-from protocol.worker import (
-    PhaseChanged,
-    Progress,
-    Report,
-    RowPreempted,
-    RowQueued,
-    RowResumed,
-    RowTokens,
-    Stats,
-)
 
 
 class Outbox:
@@ -39,7 +28,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._waiting: dict[int, Report] = {}
+        self._waiting: dict[int, wire.Report] = {}
         """Unsent reports by number, oldest first. A merged report keeps its number."""
         self._last: dict[_Key, int] = {}
         """Number of the newest unsent report of each key, for reports that can be merged."""
@@ -47,12 +36,12 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, report: Report) -> None:
+    def put(self, report: wire.Report) -> None:
         key = _key_of(report)
         number = None if key is None else self._last.get(key)
-        if isinstance(report, RowTokens):
+        if isinstance(report, wire.RowTokens):
             report = self._with_earlier_tokens(report, number)
-        elif number is not None and isinstance(report, (RowPreempted, RowResumed)):
+        elif number is not None and isinstance(report, (wire.RowPreempted, wire.RowResumed)):
             self._remove_undone(report, number)
         if number is None:
             number = next(self._numbers)
@@ -60,17 +49,17 @@ class Outbox:
                 self._last[key] = number
         self._waiting[number] = report
 
-    def _remove_undone(self, report: RowPreempted | RowResumed, number: int) -> None:
+    def _remove_undone(self, report: wire.RowPreempted | wire.RowResumed, number: int) -> None:
         """Remove the later report that this one undoes: the two of a request still alternate."""
-        other = (report.rid, RowResumed if isinstance(report, RowPreempted) else RowPreempted)
-        later = self._last.get(other)
+        other = wire.RowResumed if isinstance(report, wire.RowPreempted) else wire.RowPreempted
+        later = self._last.get((report.rid, other))
         if later is not None and later > number:
             del self._waiting[later]
-            del self._last[other]
+            del self._last[report.rid, other]
 
-    def _with_earlier_tokens(self, report: RowTokens, number: int | None) -> RowTokens:
+    def _with_earlier_tokens(self, report: wire.RowTokens, number: int | None) -> wire.RowTokens:
         earlier = None if number is None else self._waiting[number]
-        if not isinstance(earlier, RowTokens):
+        if not isinstance(earlier, wire.RowTokens):
             logprobs = None if report.logprobs is None else list(report.logprobs)
             return msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=logprobs)
         end = earlier.index + len(earlier.tokens)
@@ -103,13 +92,13 @@ _Key = type | tuple[str, int] | tuple[str, type]
 """A kind of report, a choice of a request, or a kind of report of one request."""
 
 
-def _key_of(report: Report) -> _Key | None:
+def _key_of(report: wire.Report) -> _Key | None:
     match report:
-        case Stats() | Progress() | PhaseChanged():
+        case wire.Stats() | wire.Progress() | wire.PhaseChanged():
             return type(report)
-        case RowQueued() | RowPreempted() | RowResumed():
+        case wire.RowQueued() | wire.RowPreempted() | wire.RowResumed():
             return (report.rid, type(report))
-        case RowTokens():
+        case wire.RowTokens():
             return (report.rid, report.choice)
         case _:
             return None

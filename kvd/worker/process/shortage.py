@@ -95,12 +95,9 @@ class RetryingEval:
         self.plain = plain
 
     def __call__(self, *arrays: Any) -> None:
-        for _ in range(TRIES):
-            short = attempt(self.plain, *arrays)
-            if short is None:
+        for retries_left in range(TRIES, -1, -1):
+            if (short := attempt(self.plain, *arrays)) is None:
                 return
-            if short.in_flight_lost:
+            if short.in_flight_lost or not retries_left:
                 raise short
             clear_allocator_cache()
-        if (short := attempt(self.plain, *arrays)) is not None:
-            raise short

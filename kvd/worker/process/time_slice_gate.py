@@ -56,7 +56,6 @@ class TimeSliceGate:
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether the worker may compute without end."""
         return self._until == _UNLIMITED
 
     @property

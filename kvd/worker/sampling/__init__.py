@@ -1,4 +1,1 @@
-"""Sampling: random keys, logit edits, filters, draws and logprobs.
-
-The engine uses `kvd.worker.sampling.sampler`.
-"""
+"""Sampling: random keys, logit edits, filters, draws and logprobs. The engine uses `sampler`."""

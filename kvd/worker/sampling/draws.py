@@ -10,11 +10,6 @@ Each row is drawn by one of four methods, chosen by its own settings:
 * plain: from all tokens, or those that min-p keeps;
 * narrow, for top-k up to `NARROW`: from the k largest logits, found without a sort;
 * ranked, for top-p alone or a larger top-k: all logits are sorted to find the threshold.
-
-Every operation works on each row separately. A row therefore draws the same token, bit for bit, in
-any batch.
-
-Does not cover: bias and penalties (`edits`), and the end of completions (`kvd.worker.text`).
 """
 
 from __future__ import annotations
@@ -97,12 +92,11 @@ class BatchSampling:
 
     @staticmethod
     def of(sampling: Sequence[Sampling], choices: Sequence[int] | None = None) -> BatchSampling:
-        if not all(_greedy(one) or one.seed is not None for one in sampling):
+        if not all(_method(one) == "greedy" or one.seed is not None for one in sampling):
             raise LocalProtocolError("a row that is sampled needs a seed")
-        drawn = [row for row, one in enumerate(sampling) if not _greedy(one)]
-        methods = [_method(sampling[row]) for row in drawn]
+        methods = [_method(one) for one in sampling]
         plain, narrow, ranked = (
-            [row for row, method in zip(drawn, methods, strict=True) if method == name]
+            [row for row, method in enumerate(methods) if method == name]
             for name in ("plain", "narrow", "ranked")
         )
         order = [*plain, *narrow, *ranked]
@@ -117,7 +111,7 @@ class BatchSampling:
             Group.of(plain, sampling),
             Group.of(narrow, sampling),
             Group.of(ranked, sampling),
-            None if len(drawn) == len(sampling) else mx.array([row in slots for row in rows]),
+            None if len(order) == len(rows) else mx.array([row in slots for row in rows]),
             None if order == rows else mx.array([slots.get(row, 0) for row in rows]),
         )
 
@@ -129,11 +123,9 @@ class BatchSampling:
         return mx.array(keys, dtype=mx.uint32)
 
 
-def _greedy(sampling: Sampling) -> bool:
-    return sampling.temperature < GREEDY_BELOW
-
-
 def _method(sampling: Sampling) -> str:
+    if sampling.temperature < GREEDY_BELOW:
+        return "greedy"
     if 0 < sampling.top_k <= NARROW:
         return "narrow"
     return "ranked" if sampling.top_k or sampling.top_p < 1.0 else "plain"

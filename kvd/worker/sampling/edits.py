@@ -10,8 +10,7 @@ They apply in the order of vLLM and mlx-lm:
 
 Penalties depend on earlier tokens, but step n+1 is launched before the tokens of step n are on the
 host. Token counts therefore stay on the device, ``[penalized rows, vocabulary]``, and
-`Edits.count` adds new tokens lazily. Every operation works on each row separately, and rows without
-such settings are not touched.
+`Edits.count` adds new tokens lazily. Rows without such settings are not touched.
 """
 
 from __future__ import annotations
@@ -145,17 +144,13 @@ class Edits:
             for at, row in enumerate(rows)
             for token, value in row.settings.sampling.logit_bias.items()
         ]
-        excluded = [
-            (at, token, 0.0)
-            for at, row in enumerate(rows)
-            if row.excludes_ends
-            for token in row.settings.ends
-        ]
+        excluding = {at: row for at, row in enumerate(rows) if row.excludes_ends}
+        excluded = [(at, end, 0.0) for at, row in excluding.items() for end in row.settings.ends]
         return Edits(
             _Entries.of(bias),
             _Penalties.of(rows, keys, counts),
             _Entries.of(excluded),
-            tuple(row for row in rows if row.excludes_ends),
+            tuple(excluding.values()),
         )
 
     @property

@@ -23,8 +23,8 @@ def largest(rows: Any, count: int) -> tuple[Any, Any]:
     elif width <= count * BLOCK:
         indices = _partition(rows, count)
     else:
-        indices = _by_blocks(rows, count)
         rows = mx.pad(rows, [(0, 0), (0, -width % BLOCK)], constant_values=-mx.inf)
+        indices = _by_blocks(rows, count)
     indices = mx.sort(indices, axis=-1)
     values = mx.take_along_axis(rows, indices, axis=-1)
     order = mx.argsort(-values, axis=-1)
@@ -37,9 +37,8 @@ def _partition(rows: Any, count: int) -> Any:
 
 def _by_blocks(rows: Any, count: int) -> Any:
     """Partition only the ``count`` blocks with the largest maxima: they contain the result."""
-    height, width = rows.shape
-    padded = mx.pad(rows, [(0, 0), (0, -width % BLOCK)], constant_values=-mx.inf)
-    blocks = padded.reshape(height, -1, BLOCK)
+    height = rows.shape[0]
+    blocks = rows.reshape(height, -1, BLOCK)
     best = _partition(mx.max(blocks, axis=-1), count)
     inside = mx.take_along_axis(blocks, best[:, :, None], axis=1).reshape(height, -1)
     found = _partition(inside, count)

@@ -41,9 +41,8 @@ class SamplerRow:
     def penalized(self) -> bool:
         """Whether the row needs token counts."""
         sampling = self.settings.sampling
-        return sampling.repetition_penalty != 1.0 or bool(
-            sampling.presence_penalty or sampling.frequency_penalty
-        )
+        subtracted = sampling.presence_penalty or sampling.frequency_penalty
+        return bool(subtracted) or sampling.repetition_penalty != 1.0
 
     @property
     def excludes_ends(self) -> bool:

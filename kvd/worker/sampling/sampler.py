@@ -3,8 +3,6 @@
 The random key of a draw is a hash of the row's seed, its choice and the token's position, and every
 operation works on each row separately. A row therefore draws the same token, bit for bit, in any
 batch and after a resume. Unused features cost nothing: a greedy batch is a single argmax.
-
-Does not cover: the end of completions (`kvd.worker.text`), and the handling of invalid rows.
 """
 
 from __future__ import annotations
@@ -115,8 +113,7 @@ class Sampler:
         in each row. A resumed row must count positions as before.
         """
         batch, edits = self._prepare(tuple(keys))
-        edited = edits.apply(logits, self._counts)
-        tokens = sample(edited, batch.sampling, positions)
+        tokens = sample(edits.apply(logits, self._counts), batch.sampling, positions)
         edits.count(tokens, self._counts)
         for row in batch.rows:
             row.drawn += 1

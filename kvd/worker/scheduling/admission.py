@@ -13,8 +13,6 @@ the head of the queue is sought in this order:
 
 A request is refused only if it exceeds the whole budget at the lowest precision level: when it is
 submitted, or when the budget becomes smaller.
-
-Shared by the real engine and the fake one.
 """
 
 from __future__ import annotations
@@ -269,9 +267,8 @@ class Admission:
 
         Shrink the pools before this call. ``cached``: pages of cached prefixes, which stay.
         """
-        if not self.idle:
-            return None
-        self._idle_pages = self._base_idle_pages + cached
-        if self.budget.open_bytes is not None:
+        if self.idle:
+            self._idle_pages = self._base_idle_pages + cached
+        if not self._can_give_back_idle:
             return None
         return self.budget.give_back(self._idle_pages) or self.budget.withdraw()

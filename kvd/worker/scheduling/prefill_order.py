@@ -100,11 +100,8 @@ class PrefillOrder:
         if not self._is_last_chunk(lead):
             return members
         for request in ordered:
-            if (
-                request is not lead
-                and self._is_last_chunk(request)
-                and _fit_together([*members, request], room)
-            ):
+            may_join = request is not lead and self._is_last_chunk(request)
+            if may_join and _fit_together([*members, request], room):
                 members.append(request)
         return members
 

@@ -21,8 +21,6 @@ up to
 for any arrival pattern: the last one overtakes only if the work submitted between our request and
 itself is less than (q - p) * age. For q = p there is none: within a priority, requests are served
 in order of arrival.
-
-Does not cover: whether the head fits into memory (`kvd.worker.scheduling.admission`).
 """
 
 from __future__ import annotations

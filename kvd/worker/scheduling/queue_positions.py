@@ -36,10 +36,10 @@ class QueuePositions:
         reports = []
         for position, rid in enumerate(queue, 1):
             before = previous.get(rid)
-            self._reported[rid] = before or position
             if before is None or _differs(before, position):
-                self._reported[rid] = position
                 reports.append(RowQueued(rid=rid, position=position))
+                before = position
+            self._reported[rid] = before
         return reports
 
 

@@ -196,15 +196,9 @@ class Scheduler:
                 " raise max_rows",
                 field="n",
             )
+        key = self._queue.new_key(prompt_len + choices * max_new, priority)
         request = ScheduledRequest(
-            rid=rid,
-            prompt_len=prompt_len,
-            max_new=max_new,
-            queue_key=self._queue.new_key(prompt_len + choices * max_new, priority),
-            priority=priority,
-            deadline=deadline,
-            choices=choices,
-            path=path,
+            rid, prompt_len, max_new, key, priority, deadline, choices, path=path
         )
         self._choose_level(request)
         self.states.add(request)
@@ -366,10 +360,7 @@ class Scheduler:
         self.states.set_suspended(rid, False)
 
     def preempt(self, rid: str, kept_pages: int = 0) -> None:
-        """Free an admitted request's rows, and its pages except those that stay in memory.
-
-        It keeps its progress, and waits for `RequestStates.requeue_preempted`.
-        """
+        """Free a request's rows and pages; it keeps its progress and ``kept_pages``."""
         self.states.preempt(rid, kept_pages)
         self._planned.pop(rid, None)
 

@@ -12,8 +12,6 @@ finds that chunk in the prefix cache. ::
 **No deadlock.** The first request in order waits for none, so one always prefills. A request waits
 only for requests before it, whose chunks the bound of `kvd.worker.scheduling.prefill_order` already
 counts. Suspended, preempted and finished requests are never waited for.
-
-Does not cover: the contents of the prefix cache (`kvd.worker.core.prompts`).
 """
 
 from __future__ import annotations

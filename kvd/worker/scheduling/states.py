@@ -80,7 +80,6 @@ class RequestStates:
             self.decoding[request.rid] = request
 
     def restart_prefill(self, request: ScheduledRequest) -> None:
-        """Note that no token of the prompt is in the KV cache any more."""
         request.prompt_started = False
         request.prefilled = 0
         if self.is_admitted(request):
@@ -146,7 +145,6 @@ class RequestStates:
         request.kept_pages = kept_pages
 
     def requeue_preempted(self, rid: str) -> None:
-        """Queue a preempted request by its original key."""
         request = self.preempted.pop(rid, None)
         if request is None:
             raise LocalProtocolError(f"request {rid} is not preempted")

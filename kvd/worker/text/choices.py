@@ -1,7 +1,4 @@
-"""The choices of one request: which still run, and the reports when they end.
-
-Shared by the real engine and the fake one.
-"""
+"""The choices of one request: which still run, and the reports when they end."""
 
 from __future__ import annotations
 
@@ -56,11 +53,8 @@ class Choices:
 
 def check_token_ids(request: Submit, vocabulary: int) -> None:
     """Raise `InvalidRequest` for token ids outside the vocabulary."""
-    named = (
-        ("stop_tokens", request.stop_tokens),
-        ("sampling.logit_bias", request.sampling.logit_bias),
-    )
-    for field, tokens in named:
+    named = {"stop_tokens": request.stop_tokens, "sampling.logit_bias": request.sampling.logit_bias}
+    for field, tokens in named.items():
         for token in tokens:
             if token >= vocabulary:
                 raise InvalidRequest(

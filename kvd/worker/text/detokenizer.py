@@ -18,14 +18,13 @@ its clean-up of spaces. If the last token leaves a character incomplete, that ch
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 
 _CONTEXT = 6
 """Tokens of context before the completion; vLLM takes 5. A character has at most 4 bytes."""
-
 _MAX_INCOMPLETE = 8
 """Tokens held back for an incomplete character. After more, their text is sent as it is."""
 
@@ -43,8 +42,8 @@ class Detokenizer(Protocol):
 class BytesTable:
     """The bytes of each token of a byte-level vocabulary."""
 
-    def __init__(self, table: list[bytes]) -> None:
-        self._table = table
+    def __init__(self, table: Iterable[bytes]) -> None:
+        self._table = list(table)
 
     @staticmethod
     def of(tokenizer: Any) -> BytesTable | None:
@@ -55,12 +54,11 @@ class BytesTable:
         count = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
         names = tokenizer.convert_ids_to_tokens(list(range(count)))
         special = special_ids(tokenizer)
-        table = [
+        table = BytesTable(
             b"" if name is None or token in special else _bytes_of(name)
             for token, name in enumerate(names)
-        ]
-        result = BytesTable(table)
-        return result if result._agrees(tokenizer) else None
+        )
+        return table if table._agrees(tokenizer) else None
 
     def _agrees(self, tokenizer: Any) -> bool:
         for start in range(0, len(self._table), 256):
@@ -75,7 +73,6 @@ class BytesTable:
         return self._table[token] if token < len(self._table) else b""
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:
-        """Return the detokenizer of a completion that follows these tokens."""
         return _BytesDecoder(self, after)
 
 
@@ -110,10 +107,8 @@ class ContextDecoder:
             return ""
         self._tokens.append(token)
         text = decode(self._tokenizer, self._tokens)
-        waiting = len(self._tokens) - self._context_len
-        if len(text) <= len(self._context) and waiting <= _MAX_INCOMPLETE:
-            return ""
-        if text.endswith(REPLACEMENT) and waiting <= _MAX_INCOMPLETE:
+        incomplete = len(text) <= len(self._context) or text.endswith(REPLACEMENT)
+        if incomplete and len(self._tokens) - self._context_len <= _MAX_INCOMPLETE:
             return ""
         return self._advance(text)
 
@@ -132,10 +127,8 @@ class ContextDecoder:
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that `decode` omits."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(tokenizer.all_special_ids) | {
-        token for token, content in added if content.special
-    }
+    added = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+    return frozenset(tokenizer.all_special_ids) | added
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:

@@ -7,7 +7,7 @@ makes no difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from protocol.errors import InvalidRequest
 
@@ -21,6 +21,13 @@ class _Matcher:
     __slots__ = ("_borders", "_stop", "matched")
 
     def __init__(self, stop: str) -> None:
+        if not stop:
+            raise InvalidRequest("a stop string must not be empty", field="stop")
+        if len(stop) > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a stop string has at most {MAX_STOP_CHARS} characters, not {len(stop)}",
+                field="stop",
+            )
         self._stop = stop
         self._borders = _borders(stop)
         self.matched = 0
@@ -55,15 +62,15 @@ class StopFilter:
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self.stopped = False
         """Whether a stop string was found. Then no more text is returned."""
-        self._matchers = [_Matcher(stop) for stop in _checked(tuple(stops))]
+        self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
 
     def push(self, text: str) -> str:
         """Append a piece and return the text that may be sent now."""
-        if not self._matchers or not text:
-            return "" if self.stopped else text
-        if self.stopped:
+        if self.stopped or not text:
             return ""
+        if not self._matchers:
+            return text
         for at, char in enumerate(text):
             complete = [m.matched for m in self._matchers if m.push(char)]
             if complete:
@@ -80,15 +87,3 @@ class StopFilter:
         """Return the text that was held back; without more text it is no stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _checked(stops: Sequence[str]) -> Sequence[str]:
-    for stop in stops:
-        if not stop:
-            raise InvalidRequest("a stop string must not be empty", field="stop")
-        if len(stop) > MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"a stop string has at most {MAX_STOP_CHARS} characters, not {len(stop)}",
-                field="stop",
-            )
-    return stops

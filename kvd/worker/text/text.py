@@ -90,17 +90,13 @@ class Text:
     def encode(self, request: Submit) -> list[int]:
         """Return the prompt's tokens: at least one, and fewer than the context length."""
         check_token_ids(request, self._vocab_size)
-        match request:
-            case _ if _count_forms(request) != 1:
-                raise InvalidRequest(
-                    "give exactly one of prompt, messages and tokens", field="prompt"
-                )
-            case _ if request.prompt is not None:
-                tokens = self._encode_prompt(request.prompt)
-            case _ if request.messages is not None:
-                tokens = self._encode_messages(request.messages)
-            case _:
-                tokens = self._check_tokens(request.tokens or [])
+        forms = (request.prompt, request.messages, request.tokens)
+        if sum(form is not None for form in forms) != 1:
+            raise InvalidRequest("give exactly one of prompt, messages and tokens", field="prompt")
+        if request.tokens is not None:
+            tokens = self._check_tokens(request.tokens)
+        else:
+            tokens = self._encode_text(request)
         if not tokens:
             raise EmptyPrompt("the prompt is empty; give at least one token")
         if len(tokens) >= self.context_length:
@@ -111,10 +107,7 @@ class Text:
         """Return a text's tokens. There may be none, or more than the context length."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
-        if request.prompt is not None:
-            tokens = self._encode_prompt(request.prompt)
-        else:
-            tokens = self._encode_messages(request.messages or [])
+        tokens = self._encode_text(request)
         first = tokens[: request.limit]
         texts = [self._token_texts.of(token)[0] for token in first] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
@@ -142,8 +135,10 @@ class Text:
         text, raw = self._token_texts.of(token)
         return TokenLogprob(token, text, logprob, raw, others)
 
-    def _encode_prompt(self, prompt: str) -> list[int]:
-        tokens = self._tokens_of(prompt, "prompt")
+    def _encode_text(self, request: Submit | Tokenize) -> list[int]:
+        if request.prompt is None:
+            return self._encode_messages(request.messages or [])
+        tokens = self._tokens_of(request.prompt, "prompt")
         if tokens and self._prefix and tokens[: len(self._prefix)] != self._prefix:
             tokens = self._prefix + tokens
         return tokens
@@ -156,10 +151,9 @@ class Text:
                 "this model has no chat template; send prompt instead of messages",
                 field="messages",
             )
-        builtins = [msgspec.to_builtins(message) for message in messages]
         try:
             text = self._wrapper.apply_chat_template(
-                builtins, add_generation_prompt=True, tokenize=False
+                msgspec.to_builtins(messages), add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates raise any error, mostly about roles
             raise InvalidRequest(
@@ -197,11 +191,6 @@ class Text:
             prompt_tokens=tokens,
             context_length=self.context_length,
         )
-
-
-def _count_forms(request: Submit) -> int:
-    forms = (request.prompt, request.messages, request.tokens)
-    return sum(form is not None for form in forms)
 
 
 def _prefix_of(tokenizer: Any) -> list[int]:

@@ -12,10 +12,9 @@ from typing import Any
 from kvd.worker.text.detokenizer import REPLACEMENT, BytesTable
 from protocol.types import Alternative
 
+# SentencePiece's notations for a byte that is no character, and for a space.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""SentencePiece's notation for a byte that is no character."""
 _SPACE = "\u2581"
-"""SentencePiece's notation for a space."""
 
 
 class TokenTexts:

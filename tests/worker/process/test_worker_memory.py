@@ -19,7 +19,10 @@ def test_the_footprint_grows_with_touched_memory():
 
 
 def test_a_cheap_reading_is_kept_for_a_quarter_of_a_second():
-    values, clock = iter([1, 2, 3]), iter([0.0, 0.0, 0.1, 0.24, 0.25, 0.25, 0.3, 0.6, 0.6])
+    values, clock = (
+        iter([1, 2, 3]),
+        iter([0, 0, 0, 0.1, 0.24, 0.25, 0.25, 0.25, 0.3, 0.6, 0.6, 0.6]),
+    )
     reading = memory._Reading(lambda: next(values), lambda: next(clock))
     assert [reading.newest() for _ in range(6)] == [1, 1, 1, 2, 2, 3]
 
