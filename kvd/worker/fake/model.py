@@ -57,10 +57,6 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pages of the first grant."""
     context: int = 16_384
 
-    @property
-    def token_bytes(self) -> int:
-        return self.page_bytes // PAGE_TOKENS
-
     def crash(self) -> NoReturn:
         os._exit(CRASH_STATUS)
 
@@ -86,7 +82,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         progress("ready", 1.0)
 
     def info(self, kv: KVSpec) -> ModelInfo:
-        size = kv.max_kv_size
+        size, token_bytes = kv.max_kv_size, self.page_bytes // PAGE_TOKENS
         keep = f" keep {kv.keep}" if kv.keep else ""
         part = KVPart(
             kind="full" if size is None else f"window {size}{keep}",
@@ -94,8 +90,8 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             path="pages",
             scheme=kv.name,
             batched=True,
-            bytes_per_token=self.token_bytes if size is None else 0,
-            bound_bytes=(size or 0) * self.token_bytes,
+            bytes_per_token=token_bytes if size is None else 0,
+            bound_bytes=(size or 0) * token_bytes,
         )
         return ModelInfo(
             architecture="Fake",
@@ -108,7 +104,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kv_layout="none",
             kv=[part],
             page_bytes=self.page_bytes,
-            kv_bytes_per_token=self.token_bytes,
+            kv_bytes_per_token=token_bytes,
             attention_path="fake",
             attention_error=0.0,
             has_chat_template=True,

@@ -55,6 +55,5 @@ class FakePages:
 
     def freed_bytes(self, snapshot: Collection[Pages]) -> int:
         counts = Counter(name for one in snapshot for name in one.names)
-        return self._page_bytes * sum(
-            self._references[name] == count for name, count in counts.items()
-        )
+        freed = sum(self._references[name] == count for name, count in counts.items())
+        return self._page_bytes * freed

@@ -12,19 +12,12 @@ from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
 from protocol.worker import Phase
 
 
-class _Durations:
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(SPAN_BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-
 class Phases:
     """Call `enter` when a phase begins, and `leave` when the worker leaves it."""
 
     def __init__(self) -> None:
-        self._durations: defaultdict[Phase, _Durations] = defaultdict(_Durations)
+        self._counts: dict[Phase, list[int]] = {}
+        self._total_s: defaultdict[Phase, float] = defaultdict(float)
         self._phase: Phase | None = None
         self._since = 0.0
 
@@ -36,16 +29,16 @@ class Phases:
                 self._phase, self._since = phase, now
 
     def leave(self, now: float) -> None:
-        if self._phase is None:
+        if (phase := self._phase) is None:
             return
-        durations = self._durations[self._phase]
         self._phase = None
         took_s = now - self._since
-        durations.counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
-        durations.total_s += took_s
+        counts = self._counts.setdefault(phase, [0] * (len(SPAN_BOUNDS_S) + 1))
+        counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
+        self._total_s[phase] += took_s
 
     def histograms(self) -> dict[Phase, DurationHistogram]:
         return {
-            phase: DurationHistogram(tuple(durations.counts), durations.total_s)
-            for phase, durations in self._durations.items()
+            phase: DurationHistogram(tuple(counts), self._total_s[phase])
+            for phase, counts in self._counts.items()
         }

@@ -1,6 +1,6 @@
 """The worker's side of time slices: whether it may start a step now. Pure.
 
-A worker computes freely until the daemon tells it to wait. It reports when it has work, when it has
+A worker computes freely until the daemon makes it wait. It reports when it has work, when it has
 none, and how long its steps take.
 
 It ends a slice before the step in which the slice would expire. The message takes about as long as
@@ -64,7 +64,7 @@ class TimeSliceGate:
         return not self.is_unlimited or self._reported_step_s is not None
 
     def request_slice(self, *, prefills: bool) -> TimeSliceRequested | None:
-        """Report that there is work, if that or its kind is new."""
+        """Report that there is work, unless this and its kind are reported already."""
         if not self._on or (self._working and prefills == self._prefills):
             return None
         self._working, self._prefills = True, prefills
@@ -90,7 +90,7 @@ class TimeSliceGate:
         return self._end_slice(now, more=True) if now >= self._until else None
 
     def work_done(self, now: float) -> TimeSliceOver | None:
-        """Report that there is no more work, if that is new."""
+        """Report once that no work is left."""
         if not self._working:
             return None
         self._working = False

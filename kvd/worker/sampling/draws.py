@@ -21,7 +21,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.sampling.keys import key_of
 from kvd.worker.sampling.largest import largest
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
@@ -30,6 +29,13 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them overflows float32. The value is vLLM's."""
 NARROW = 64
 """Largest top-k that needs no sort; usual values are 20 to 50."""
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+"""Constant of splitmix64: the golden ratio as an odd number."""
+_STREAMS = 0xD1342543DE82EF95
+"""Separates choices. With another odd multiplier (Steele and Vigna 2021), no choice of one seed
+equals a position of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +98,10 @@ class BatchSampling:
 
     @staticmethod
     def of(sampling: Sequence[Sampling], choices: Sequence[int] | None = None) -> BatchSampling:
-        if not all(_method(one) == "greedy" or one.seed is not None for one in sampling):
-            raise LocalProtocolError("a row that is sampled needs a seed")
         methods = [_method(one) for one in sampling]
+        for method, one in zip(methods, sampling, strict=True):
+            if method != "greedy" and one.seed is None:
+                raise LocalProtocolError("a row that is sampled needs a seed")
         plain, narrow, ranked = (
             [row for row, method in enumerate(methods) if method == name]
             for name in ("plain", "narrow", "ranked")
@@ -134,8 +141,7 @@ def _method(sampling: Sampling) -> str:
 def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     """Return the next token of each row, ``[rows]`` int32, lazily.
 
-    ``logits``: ``[rows, vocabulary]``. ``positions``: position of the token to draw in each row. A
-    resumed row must count positions as before.
+    ``logits``: ``[rows, vocabulary]``. ``positions``: position of the token to draw in each row.
     """
     draws = []
     if (group := batch.plain) is not None:
@@ -210,3 +216,22 @@ def _first(shifted: Any, descending: Any, top_k: Any) -> Any:
 
 def _categorical(logits: Any, keys: Any) -> Any:
     return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+
+
+def key_of(seed: int, position: int, choice: int = 0) -> tuple[int, int]:
+    """Return the random key of one token, two words of 32 bits: a hash of the arguments alone."""
+    # The seed is mixed first. Otherwise seeds that differ by the gamma of splitmix64 would give
+    # the same stream, shifted by one position.
+    stream = _mix(seed)
+    if choice:
+        stream = _mix(stream ^ (choice * _STREAMS))
+    word = _mix(stream + (position + 1) * _GAMMA)
+    return word >> 32, word & 0xFFFFFFFF
+
+
+def _mix(word: int) -> int:
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood 2014)."""
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)

@@ -36,7 +36,7 @@ def _partition(rows: Any, count: int) -> Any:
 
 
 def _by_blocks(rows: Any, count: int) -> Any:
-    """Partition only the ``count`` blocks with the largest maxima: they contain the result."""
+    """Partition only the ``count`` blocks with the largest maxima. ``rows``: whole blocks."""
     height = rows.shape[0]
     blocks = rows.reshape(height, -1, BLOCK)
     best = _partition(mx.max(blocks, axis=-1), count)

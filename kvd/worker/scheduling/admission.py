@@ -128,10 +128,7 @@ class Admission:
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
     ) -> None:
-        """Queue a request.
-
-        Raises `InsufficientMemory` if it exceeds the whole budget at the lowest level.
-        """
+        """Queue a request. Raises `InsufficientMemory` if the budget never suffices for it."""
         sizes = self.scheduler.sizes
         first, further = sizes.of(prompt_len, max_new, sizes.lowest_level)
         pages = first + (choices - 1) * further

@@ -1,4 +1,4 @@
-"""How much memory this worker may use, in pages: integers only, no tensors.
+"""The memory that this worker may use, in pages. Integers only, no tensors.
 
 The worker holds a *base* (interpreter, weights, scratch, allocator cache) permanently. The daemon's
 grant minus the base is available for pages. Tails of rows are counted in pages too, so that a

@@ -179,9 +179,8 @@ class Scheduler:
     ) -> None:
         """Queue a request. ``deadline`` is an absolute time in seconds (see `expired`).
 
-        ``path``: a name for each beginning of whole chunks that the prompt can share.
-
-        Raises `InvalidRequest` for more choices than ``max_rows``.
+        ``path``: a name for each beginning of whole chunks that the prompt can share. Raises
+        `InvalidRequest` for more choices than ``max_rows``.
         """
         if rid in self.states.requests:
             raise LocalProtocolError(f"request {rid} is scheduled already")

@@ -132,10 +132,9 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    text: str = tokenizer.decode(
-        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    return str(
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
-    return text
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -114,11 +114,10 @@ class Text:
 
     def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
         after = () if request.messages is not None else prompt
-        detokenizer = (
-            self._table.stream(after)
-            if self._table is not None
-            else ContextDecoder(self._tokenizer, self._special, after)
-        )
+        if self._table is None:
+            detokenizer: Detokenizer = ContextDecoder(self._tokenizer, self._special, after)
+        else:
+            detokenizer = self._table.stream(after)
         eos_ids = frozenset[int]() if request.ignore_eos else self.eos_ids
         return TextStream(
             detokenizer,

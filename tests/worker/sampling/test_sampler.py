@@ -13,9 +13,9 @@ from kvd.worker.sampling.draws import (
     filter_narrow,
     filter_plain,
     filter_ranked,
+    key_of,
     sample,
 )
-from kvd.worker.sampling.keys import key_of
 from kvd.worker.sampling.largest import largest
 from kvd.worker.sampling.sampler import finite_and_varied
 from protocol.errors import LocalProtocolError
