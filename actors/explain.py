@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from actors.status import StatusTable
     from protocol.forecast import Forecast
     from protocol.messages import Explain
-    from protocol.types import ModelStatus
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,7 @@ class Explainer:
             self.governor,
             asyncio.get_running_loop().time(),
             source=source,
-            state=_state(status, unloaded=known is not None),
+            state=status.state if status else "comes on demand" if known else "not loaded",
             measured=info is not None and info.costs is not None,
             policy=known.policy if known is not None else None,
         )
-
-
-def _state(status: ModelStatus | None, *, unloaded: bool) -> str:
-    if status is not None:
-        return status.state
-    return "comes on demand" if unloaded else "not loaded"

@@ -47,9 +47,7 @@ class GovernorActorState:
     violations: int = 0
 
     def __post_init__(self) -> None:
-        self.history: EventHistory[governor_events.Event, governor_events.Command] = EventHistory(
-            self.machine
-        )
+        self.history = EventHistory(self.machine)
 
     @property
     def granted_bytes(self) -> int:

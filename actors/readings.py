@@ -33,7 +33,6 @@ FRESH_S = 6.0
 MAX_SHARE = 0.02
 """Part of the time that reading processes may take: 25 ms per GiB of small pages were measured."""
 MIN_CHANGE_BYTES = 1024 * 1024
-"""Smaller changes are not reported."""
 
 
 def used_bytes(memory: MemoryUse, footprint: int, *, separate: bool) -> int:
@@ -60,7 +59,6 @@ class ReadingsState:
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None
-    """The last message to the governor."""
 
 
 class ReadingsActor(Actor["ReadingsMail"]):

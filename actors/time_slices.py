@@ -27,9 +27,7 @@ class TimeSlicesState:
     """By model, the worker that requested last, and the number of its process."""
 
     def __post_init__(self) -> None:
-        self.history: EventHistory[time_slices.Event, time_slices.Command] = EventHistory(
-            self.machine
-        )
+        self.history = EventHistory(self.machine)
 
 
 class TimeSlicesActor(Actor["TimeSlicesMail"]):

@@ -28,16 +28,8 @@ import msgspec
 from actors.machines import admission_events as ev
 from actors.machines.machine import RequestRecord
 from actors.machines.suspects import Suspects
-from protocol.errors import (
-    DeadlineExceeded,
-    Draining,
-    ErrorInfo,
-    InsufficientMemory,
-    ModelFailed,
-    Overloaded,
-    Quarantined,
-    UnknownModel,
-)
+from protocol import errors
+from protocol.errors import ErrorInfo
 
 RETRY_AFTER_S = 5.0
 """Seconds that ``overloaded`` tells clients to wait. A guess: a full queue takes longer to empty,
@@ -45,7 +37,7 @@ but a place in it becomes free sooner."""
 
 
 class OpenRequest(msgspec.Struct):
-    """A request that has not ended."""
+    """A request that has not ended. `lost`: a process died with it."""
 
     model: str
     size: int = 0
@@ -53,25 +45,21 @@ class OpenRequest(msgspec.Struct):
     cancelled: bool = False
     deadline: float | None = None
     lost: bool = False
-    """A process died with it."""
 
 
 class Admission(msgspec.Struct):
     """The requests of all models."""
 
     max_requests: int = 1024
-    """Waiting and running requests of one model."""
     max_bytes: int = 64 * 1024 * 1024
-    """Bytes of one model's requests. A single request may exceed it when the model has no other."""
+    """Both limits are per model. A single request may exceed the bytes when it is the only one."""
     draining: bool = False
     models: dict[str, ev.ModelChanged] = msgspec.field(default_factory=dict)
     """The last event of each known model."""
     requested_loads: set[str] = msgspec.field(default_factory=set)
     """Models that requests wait for and that are not known yet."""
     evicting: set[str] = msgspec.field(default_factory=set)
-    """Models that are being unloaded to make room."""
     held: set[str] = msgspec.field(default_factory=set)
-    """Models whose new requests wait."""
     suspects: dict[str, Suspects] = msgspec.field(default_factory=dict)
     requests: dict[str, OpenRequest] = msgspec.field(default_factory=dict)
     """By id, in the order of arrival."""
@@ -151,15 +139,13 @@ class Admission(msgspec.Struct):
         return []
 
     def check(self) -> None:
+        counts, sizes = Counter[str](), Counter[str]()
         for request in self.requests.values():
+            counts[request.model] += 1
+            sizes[request.model] += request.size
             if not request.forwarded:
                 self._check_waiting(request)
-        models = [request.model for request in self.requests.values()]
-        sizes = {
-            model: sum(it.size for it in self.requests.values() if it.model == model)
-            for model in set(models)
-        }
-        assert self.counts == Counter(models), "requests counted wrongly"
+        assert self.counts == counts, "requests counted wrongly"
         assert self.sizes == sizes, "bytes counted wrongly"
         assert all(count <= self.max_requests for count in self.counts.values()), "too many"
         for model, suspects in self.suspects.items():
@@ -195,11 +181,11 @@ class Admission(msgspec.Struct):
     def _refusal(self, model: str, size: int) -> ErrorInfo | None:
         known = self.models.get(model)
         if self.draining:  # (1)
-            return Draining("the daemon takes no new work").info()
+            return errors.Draining("the daemon takes no new work").info()
         if known is not None and known.availability == "closing":  # (1)
             return self._closing_error(model)
         if known is not None and known.availability == "failed":  # (2)
-            return known.error or ModelFailed(f"{model} has failed").info()
+            return known.error or errors.ModelFailed(f"{model} has failed").info()
         if self.counts.get(model, 0) >= self.max_requests:  # (3)
             message = f"{model} already has {self.max_requests} requests, the limit"
         elif model in self.sizes and self.sizes[model] + size > self.max_bytes:  # (3)
@@ -209,7 +195,7 @@ class Admission(msgspec.Struct):
             )
         else:
             return None
-        return Overloaded(message, retry_after_s=RETRY_AFTER_S).info()
+        return errors.Overloaded(message, retry_after_s=RETRY_AFTER_S).info()
 
     def _forward(self, rid: str) -> ev.Forward:
         request = self.requests[rid]
@@ -255,7 +241,9 @@ class Admission(msgspec.Struct):
 
     def _end_late(self, now: float) -> list[ev.Command]:
         late = [rid for rid, deadline in self._deadlines().items() if deadline <= now]
-        error = DeadlineExceeded("the deadline passed while the request waited for its model")
+        error = errors.DeadlineExceeded(
+            "the deadline passed while the request waited for its model"
+        )
         return [self._fail(rid, error.info()) for rid in late]
 
     # -- a model ----------------------------------------------------------------------------------
@@ -297,7 +285,7 @@ class Admission(msgspec.Struct):
         self.models[model] = event
         self.requested_loads.discard(model)
         match event.availability:
-            case "waiting" if error and error.code == InsufficientMemory.code:
+            case "waiting" if error and error.code == errors.InsufficientMemory.code:
                 # The model restarts when there is memory, which may be never. Only requests that
                 # a process already had wait on.
                 fresh = [rid for rid in self._waiting(model) if not self.requests[rid].lost]
@@ -309,13 +297,15 @@ class Admission(msgspec.Struct):
             case "closing":
                 error = self._closing_error(model)
             case "failed":
-                error = error or ModelFailed(f"{model} has failed").info()
+                error = error or errors.ModelFailed(f"{model} has failed").info()
         return [self._fail(rid, error) for rid in self._waiting(model)]
 
     def _closing_error(self, model: str) -> ErrorInfo:
         if self.draining:
-            return Draining(f"the daemon takes no new work, and {model} is being stopped").info()
-        return Draining(f"{model} is being unloaded").info()
+            return errors.Draining(
+                f"the daemon takes no new work, and {model} is being stopped"
+            ).info()
+        return errors.Draining(f"{model} is being unloaded").info()
 
     def _model_evicted(self, model: str) -> list[ev.Command]:
         self.evicting.discard(model)
@@ -328,7 +318,7 @@ class Admission(msgspec.Struct):
         self.evicting.discard(model)
         self.held.discard(model)
         error = error or (known.error if known is not None else None)
-        error = error or UnknownModel(f"{model} was unloaded", model=model).info()
+        error = error or errors.UnknownModel(f"{model} was unloaded", model=model).info()
         # Includes requests on their way to the worker, which will not be returned any more.
         rids = [rid for rid, request in self.requests.items() if request.model == model]
         commands = [command for rid in rids for command in self._end(rid, error)]
@@ -367,7 +357,7 @@ class Admission(msgspec.Struct):
 
 
 def _quarantined(model: str, error: ErrorInfo, story: list[str]) -> ErrorInfo:
-    return Quarantined(
+    return errors.Quarantined(
         f"the process of {model} died {len(story)} times while it had this request, the last time "
         f"with no other request, so the request is not tried again; last death: {error.message}",
         story=story,

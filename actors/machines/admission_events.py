@@ -62,15 +62,13 @@ class RequestReturned(RequestRecord, frozen=True):
 
 
 class RequestsLost(Record, frozen=True):
-    """The process died with these requests."""
+    """The process died with these requests. The fields are those of `LoseRequests`."""
 
     model: str
     rids: list[str]
     error: ErrorInfo
     attributable: bool = False
-    """The requests or the process itself may have caused the death."""
     again: bool = True
-    """Another process follows, in which the requests can continue."""
 
 
 class RequestProgressed(RequestRecord, frozen=True):
@@ -144,7 +142,6 @@ class ReportBlame(Record, frozen=True):
 
     model: str
     reason: str
-    """Description of the last death."""
 
 
 class FailRequest(Record, frozen=True):

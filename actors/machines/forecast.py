@@ -21,7 +21,6 @@ from actors.machines.reclaim_order import (
     ReclaimAction,
     Shortfall,
     actions,
-    worker_method,
 )
 from protocol.forecast import Forecast, LevelCost, ReclaimStep, Verdict
 from protocol.policy import ModelPolicy
@@ -115,8 +114,7 @@ def _reclaim_steps(shortfall: Shortfall, view: MemoryView) -> tuple[list[Reclaim
     for method in RECLAIM_ORDER:
         while missing > 0 and (found := actions(method, shortfall, view)):
             action = found[0]
-            whole_model = worker_method(method) is None
-            nbytes = action.nbytes if whole_model else min(action.nbytes, missing)
+            nbytes = min(action.nbytes, missing) if action.worker_method else action.nbytes
             step = ReclaimStep(method=method, model=action.model, nbytes=nbytes, level=action.level)
             steps.append(step)
             missing -= nbytes
@@ -125,7 +123,7 @@ def _reclaim_steps(shortfall: Shortfall, view: MemoryView) -> tuple[list[Reclaim
 
 
 def _after(action: ReclaimAction, view: MemoryView) -> MemoryView:
-    method = worker_method(action.method)
+    method = action.worker_method
     accounts, grants = dict(view.accounts), dict(view.grants)
     if method is None:
         del accounts[action.model]

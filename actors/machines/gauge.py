@@ -5,8 +5,6 @@ values are compared with the watermarks. The first is the memory of rows, now an
 few seconds, relative to what weights leave of the budget. The second is the measured use, relative
 to the budget. While memory is tight, new rows start at lower precision, one level at a time.
 Afterwards they start at level 0 again.
-
-Does not cover what is done about it (`actors.machines.governor`).
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Gauge(msgspec.Struct):
     trend: float = 0.0
     """Recent growth of the rows' memory, in bytes per second."""
     reason: str = ""
-    """Why memory is tight."""
 
     def update(self, sample: MemorySample, lowest_level: int, now: float) -> None:
         """Take a sample. ``lowest_level``: the lowest precision level of any model."""

@@ -18,8 +18,6 @@ On every event, in this order:
 ones. From then on no other model grows, running rows finish (their memory was reserved at the
 start), and models that replace finished rows by new ones are held. So all other models become idle
 and their memory can be reclaimed. **No aborts**: no command of the governor ends a request.
-
-Does not cover the ledger (`actors.machines.ledger`) or how a worker frees memory (`kvd.worker`).
 """
 
 from __future__ import annotations

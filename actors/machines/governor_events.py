@@ -35,10 +35,7 @@ class ModelReady(ModelRecord, frozen=True):
 
 
 class ServingChanged(Record, frozen=True):
-    """The model's process got its first request, or finished its last one.
-
-    Arrives before the process itself can report it.
-    """
+    """The process got its first request or finished its last one. Arrives before its own report."""
 
     model: str
     busy: bool
@@ -106,14 +103,13 @@ Event = (
 
 
 class Reclaim(Record, frozen=True):
-    """Tell the worker to give memory back."""
+    """Tell the worker to give memory back. ``level`` applies to the method ``precision``."""
 
     model: str
     seq: int
     method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
-    """Precision level, for the method ``precision``."""
 
 
 class StartLevel(Record, frozen=True):
@@ -146,7 +142,6 @@ class RecordEvent(Record, frozen=True):
     reason: str
     numbers: dict[str, int] = msgspec.field(default_factory=dict)
     requester: str | None = None
-    """The model that needs the memory."""
 
 
 Command = GrantDecision | Reclaim | StartLevel | Evict | HoldRequests | RecordEvent

@@ -47,9 +47,6 @@ class GrantDecision(Record, frozen=True):
     """For a refused load, which models hold the rest of the budget."""
 
 
-Command = GrantDecision
-
-
 class Ledger(msgspec.Struct):
     """Grants and waiting requests of one budget."""
 
@@ -66,7 +63,7 @@ class Ledger(msgspec.Struct):
     ceiling_bytes: int = 0
     """Limit of the grants while they are above a lowered budget."""
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: Event, now: float) -> list[GrantDecision]:
         match event:
             case MemoryRequest():
                 decisions = self._request(event, now)
@@ -94,7 +91,7 @@ class Ledger(msgspec.Struct):
         """Return how many bytes a request adds to the model's grant."""
         return request.total_bytes - self.grants.get(request.model, 0)
 
-    def set_budget(self, total_bytes: int) -> list[Command]:
+    def set_budget(self, total_bytes: int) -> list[GrantDecision]:
         self.budget_bytes = total_bytes
         self.ceiling_bytes = max(total_bytes, self.granted_bytes)
         return self.grant_waiting()
@@ -112,9 +109,9 @@ class Ledger(msgspec.Struct):
         assert not fitting, "a request waits although it fits"
         assert self.first is None or self.first in self.waiting, "the first request does not wait"
 
-    def grant_waiting(self) -> list[Command]:
+    def grant_waiting(self) -> list[GrantDecision]:
         """Grant the waiting requests that fit, oldest first."""
-        decisions: list[Command] = []
+        decisions: list[GrantDecision] = []
         for request in self.queue:
             if self._fits(request):
                 self.withdraw(request.model)
@@ -122,7 +119,7 @@ class Ledger(msgspec.Struct):
         # Granting the first request may let older ones go that it had kept back.
         return decisions + self.grant_waiting() if decisions else decisions
 
-    def _request(self, request: MemoryRequest, now: float) -> list[Command]:
+    def _request(self, request: MemoryRequest, now: float) -> list[GrantDecision]:
         model = request.model
         before = self.waiting.pop(model, None)  # a newer request replaces it
         if not self._fits(request):

@@ -24,6 +24,8 @@ from protocol.errors import Draining as DrainingError
 from protocol.errors import ErrorInfo, ModelFailed, WorkerDied
 from protocol.worker import Phase
 
+Commands = list[ev.Command]
+
 
 class Lifecycle(msgspec.Struct):
     """State machine of one worker."""
@@ -33,7 +35,6 @@ class Lifecycle(msgspec.Struct):
     restart_budget: RestartBudget = msgspec.field(default_factory=RestartBudget)
     state: ev.State = ev.Stopped()
     requests: set[str] = msgspec.field(default_factory=set)
-    """Ids of the requests that the process has."""
     restarts: int = 0
     loaded: bool = False
     """The current or last process loaded the model."""
@@ -42,7 +43,7 @@ class Lifecycle(msgspec.Struct):
     phase: Phase = "idle"
     """Phase that the process reported, once the model is loaded."""
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+    def handle(self, event: ev.Event, now: float) -> Commands:
         """Apply an event and return the commands; `InvalidTransition` changes nothing."""
         transition = TRANSITIONS[type(self.state)].get(type(event))
         if transition is None:
@@ -79,37 +80,35 @@ class Lifecycle(msgspec.Struct):
 # -- transitions: (machine, its state, event, now) -> commands ------------------------------------
 
 
-def _ignore(*_: object) -> list[ev.Command]:
+def _ignore(*_: object) -> Commands:
     return []
 
 
-def _start(
-    m: Lifecycle, _state: ev.Stopped | ev.Failed, _e: ev.Start, now: float
-) -> list[ev.Command]:
+def _start(m: Lifecycle, _state: object, _e: ev.Start, now: float) -> Commands:
     m.restart_budget.reset()
     m.loaded_once = False
     return _spawn(m, now)
 
 
-def _spawn(m: Lifecycle, now: float) -> list[ev.Command]:
+def _spawn(m: Lifecycle, now: float) -> Commands:
     m.loaded = False
     m.state = ev.Spawning(now + m.timeouts.spawning_s)
     return [ev.Spawn()]
 
 
-def _spawned(m: Lifecycle, state: ev.Spawning, e: ev.Spawned, _now: float) -> list[ev.Command]:
+def _spawned(m: Lifecycle, state: ev.Spawning, e: ev.Spawned, _now: float) -> Commands:
     m.state = replace(state, pid=e.pid)
     return []
 
 
-def _kill_late(m: Lifecycle, state: ev.Stopping, e: ev.Spawned, _now: float) -> list[ev.Command]:
+def _kill_late(m: Lifecycle, state: ev.Stopping, e: ev.Spawned, _now: float) -> Commands:
     m.state = replace(state, pid=e.pid, escalation="killed")
     return [ev.Kill()]
 
 
 def _spawn_failed(
     m: Lifecycle, state: ev.Spawning | ev.Stopping, e: ev.SpawnFailed, now: float
-) -> list[ev.Command]:
+) -> Commands:
     if isinstance(state, ev.Stopping) and state.then == "stopped":
         m.state = ev.Stopped()
         return [ev.ReleaseMemory()]
@@ -118,21 +117,21 @@ def _spawn_failed(
     return _restart_or_give_up(m, error, now, attributable=True)
 
 
-def _started(m: Lifecycle, state: ev.Spawning, e: ev.Started, now: float) -> list[ev.Command]:
+def _started(m: Lifecycle, state: ev.Spawning, e: ev.Started, now: float) -> Commands:
     if state.pid is None:
         raise InvalidTransition(state, e)
     m.state = ev.Loading(state.pid, now + m.timeouts.loading_s)
     return [ev.SendLoad()]
 
 
-def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, _now: float) -> list[ev.Command]:
+def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, _now: float) -> Commands:
     m.loaded = m.loaded_once = True
     m.phase = "idle"
     m.state = ev.Ready(state.pid)
     return []
 
 
-def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) -> list[ev.Command]:
+def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) -> Commands:
     # If the model was loaded before, other models hold its memory for now only.
     then: Literal["restart", "failed"]
     then = "restart" if m.loaded_once and lacks_memory(e.error) else "failed"
@@ -140,43 +139,35 @@ def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) 
     return []
 
 
-def _assign(m: Lifecycle, state: ev.Ready, e: ev.RequestAssigned, now: float) -> list[ev.Command]:
+def _assign(m: Lifecycle, state: ev.Ready, e: ev.RequestAssigned, now: float) -> Commands:
     m.requests.add(e.rid)
     m.state = replace(state, deadline=state.deadline or now + m.timeouts.of(m.phase))
     return [ev.SendRequest(e.rid)]
 
 
-def _return_request(
-    _m: Lifecycle, _: object, e: ev.RequestAssigned, _now: float
-) -> list[ev.Command]:
+def _return_request(_m: Lifecycle, _: object, e: ev.RequestAssigned, _now: float) -> Commands:
     return [ev.ReturnRequest(e.rid)]
 
 
-def _sign_of_life(
-    m: Lifecycle, state: ev.Loading | ev.Ready | ev.Draining, _e: ev.Event, now: float
-) -> list[ev.Command]:
+def _sign_of_life(m: Lifecycle, state: ev.Running, _e: ev.Event, now: float) -> Commands:
     if m.requests or isinstance(state, ev.Loading):
         m.state = replace(state, deadline=now + m.timeouts.of(_phase(m)))
     return []
 
 
-def _phase_entered(
-    m: Lifecycle, state: ev.Ready | ev.Draining, e: ev.PhaseEntered, now: float
-) -> list[ev.Command]:
+def _phase_entered(m: Lifecycle, state: ev.Running, e: ev.PhaseEntered, now: float) -> Commands:
     m.phase = e.phase
     return _sign_of_life(m, state, e, now)
 
 
-def _token_generated(
-    m: Lifecycle, state: ev.Ready | ev.Draining, e: ev.TokenGenerated, now: float
-) -> list[ev.Command]:
+def _token_generated(m: Lifecycle, state: ev.Running, e: ev.TokenGenerated, now: float) -> Commands:
     m.restart_budget.reset()
     return _sign_of_life(m, state, e, now)
 
 
 def _request_finished(
     m: Lifecycle, state: ev.Ready | ev.Draining | ev.Stopping, e: ev.RequestFinished, now: float
-) -> list[ev.Command]:
+) -> Commands:
     m.requests.discard(e.rid)
     match state:
         case ev.Ready() if not m.requests:
@@ -190,19 +181,19 @@ def _request_finished(
             return _sign_of_life(m, state, e, now)
 
 
-def _drain(m: Lifecycle, state: ev.Ready, _e: ev.Drain, now: float) -> list[ev.Command]:
+def _drain(m: Lifecycle, state: ev.Ready, _e: ev.Drain, now: float) -> Commands:
     if not m.requests:
         return _ask_to_exit(m, state.pid, now)
     m.state = ev.Draining(state.pid, state.deadline or now + m.timeouts.of(m.phase))
     return []
 
 
-def _ask_to_exit(m: Lifecycle, pid: int, now: float) -> list[ev.Command]:
+def _ask_to_exit(m: Lifecycle, pid: int, now: float) -> Commands:
     m.state = ev.Stopping(pid, "asked", now + m.timeouts.asked_s, "stopped")
     return [ev.SendStop()]
 
 
-def _halt(m: Lifecycle, state: ev.Running, e: ev.Drain | ev.Halt, now: float) -> list[ev.Command]:
+def _halt(m: Lifecycle, state: ev.Running, e: ev.Drain | ev.Halt, now: float) -> Commands:
     deadline = now + m.timeouts.halted_s
     m.state = ev.Stopping(state.pid, "asked", deadline, "stopped", reason=_reason(e))
     return [ev.SendStop()] if state.pid is not None else []
@@ -214,24 +205,22 @@ def _reason(e: ev.Drain | ev.Halt) -> str:
 
 def _cancel_restart(
     m: Lifecycle, state: ev.Stopping, e: ev.Drain | ev.Halt, _now: float
-) -> list[ev.Command]:
+) -> Commands:
     m.state = replace(state, then="stopped", error=None, reason=_reason(e) or state.reason)
     return []
 
 
-def _halt_stopping(m: Lifecycle, state: ev.Stopping, e: ev.Halt, now: float) -> list[ev.Command]:
+def _halt_stopping(m: Lifecycle, state: ev.Stopping, e: ev.Halt, now: float) -> Commands:
     sooner = min(state.deadline, now + m.timeouts.halted_s)
     return _cancel_restart(m, replace(state, deadline=sooner), e, now)
 
 
-def _stop_at_once(m: Lifecycle, *_: object) -> list[ev.Command]:
+def _stop_at_once(m: Lifecycle, *_: object) -> Commands:
     m.state = ev.Stopped()
     return []
 
 
-def _exited(
-    m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: float
-) -> list[ev.Command]:
+def _exited(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: float) -> Commands:
     killer = " by the kernel, because memory ran out" if e.out_of_memory else ""
     died = WorkerDied(
         f"the worker of {m.name} {describe(e.returncode)}{killer}",
@@ -261,7 +250,7 @@ def _exited(
 
 def _restart_or_give_up(
     m: Lifecycle, error: ErrorInfo, now: float, *, attributable: bool
-) -> list[ev.Command]:
+) -> Commands:
     lost = _lose_requests(m, error, attributable=attributable, again=True)
     delay: float | None
     if lost and attributable:
@@ -287,7 +276,7 @@ def _given_up(m: Lifecycle, error: ErrorInfo) -> ev.Failed:
     return ev.Failed(reason.info())
 
 
-def _blamed(m: Lifecycle, state: ev.Backoff, _e: ev.RequestBlamed, _now: float) -> list[ev.Command]:
+def _blamed(m: Lifecycle, state: ev.Backoff, _e: ev.RequestBlamed, _now: float) -> Commands:
     if m.restart_budget.count_blame():
         m.state = _given_up(m, state.error)
     return []
@@ -295,16 +284,14 @@ def _blamed(m: Lifecycle, state: ev.Backoff, _e: ev.RequestBlamed, _now: float) 
 
 def _lose_requests(
     m: Lifecycle, error: ErrorInfo, *, attributable: bool = False, again: bool = False
-) -> list[ev.Command]:
+) -> Commands:
     if not m.requests:
         return []
     rids, m.requests = sorted(m.requests), set()
     return [ev.LoseRequests(rids, error, attributable, again)]
 
 
-def _kill_faulty(
-    m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: float
-) -> list[ev.Command]:
+def _fault(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: float) -> Commands:
     if isinstance(state, ev.Stopping):
         m.state = replace(state, escalation="killed", deadline=now + m.timeouts.terminated_s)
     else:
@@ -313,9 +300,7 @@ def _kill_faulty(
     return [ev.Kill()] if state.pid is not None else []
 
 
-def _check_silence(
-    m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: float
-) -> list[ev.Command]:
+def _check_silence(m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: float) -> Commands:
     if state.deadline is None or now < state.deadline:
         return []
     phase = _phase(m)
@@ -352,7 +337,7 @@ def _phase(m: Lifecycle) -> WatchedPhase:
             return m.phase
 
 
-def _escalate(m: Lifecycle, state: ev.Stopping, _e: ev.AlarmFired, now: float) -> list[ev.Command]:
+def _escalate(m: Lifecycle, state: ev.Stopping, _e: ev.AlarmFired, now: float) -> Commands:
     if now < state.deadline:
         return []
     deadline = now + m.timeouts.terminated_s
@@ -366,13 +351,11 @@ def _escalate(m: Lifecycle, state: ev.Stopping, _e: ev.AlarmFired, now: float) -
     return [ev.Kill()]
 
 
-def _restart_when_due(
-    m: Lifecycle, state: ev.Backoff, _e: ev.AlarmFired, now: float
-) -> list[ev.Command]:
+def _restart_when_due(m: Lifecycle, state: ev.Backoff, _e: ev.AlarmFired, now: float) -> Commands:
     return _spawn(m, now) if now >= state.deadline else []
 
 
-Transition = Callable[[Lifecycle, Any, Any, float], list[ev.Command]]
+Transition = Callable[[Lifecycle, Any, Any, float], Commands]
 
 _NO_PROCESS: dict[type[ev.Event], Transition] = {
     ev.RequestAssigned: _return_request,
@@ -384,7 +367,7 @@ _PROCESS: dict[type[ev.Event], Transition] = {
     ev.Halt: _halt,
     ev.RequestAssigned: _return_request,
     ev.RequestBlamed: _ignore,
-    ev.Fault: _kill_faulty,
+    ev.Fault: _fault,
     ev.Exited: _exited,
     ev.AlarmFired: _check_silence,
 }

@@ -1,8 +1,6 @@
 """What the governor knows about each model. Pure.
 
-An account exists from before a model's process starts until the registry drops the model. Does not
-cover what the model may hold (`actors.machines.ledger`) or what is decided about it
-(`actors.machines.governor`).
+An account exists from before a model's process starts until the registry drops the model.
 """
 
 from __future__ import annotations

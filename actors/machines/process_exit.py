@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import signal
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, Signals
 
 from protocol.errors import ErrorInfo, InsufficientMemory
 
-SELF_INFLICTED_SIGNALS = frozenset(
-    {
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGABRT,
-        signal.SIGILL,
-        signal.SIGFPE,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    }
-)
+SELF_INFLICTED_SIGNALS = frozenset({SIGSEGV, SIGBUS, SIGABRT, SIGILL, SIGFPE, SIGTRAP, SIGSYS})
 """Signals that a process causes itself. Any other signal comes from a user or a service manager."""
 
 CAUSES = ("crashed", "killed", "out_of_memory", "hung", "not_started", "broke_rules", "no_memory")
 
 
 def exit_cause(returncode: int, *, out_of_memory: bool) -> str:
-    """Return the cause of an exit, one of `CAUSES`."""
     if out_of_memory:
         return "out_of_memory"
     return "crashed" if is_self_inflicted(returncode) else "killed"
@@ -50,6 +39,6 @@ def describe(returncode: int) -> str:
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:
-        return f"was ended by {signal.Signals(-returncode).name}"
+        return f"was ended by {Signals(-returncode).name}"
     except ValueError:
         return f"was ended by signal {-returncode}"

@@ -51,6 +51,11 @@ class ReclaimAction(msgspec.Struct, frozen=True):
     level: int = 0
     """Precision level, for the method ``precision``."""
 
+    @property
+    def worker_method(self) -> ReclaimMethod | None:
+        """The method as workers know it; None if it unloads the whole model."""
+        return None if self.method in EVICTING else self.method  # type: ignore[return-value]
+
 
 class Shortfall(msgspec.Struct, frozen=True):
     """Memory that is missing: how much, for which model, and which methods may free it."""
@@ -143,11 +148,6 @@ def within_reach(shortfall: Shortfall, view: MemoryView) -> int:
         if name != shortfall.requester:
             freed += reclaimable.spare + reclaimable.prefixes + preempted.get(name, 0)
     return freed
-
-
-def worker_method(method: Method) -> ReclaimMethod | None:
-    """Return the method as workers know it; None if it unloads the whole model."""
-    return None if method in EVICTING else method  # type: ignore[return-value]
 
 
 def _largest_first(found: list[ReclaimAction], view: MemoryView) -> list[ReclaimAction]:

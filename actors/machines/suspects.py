@@ -15,8 +15,6 @@ While groups wait for their trial, one group is inside. The next one joins when 
 has produced a new token, which clears it, or is over. Requests that arrived since wait until no
 group is left. So between two deaths either a token is produced or the suspects become fewer: some
 request dies alone at most ``3 + log2(n)`` deaths after the last token.
-
-Does not cover when the process restarts and when it is given up (`actors.machines.lifecycle`).
 """
 
 from __future__ import annotations
@@ -62,7 +60,6 @@ class Suspects(msgspec.Struct):
         return []
 
     def enter(self, rid: str) -> None:
-        """Note that the process gets a request."""
         self.inside[rid] = False
 
     def note_queued(self, rid: str) -> None:
@@ -81,7 +78,6 @@ class Suspects(msgspec.Struct):
         self.queued.discard(rid)
 
     def forget(self, rid: str) -> None:
-        """Remove a request that is over."""
         self.note_returned(rid)
         self.stories.pop(rid, None)
         remaining = ([it for it in group if it != rid] for group in self.groups)

@@ -235,11 +235,14 @@ class TimeSlices(msgspec.Struct):
         able = self._able
         if self._is_shared:
             self.holder = None
-            return [self._lift_limit(name) for name, it in able.items() if not it.unlimited]
+            limited = {name: it for name, it in able.items() if not it.unlimited}
+            for member in limited.values():
+                member.credit_s = 0.0
+            return [self._give(name, None) for name in limited]
         # When slices begin, one of the workers that compute goes on and gets the first slice.
         first = next((name for name, it in able.items() if it.unlimited), None)
         commands = [
-            self._make_wait(name)
+            self._give(name, 0.0)
             for name, it in able.items()
             if it.unlimited is not False and name != first
         ]
@@ -249,26 +252,15 @@ class TimeSlices(msgspec.Struct):
             self.members[first] = member  # to the end of the order
         if self.holder is None:
             holder = first or self._next()
-            self.members[holder].credit_s += last_step_s
-            commands.append(self._begin(holder, now))
+            member = self.members[holder]
+            member.credit_s += last_step_s
+            commands.append(self._give(holder, member.credit_s))
+            self.holder = Holder(holder, self.seq, now + member.credit_s + GRACE_S)
         return commands
-
-    def _lift_limit(self, model: str) -> Command:
-        self.members[model].unlimited, self.members[model].credit_s = True, 0.0
-        return self._give(model, None)
-
-    def _make_wait(self, model: str) -> Command:
-        self.members[model].unlimited = False
-        return self._give(model, 0.0)
-
-    def _begin(self, model: str, now: float) -> Command:
-        give = self._give(model, self.members[model].credit_s)
-        assert give.slice_s is not None, "a slice without an end"
-        self.holder = Holder(model, give.seq, now + give.slice_s + GRACE_S)
-        return give
 
     def _give(self, model: str, slice_s: float | None) -> GiveTimeSlice:
         self.seq += 1
+        self.members[model].unlimited = slice_s is None
         return GiveTimeSlice(model, self.seq, slice_s)
 
     def _next(self) -> str:

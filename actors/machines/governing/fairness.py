@@ -1,9 +1,4 @@
-"""Lets the oldest request go first, and holds models in use for it. Pure.
-
-No other model grows before the first request is granted. Running rows finish, but a worker could
-continue forever by starting new rows in their place. So after `Times.hold_s`, new requests for such
-models wait in the daemon until the first request is granted.
-"""
+"""Lets the oldest request go first, and holds models in use for it. Pure."""
 
 from __future__ import annotations
 

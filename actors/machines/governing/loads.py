@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 def refuse_loads(m: GovernorState, now: float) -> list[Command]:
     """Refuse the waiting requests of loads that cannot be granted."""
-    commands: list[Command] = []
-    for request in m.ledger.queue:
-        if m.accounts[request.model].state == "loading":
-            commands += _refuse(m, request, now)
-    return commands
+    loads = [it for it in m.ledger.queue if m.accounts[it.model].state == "loading"]
+    return [command for request in loads for command in _refuse(m, request, now)]
 
 
 def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Command]:

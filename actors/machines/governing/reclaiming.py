@@ -8,13 +8,7 @@ from actors.machines.governing import shortfalls
 from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.governor_events import Command, Evict, Reclaim
 from actors.machines.model_accounts import ModelAccount, OpenReclaim
-from actors.machines.reclaim_order import (
-    MemoryView,
-    ReclaimAction,
-    Shortfall,
-    actions,
-    worker_method,
-)
+from actors.machines.reclaim_order import MemoryView, ReclaimAction, Shortfall, actions
 
 if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
@@ -80,37 +74,31 @@ def _can_start(m: GovernorState, action: ReclaimAction) -> bool:
 def _start(
     m: GovernorState, ready: list[ReclaimAction], missing: int, shortfall: Shortfall, now: float
 ) -> list[Command]:
+    reason, requester = shortfall.reason, shortfall.requester
     min_bytes = m.ledger.budget_bytes // MIN_RECLAIM_PARTS
     commands: list[Command] = []
     for action in ready:
         if missing <= 0:
             break
-        account, method = m.accounts[action.model], worker_method(action.method)
+        account, method, level = m.accounts[action.model], action.worker_method, action.level
         if method is None:
             requeue = action.method == "stalled"
-            commands += _evict(m, account, shortfall.reason, shortfall.requester, requeue=requeue)
+            commands += _evict(m, account, reason, requester, requeue=requeue)
             missing -= action.nbytes
             continue
+        m.seq += 1
         wanted = min(action.nbytes, max(missing, min_bytes))
-        until = now + m.times.reclaim_s
-        account.open = OpenReclaim(m.seq + 1, method, wanted, action.level, until)
-        commands += _reclaim(m, account, account.open, shortfall)
+        account.open = OpenReclaim(m.seq, method, wanted, level, now + m.times.reclaim_s)
+        numbers = {"wanted_bytes": wanted, "missing_bytes": shortfall.nbytes}
+        if method == "precision":
+            account.level = max(account.level, level)
+            numbers["level"] = level
+        commands += [
+            m.record(f"reclaim_{method}", account.name, reason, numbers, requester),
+            Reclaim(account.name, m.seq, method, wanted, level),
+        ]
         missing -= wanted
     return commands
-
-
-def _reclaim(
-    m: GovernorState, account: ModelAccount, opened: OpenReclaim, shortfall: Shortfall
-) -> list[Command]:
-    m.seq, name, method = opened.seq, account.name, opened.method
-    numbers = {"wanted_bytes": opened.wanted_bytes, "missing_bytes": shortfall.nbytes}
-    if method == "precision":
-        account.level = max(account.level, opened.level)
-        numbers["level"] = opened.level
-    return [
-        m.record(f"reclaim_{method}", name, shortfall.reason, numbers, shortfall.requester),
-        Reclaim(name, opened.seq, method, opened.wanted_bytes, opened.level),
-    ]
 
 
 def _evict(

@@ -60,7 +60,6 @@ def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfal
 
 
 def _over_budget(m: GovernorState) -> Iterator[Shortfall]:
-    """Yield the bytes by which grants and excess are above the budget."""
     ledger = m.ledger
     over = -ledger.available_bytes
     if over <= 0:
@@ -106,7 +105,6 @@ def _under_pressure(m: GovernorState, now: float) -> Iterator[Shortfall]:
 
 
 def _above_watermark(m: GovernorState) -> Iterator[Shortfall]:
-    """Yield the measured bytes above the low watermark while memory is tight."""
     gauge, budget = m.gauge, m.ledger.budget_bytes
     over = m.measured - int(gauge.marks.low * budget)
     if gauge.tight and over > 0:
