@@ -99,7 +99,9 @@ class Admission(msgspec.Struct):
                 self.models[model] = ev.ModelChanged(model, "waiting")
                 return []
             case ev.ModelEvicted(model=model):
-                return self._model_evicted(model)
+                self.evicting.discard(model)
+                self.models.pop(model, None)
+                return self._request_load(model) if self._waiting(model) else []
             case ev.ModelHeld(model=model):
                 self.held = self.held | {model} if event.held else self.held - {model}
                 return self._forward_waiting(model)
@@ -241,10 +243,8 @@ class Admission(msgspec.Struct):
 
     def _end_late(self, now: float) -> list[ev.Command]:
         late = [rid for rid, deadline in self._deadlines().items() if deadline <= now]
-        error = errors.DeadlineExceeded(
-            "the deadline passed while the request waited for its model"
-        )
-        return [self._fail(rid, error.info()) for rid in late]
+        message = "the deadline passed while the request waited for its model"
+        return [self._fail(rid, errors.DeadlineExceeded(message).info()) for rid in late]
 
     # -- a model ----------------------------------------------------------------------------------
 
@@ -301,16 +301,9 @@ class Admission(msgspec.Struct):
         return [self._fail(rid, error) for rid in self._waiting(model)]
 
     def _closing_error(self, model: str) -> ErrorInfo:
-        if self.draining:
-            return errors.Draining(
-                f"the daemon takes no new work, and {model} is being stopped"
-            ).info()
-        return errors.Draining(f"{model} is being unloaded").info()
-
-    def _model_evicted(self, model: str) -> list[ev.Command]:
-        self.evicting.discard(model)
-        self.models.pop(model, None)
-        return self._request_load(model) if self._waiting(model) else []
+        draining = f"the daemon takes no new work, and {model} is being stopped"
+        reason = draining if self.draining else f"{model} is being unloaded"
+        return errors.Draining(reason).info()
 
     def _model_removed(self, model: str, error: ErrorInfo | None) -> list[ev.Command]:
         known = self.models.pop(model, None)

@@ -91,6 +91,14 @@ class Ledger(msgspec.Struct):
         """Return how many bytes a request adds to the model's grant."""
         return request.total_bytes - self.grants.get(request.model, 0)
 
+    def keeps_back(self, model: str) -> bool:
+        """Return whether a model must not grow before the first request is granted."""
+        return self.first not in {None, model} and model not in self.exempt
+
+    def decision(self, request: MemoryRequest, *, granted: bool, reason: str = "") -> GrantDecision:
+        total, available = self.grants.get(request.model, 0), max(0, self.available_bytes)
+        return GrantDecision(request.model, request.seq, total, granted, available, reason)
+
     def set_budget(self, total_bytes: int) -> list[GrantDecision]:
         self.budget_bytes = total_bytes
         self.ceiling_bytes = max(total_bytes, self.granted_bytes)
@@ -126,22 +134,17 @@ class Ledger(msgspec.Struct):
             known = [it.since for it in (before, request) if it and it.since is not None]
             since = min(known, default=now)
             self.waiting[model] = msgspec.structs.replace(request, since=since)
-            return [self._decision(request, self.grants.get(model, 0), granted=False)]
+            return [self.decision(request, granted=False)]
         if self.first == model:
             self.first = None
         return [self._grant(request), *self.grant_waiting()]
 
     def _fits(self, request: MemoryRequest) -> bool:
-        growth = self.growth(request)
+        growth, kept_back = self.growth(request), self.keeps_back(request.model)
         if request.total_bytes < 0:
             return False
-        kept_back = self.first not in {None, request.model} and request.model not in self.exempt
         return growth <= 0 or (not kept_back and growth <= self.available_bytes)
 
     def _grant(self, request: MemoryRequest) -> GrantDecision:
         self.grants[request.model] = request.total_bytes
-        return self._decision(request, request.total_bytes, granted=True)
-
-    def _decision(self, request: MemoryRequest, total: int, *, granted: bool) -> GrantDecision:
-        available = max(0, self.available_bytes)
-        return GrantDecision(request.model, request.seq, total, granted, available)
+        return self.decision(request, granted=True)

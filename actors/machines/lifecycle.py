@@ -292,11 +292,10 @@ def _lose_requests(
 
 
 def _fault(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: float) -> Commands:
-    if isinstance(state, ev.Stopping):
-        m.state = replace(state, escalation="killed", deadline=now + m.timeouts.terminated_s)
-    else:
+    if not isinstance(state, ev.Stopping):
         message = f"the worker of {m.name} was killed: {e.reason}"
-        m.state = _ended(m, state, "killed", WorkerDied(message, cause="broke_rules"), now)
+        state = _terminating(m, state, WorkerDied(message, cause="broke_rules"), now)
+    m.state = replace(state, escalation="killed", deadline=now + m.timeouts.terminated_s)
     return [ev.Kill()] if state.pid is not None else []
 
 
@@ -311,20 +310,15 @@ def _check_silence(m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: floa
         patience_s=timeout_s,
         cause="hung",
     )
-    m.state = _ended(m, state, "terminated", error, now)
+    m.state = _terminating(m, state, error, now)
     return [ev.Terminate()] if state.pid is not None else []
 
 
-def _ended(
-    m: Lifecycle,
-    state: ev.Running,
-    escalation: Literal["terminated", "killed"],
-    error: WorkerDied,
-    now: float,
-) -> ev.Stopping:
+def _terminating(m: Lifecycle, state: ev.Running, error: WorkerDied, now: float) -> ev.Stopping:
     then: Literal["stopped", "restart"]
     then = "stopped" if isinstance(state, ev.Draining) else "restart"
-    return ev.Stopping(state.pid, escalation, now + m.timeouts.terminated_s, then, error.info())
+    deadline = now + m.timeouts.terminated_s
+    return ev.Stopping(state.pid, "terminated", deadline, then, error.info())
 
 
 def _phase(m: Lifecycle) -> WatchedPhase:

@@ -56,7 +56,6 @@ class ModelAccount(msgspec.Struct):
     request was granted, or was loaded for requests that do not run yet."""
     measured_bytes: int = 0
     held: bool = False
-    """New requests for the model wait in the daemon."""
     evicting: bool = False
     """The governor evicts the model, which finishes its running requests."""
 

@@ -55,8 +55,7 @@ class RestartBudget(msgspec.Struct):
         return self.fruitless + len(self.crashed)
 
     def reset(self) -> None:
-        if self.deaths or self.fruitless:
-            self.deaths, self.crashed, self.fruitless = [], [], 0
+        self.deaths, self.crashed, self.fruitless = [], [], 0
 
     def check(self) -> None:
         assert self.crashes <= self.limit, "more deaths than the limit"

@@ -132,8 +132,10 @@ class TimeSlices(msgspec.Struct):
                 self._requested(event, now)
             case TimeSliceEnded():
                 last_step_s = self._ended(event, now)
-            case WeightChanged():
-                self._weight_changed(event)
+            case WeightChanged(model=model) if model in self.members:
+                member = self.members[model]
+                member.weight = event.weight
+                member.credit_s = min(member.credit_s, self._quantum(member))
             case WorkerExited(model=model):
                 self._remove(model)
                 self.debts.pop(model, None)
@@ -194,12 +196,6 @@ class TimeSlices(msgspec.Struct):
             member.step_s = event.step_s
         if debt is not None:  # the time without work has paid a part
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
-
-    def _weight_changed(self, event: WeightChanged) -> None:
-        member = self.members.get(event.model)
-        if member is not None:
-            member.weight = event.weight
-            member.credit_s = min(member.credit_s, self._quantum(member))
 
     def _ended(self, event: TimeSliceEnded, now: float) -> float:
         """Charge a slice; return the seconds that the next worker waits for the last step."""

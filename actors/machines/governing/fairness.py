@@ -15,7 +15,8 @@ def choose_first(m: GovernorState, now: float) -> list[Command]:
     """Make the oldest due request the first. A request that inherits its age may replace it."""
     ledger, before = m.ledger, m.ledger.first
     due = [it for it in ledger.queue if now - (it.since or 0.0) >= m.times.due_s]
-    request = next((it for it in due if m.may_be_first(it)), None)
+    possible = [it for it in due if m.is_needed(it) and it.total_bytes <= m.limit_of(it.model)]
+    request = possible[0] if possible else None
     ledger.first = request.model if request is not None else None
     decisions: list[Command] = [*ledger.grant_waiting()] if ledger.first != before else []
     if request is None or ledger.first in {None, before}:
@@ -44,7 +45,12 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
     missing = ledger.growth(request) - ledger.available_bytes - m.pending_bytes()
     missing -= sum(_yield_bytes(m, it) for it in m.accounts.values() if it.held)
     commands: list[Command] = []
-    for account in _candidates(m, request.model, now):
+    busy = [
+        it
+        for name, it in m.accounts.items()
+        if name != request.model and it.state == "ready" and not it.is_idle and not it.held
+    ]
+    for account in sorted(busy, key=lambda it: it.worth(ledger.grants.get(it.name, 0), now)):
         if missing <= 0:
             break
         missing -= _yield_bytes(m, account)
@@ -55,15 +61,6 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
             HoldRequests(account.name, held=True),
         ]
     return commands
-
-
-def _candidates(m: GovernorState, requester: str, now: float) -> list[ModelAccount]:
-    busy = [
-        it
-        for name, it in m.accounts.items()
-        if name != requester and it.state == "ready" and not it.is_idle and not it.held
-    ]
-    return sorted(busy, key=lambda it: it.worth(m.ledger.grants.get(it.name, 0), now))
 
 
 def _yield_bytes(m: GovernorState, account: ModelAccount) -> int:

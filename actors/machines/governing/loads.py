@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actors.machines.governing import shortfalls
-from actors.machines.ledger import GrantDecision, MemoryRequest
+from actors.machines.ledger import MemoryRequest
 from actors.machines.model_accounts import GRACE_S
 from actors.machines.reclaim_order import within_reach
 
@@ -36,10 +36,7 @@ def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Comman
     ledger.withdraw(model)
     m.accounts[model].load_since = None
     reason = _holders(m, model)
-    held, free = ledger.grants.get(model, 0), max(0, ledger.available_bytes)
-    refusal = GrantDecision(
-        model, request.seq, held, granted=False, available_bytes=free, reason=reason
-    )
+    refusal = ledger.decision(request, granted=False, reason=reason)
     numbers = {"wanted_bytes": growth, "within_reach_bytes": reach}
     return [m.record("load_refused", model, reason, numbers), refusal, *ledger.grant_waiting()]
 

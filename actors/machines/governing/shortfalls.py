@@ -36,7 +36,7 @@ def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
     """Yield the shortfalls, most urgent first."""
     yield from _over_budget(m)
     for request in m.ledger.queue:
-        if m.is_needed(request) and m.may_reclaim_for(request):
+        if m.is_needed(request) and not m.ledger.keeps_back(request.model):
             shortfall = of_request(m, request, now)
             yield msgspec.structs.replace(shortfall, methods=_methods(m, shortfall, request, view))
     yield from _under_pressure(m, now)

@@ -69,10 +69,6 @@ class GovernorState(msgspec.Struct):
     def account(self, model: str) -> ModelAccount:
         return self.accounts.setdefault(model, ModelAccount(model))
 
-    def may_be_first(self, request: MemoryRequest) -> bool:
-        """Return whether other models may be kept back for a request: it can be granted at all."""
-        return self.is_needed(request) and request.total_bytes <= self.limit_of(request.model)
-
     def is_needed(self, request: MemoryRequest) -> bool:
         """Return whether a client waits for the memory. Otherwise it is only for caching."""
         account = self.accounts[request.model]
@@ -87,10 +83,6 @@ class GovernorState(msgspec.Struct):
         """Return the part of a model's grant that its rows cannot give back."""
         granted = self.ledger.grants.get(account.name, 0)
         return min(granted, account.reclaimable.base) if account.reclaimable.base else granted
-
-    def may_reclaim_for(self, request: MemoryRequest) -> bool:
-        """Return whether other models may give memory back for this request now."""
-        return self.ledger.first in {None, request.model} or request.model in self.ledger.exempt
 
     def pending_bytes(self, requester: str | None = None) -> int:
         """Return the bytes on their way back: open reclaims, and models that leave.
