@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import rich_click as click
 
@@ -12,9 +13,6 @@ from kvd.cli.common import CommonOptions, common_options
 from kvd.cli.lazy import LazyCommand, LazyGroup
 from kvd.cli.shell_setup import completion_options
 from kvd.host.exits import Exit
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _WATCH, _MODELS, _TEXT = "Watch", "Models and memory", "Text"
 _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"

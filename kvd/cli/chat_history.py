@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
+from kvd.cli.common import CommonOptions
 from kvd.host.home import locate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvd.cli.common import CommonOptions
 
 _MAX_LINES = 1000
 

@@ -61,8 +61,6 @@ _OPTIONS: dict[str, Decorator] = {
     "socket": option("--socket", "PATH", "The daemon's socket (default: in its home)."),
     "json": click.option("--json", is_flag=True, help="Print the data as JSON."),
 }
-_HINTS = {"retry_after_s": "try again in {} s"}
-"""Hints by the key of an error's detail."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,8 @@ class CommonOptions:
         if self.json:
             self.print_json({"error": error.info()})
         print_message("[bold red]error:[/] {}", error.message)
-        for key, value in sorted(error.detail.items()):
-            if key in _HINTS:
-                print_message("[dim]hint:[/] {}", _HINTS[key].format(value))
+        if "retry_after_s" in error.detail:
+            print_message("[dim]hint:[/] try again in {} s", error.detail["retry_after_s"])
         if isinstance(error, UnknownOp | UnsupportedVersion):
             print_message(
                 "[dim]hint:[/] the daemon's version differs from kvctl's; restart the daemon"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import rich_click as click
 
 from kvd.client import Client
 from protocol.errors import KvdError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import rich_click as click
 
 _TIMEOUT_S = 0.5
 """Seconds to wait for a daemon that is busy or stopped."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import rich_click as click
@@ -20,10 +20,8 @@ from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError, NotRunning
+from protocol.messages import Configured
 from protocol.settings import Changed, Setting
-
-if TYPE_CHECKING:
-    from protocol.messages import Configured
 
 _ORIGINS = {"default": "dim", "file": "", "live": "yellow", "command_line": "cyan"}
 _TAKES_EFFECT = {
@@ -87,14 +85,15 @@ def unset(common: CommonOptions, key: str, *, save: bool) -> None:
     _change(common, key, None, save=save)
 
 
-# -- showing --------------------------------------------------------------------------------------
-
-
 def _show(common: CommonOptions, key: str | None) -> None:
     with common.guarded():
         configured, settings = _settings(common)
         if key is not None:
-            _show_one(common, _find(settings, key))
+            setting = _find(settings, key)
+            if common.json:
+                common.print_json(setting)
+            else:
+                stdout_console().print(Text(format_value(setting.value)), soft_wrap=True)
         elif common.json:
             rows = [msgspec.to_builtins(setting) for setting in settings]
             common.print_json({**(_sums(configured) if configured else {}), "settings": rows})
@@ -106,13 +105,6 @@ def _show(common: CommonOptions, key: str | None) -> None:
             else:
                 print_message("[dim]no daemon runs; the next one starts with these settings[/]")
             console.print(page(settings))
-
-
-def _show_one(common: CommonOptions, setting: Setting) -> None:
-    if common.json:
-        common.print_json(setting)
-    else:
-        stdout_console().print(Text(format_value(setting.value)), soft_wrap=True)
 
 
 def _settings(common: CommonOptions) -> tuple[Configured | None, list[Setting]]:
@@ -181,9 +173,6 @@ def _budget(configured: Configured) -> str:
 
 def _sums(configured: Configured) -> dict[str, int]:
     return {"budget_bytes": configured.budget_bytes, "granted_bytes": configured.granted_bytes}
-
-
-# -- changing -------------------------------------------------------------------------------------
 
 
 def _parse_value(text: str) -> Any:

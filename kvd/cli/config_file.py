@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
@@ -11,10 +13,6 @@ from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.settings import with_value
 from protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-    from pathlib import Path
 
 
 def edited_text(path: Path, key: str, value: Any) -> str:

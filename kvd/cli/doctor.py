@@ -57,7 +57,9 @@ def doctor(
             add(section)
         if selftest:
             _run_selftest(scene, add, quick=quick, service=service)
-            for file in _write_report(scene, sections, report or Path.cwd()):
+            from kvd.doctor.report import Report, write  # noqa: PLC0415 - only with --selftest
+
+            for file in write(Report.of(scene, sections), report or Path.cwd()):
                 print_message("[dim]wrote[/] {}", file)
         verdict = worst(sections)
         if common.json:
@@ -79,12 +81,6 @@ def _run_selftest(
                 progress.update(format_message("selftest: {}", step))
             else:
                 add(step)
-
-
-def _write_report(scene: Scene, sections: list[Section], folder: Path) -> list[Path]:
-    from kvd.doctor.report import Report, write  # noqa: PLC0415 - only with --selftest
-
-    return write(Report.of(scene, sections), folder)
 
 
 def show(console: Console, section: Section) -> None:

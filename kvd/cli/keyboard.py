@@ -13,10 +13,8 @@ import signal
 import sys
 import termios
 import tty
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from types import FrameType
+from types import FrameType
+from typing import Self
 
 _SEQUENCES = {
     "\x1b[A": "up",

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import kvd
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Kind = Literal["embedded", "folder", "hub"]
 EMBEDDED = ("demo",)

@@ -6,8 +6,11 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import rich_click as click
@@ -18,11 +21,6 @@ from kvd.cli.console import print_message, stdout_console
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from io import TextIOWrapper
-    from pathlib import Path
 
 _RANKS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4}
 _STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich_click as click
 from rich.table import Table
@@ -20,12 +22,8 @@ from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import KvdError, NotRunning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from protocol.forecast import Forecast
-    from protocol.types import DaemonStatus
+from protocol.forecast import Forecast
+from protocol.types import DaemonStatus
 
 _VERDICTS = {
     "fits": ("fits", "green"),
@@ -67,10 +65,11 @@ def models(common: CommonOptions, folders: tuple[Path, ...], *, context: int) ->
     with common.guarded(), contextlib.ExitStack() as stack:
         found = local_models_in(common, folders)
         status: DaemonStatus | None = None
+        forecast: Callable[[str], Forecast]
         try:
             client = stack.enter_context(Client(home=common.home, socket=common.socket))
             status = client.status()
-            forecast: Callable[[str], Forecast] = _daemon_forecast(client, context)
+            forecast = functools.partial(client.explain, rows=1, context=context)
         except NotRunning:
             if common.socket is not None:
                 raise
@@ -117,10 +116,6 @@ def _source(candidate: Candidate) -> str:
         return candidate.names[0]
     model = candidate.model
     return model.source if model.kind == "embedded" else str(model.path)
-
-
-def _daemon_forecast(client: Client, context: int) -> Callable[[str], Forecast]:
-    return lambda source: client.explain(source, rows=1, context=context)
 
 
 def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Forecast]:

@@ -16,7 +16,6 @@ from kvd.host.units import parse_bytes
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
 
-_PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
 _NO_SCHEMES = "none"
 
@@ -119,16 +118,8 @@ def kv_options(*fields: str) -> Decorator:
             return command(*args, kv=_spec(given), **arguments)
 
         for field, name in reversed(parameters.items()):
-            option = _KV_OPTIONS[field]
-            click.option(
-                option.flag,
-                name,
-                metavar=option.metavar,
-                type=option.type,
-                multiple=option.multiple,
-                panel=_PANEL,
-                help=option.help,
-            )(wrapped)
+            attributes = _KV_OPTIONS[field]._asdict()
+            click.option(attributes.pop("flag"), name, panel="KV cache", **attributes)(wrapped)
         return wrapped
 
     return decorate

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from typing import Self
 
+from kvd.cli.common import CommonOptions
 from kvd.client import Client
 from protocol.errors import KvdError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvd.cli.common import CommonOptions
-    from protocol.messages import EventRecord
-    from protocol.types import DaemonStatus
+from protocol.messages import EventRecord
+from protocol.types import DaemonStatus
 
 
 class PollingClient:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from kvd.cli.common import option, option_group
-
-if TYPE_CHECKING:
-    from kvd.cli.common import Decorator
+from kvd.cli.common import Decorator, option, option_group
 
 _BIAS = re.compile(r"(\d+)=([+-]?(?:\d+\.?\d*|\.\d+))")
 _option = functools.partial(option, panel="Sampling")

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 import rich_click as click
 from rich.text import Text
@@ -22,14 +22,10 @@ from kvd.host.home import locate
 from kvd.host.listen import holder
 from kvd.service import managing
 from kvd.service.describe import describe
+from kvd.service.managing import Manager
 from kvd.service.state import State
 from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, ServiceError
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from kvd.service.managing import Manager
-    from protocol.types import DaemonStatus
+from protocol.types import DaemonStatus
 
 _START_TIMEOUT_S = 20.0
 """Seconds that `start` waits for the daemon to answer; launchd does not report when it does."""
@@ -196,9 +192,6 @@ def _print_log(command: list[str], *, raw: bool) -> None:
                     console.print(log_line(line), soft_wrap=True)
         finally:
             process.terminate()
-
-
-# -- helpers --------------------------------------------------------------------------------------
 
 
 def _manager(common: CommonOptions, *, lenient: bool = False) -> Manager:

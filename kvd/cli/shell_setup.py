@@ -10,9 +10,12 @@ from click.shell_completion import get_completion_class
 
 from kvd.cli.common import option_group
 
-_BASH_FILE = Path(".bash_completions/kvctl.sh")
-_ZSH_FILE = Path(".zfunc/_kvctl")
-_FISH_FILE = Path(".config/fish/completions/kvctl.fish")
+_FILES = {
+    "bash": ".bash_completions/kvctl.sh",
+    "zsh": ".zfunc/_kvctl",
+    "fish": ".config/fish/completions/kvctl.fish",
+}
+"""Each shell's file for the script, in the user's home."""
 _ZSH_LINE = "fpath+=~/.zfunc; autoload -Uz compinit; compinit"
 
 
@@ -36,7 +39,7 @@ def install(script: str, shell: str, home: Path) -> Path:
 
     bash and zsh get a line in their startup file, unless it is there already.
     """
-    file = home / {"bash": _BASH_FILE, "zsh": _ZSH_FILE, "fish": _FISH_FILE}[shell]
+    file = home / _FILES[shell]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(script, encoding="utf-8")
     if shell == "bash":
@@ -57,7 +60,7 @@ def _install(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or context.resilient_parsing:
         return
     script, shell = _script(context), _shell()
-    if shell not in {"bash", "zsh", "fish"}:
+    if shell not in _FILES:
         raise click.UsageError(f"cannot install for {shell}; `kvctl --show-completion` prints it")
     click.echo(f"{shell} completion installed in {install(script, shell, Path.home())}")
     click.echo("It takes effect in the next terminal.")

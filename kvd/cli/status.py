@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
 
 import rich_click as click
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from kvd.cli.common import CommonOptions, common_options, find_model, model_name, option
 from kvd.cli.console import format_message, print_message, stdout_console
 from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
 from protocol.errors import NotRunning
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.live import Live
-
-    from protocol.types import DaemonStatus
+from protocol.types import DaemonStatus
 
 
 @click.command()
@@ -67,8 +61,11 @@ def _watch(
     """Show the status until Ctrl-C; while no daemon runs, wait for one."""
     console = stdout_console()
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        live = _live(console) if console.is_terminal and not common.json else None
-        if live is not None:
+        live = None
+        if console.is_terminal and not common.json:
+            from rich.live import Live  # noqa: PLC0415 - only --watch needs it
+
+            live = Live(console=console, auto_refresh=False)
             stack.callback(live.stop)  # registered first: a signal may arrive during start
             live.start()
         shown: RenderableType = ""
@@ -91,9 +88,3 @@ def _watch(
                     shown = _page(value, model, console.width)
                     console.print(shown, "") if live is None else live.update(shown, refresh=True)
             time.sleep(interval)
-
-
-def _live(console: Console) -> Live:
-    from rich.live import Live  # noqa: PLC0415 - only --watch needs it
-
-    return Live(console=console, auto_refresh=False)

@@ -220,15 +220,14 @@ def levels(value: ModelStatus) -> Text:
     if not total:
         return Text(value.info.kv_scheme if value.info else value.kv.name, "dim")
     shares = [
-        (f"{name} {count / total:.0%}" if count < total else name, _level_style(number))
+        Text(
+            f"{name} {count / total:.0%}" if count < total else name,
+            _LEVEL_COLORS[min(number, len(_LEVEL_COLORS) - 1)],
+        )
         for number, (name, count) in enumerate(zip(schemes(value), counts, strict=False))
         if count
     ]
-    return Text(" ").join(Text(text, style) for text, style in shares)
-
-
-def _level_style(number: int) -> str:
-    return _LEVEL_COLORS[min(number, len(_LEVEL_COLORS) - 1)]
+    return Text(" ").join(shares)
 
 
 def hit_rate(use: PrefixUse) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import rich_click as click
 from rich.console import Console
@@ -21,12 +21,8 @@ from kvd.cli.keyboard import Keyboard
 from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
 from protocol.errors import KvdError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from protocol.messages import EventRecord
-    from protocol.types import DaemonStatus
+from protocol.messages import EventRecord
+from protocol.types import DaemonStatus
 
 
 @click.command()
@@ -120,24 +116,17 @@ class Screen:
             else:
                 self._view.press(key, self._status)
         poller.interval_s = self._view.interval_s
-        self._take(poller)
-        self._draw()
-        return True
-
-    def _take(self, poller: Poller) -> None:
-        if self._view.paused:
-            return
-        status, events, error = poller.take()
-        if status is not None:
-            self._status = status
-            self._view.take(status, events)
-        if error is not None:
-            self._view.error = error.message
-
-    def _draw(self) -> None:
+        if not self._view.paused:
+            status, events, error = poller.take()
+            if status is not None:
+                self._status = status
+                self._view.take(status, events)
+            if error is not None:
+                self._view.error = error.message
         size = self._console.size
         page = top_page.page(self._view, self._status, size.width, size.height)
         self._live.update(page, refresh=True)
+        return True
 
     def _suspend(self, keyboard: Keyboard) -> None:
         """Handle Ctrl-Z: restore the terminal, stop, and take the screen again afterwards."""

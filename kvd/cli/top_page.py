@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from kvd.cli import model_page, status_page
 from kvd.cli.events import line as event_line
 from kvd.cli.tables import GAP, grid, headed
-from protocol.types import ModelStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rich.console import RenderableType
-
-    from protocol.messages import EventRecord
-    from protocol.types import DaemonStatus
+from protocol.messages import EventRecord
+from protocol.types import DaemonStatus, ModelStatus
 
 SORTS: dict[str, tuple[str, Callable[[ModelStatus], Any]]] = {
     "n": ("MODEL", lambda model: model.name),
