@@ -9,7 +9,6 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run `kvctl`'s command line."""
     from kvd.cli.app import main as run  # noqa: PLC0415 - `kvd serve` takes its options from here
 
     run()

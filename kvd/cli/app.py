@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -10,9 +15,20 @@ import rich_click as click
 
 import kvd
 from kvd.cli.common import CommonOptions, common_options
-from kvd.cli.lazy import LazyCommand, LazyGroup
 from kvd.cli.shell_setup import completion_options
 from kvd.host.exits import Exit
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command or a group of commands, and where it is defined."""
+
+    name: str
+    target: str
+    """``module:attribute``."""
+    panel: str
+    """Section of the group's help page."""
+
 
 _WATCH, _MODELS, _TEXT = "Watch", "Models and memory", "Text"
 _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
@@ -49,7 +65,36 @@ _EPILOG = (
 )
 
 
-class _Program(LazyGroup):
+class LazyGroup(click.RichGroup):
+    """Imports a command's module only when the command is used; help lists commands by panel."""
+
+    def __init__(self, *args: Any, lazy_commands: Iterable[LazyCommand], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._lazy = {command.name: command for command in lazy_commands}
+        for panel, commands in groupby(self._lazy.values(), lambda command: command.panel):
+            names = [command.name for command in commands]
+            self.add_panel(click.RichCommandPanel(panel, commands=names))
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in self._lazy:
+            return None
+        module, _, attribute = self._lazy[cmd_name].target.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command. For an unknown one suggest a name; click knows only those in use."""
+        if args[0] not in self._lazy and not ctx.resilient_parsing:
+            similar = difflib.get_close_matches(args[0], self._lazy)
+            if similar:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {similar[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; Ctrl-C gets the exit code of an interrupt, where click's would be 1."""
         try:
@@ -60,7 +105,7 @@ class _Program(LazyGroup):
 
 @click.group(
     "kvctl",
-    cls=_Program,
+    cls=LazyGroup,
     lazy_commands=COMMANDS,
     epilog=_EPILOG,
     no_args_is_help=True,

@@ -49,7 +49,6 @@ def model_source(text: str) -> Decorator:
 
 
 def last_lines(minimum: int) -> Decorator:
-    """Return the option ``--lines`` of commands that show a log."""
     limits = click.IntRange(min=minimum)
     return click.option(
         "--lines", "-n", metavar="N", type=limits, default=50, help="Show the last N lines."

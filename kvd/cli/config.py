@@ -147,7 +147,6 @@ def page(settings: list[Setting]) -> Table:
 
 
 def _changes(setting: Setting) -> Text:
-    """Return when a change of the setting takes effect."""
     if setting.pending:
         return Text(f"at the next restart: {format_value(setting.next)}", "yellow")
     if setting.live:

@@ -33,10 +33,7 @@ def stderr_console() -> Console:
 
 
 def discard_output() -> None:
-    """After a broken pipe, point stdout and stderr at /dev/null, so that exiting flushes nothing.
-
-    Without this, Python reports the broken pipe once more at exit.
-    """
+    """Point stdout and stderr at /dev/null, or Python reports a broken pipe once more at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -64,7 +64,6 @@ def load(
 
 
 def _policy(**given: float | None) -> ModelPolicy | None:
-    """Return the policy that the options set; None if they set none."""
     fields = {**given, "priority": given["priority"] or 0}
     try:
         policy = msgspec.convert(fields, ModelPolicy)
@@ -74,7 +73,6 @@ def _policy(**given: float | None) -> ModelPolicy | None:
 
 
 def _follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
-    """Wait for the model; on a terminal show the progress."""
     console = stderr_console()
     if common.json or not console.is_terminal:
         return loading.result
@@ -113,7 +111,6 @@ def unload(common: CommonOptions, model: str, *, force: bool) -> None:
 def _waiting(
     client: Client, model: str, *, force: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Show on a terminal how many requests an unload waits for."""
     console = stderr_console()
     if force or not console.is_terminal:
         return contextlib.nullcontext()

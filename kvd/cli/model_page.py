@@ -33,7 +33,7 @@ def page(value: ModelStatus) -> RenderableType:
     if info and info.kv:
         parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
     if value.error:
-        parts.append(status_page.error(value))
+        parts += [Text(), status_page.error(value)]
     return Group(*parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,6 @@ def models(common: CommonOptions, folders: tuple[Path, ...], *, context: int) ->
 
 
 def local_models_in(common: CommonOptions, folders: Iterable[Path]) -> list[LocalModel]:
-    """Return the embedded models and those in the home, in these folders and in the Hub's cache."""
     found = local_models.embedded()
     for folder in (locate(common.home).root / "models", *folders):
         found += local_models.in_folder(folder.expanduser().absolute())
@@ -183,15 +182,8 @@ def _fits(candidate: Candidate) -> Text:
 
 
 def _values(candidate: Candidate) -> dict[str, Any]:
-    model = candidate.model
-    values: dict[str, Any] = {
-        "source": model.source,
-        "kind": model.kind,
-        "path": str(model.path),
-        "weights_bytes": model.weights_bytes,
-        "complete": model.complete,
-        "loaded_as": candidate.names,
-    }
+    values: dict[str, Any] = asdict(candidate.model)
+    values |= {"path": str(candidate.model.path), "loaded_as": candidate.names}
     if candidate.forecast is not None:
         values["forecast"] = candidate.forecast
     if candidate.error is not None:

@@ -126,7 +126,6 @@ def kv_options(*fields: str) -> Decorator:
 
 
 def _spec(given: dict[str, Any]) -> KVSpec | None:
-    """Return the settings that the options name, None without any."""
     settings = {field: value for field, value in given.items() if value not in {None, ()}}
     if not settings:
         return None

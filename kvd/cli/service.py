@@ -240,11 +240,8 @@ def _progress(common: CommonOptions, text: str) -> AbstractContextManager[object
 
 
 def _wait_until_ready(manager: Manager, common: CommonOptions) -> None:
-    """Wait until the daemon answers; raise with the reason if it does not.
-
-    A service on demand starts later, so there is nothing to wait for.
-    """
-    if manager.service.on_demand:
+    """Wait until the daemon answers; raise with the reason if it does not."""
+    if manager.service.on_demand:  # the first client starts it
         return
     deadline = time.monotonic() + _START_TIMEOUT_S
     while _daemon_status(common) is None:
@@ -276,7 +273,6 @@ def _print_state(common: CommonOptions, manager: Manager) -> None:
 
 
 def _print_config_state(daemon: DaemonStatus | None) -> None:
-    """Print whether config.toml was refused, and which settings need a restart."""
     if daemon is None:
         return
     if daemon.config_error is not None:

@@ -43,10 +43,7 @@ def shutdown(common: CommonOptions, *, force: bool) -> None:
 
 
 def _wait_until_ended(common: CommonOptions) -> bool:
-    """Wait until the daemon's lock is free, so that another daemon can start at once.
-
-    Return whether it is.
-    """
+    """Wait until the daemon's lock is free and another daemon can start; return whether it is."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     try:
         with common.lock.open("rb") as lock:

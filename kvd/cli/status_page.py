@@ -59,7 +59,7 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     if value.models:
         parts += [Text(), _models(value.models, width)]
     parts += [_without_pages(model) for model in value.models if _layers_without_pages(model)]
-    parts += [error(model) for model in value.models if model.error]
+    parts += [Text.assemble("\n", error(model)) for model in value.models if model.error]
     return Group(*parts)
 
 
@@ -245,12 +245,6 @@ def state(value: ModelStatus) -> Text:
 
 
 def error(value: ModelStatus) -> Text:
-    """Return an empty line, and why a model failed or is in backoff."""
-    return Text("\n").append_text(error_line(value))
-
-
-def error_line(value: ModelStatus) -> Text:
-    """Return why a model failed or is in backoff."""
     assert value.error is not None
     style = "red" if value.state == "failed" else "yellow"
     message = value.error.message

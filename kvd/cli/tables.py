@@ -15,5 +15,4 @@ number_column = partial(Column, no_wrap=True, justify="right")
 
 
 def named_values() -> Table:
-    """Return an empty table for dim names and their values."""
     return grid(fixed_column(style="dim"), text_column())

@@ -22,10 +22,7 @@ from protocol.errors import ErrorInfo, InternalError, from_info
 
 
 def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any]:
-    """Run a module as a tool, show its progress, and return its result.
-
-    Raises the tool's typed error, or `InternalError` if the process dies.
-    """
+    """Run a module as a tool and return its result; raises the error that ended it."""
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.DEVNULL,

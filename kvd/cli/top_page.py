@@ -155,9 +155,7 @@ def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
     ]
     if view.error:
         lines.append(Text(f"{view.error}; the last known state is shown", "bold yellow"))
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return lines
+    return [_one_line(line) for line in lines]
 
 
 def spark(values: Sequence[float], cells: int) -> str:
@@ -176,7 +174,7 @@ def _body(view: View, status: DaemonStatus, width: int, height: int) -> list[Ren
     if not status.models:
         return [Text("no models; load one with `kvctl load demo`", "dim"), Text()]
     models = view.sorted(status.models)
-    errors = [_one_line(status_page.error_line(model)) for model in models if model.error]
+    errors = [_one_line(status_page.error(model)) for model in models if model.error]
     errors = errors[: max(0, height // 4)]
     room = min(_MAX_EVENTS, height - len(models) - len(errors) - 3)
     events = list(view.events)[-room:] if room > 0 else []
@@ -191,7 +189,6 @@ def _body(view: View, status: DaemonStatus, width: int, height: int) -> list[Ren
 
 
 def _first(models: list[ModelStatus], selected: str | None, lines: int) -> int:
-    """Return the index of the first model to show, so that the selected one is visible."""
     index = next((n for n, model in enumerate(models) if model.name == selected), 0)
     return max(0, min(index - lines // 2, len(models) - lines))
 

@@ -31,7 +31,6 @@ _OTHER_VERSION = "if the daemon has another version, restart it"
 
 
 def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[str] | None) -> Path:
-    """Return the socket to connect to: the given one, else the home's."""
     return check_socket_path(Path(socket) if socket is not None else locate(home).socket)
 
 
@@ -54,7 +53,6 @@ def closed() -> NotRunning:
 
 
 def silent(seconds: float) -> NotRunning:
-    """Return the error for a daemon that accepts connections and does not answer."""
     return NotRunning(f"the daemon does not answer within {seconds:g} s; is its process stopped?")
 
 
@@ -218,7 +216,6 @@ class LoadRecord:
 
 
 def attach_request(request_id: str, request: str | CompletionRecord) -> m.Attach:
-    """Return the request that continues another one, given by its id or its record."""
     if isinstance(request, str):
         return m.Attach(id=request_id, request=request)
     return m.Attach(

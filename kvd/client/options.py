@@ -6,6 +6,7 @@ Numbers are checked against the ranges of `protocol.types` before the request is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from msgspec import inspect
@@ -42,24 +43,23 @@ class Options(TypedDict, total=False):
     frequency_penalty: float
 
 
+@dataclass(frozen=True)
 class _Range:
     """The values that the protocol allows for one number."""
 
-    def __init__(self, kind: inspect.IntType | inspect.FloatType) -> None:
-        self.above = kind.gt
-        self.low = kind.ge
-        self.high = kind.le
+    above: float | None
+    low: float
+    high: float
 
     def __contains__(self, value: float) -> bool:
         # NaN is outside every range: all comparisons with it are false.
-        least = value > self.above if self.above is not None else value >= (self.low or 0)
-        return bool(least and value <= (self.high or 0))
+        least = value > self.above if self.above is not None else value >= self.low
+        return least and value <= self.high
 
     def __str__(self) -> str:
-        high = _plain(self.high or 0)
         if self.above is not None:
-            return f"above {_plain(self.above)} and at most {high}"
-        return f"between {_plain(self.low or 0)} and {high}"
+            return f"above {_plain(self.above)} and at most {_plain(self.high)}"
+        return f"between {_plain(self.low)} and {_plain(self.high)}"
 
 
 def _plain(number: float) -> str:
@@ -75,7 +75,7 @@ def _ranges(structs: Iterable[Any]) -> dict[str, _Range]:
             types = field.type.types if isinstance(field.type, inspect.UnionType) else [field.type]
             for kind in types:
                 if isinstance(kind, inspect.IntType | inspect.FloatType) and kind.le is not None:
-                    found[field.encode_name] = _Range(kind)
+                    found[field.encode_name] = _Range(kind.gt, kind.ge or 0, kind.le)
     return found
 
 
