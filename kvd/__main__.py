@@ -36,13 +36,7 @@ def app() -> None:
 @app.command(panels=standard_panels())
 @option("--home", "PATH", "Folder of socket, config and logs (default: KVD_HOME, else ~/.kvd).")
 @option("--budget", "SIZE", "Memory for all models, such as 8GiB.", callback=parse_size)
-@click.option(
-    "--model",
-    "models",
-    metavar="NAME|PATH|HUB_ID",
-    multiple=True,
-    help="Load at start; repeatable.",
-)
+@option("--model", "NAME|PATH|HUB_ID", "Load at start; repeatable.", name="models", multiple=True)
 @click.option(
     "--attention",
     type=click.Choice(get_args(Attention)),

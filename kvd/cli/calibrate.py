@@ -62,16 +62,13 @@ def calibrate(
             absolute(model),
         ]
         result = run_tool("kvd.worker.tools.calibrate", arguments, quiet=common.json)
-        show(result, common)
-
-
-def show(result: dict[str, Any], common: CommonOptions) -> None:
-    if common.json:
-        common.print_json(result)
-        return
-    stdout_console().print(table(result))
-    print_message(verdict(result))
-    print_message("[dim]stored in {}; models already loaded keep their levels[/]", result["file"])
+        if common.json:
+            common.print_json(result)
+            return
+        stdout_console().print(table(result))
+        print_message(verdict(result))
+        stored = "[dim]stored in {}; models already loaded keep their levels[/]"
+        print_message(stored, result["file"])
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -26,9 +26,11 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 
-def option(flag: str, metavar: str, text: str, **attributes: Any) -> Decorator:
-    """Return an option that takes a value; ``text`` is its help."""
-    return click.option(flag, metavar=metavar, help=text, **attributes)
+def option(
+    flag: str, metavar: str, text: str, *, name: str | None = None, **attributes: Any
+) -> Decorator:
+    """Return an option that takes a value; ``text`` is its help, ``name`` its parameter's name."""
+    return click.option(*filter(None, (flag, name)), metavar=metavar, help=text, **attributes)
 
 
 def model_name(text: str = "The model's name.", *, required: bool = True) -> Decorator:

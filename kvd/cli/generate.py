@@ -12,7 +12,6 @@ from kvd.cli.common import (
     common_options,
     model_name,
     option,
-    option_group,
     standard_panels,
 )
 from kvd.cli.console import print_message, read_stdin, stdout_console
@@ -23,39 +22,9 @@ from kvd.client import Completion
 from kvd.host.exits import Exit
 from protocol.errors import NotRunning
 
-_end_option = functools.partial(click.option, panel="When generation ends")
+_END_PANEL = "When generation ends"
+_end_option = functools.partial(option, panel=_END_PANEL)
 _output_option = functools.partial(option, panel="Logprobs and scheduling")
-_end_options = option_group(
-    _end_option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable."),
-    _end_option(
-        "--stop-token",
-        "stop_tokens",
-        metavar="ID",
-        type=int,
-        multiple=True,
-        help="End before this token; repeatable.",
-    ),
-    _end_option(
-        "--min-tokens", metavar="N", default=0, help="Minimum tokens before a completion may end."
-    ),
-    _end_option("--ignore-eos", is_flag=True, help="Continue past the model's end token."),
-    _end_option(
-        "--deadline", "deadline_s", metavar="SECONDS", type=float, help="Fail if it takes longer."
-    ),
-)
-_output_options = option_group(
-    _output_option(
-        "--logprobs",
-        "N",
-        "Show each token's probability and the N likeliest tokens (0 to 20).",
-        type=int,
-    ),
-    _output_option("--prompt-logprobs", "N", "Show the same for the prompt's tokens.", type=int),
-    _output_option("--priority", "N", "Higher priorities run first, -100 to 100.", default=0),
-    _output_option(
-        "--prefix-salt", "TEXT", "Share cached prompts only with requests that have this salt."
-    ),
-)
 
 
 @click.command(panels=standard_panels())
@@ -64,8 +33,31 @@ _output_options = option_group(
 @option("--n", "N", "Completions, 1 to 16.", default=1)
 @sampling_options(temperature=0.0)
 @logit_bias_option
-@_end_options
-@_output_options
+@_end_option("--stop", "TEXT", "End before this text; repeatable.", multiple=True)
+@_end_option(
+    "--stop-token",
+    "ID",
+    "End before this token; repeatable.",
+    name="stop_tokens",
+    type=int,
+    multiple=True,
+)
+@_end_option("--min-tokens", "N", "Minimum tokens before a completion may end.", default=0)
+@click.option(
+    "--ignore-eos", is_flag=True, help="Continue past the model's end token.", panel=_END_PANEL
+)
+@_end_option("--deadline", "SECONDS", "Fail if it takes longer.", name="deadline_s", type=float)
+@_output_option(
+    "--logprobs",
+    "N",
+    "Show each token's probability and the N likeliest tokens (0 to 20).",
+    type=int,
+)
+@_output_option("--prompt-logprobs", "N", "Show the same for the prompt's tokens.", type=int)
+@_output_option("--priority", "N", "Higher priorities run first, -100 to 100.", default=0)
+@_output_option(
+    "--prefix-salt", "TEXT", "Share cached prompts only with requests that have this salt."
+)
 @common_options()
 def generate(common: CommonOptions, model: str, prompt: str, **options: Any) -> None:
     """Complete a prompt; stdout gets only the completion, token by token."""

@@ -29,9 +29,17 @@ def page(value: ModelStatus) -> RenderableType:
     lines.append(("pages", _pages(value)))
     if value.kv.prefix_cache and info:
         lines.append(("prompts", _prompts(value.stats.prefix)))
-    parts: list[RenderableType] = [_head(value), _pairs(lines)]
+    head = Text.assemble((value.name, "bold"), "  ", status_page.state(value))
+    if value.worker_pid:
+        head.append(f"  pid {value.worker_pid}")
+    parts: list[RenderableType] = [head, _pairs(lines)]
     if info and info.kv:
-        parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
+        parts += [Text(), _parts(info.kv)]
+        for part in info.kv:
+            if part.reason:
+                parts.append(
+                    Text.assemble((part.kind, "bold"), f": {part.reason}", overflow="fold")
+                )
     if value.error:
         parts += [Text(), status_page.error(value)]
     return Group(*parts)
@@ -44,13 +52,6 @@ def _kernels(fused: FusedAttention) -> str:
     if fused.call_ms is not None and fused.reference_ms is not None:
         text += f", {fused.call_ms:.2g} ms per layer instead of {fused.reference_ms:.2g} ms"
     return text
-
-
-def _head(value: ModelStatus) -> Text:
-    line = Text.assemble((value.name, "bold"), "  ", status_page.state(value))
-    if value.worker_pid:
-        line.append(f"  pid {value.worker_pid}")
-    return line
 
 
 def _pairs(lines: list[tuple[str, str]]) -> Table:
@@ -139,11 +140,3 @@ def _bytes(part: KVPart) -> str:
     if part.bytes_per_token:
         return f"{format_bytes(part.bytes_per_token)}/token"
     return f"{format_bytes(part.bound_bytes)}/row" if part.bound_bytes else ""
-
-
-def _reasons(parts: list[KVPart]) -> list[Text]:
-    return [
-        Text.assemble((part.kind, "bold"), f": {part.reason}", overflow="fold")
-        for part in parts
-        if part.reason
-    ]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import local_models
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.console import print_message, stdout_console
 from kvd.cli.local_models import LocalModel
 from kvd.cli.tables import fixed_column, headed, number_column, text_column
@@ -51,13 +51,13 @@ class Candidate:
     type=click.Path(path_type=Path),
     help="Folders to search too, with their subfolders.",
 )
-@click.option(
+@option(
     "--ctx",
-    "context",
-    metavar="TOKENS",
+    "TOKENS",
+    "Context of the one request that has to fit.",
+    name="context",
     type=click.IntRange(min=1),
     default=4096,
-    help="Context of the one request that has to fit.",
 )
 @common_options()
 def models(common: CommonOptions, folders: tuple[Path, ...], *, context: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -58,7 +59,7 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
         return Group(*parts)
     if value.models:
         parts += [Text(), _models(value.models, width)]
-    parts += [_without_pages(model) for model in value.models if _layers_without_pages(model)]
+    parts += itertools.chain.from_iterable(map(_without_pages, value.models))
     parts += [Text.assemble("\n", error(model)) for model in value.models if model.error]
     return Group(*parts)
 
@@ -83,18 +84,14 @@ def model_facts(info: ModelInfo) -> str:
     )
 
 
-def _layers_without_pages(value: ModelStatus) -> int:
-    """Return the number of layers that have no batched pages for a known reason."""
-    return sum(part.layers for part in value.info.kv if part.reason) if value.info else 0
-
-
-def _without_pages(value: ModelStatus) -> Text:
-    assert value.info is not None
-    layers = sum(part.layers for part in value.info.kv)
-    text = f"{_layers_without_pages(value)} of {layers} layers are not in batched pages; "
-    return Text.assemble(
-        "\n", (f"{value.name}: ", "bold"), text, f"`kvctl status {value.name}` shows why"
-    )
+def _without_pages(value: ModelStatus) -> Iterator[Text]:
+    """Yield a line about the layers that have no batched pages for a known reason, if any."""
+    parts = value.info.kv if value.info else []
+    if without := sum(part.layers for part in parts if part.reason):
+        layers = sum(part.layers for part in parts)
+        text = f"{without} of {layers} layers are not in batched pages; "
+        hint = f"`kvctl status {value.name}` shows why"
+        yield Text.assemble("\n", (f"{value.name}: ", "bold"), text, hint)
 
 
 def daemon(value: DaemonStatus) -> Text:

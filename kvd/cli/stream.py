@@ -94,8 +94,6 @@ def _report_wait(event: Event) -> None:
             print_message("[dim]paused: the model's worker restarts[/]")
         case Paused():
             print_message("[dim]paused: other requests need the memory[/]")
-        case _:
-            pass
 
 
 def _report_silence() -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Generic, TypeVar, Unpack
 
-from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord, attach_request
+from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
 from protocol.errors import LocalProtocolError
@@ -134,9 +134,10 @@ class Calls(ABC, Generic[C, L]):
         events from the start, for ``choices`` choices.
         """
         number = self._exchange.next_id()
-        await self._send(attach_request(number, request))
         if isinstance(request, str):
+            await self._send(m.Attach(id=number, request=request))
             return self._completion(number, choices)
+        await self._send(request.attach_request(number))
         completion = self._completion(number, len(request.choices))
         completion.continue_from(request)
         return completion

@@ -164,6 +164,19 @@ class CompletionRecord:
         """The text of the first choice so far."""
         return self.choices[0].text
 
+    def attach_request(self, request_id: str) -> m.Attach:
+        """Return the request for the events that this record has not received."""
+        received = [
+            m.ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
+            for choice in self.choices
+        ]
+        return m.Attach(
+            id=request_id,
+            request=self.request,
+            received=received,
+            received_prompt_logprobs=len(self.prompt_logprobs),
+        )
+
     def continue_from(self, before: CompletionRecord) -> None:
         """Adopt the events that an earlier connection received for the same completion."""
         self.choices, self.prompt_logprobs = before.choices, before.prompt_logprobs
@@ -213,17 +226,3 @@ class LoadRecord:
                 self.model = model
             case _:
                 raise LocalProtocolError(f"not an event of a load: {event!r}")
-
-
-def attach_request(request_id: str, request: str | CompletionRecord) -> m.Attach:
-    if isinstance(request, str):
-        return m.Attach(id=request_id, request=request)
-    return m.Attach(
-        id=request_id,
-        request=request.request,
-        received=[
-            m.ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
-            for choice in request.choices
-        ],
-        received_prompt_logprobs=len(request.prompt_logprobs),
-    )
