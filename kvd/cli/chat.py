@@ -22,7 +22,7 @@ from kvd.cli.common import (
     option,
     standard_panels,
 )
-from kvd.cli.console import print_message, stdout_console
+from kvd.cli.console import print_message, stdout_console, write
 from kvd.cli.sampling import sampling_options
 from kvd.cli.stream import Stream
 from kvd.cli.word_wrap import WordWrap
@@ -190,8 +190,7 @@ class Chat:
                 stream.show(event)
         if self._common.json:
             return
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write("\n")
         if completion.reason == "stop" and not completion.text_so_far:
             print_message("[dim]an empty reply[/]")
         if completion.reason == "cancelled":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import msgspec
 import rich_click as click
+from rich.console import RenderableType
 
 from kvd.cli import completion
-from kvd.cli.console import discard_output, print_message
+from kvd.cli.console import discard_output, print_message, stdout_console, write
 from kvd.client import Client
 from kvd.host import exits
 from kvd.host.exits import Exit
@@ -125,9 +125,15 @@ class CommonOptions:
         else:
             print_message(form, *values)
 
+    def print_data(self, value: Any, page: RenderableType, *, soft_wrap: bool = False) -> None:
+        """Print ``page`` on stdout, or ``value`` with ``--json``."""
+        if self.json:
+            self.print_json(value)
+        else:
+            stdout_console().print(page, soft_wrap=soft_wrap)
+
     def print_json(self, value: Any) -> None:
-        sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-        sys.stdout.flush()
+        write(msgspec.json.encode(value).decode() + "\n")
 
 
 def common_options(*names: str) -> Decorator:

@@ -52,10 +52,7 @@ def config(context: click.Context, common: CommonOptions, *, budget: int | None)
         return
     with common.connected() as client:
         configured = client.configure(budget_bytes=budget)
-        if common.json:
-            common.print_json(_sums(configured))
-        else:
-            stdout_console().print(_budget(configured))
+        common.print_data(_sums(configured), _budget(configured))
 
 
 @config.command()
@@ -90,10 +87,7 @@ def _show(common: CommonOptions, key: str | None) -> None:
         configured, settings = _settings(common)
         if key is not None:
             setting = _find(settings, key)
-            if common.json:
-                common.print_json(setting)
-            else:
-                stdout_console().print(Text(format_value(setting.value)), soft_wrap=True)
+            common.print_data(setting, Text(format_value(setting.value)), soft_wrap=True)
         elif common.json:
             rows = [msgspec.to_builtins(setting) for setting in settings]
             common.print_json({**(_sums(configured) if configured else {}), "settings": rows})

@@ -49,6 +49,12 @@ def read_stdin() -> str:
         raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 
 
+def write(text: str) -> None:
+    """Write data to stdout at once, unchanged."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def print_message(form: str, *values: object) -> None:
     """Print a line on stderr; for the arguments see `format_message`."""
     stderr_console().print(format_message(form, *values), soft_wrap=True)

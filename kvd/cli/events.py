@@ -8,7 +8,7 @@ import rich_click as click
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, model_name
-from kvd.cli.console import print_message, stdout_console
+from kvd.cli.console import print_message
 from kvd.host.units import format_bytes
 from protocol.messages import EventRecord
 
@@ -30,13 +30,10 @@ _STYLES = {
 @common_options()
 def events(common: CommonOptions, model: str | None, *, follow: bool) -> None:
     """Show what the daemon did to make room, and why."""
-    console, event = stdout_console(), None
+    event = None
     with common.connected() as client:
         for event in client.events(model, follow=follow):
-            if common.json:
-                common.print_json(event)
-            else:
-                console.print(line(event), soft_wrap=True)
+            common.print_data(event, line(event), soft_wrap=True)
     if event is None:
         print_message("no events so far")
 

@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
-from kvd.cli.console import stdout_console
 from kvd.cli.options import kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
@@ -46,10 +45,7 @@ def explain(
     """Show the memory that rows of a model would need, and what would make room for them."""
     with common.connected() as client:
         forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv)
-        if common.json:
-            common.print_json(forecast)
-        else:
-            stdout_console().print(page(forecast))
+        common.print_data(forecast, page(forecast))
 
 
 def page(forecast: Forecast) -> RenderableType:

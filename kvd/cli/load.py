@@ -56,11 +56,7 @@ def load(
         )
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
         loaded = _follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])
-        if common.json:
-            common.print_json(loaded)
-        else:
-            console = stdout_console()
-            console.print(status_page.model(loaded, console.width))
+        common.print_data(loaded, status_page.model(loaded, stdout_console().width))
 
 
 def _policy(**given: float | None) -> ModelPolicy | None:

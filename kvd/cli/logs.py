@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import rich_click as click
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, last_lines, model_name, option
-from kvd.cli.console import print_message, stdout_console
+from kvd.cli.console import print_message, stdout_console, write
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError
@@ -44,27 +43,26 @@ _POLL_S = 0.25
 def logs(common: CommonOptions, model: str | None, *, follow: bool, lines: int, level: str) -> None:
     """Show the daemon's log."""
     path = locate(common.home).logs / "kvd.log"
-    console = stdout_console()
-
-    def show(text: str) -> None:
-        if common.json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        else:
-            console.print(line(text), soft_wrap=True)
-
     with common.guarded():
         if not path.exists() and not follow:
             raise ConfigError(f"there is no log at {path}: no daemon has run there", key="home")
         matches = _filter(model, level)
         for text in last(path, lines, matches):
-            show(text)
+            print_line(text, raw=common.json)
         if follow:
             if not path.exists():
                 print_message("[dim]waiting for {}[/]", path)
             for text in following(path):
                 if matches(text):
-                    show(text)
+                    print_line(text, raw=common.json)
+
+
+def print_line(text: str, *, raw: bool) -> None:
+    """Print a line of the log, unchanged if ``raw``."""
+    if raw:
+        write(text)
+    else:
+        stdout_console().print(line(text), soft_wrap=True)
 
 
 def _filter(model: str | None, level: str) -> Callable[[str], bool]:

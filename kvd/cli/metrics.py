@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -10,7 +9,7 @@ import rich_click as click
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options
-from kvd.cli.console import print_message, stdout_console
+from kvd.cli.console import print_message, stdout_console, write
 from kvd.host.exits import Exit
 
 
@@ -66,8 +65,7 @@ def _print(lines: list[str]) -> None:
     """Print the lines unchanged; on a terminal, highlight what people read first."""
     console = stdout_console()
     if not console.is_terminal:
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+        write("\n".join(lines) + "\n")
         return
     for line in lines:
         text = Text(line, style="dim" if line.startswith("# TYPE") or "_bucket{" in line else "")

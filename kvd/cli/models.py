@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvd.cli import local_models
 from kvd.cli.common import CommonOptions, common_options, option
-from kvd.cli.console import print_message, stdout_console
+from kvd.cli.console import print_message
 from kvd.cli.local_models import LocalModel
 from kvd.cli.tables import fixed_column, headed, number_column, text_column
 from kvd.client import Client
@@ -76,10 +76,7 @@ def models(common: CommonOptions, folders: tuple[Path, ...], *, context: int) ->
             print_message("[dim]no daemon runs; estimates are for a new one[/]")
             forecast = _offline_forecast(common, context)
         candidates = [_with_forecast(one, forecast) for one in _candidates(found, status)]
-        if common.json:
-            common.print_json([_values(candidate) for candidate in candidates])
-        else:
-            stdout_console().print(page(candidates))
+        common.print_data([_values(candidate) for candidate in candidates], page(candidates))
 
 
 def local_models_in(common: CommonOptions, folders: Iterable[Path]) -> list[LocalModel]:

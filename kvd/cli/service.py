@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from contextlib import AbstractContextManager
 
@@ -12,8 +11,8 @@ import rich_click as click
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, last_lines
-from kvd.cli.console import print_message, stderr_console, stdout_console
-from kvd.cli.logs import line as log_line
+from kvd.cli.console import print_message, stderr_console, stdout_console, write
+from kvd.cli.logs import print_line
 from kvd.cli.tables import named_values
 from kvd.client import Client
 from kvd.config import config
@@ -174,7 +173,6 @@ def logs(common: CommonOptions, *, lines: int, follow: bool) -> None:
 
 def _print_log(command: list[str], *, raw: bool) -> None:
     """Print another program's output until either program ends."""
-    console = stdout_console()
     try:
         process = subprocess.Popen(  # noqa: S603 - the manager's own program
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -185,11 +183,8 @@ def _print_log(command: list[str], *, raw: bool) -> None:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                if raw or not line.startswith("{"):  # a line of the manager, not of the daemon
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
-                else:
-                    console.print(log_line(line), soft_wrap=True)
+                # A line without a brace comes from the manager, not from the daemon.
+                print_line(line, raw=raw or not line.startswith("{"))
         finally:
             process.terminate()
 
@@ -332,5 +327,4 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
 def _print_files(manager: Manager) -> None:
     for path, content in manager.files().items():
         print_message("[dim]# {}[/]", path)
-        sys.stdout.write(content.decode())
-        sys.stdout.flush()
+        write(content.decode())

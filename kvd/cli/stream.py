@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from kvd.cli.console import print_message, stderr_console, stdout_console
+from kvd.cli.console import print_message, stderr_console, stdout_console, write
 from kvd.cli.word_wrap import WordWrap
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Tokens
@@ -41,8 +41,7 @@ class Stream:
     def show(self, event: Event) -> None:
         """Write an event's text at once; before the first text, print why the request waits."""
         if isinstance(event, Tokens) and event.text:
-            sys.stdout.write(self._wrap.add(event.text) if self._wrap else event.text)
-            sys.stdout.flush()
+            write(self._wrap.add(event.text) if self._wrap else event.text)
             self._last = event.text[-1]
         elif not self._last:
             _report_wait(event)
@@ -50,8 +49,7 @@ class Stream:
     def end_line(self) -> None:
         """End the last line on a terminal; a pipe gets only the completion."""
         if sys.stdout.isatty() and self._last not in {"", "\n"}:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            write("\n")
 
 
 class WholeChoices(Stream):
@@ -79,8 +77,7 @@ class WholeChoices(Stream):
         reason = choice.reason or "incomplete"
         title = f"choice {number}  {reason}, {len(choice.tokens)} token{plural}"
         stdout_console().print(("\n" if self._written else "") + title, style="bold")
-        sys.stdout.write(choice.text + "\n")
-        sys.stdout.flush()
+        write(choice.text + "\n")
         self._written = number + 1
 
 
