@@ -144,7 +144,7 @@ class FusedStep:
                 self.rows,
                 self.splits.array,
                 *pools_of(layer, self.pages),
-                schemes_of(layer),
+                schemes_of(layer.pools),
                 scale,
                 self.kind.keep,
                 sinks,

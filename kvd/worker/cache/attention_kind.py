@@ -36,12 +36,10 @@ class Kind:
 
     @property
     def bounded(self) -> bool:
-        """Whether a row stops growing."""
         return self.window is not None or self.chunk is not None
 
     @property
     def name(self) -> str:
-        """Name such as ``window 1024``."""
         if self.window is not None:
             return f"window {self.window}" + (f" keep {self.keep}" if self.keep else "")
         return "full" if self.chunk is None else f"chunk {self.chunk}"
@@ -77,4 +75,3 @@ class Kind:
 
 
 FULL = Kind()
-"""Attention to every earlier token."""

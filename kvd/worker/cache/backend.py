@@ -14,6 +14,7 @@ import mlx.core as mx
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import Packing
 from kvd.worker.cache.steps import BackendPrefill, BackendStep
@@ -63,18 +64,14 @@ def pools_of(
 ) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
     """Return the pool arrays of the levels in a list, and how keys and values are packed."""
     pools = [layer.pools[level] for level in pages.levels]
+    return [array for pool in pools for array in pool.arrays()], *schemes_of(pools)
+
+
+def schemes_of(pools: Sequence[PagePool]) -> tuple[LevelPackings, LevelPackings]:
+    """Return how these pools pack keys and values."""
     return (
-        [array for pool in pools for array in pool.arrays()],
         [_level_packing(pool.key_packing) for pool in pools],
         [_level_packing(pool.value_packing) for pool in pools],
-    )
-
-
-def schemes_of(layer: LayerStore) -> tuple[LevelPackings, LevelPackings]:
-    """Return how all levels of a layer pack keys and values."""
-    return (
-        [_level_packing(pool.key_packing) for pool in layer.pools],
-        [_level_packing(pool.value_packing) for pool in layer.pools],
     )
 
 

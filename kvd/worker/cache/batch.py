@@ -57,7 +57,6 @@ class GroupHandle:
     store: KVStore
     step: PrefillGroup
     parts: tuple[PrefillHandle, ...]
-    """One per row."""
     keys: mx.array
     """``[rows, heads, width, dim]``: the keys of the chunks, with padding."""
     values: mx.array
@@ -89,7 +88,7 @@ class BatchQuantizedKVCache:
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         self._store = store
-        self._layer = store.layers[layer]
+        self.layer = store.layers[layer]
         self._batched = batched
         self._fetched: Any = None
 
@@ -98,10 +97,6 @@ class BatchQuantizedKVCache:
         if self._store.step is None:
             raise RuntimeError("begin a step before the forward pass")
         return self._store.step
-
-    @property
-    def layer(self) -> LayerStore:
-        return self._layer
 
     @property
     def offset(self) -> mx.array | int:
@@ -133,13 +128,13 @@ class BatchQuantizedKVCache:
         step = self.step
         handle: KVHandle
         if isinstance(step, DecodeStep):
-            step.append(self._layer, keys, values)
-            handle = DecodeHandle(self._store, self._layer, step)
+            step.append(self.layer, keys, values)
+            handle = DecodeHandle(self._store, self.layer, step)
         elif isinstance(step, PrefillGroup):
             handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
         else:
-            chunk = step.append(self._layer, keys, values)
-            handle = PrefillHandle(self._store, self._layer, step, chunk)
+            chunk = step.append(self.layer, keys, values)
+            handle = PrefillHandle(self._store, self.layer, step, chunk)
         self._fetched = handle, handle
         return self._fetched
 
@@ -150,8 +145,8 @@ class BatchQuantizedKVCache:
         parts = []
         for row, step in enumerate(group.steps):
             own = (slice(row, row + 1), slice(None), slice(step.count))
-            chunk = step.append(self._layer, keys[own], values[own])
-            parts.append(PrefillHandle(self._store, self._layer, step, chunk))
+            chunk = step.append(self.layer, keys[own], values[own])
+            parts.append(PrefillHandle(self._store, self.layer, step, chunk))
         return tuple(parts)
 
     def forget(self) -> None:
@@ -187,7 +182,6 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def step(self) -> DecodeStep | PrefillStep:
-        """The current forward pass. Rectangles prefill one row at a time."""
         step = super().step
         assert not isinstance(step, PrefillGroup), "rectangles take no grouped prefill"
         return step
@@ -211,7 +205,6 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def values(self) -> mx.array | None:
-        """Values of this pass, like `keys`."""
         return self._gathered()[1] if self._taken else None
 
     @values.setter
@@ -219,7 +212,6 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def start_position(self) -> int:
-        """Position of the first token in the arrays."""
         return int(self._rectangle().positions.min())
 
     def _rectangle(self) -> Rectangle:
@@ -236,15 +228,15 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Append the new tokens; return all keys and values, ``[batch, heads, most, dim]``."""
-        step, geometry = self.step, self._layer.geometry
+        step, geometry = self.step, self.layer.geometry
         if values.shape[-1] != geometry.v_dim:  # the model reads none
             values = mx.zeros((*keys.shape[:-1], geometry.v_dim), keys.dtype)
         self._make_room(keys, values)
         self._taken = True
         if isinstance(step, DecodeStep):
-            step.append(self._layer, keys, values)
+            step.append(self.layer, keys, values)
         else:
-            self._chunk = step.append(self._layer, keys, values)
+            self._chunk = step.append(self.layer, keys, values)
         return self._gathered()
 
     def keys_and_values(self) -> Any:
@@ -264,17 +256,17 @@ class RectangleKVCache(BatchQuantizedKVCache):
             else step.tail_length + step.count
         )
         cells = self._rectangle().positions.size
-        if self._store.scratch.reserve(gathering_bytes([self._layer], paged, loose, cells)):
+        if self._store.scratch.reserve(gathering_bytes([self.layer], paged, loose, cells)):
             mx.eval(*lazy)
 
     def _gathered(self) -> tuple[mx.array, mx.array]:
         step, rectangle = self.step, self._rectangle()
         if isinstance(step, DecodeStep):
-            newest = step.tails(self._layer)
+            newest = step.tails(self.layer)
         else:
             assert self._chunk is not None, "a prefill step's chunk was not appended"
             newest = self._chunk.keys[None], self._chunk.values[None]
-        paged = [self._layer.pools[table.level].read(table.slots) for table in step.tables]
+        paged = [self.layer.pools[table.level].read(table.slots) for table in step.tables]
         keys, values = (
             rectangle.gather([*(part[side] for part in paged), newest[side]]) for side in (0, 1)
         )

@@ -29,9 +29,7 @@ class _NewPages:
 
     level: int
     filled: list[Row]
-    """The row of each page that a chunk has filled."""
     ahead: list[Row]
-    """Rows whose next page is written from their tails."""
     pages: list[PageId] = field(default_factory=list)
 
     @property
@@ -48,7 +46,6 @@ class _NewPages:
         return Placement(self.level, slots, self.kept, [row.slot for row in self.ahead])
 
     def assign(self) -> None:
-        """Give the written pages to their rows."""
         kept = self.kept
         for index, page in zip(kept, self.pages, strict=False):
             self.filled[index].pages.append(page)
@@ -76,24 +73,19 @@ class Flusher:
             self._pages.release_written_ahead(row)  # written again, on the row's new level
         due = [row for row in rows if row.can_write_ahead and row not in prefilled]
         new = [self._new_pages(level, filled, due) for level in self._pages.levels]
+        new = [pages for pages in new if pages.count]
         self._pages.make_ready({pages.level: pages.count for pages in new})
-        placements = []
         for pages in new:
-            if pages.count:
-                pages.pages = self._pages.take(pages.level, pages.count)
-                placements.append(pages.placement())
-        flush_layers(self._layers, placements)
+            pages.pages = self._pages.take(pages.level, pages.count)
+        flush_layers(self._layers, [pages.placement() for pages in new])
         for pages in new:
             pages.assign()
         self._dense_start.leave(outgrown)
 
     def _new_pages(self, level: int, filled: list[Row], due: list[Row]) -> _NewPages:
         start = self._dense_start
-        return _NewPages(
-            level,
-            [row for row in filled if row.level == level],
-            [row for row in due if max(row.level, start.level(row.length)) == level],
-        )
+        ahead = [row for row in due if max(row.level, start.level(row.length)) == level]
+        return _NewPages(level, [row for row in filled if row.level == level], ahead)
 
 
 def flush_layers(layers: Sequence[LayerStore], placements: list[Placement]) -> None:

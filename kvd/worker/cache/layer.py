@@ -14,7 +14,6 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from protocol.pages import TAIL_TOKENS
 
 Sides = tuple[Packed, Packed]
-"""Packed keys and packed values."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,8 @@ class FlushWrites:
     pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
     """Level, slots, keys and values."""
     tails: list[tuple[int, Chunk]] = field(default_factory=list)
-    """Slot and new content of a tail."""
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays, for `mx.eval`."""
         packed = [array for _, _, *sides in self.pages for side in sides for array in side]
         return [*packed, *(array for _, tail in self.tails for array in (tail.keys, tail.values))]
 
@@ -69,17 +66,14 @@ class LayerStore:
         self.geometry = geometry
         self.dtype = dtype
         self.pools = [PagePool(geometry, scheme, dtype) for scheme in schemes]
-        """One per precision level."""
         self.tail_keys = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.k_dim), dtype)
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[tuple[int, Chunk]] = []
-        """Slot and new tail of each prefilled row."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pools and tails."""
         return sum(pool.nbytes for pool in self.pools) + self.tail_bytes
 
     @property
@@ -178,7 +172,6 @@ class LayerStore:
             self.tail_values[slot, :, :tokens] = tail.values
 
     def written(self, writes: FlushWrites) -> list[mx.array]:
-        """Return the arrays that `put` changes."""
         arrays = [array for level, *_ in writes.pages for array in self.pools[level].arrays()]
         return [*arrays, self.tail_keys, self.tail_values] if writes.tails else arrays
 

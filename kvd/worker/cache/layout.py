@@ -42,7 +42,6 @@ class StatePart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence's state."""
         return sum(
             mx.zeros(shape, dtype).nbytes
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -63,7 +62,6 @@ class Entry:
 
     parts: tuple[Part, ...]
     composed: bool = False
-    """Whether it is a `CacheList` of its parts."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,14 @@ class Layout:
 
     entries: tuple[Entry, ...]
     dtype: mx.Dtype
-    """The dtype of keys and values."""
 
     def attention(self) -> Iterator[tuple[int, AttentionPart]]:
-        """Yield the attention parts, each with the index of its entry."""
         for index, entry in enumerate(self.entries):
             for part in entry.parts:
                 if isinstance(part, AttentionPart):
                     yield index, part
 
     def states(self) -> Iterator[StatePart]:
-        """Yield the recurrent states."""
         for entry in self.entries:
             for part in entry.parts:
                 if isinstance(part, StatePart):
@@ -90,5 +85,4 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The attention kinds, in order of appearance."""
         return tuple(dict.fromkeys(part.kind for _, part in self.attention()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +39,12 @@ class MlxLmSnapshot:
 
 def _arrays(caches: list[Any]) -> Iterator[mx.array]:
     for cache in caches:
-        for _, value in tree_flatten(_state(cache)):
+        state: Any = []
+        with suppress(AttributeError, TypeError):  # some caches raise before their first token
+            state = cache.state
+        for _, value in tree_flatten(state):
             if isinstance(value, mx.array):
                 yield value
-
-
-def _state(cache: Any) -> Any:
-    # Some caches raise here before anything was written to them.
-    try:
-        return cache.state
-    except (AttributeError, TypeError):
-        return []
 
 
 class MlxLmCosts:
@@ -92,7 +88,6 @@ class MlxLmSnapshots:
         self.all: list[MlxLmSnapshot] = []
 
     def take(self, row: MlxLmRow) -> MlxLmSnapshot:
-        """Return a copy of a sequence. The device must be idle."""
         snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length, 0)
         snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
         self.all.append(snapshot)
@@ -103,7 +98,6 @@ class MlxLmSnapshots:
         self.all.remove(snapshot)
 
     def unlowered(self, snapshot: MlxLmSnapshot) -> bool:  # noqa: ARG002 - interface
-        """Return True: nothing is ever stepped down."""
         return True
 
     @property
@@ -112,13 +106,11 @@ class MlxLmSnapshots:
         return sum(snapshot.nbytes for snapshot in self.all)
 
     def held_bytes(self, snapshots: Collection[MlxLmSnapshot]) -> int:
-        """Return the bytes of these snapshots."""
         return sum(snapshot.nbytes for snapshot in snapshots)
 
     freed_bytes = held_bytes
 
     def charge_of(self, snapshot: MlxLmSnapshot) -> int:
-        """Return the bytes of one snapshot."""
         return snapshot.nbytes
 
 
@@ -165,13 +157,11 @@ class MlxLmCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches and snapshots."""
         return self.usage.tails_bytes + self.snapshots.nbytes
 
     # Sequences.
 
     def new_row(self, level: int = 0) -> MlxLmRow:  # noqa: ARG002 - interface
-        """Return an empty sequence."""
         row = MlxLmRow(self.new_caches())
         self.sequences.append(row)
         return row
@@ -198,19 +188,16 @@ class MlxLmCache:
     # Steps.
 
     def begin_decode(self, sequences: list[MlxLmRow], batch: int | None = None) -> None:  # noqa: ARG002
-        """Start a forward pass of one token of one sequence."""
         for sequence in sequences:
             sequence.length += 1
 
     def begin_prefill(self, sequence: MlxLmRow, count: int) -> None:
-        """Start a forward pass of ``count`` tokens."""
         self._prefilling = sequence, count
 
     def end_pass(self) -> None:
         """Do nothing: the caches have their tokens."""
 
     def finish_prefill(self) -> None:
-        """Evaluate the chunk."""
         if self._prefilling is None:
             raise RuntimeError("no prefill step is under way")
         (sequence, count), self._prefilling = self._prefilling, None
@@ -222,11 +209,9 @@ class MlxLmCache:
         return False
 
     def needs_flush(self, _sequences: list[MlxLmRow]) -> bool:
-        """Return False: there is nothing to flush."""
         return False
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays that steps leave lazy."""
         return [array for row in self.sequences for array in _arrays(row.caches)]
 
     def flush(self) -> None:

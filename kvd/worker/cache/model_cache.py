@@ -50,23 +50,15 @@ class ModelCache:
         self.batched = batched
         self.access = {kind: (access or {}).get(kind, Access.PAGES) for kind in layout.kinds}
         self.scheme = settings.schemes[0]
-        """The scheme of precision level 0."""
         self.levels = len(settings.schemes)
-        """Number of precision levels."""
         self.backend: Backend | None = None
         """Attends instead of plain operations, in stores that are read as pages."""
         scratch = Scratch(settings.prefill_scratch)
         self.stores = [self._new_store(kind, scratch) for kind in layout.kinds]
         self.states = StateStore(list(layout.states()))
-        self.rectangles = RectangleScratch(
-            {
-                index: store
-                for index, (store, access) in enumerate(
-                    zip(self.stores, self.access.values(), strict=True)
-                )
-                if access is Access.RECTANGLES
-            }
-        )
+        pairs = zip(self.stores, self.access.values(), strict=True)
+        rectangles = (n for n, (_, access) in enumerate(pairs) if access is Access.RECTANGLES)
+        self.rectangles = RectangleScratch({n: self.stores[n] for n in rectangles})
         self.costs = SequenceCosts(settings, self.stores, self.states, self.rectangles)
         self.usage = CacheUsage(self.stores, self.states, self.levels)
         self.row_bytes = self.costs.row_bytes
@@ -144,25 +136,21 @@ class ModelCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pools, tails, states and snapshots."""
         return self.usage.pages_bytes + self.usage.tails_bytes + self.snapshots.nbytes
 
     def _spare_bytes(self) -> int:
         if self.limit_bytes is None:
             return 1 << 62
         tails = self.tail_slots * self.row_bytes + self.snapshots.nbytes
-        rectangles = 0
-        if self.rectangles.stores:
-            rectangles = sum(
-                self.rectangles.excess_bytes(sequence.length + self._widest, self._widest)
-                for sequence in self.sequences
-            )
+        rectangles = sum(
+            self.rectangles.excess_bytes(sequence.length + self._widest, self._widest)
+            for sequence in self.sequences
+        )
         return self.limit_bytes - self.charged_bytes - tails - rectangles
 
     # Sequences.
 
     def new_row(self, level: int = 0) -> SequenceRow:
-        """Return an empty sequence on a precision level."""
         start = self.settings.store_level(level)
         sequence = SequenceRow([store.new_row(start) for store in self.stores])
         self.states.add(sequence)
@@ -286,10 +274,8 @@ class ModelCache:
 
     def arrays(self) -> list[mx.array]:
         """Return all arrays that steps leave lazy, for `mx.async_eval`."""
-        return [
-            *(array for store in self.stores for array in store.arrays()),
-            *self.states.arrays(),
-        ]
+        keys_and_values = [array for store in self.stores for array in store.arrays()]
+        return keys_and_values + self.states.arrays()
 
     def flush(self) -> None:
         """Write the next page of all sequences that have its tokens. The device must be idle."""
@@ -306,7 +292,6 @@ class ModelCache:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether `make_room` has something to do."""
         return any(lacks_room(store) for store in self.stores)
 
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:

@@ -14,12 +14,10 @@ class _InSlices:
 
     def __init__(self, steps: Iterable[StepDown]) -> None:
         self.pages = 0
-        """Pages converted so far."""
         self._steps = list(steps)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do."""
         return all(step.over for step in self._steps)
 
     def advance(self, seconds: float, clock: Callable[[], float]) -> None:

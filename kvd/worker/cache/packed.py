@@ -55,7 +55,6 @@ def pack(dense: mx.array, packing: Packing) -> Packed:
 
 
 def unpack(packed: Packed, packing: Packing) -> mx.array:
-    """Dequantize to ``[pages, heads, a, b]``."""
     if packing.bits == 16:
         return packed[0]
     words, scales, biases = packed
@@ -63,7 +62,6 @@ def unpack(packed: Packed, packing: Packing) -> mx.array:
 
 
 def take(packed: Packed, slots: mx.array) -> Packed:
-    """Return copies of the pages at ``slots``."""
     return tuple(array[slots] for array in packed)
 
 

@@ -1,7 +1,6 @@
 """The pages of all layers of one kind: allocation, byte counts, growth, and moves between levels.
 
-A page has the same slot in every layer: slot 17 of level 1 is that place in each layer's pool of
-level 1. Pools change size, and pages move, only while the device is idle, one layer at a time.
+Pools change size, and pages move, only while the device is idle, one layer at a time.
 """
 
 from __future__ import annotations
@@ -50,16 +49,11 @@ class PageStore:
     # Byte counts.
 
     def page_bytes(self, level: int = 0) -> int:
-        """Return the bytes of one page in all layers."""
-        return sum(self.layer_page_bytes(level))
-
-    def layer_page_bytes(self, level: int = 0) -> tuple[int, ...]:
-        """Return the bytes of one page in each layer."""
-        return self._layer_page_bytes[level]
+        return sum(self.layer_page_bytes[level])
 
     @cached_property
-    def _layer_page_bytes(self) -> list[tuple[int, ...]]:
-        # Memory accounting reads this in every step.
+    def layer_page_bytes(self) -> list[tuple[int, ...]]:
+        """Bytes of one page in each layer, by level. Memory accounting reads it in every step."""
         return [
             tuple(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self._layers)
             for level in self.levels
@@ -70,7 +64,7 @@ class PageStore:
 
         The page itself, and its share of the copy that growing one layer's pool takes.
         """
-        return self.page_bytes(level) + max(self.layer_page_bytes(level))
+        return self.page_bytes(level) + max(self.layer_page_bytes[level])
 
     @property
     def charged_bytes(self) -> int:
@@ -87,7 +81,6 @@ class PageStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that rows and snapshots reference."""
         return sum(
             allocator.used * self.page_bytes(allocator.level) for allocator in self.allocators
         )
@@ -100,12 +93,10 @@ class PageStore:
     # References.
 
     def retain(self, row: Row) -> None:
-        """Add a row's reference to each of its pages."""
         for page in row.pages:
             self.allocators[page.level].retain(page, snapshot=row.is_snapshot)
 
     def release(self, row: Row, pages: Iterable[PageId]) -> None:
-        """Remove a row's reference to each of these pages."""
         for page in pages:
             self.allocators[page.level].release(page, snapshot=row.is_snapshot)
 
@@ -129,14 +120,10 @@ class PageStore:
         If `spare` has no room, all pools first give back what they grew ahead of need: admission
         counts only the pages that rows need, on whatever level and of whatever kind.
         """
-        missing = sum(
-            max(
-                0,
-                allocator.used + wanted.get(allocator.level, 0) - self._charged_capacity(allocator),
-            )
-            * self.charge(allocator.level)
-            for allocator in self.allocators
-        )
+        missing = 0
+        for level, allocator in enumerate(self.allocators):
+            more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
+            missing += max(0, more) * self.charge(level)
         tight = self.spare is not None and missing > max(0, self.spare())
         if tight:
             self.reclaim()
@@ -146,7 +133,6 @@ class PageStore:
                 self._grow(allocator, allocator.used + count, tight=tight)
 
     def _charged_capacity(self, allocator: PageAllocator) -> int:
-        """Return the current capacity, or the capacity that the pools are growing to."""
         return max(allocator.capacity, self.goals.get(allocator.level, 0))
 
     def _grow(self, allocator: PageAllocator, needed: int, *, tight: bool = False) -> None:
@@ -154,9 +140,23 @@ class PageStore:
         capacity = max(needed, goal)
         if tight:  # leave room for the next pool that must grow
             capacity = (needed + capacity) // 2
+        self._grow_to(allocator, capacity)
+
+    def _grow_to(self, allocator: PageAllocator, capacity: int) -> None:
         for layer in self._layers:
             layer.pools[allocator.level].grow(capacity)
         allocator.grow(capacity)  # last: if memory is short, no slot is without storage
+
+    def grow_piece(self, level: int, capacity: int) -> bool:
+        """Grow the keys or values of one layer. Returns True once ``capacity`` is reached."""
+        for layer in self._layers:
+            pool = layer.pools[level]
+            for side, current in enumerate(pool.capacities):
+                if current < capacity:
+                    pool.resize(side, capacity)
+                    return False
+        self.allocators[level].grow(capacity)
+        return True
 
     def capacity_ahead(self, allocator: PageAllocator) -> int:
         """Return the capacity that a pool grows to ahead of need, within `spare`."""
@@ -188,7 +188,6 @@ class PageStore:
         self._replace(dict(zip(pages, new, strict=True)), self._holders() if rows is None else rows)
 
     def _replace(self, new: dict[PageId, PageId], rows: Iterable[Row]) -> None:
-        """Make rows reference freshly taken pages instead of the old ones."""
         for row in rows:
             for pages in (row.pages, row.written_ahead):
                 for index, page in enumerate(pages):
@@ -234,11 +233,8 @@ class PageStore:
 
     def grow_top(self, capacity: int) -> None:
         """Grow the pools of the top level to ``capacity`` pages, if they are smaller."""
-        top = self.allocators[0]
-        if top.capacity < capacity:
-            for layer in self._layers:
-                layer.pools[0].grow(capacity)
-            top.grow(capacity)
+        if self.allocators[0].capacity < capacity:
+            self._grow_to(self.allocators[0], capacity)
 
     def _cut(self, allocator: PageAllocator, capacity: int) -> None:
         """Pack a level's pages and cut its pools, one layer's copies at a time."""
@@ -254,14 +250,8 @@ class PageStore:
         for layer in self._layers:
             layer.move(level, level, list(moves), list(moves.values()))
         allocator.moved(moves)
+        moved = {PageId(level, old): PageId(level, new) for old, new in moves.items()}
         for row in self._holders():
-            row.pages, row.written_ahead = (
-                [
-                    PageId(level, moves[page.slot])
-                    if page.level == level and page.slot in moves
-                    else page
-                    for page in pages
-                ]
-                for pages in (row.pages, row.written_ahead)
-            )
+            row.pages = [moved.get(page, page) for page in row.pages]
+            row.written_ahead = [moved.get(page, page) for page in row.written_ahead]
         self._tables.invalidate()

@@ -26,7 +26,6 @@ class LevelTable:
     owners: tuple[int, ...]
     """`rows` on the host."""
     starts: tuple[int, ...]
-    """Position of each page's first token."""
     padding: int = 0
     """Copies of the last page at the end, so that steps have few shapes. Attention masks them."""
     _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
@@ -106,19 +105,16 @@ class PageTables:
         return self._tables[1]
 
     def page_list(self, rows: list[Row]) -> PageList:
-        """Return the pages of all levels as one list, for backends."""
         key = (self._version, list(rows))
         if self._page_list is None or self._page_list[0] != key:
             self._page_list = (key, PageList.joined(self._locations_of(rows)))
         return self._page_list[1]
 
-    def _locations_of(self, rows: Iterable[Row]) -> list[np.ndarray]:
-        found = []
+    def _locations_of(self, rows: list[Row]) -> list[np.ndarray]:
         for row in rows:
             if row not in self._locations:
                 self._locations[row] = page_locations(row)
-            found.append(self._locations[row])
-        return found
+        return [self._locations[row] for row in rows]
 
     def invalidate(self, rows: Iterable[Row] | None = None) -> None:
         """Rebuild tables after the pages of these rows, or of all rows, have changed."""
@@ -130,6 +126,5 @@ class PageTables:
             self._locations.pop(row, None)
 
     def clear(self) -> None:
-        """Release the arrays of the newest tables."""
         self._tables = None
         self._page_list = None

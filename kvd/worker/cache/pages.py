@@ -32,24 +32,17 @@ class PageAllocator:
         self._references: dict[int, int] = {}
         self._snapshot: dict[int, int] = {}
         """The part of the references that is from snapshots."""
-        self._idle = 0
+        self.idle = 0
 
     @property
     def used(self) -> int:
-        """Pages that are referenced."""
         return len(self._references)
-
-    @property
-    def idle(self) -> int:
-        """Pages that only snapshots reference."""
-        return self._idle
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     def grow(self, capacity: int) -> None:
-        """Add the slots up to ``capacity``."""
         if capacity < self.capacity:
             raise ValueError(f"cannot grow from {self.capacity} to {capacity} pages")
         for slot in range(self.capacity, capacity):
@@ -64,7 +57,6 @@ class PageAllocator:
         return dict(zip(high, low, strict=True))
 
     def moved(self, moves: dict[int, int]) -> None:
-        """Move the references of pages that were moved."""
         for old, new in moves.items():
             self._references[new] = self._references.pop(old)
             if old in self._snapshot:
@@ -92,7 +84,6 @@ class PageAllocator:
         return [PageId(self.level, slot) for slot in slots]
 
     def retain(self, page: PageId, *, snapshot: bool = False) -> None:
-        """Add a reference to a page that is in use."""
         self._count(page.slot, 1, snapshot=snapshot)
 
     def release(self, page: PageId, *, snapshot: bool = False) -> None:
@@ -119,7 +110,7 @@ class PageAllocator:
             self._snapshot[slot] = snapshots_after
         if not snapshots_after:
             self._snapshot.pop(slot, None)
-        self._idle += (after == snapshots_after > 0) - (before == snapshots_before > 0)
+        self.idle += (after == snapshots_after > 0) - (before == snapshots_before > 0)
 
     def references(self, page: PageId) -> int:
         """Return the number of references to a page; 0 if it is free."""

@@ -65,11 +65,9 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, used or free."""
         return sum(self.side_bytes)
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, for `mx.eval`."""
         return [*self.keys, *self.values]
 
     @property

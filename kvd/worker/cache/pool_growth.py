@@ -20,15 +20,17 @@ def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> Non
     way, because it sizes the pools itself. The capacity that pools grow to is charged at once.
     """
     end = clock() + seconds
-    for allocator in store.pages.allocators:
+    pages = store.pages
+    for allocator in pages.allocators:
         while _lacks_room(store, allocator):
-            _grow_piece(store, allocator)
+            goal = pages.goals.setdefault(allocator.level, pages.capacity_ahead(allocator))
+            if pages.grow_piece(allocator.level, goal):
+                del pages.goals[allocator.level]
             if clock() >= end:
                 return
 
 
 def lacks_room(store: KVStore) -> bool:
-    """Return whether `make_room` has something to do."""
     return any(_lacks_room(store, allocator) for allocator in store.pages.allocators)
 
 
@@ -38,16 +40,3 @@ def _lacks_room(store: KVStore, allocator: PageAllocator) -> bool:
     if allocator.free >= due:
         return False
     return allocator.level in pages.goals or pages.capacity_ahead(allocator) > allocator.capacity
-
-
-def _grow_piece(store: KVStore, allocator: PageAllocator) -> None:
-    level = allocator.level
-    goal = store.pages.goals.setdefault(level, store.pages.capacity_ahead(allocator))
-    for layer in store.layers:
-        pool = layer.pools[level]
-        for side, capacity in enumerate(pool.capacities):
-            if capacity < goal:
-                pool.resize(side, goal)
-                return
-    allocator.grow(goal)
-    del store.pages.goals[level]

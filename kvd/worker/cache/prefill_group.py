@@ -37,7 +37,6 @@ class PrefillGroup:
 
     @property
     def even(self) -> bool:
-        """Whether there is no padding."""
         return all(step.count == self.width for step in self.steps)
 
 

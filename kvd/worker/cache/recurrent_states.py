@@ -52,11 +52,9 @@ class StateStore:
         """The caches that the model gets, one per part."""
         self._block_of: dict[Any, _Block] = {}
         self._current = _Block([], [])
-        """The block of the current pass."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one sequence's states."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -71,11 +69,9 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """All states, for `mx.eval`."""
         return [array for block in self._blocks for array in _present(block.state)]
 
     @property
@@ -83,7 +79,6 @@ class StateStore:
         return list(dict.fromkeys(self._block_of.values()))
 
     def add(self, name: Any) -> None:
-        """Start a sequence without any state."""
         self.restore(name, [[None] * len(part.shapes) for part in self.parts])
 
     def complete(self, name: Any) -> bool:
@@ -100,7 +95,6 @@ class StateStore:
         )
 
     def state_of(self, name: Any) -> State:
-        """Return a sequence's state, ``[1, ...]`` each."""
         return self._joined([name])
 
     def snapshot(self, name: Any) -> State:
@@ -110,7 +104,6 @@ class StateStore:
         return state
 
     def restore(self, name: Any, state: State) -> None:
-        """Start a sequence with the state of a snapshot."""
         self._block_of[name] = _Block([name], [list(part) for part in state])
 
     def remove(self, name: Any) -> None:
@@ -200,7 +193,6 @@ class StateStore:
         return mx.concatenate([array, self._blank(part, index, more)])
 
     def clear(self) -> None:
-        """Remove all sequences."""
         for cache in self.caches:
             cache.cache = [None] * len(cache.cache)
         self._block_of = {}

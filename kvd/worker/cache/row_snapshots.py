@@ -16,16 +16,13 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.rows import Row
 
-NO_SLOT = -1
-"""Slot of a row without a place in the tail arrays."""
-
 
 @dataclass(eq=False)
 class RowSnapshot(Row):
     """One row of one store, with a copy of its tail and nothing written ahead."""
 
     is_snapshot: ClassVar[bool] = True
-    slot: int = NO_SLOT
+    slot: int = -1  # no place in the tail arrays
     tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """Keys and values of the tail in each layer, ``[heads, tail_length, dim]``."""
 
@@ -47,7 +44,6 @@ class RowSnapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshots' tails."""
         return sum(snapshot.nbytes for snapshot in self.all)
 
     def take(self, row: Row) -> RowSnapshot:

@@ -28,7 +28,6 @@ class Row:
     is_snapshot: ClassVar[bool] = False
     """True for `kvd.worker.cache.row_snapshots.RowSnapshot`, which takes no more tokens."""
     slot: int
-    """Index into the tail arrays."""
     level: int = 0
     """Precision level of the pages that the row fills next. Older pages may be on another level."""
     length: int = 0
@@ -54,7 +53,6 @@ class Row:
 
     @property
     def tail_start(self) -> int:
-        """Position of the tail's first token."""
         return PAGE_TOKENS * self.paged
 
     @property
@@ -64,7 +62,6 @@ class Row:
 
     @property
     def held(self) -> list[PageId]:
-        """All pages that the row references."""
         return self.pages + self.written_ahead
 
     @property

@@ -12,6 +12,5 @@ class SequenceRow:
     """One request's rows, in all stores."""
 
     rows: list[Row]
-    """One per store."""
     length: int = 0
     alive: bool = True

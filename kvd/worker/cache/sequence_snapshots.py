@@ -23,7 +23,6 @@ class SequenceSnapshot:
     """One sequence. It can be restored any number of times."""
 
     rows: list[RowSnapshot]
-    """One per store."""
     state: State
     length: int
     alive: bool = True
@@ -82,7 +81,6 @@ class SequenceSnapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshots' tails and states."""
         return sum(snapshot.nbytes for snapshot in self.all)
 
     @property
@@ -108,7 +106,6 @@ class SequenceSnapshots:
         return pages + sum(snapshot.nbytes for snapshot in snapshots)
 
     def freed_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
-        """Return the bytes that dropping all of these would free."""
         freed = sum(snapshot.nbytes for snapshot in snapshots)
         for index, store in enumerate(self._stores):
             counts = Counter(page for one in snapshots for page in one.rows[index].pages)

@@ -10,7 +10,6 @@ from kvd.worker.cache.scheme import Scheme
 
 
 def no_floors(layers: int) -> list[Scheme | None]:
-    """Return floors that allow every layer all schemes."""
     return [None] * layers
 
 
@@ -38,12 +37,10 @@ class CacheSettings:
 
     @property
     def prefill_scratch(self) -> int:
-        """Bytes of dense copies."""
         return self.scratch - self.step_down_scratch
 
     @property
     def step_down_scratch(self) -> int:
-        """Bytes that a step-down may add to the pools."""
         return self.scratch // 4
 
     def kind(self, kind: Kind) -> Kind:

@@ -10,8 +10,6 @@
 Records are written and read one at a time, in pieces small enough to run between decode steps. The
 slots of pages are looked up for each record, because pages may have moved since the last one. The
 restored sequences equal the snapshots bit for bit, with each page on its level.
-
-Does not cover: files and checksums (`kvd.worker.core.swap`).
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ class SequenceOutline(msgspec.Struct, frozen=True):
 
     length: int
     rows: list[RowOutline]
-    """One per store."""
     states: list[list[list[int] | None]]
     """For each part, the shapes of its arrays."""
 
@@ -76,7 +73,6 @@ class _Piece:
     layer: int
     level: int
     pages: tuple[int, ...]
-    """Indices into the store's list."""
 
 
 def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Piece]:
@@ -187,7 +183,6 @@ class SnapshotReader:
             yield
 
     def forget(self) -> None:
-        """Free the sequences read so far."""
         for sequence in self.sequences:
             if sequence.alive:
                 self._cache.free(sequence)
@@ -260,14 +255,10 @@ class SnapshotReader:
     def _write(self, piece: _Piece, pages: _PageIndex) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]
         pool = layer.pools[piece.level]
-        count = len(piece.pages)
-        sides = [[(count, *array.shape[1:]) for array in side] for side in (pool.keys, pool.values)]
-        types = [[array.dtype for array in side] for side in (pool.keys, pool.values)]
-        arrays = self._next(
-            [like for side in range(2) for like in zip(sides[side], types[side], strict=True)]
-        )
-        keys, values = arrays[: len(pool.keys)], arrays[len(pool.keys) :]
-        layer.write(piece.level, pages.slots(piece), tuple(keys), tuple(values))
+        count, split = len(piece.pages), len(pool.keys)
+        arrays = self._next([((count, *like.shape[1:]), like.dtype) for like in pool.arrays()])
+        keys, values = tuple(arrays[:split]), tuple(arrays[split:])
+        layer.write(piece.level, pages.slots(piece), keys, values)
 
 
 def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
@@ -278,7 +269,6 @@ def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
 def _snapshot_row(
     store: KVStore, outline: RowOutline, pages: Sequence[PageId], arrays: Iterator[mx.array]
 ) -> RowSnapshot:
-    tails = [(next(arrays), next(arrays)) for _ in store.layers]
     return RowSnapshot(
         level=outline.level,
         length=outline.length,
@@ -286,7 +276,7 @@ def _snapshot_row(
         anchored=outline.anchored,
         skipped=outline.skipped,
         trimmed=outline.trimmed,
-        tails=tails,
+        tails=[(next(arrays), next(arrays)) for _ in store.layers],
     )
 
 

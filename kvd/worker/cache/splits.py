@@ -61,11 +61,9 @@ class Splits:
 
     @property
     def count(self) -> int:
-        """Splits without the padding."""
         return self.ends[-1]
 
     def padded(self, splits: int) -> Splits:
-        """Return the list padded to ``splits`` entries."""
         missing = splits - self.array.shape[0]
         if missing <= 0:
             return self

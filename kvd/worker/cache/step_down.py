@@ -65,7 +65,6 @@ class StepDown:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do."""
         return self._tight and not self._due() and not self._loose
 
     def _due(self) -> list[PageId]:
@@ -114,7 +113,8 @@ class StepDown:
             self._loose.add(level)
             del due[-len(pages) :]
         elif due and self._target.capacity < self._goal:
-            self._grow()
+            if self._store.pages.grow_piece(self._level, self._goal):
+                mx.clear_cache()  # the smaller copies are too small to be reused
         elif self._loose:
             self._give_back(min(self._loose), clock, end)
         else:
@@ -146,18 +146,7 @@ class StepDown:
         pages = max(SLICE_PAGES, room // store.pages.page_bytes(self._level))
         self._goal = self._target.capacity + min(due, pages)
 
-    def _grow(self) -> None:
-        for layer in self._store.layers:
-            pool = layer.pools[self._level]
-            for side, capacity in enumerate(pool.capacities):
-                if capacity < self._goal:
-                    pool.resize(side, self._goal)
-                    return
-        self._target.grow(self._goal)
-        mx.clear_cache()  # the smaller copies are too small to be reused
-
     def _give_back(self, level: int, clock: Callable[[], float], end: float) -> None:
-        """Pack a level's pools, then cut them."""
         allocator = self._store.pages.allocators[level]
         if moves := list(allocator.packing()):
             pages = [PageId(level, slot) for slot in moves[-self._fitting(clock, end) :]]

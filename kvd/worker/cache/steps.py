@@ -112,9 +112,7 @@ class DecodeStep:
     batch: int
     """Sequences that the model sees: the rows, then padding."""
     lengths: tuple[int, ...]
-    """Lengths of the rows, including the new tokens."""
     slots: mx.array
-    """``[rows]``: the rows' tails."""
     all_tails: bool
     """Whether ``slots`` is 0, 1, 2 ... to the end of the tail arrays."""
     token_places: mx.array
@@ -175,7 +173,6 @@ class DecodeStep:
 
     @staticmethod
     def pages_key(table: LevelTable) -> str:
-        """Return the key in `shared` of a table's `visible_pages`."""
         return f"pages of level {table.level}"
 
     def visible_pages(self, table: LevelTable) -> mx.array | None:

@@ -91,7 +91,6 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of pools, tails and snapshots."""
         return self.pages.nbytes + self.tails.nbytes + self.snapshots.nbytes
 
     def most_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:
@@ -324,7 +323,6 @@ class KVStore:
     # Giving memory back, while the device is idle.
 
     def cut_tails(self) -> None:
-        """Free the tails that no row uses."""
         if self.tails.cut(self.rows):
             self.tables.invalidate()
 

@@ -14,14 +14,12 @@ class TailSlots:
 
     def __init__(self, layers: list[LayerStore]) -> None:
         self.count = 0
-        """Slots that exist, free or not."""
         self._layers = layers
         self._free: list[int] = []
         self._dirty: set[int] = set()
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's tail in all layers."""
         return sum(layer.geometry.dense_bytes(TAIL_TOKENS) for layer in self._layers)
 
     @property

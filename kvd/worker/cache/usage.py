@@ -18,12 +18,10 @@ class CacheUsage:
 
     @property
     def pages_bytes(self) -> int:
-        """Bytes of the pools, used or free."""
         return sum(store.pages.nbytes for store in self._stores)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that sequences and snapshots reference."""
         return sum(store.pages.used_bytes for store in self._stores)
 
     @property
@@ -39,25 +37,20 @@ class CacheUsage:
 
     @property
     def tails_bytes(self) -> int:
-        """Bytes of tails and states."""
         return sum(store.tails.nbytes for store in self._stores) + self._states.nbytes
 
     @property
     def pages_idle(self) -> int:
-        """Pages of all kinds that only snapshots reference."""
         return sum(one.idle for store in self._stores for one in store.pages.allocators)
 
     @property
     def pages_used(self) -> int:
-        """Pages of all kinds that sequences or snapshots reference."""
         return sum(one.used for store in self._stores for one in store.pages.allocators)
 
     @property
     def pages_total(self) -> int:
-        """Pages of all kinds, used or free."""
         return sum(one.capacity for store in self._stores for one in store.pages.allocators)
 
     @property
     def flushes(self) -> int:
-        """Number of flushes so far."""
         return max((store.flushes for store in self._stores), default=0)

@@ -7,9 +7,6 @@ is an int until the cache was merged.
 As mlx-lm expects, every cache is independent of all others. The caches of one layer share a
 `SharedStore`, which only saves memory. `merge`, `extract`, `filter`, `extend` and copies move
 references; they copy no keys.
-
-Does not cover: how a model gets these caches (`kvd.worker.mlx_lm_drop_in.quantize_kv`); conversions
-and files (`convert`); the caches of the worker's own batch loop (`kvd.worker.cache.batch`).
 """
 
 from __future__ import annotations
@@ -139,12 +136,10 @@ class DropInKVCache:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of quantized pages."""
         return self.shared.schemes[-1]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
         return [one.length for one in self.rows]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

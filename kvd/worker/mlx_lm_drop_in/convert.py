@@ -111,7 +111,8 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
     """
     store = shared.prepared(image.geometry, image.dtype)
     shared.drain()
-    levels = [_level(store.schemes, scheme) for scheme in image.schemes]
+    own, last = store.schemes, len(store.schemes) - 1
+    levels = [own.index(scheme) if scheme in own else last for scheme in image.schemes]
     taken: dict[int, list[PageId]] = {}
     rows = [SharedRow() for _ in image.rows]
     tail = 0
@@ -140,10 +141,6 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
     return rows
 
 
-def _level(schemes: tuple[Scheme, ...], scheme: Scheme) -> int:
-    return schemes.index(scheme) if scheme in schemes else len(schemes) - 1
-
-
 def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[PageId]:
     """Write an image's pages of one level. Returns them with one reference each."""
     keys, values = image.pages[level]
@@ -165,28 +162,21 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
 # Between stores.
 
 
-def home_of(stores: Sequence[SharedStore]) -> SharedStore:
-    """Return the store where rows of all these stores can be merged: a model's own, else the first.
-
-    Raises ``ValueError`` if the stores attend to different tokens.
-    """
-    kinds = {one.kind for one in stores}
-    if len(kinds) > 1:
-        names = ", ".join(sorted(kind.name for kind in kinds))
-        raise ValueError(f"caches with different attention do not merge: {names}")
-    return next((one for one in stores if one.home), stores[0])
-
-
 @contextmanager
 def together(
     *parts: tuple[SharedStore, Sequence[SharedRow]],
 ) -> Iterator[tuple[SharedStore, list[SharedRow]]]:
-    """Bring rows of several stores to one, referenced until the context ends.
+    """Bring rows of several stores to one, a model's own or the first, until the context ends.
 
     To keep them, the caller adds references of its own. Rows of other stores are copied; if one
-    copy fails, none of the copies stays.
+    copy fails, none of the copies stays. Raises ``ValueError`` if the stores attend to different
+    tokens.
     """
-    shared = home_of([store for store, _ in parts])
+    kinds = {store.kind for store, _ in parts}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.name for kind in kinds))
+        raise ValueError(f"caches with different attention do not merge: {names}")
+    shared = next((store for store, _ in parts if store.home), parts[0][0])
     rows: list[SharedRow] = []
     try:
         for store, own in parts:

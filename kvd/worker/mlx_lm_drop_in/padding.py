@@ -29,7 +29,6 @@ class Padding:
 
     @classmethod
     def none(cls, count: int) -> Padding:
-        """Return no padding for ``count`` sequences."""
         return cls([0] * count, [None] * count)
 
     def spans(self, tokens: int) -> list[Span]:
@@ -45,9 +44,7 @@ class Padding:
         return spans
 
     def picked(self, indices: Sequence[int]) -> Padding:
-        """Return the padding of the sequences at these indices."""
         return Padding([self.left[i] for i in indices], [self.lengths[i] for i in indices])
 
     def joined(self, other: Padding) -> Padding:
-        """Return the padding of these sequences followed by the other's."""
         return Padding(self.left + other.left, self.lengths + other.lengths)

@@ -18,8 +18,6 @@ A `Reading` has the places of pages, not their bytes, and layers that share keys
 the first one. So no page moves during a pass: pools are cut before the pass's tables are built, and
 the pages that it reads are not reused while its own chunks are written. After the pass the
 `Reading` raises.
-
-Does not cover: the interface that mlx-lm sees (`caches`).
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class SharedRow:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
         return self.coming + (0 if self.row is None else self.row.length)
 
 
@@ -80,25 +77,17 @@ class LayerRows(KVStore):
             self.release(read)
 
     def retain(self, pages: list[PageId]) -> None:
-        """Add a reference to each of these pages."""
         for page in pages:
             self.pages.allocators[page.level].retain(page)
 
     def release(self, pages: list[PageId]) -> None:
-        """Remove a reference to each of these pages."""
         for page in pages:
             self.pages.allocators[page.level].release(page)
 
     @property
     def mostly_free(self) -> bool:
-        """Whether more than half of the pools is free."""
         needed = self.pages.used_bytes + SLAB_PAGES * self.pages.page_bytes()
         return self.pages.nbytes > 2 * needed
-
-    def cut_pools(self) -> None:
-        """Cut the pools if they are mostly free. Call it after a flush, between passes."""
-        if self.mostly_free:
-            self.pages.compact(self.pages.allocators[0].used + SLAB_PAGES)
 
 
 class Reading(OpaqueKV):
@@ -134,7 +123,6 @@ class DecodeReading(Reading):
         self._handle = handle
 
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend one query per row; lazy."""
         output = decode_attention(queries, self._handle, scale, sinks)
         self.shared.latest = output
         return output
@@ -275,17 +263,12 @@ class SharedStore:
             with suppress(IndexError):  # another thread emptied the queue
                 for row in self._dropped.popleft():
                     row.holders -= 1
-                    if not row.holders:
-                        self._free(row)
+                    if not row.holders and row.row is not None and self._rows is not None:
+                        # Not clean: its results were never checked for NaN.
+                        self._rows.free(row.row, clean=False)
+                        row.row = None
         if self._rows is not None and not self._rows.rows:
             self._rows = self._open = self.latest = None
-
-    def _free(self, shared: SharedRow) -> None:
-        if shared.row is None or self._rows is None:
-            return
-        # Not clean: its results were never checked for NaN.
-        self._rows.free(shared.row, clean=False)
-        shared.row = None
 
     # New tokens.
 
@@ -359,7 +342,8 @@ class SharedStore:
         """
         self.drain()
         self.rows.flush()
-        self.rows.cut_pools()
+        if self.rows.mostly_free:
+            self.rows.pages.compact(self.rows.pages.allocators[0].used + SLAB_PAGES)
 
     def drain(self) -> None:
         """Wait until the device neither reads the pools nor writes tails, between two passes."""
@@ -393,7 +377,6 @@ class SharedStore:
         return self._rows
 
     def lazy_arrays(self) -> list[mx.array]:
-        """Return the arrays that earlier steps left unevaluated."""
         return [] if self._rows is None else self._rows.arrays()
 
     def _unshared(self, rows: list[SharedRow]) -> list[Row]:

@@ -289,7 +289,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
 
     assert long.length > 100 * 64
     # In four layers: the chunk with its tail, and its pages that wait for the flush.
-    tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.pages.layer_page_bytes()[0])
+    tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.pages.layer_page_bytes[0][0])
     assert max(peaks) <= SCRATCH + tails + NOISE
 
 
