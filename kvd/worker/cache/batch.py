@@ -18,7 +18,6 @@ import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
-from kvd.worker.cache.prefill_group import PrefillGroup
 from kvd.worker.cache.rectangle import (
     Rectangle,
     decode_rectangle,
@@ -26,7 +25,7 @@ from kvd.worker.cache.rectangle import (
     prefill_rectangle,
 )
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.steps import DecodeStep, PrefillStep
+from kvd.worker.cache.steps import DecodeStep, PrefillGroup, PrefillStep
 from kvd.worker.cache.store import KVStore
 from protocol.pages import TAIL_TOKENS
 

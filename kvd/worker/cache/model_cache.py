@@ -18,14 +18,13 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
 from kvd.worker.cache.pool_growth import lacks_room, make_room
-from kvd.worker.cache.rectangle_scratch import RectangleScratch
+from kvd.worker.cache.rectangle import RectangleScratch
 from kvd.worker.cache.recurrent_states import StateStore
+from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.scratch import Scratch
-from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.sequence_costs import SequenceCosts
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot, SequenceSnapshots
-from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.settings import CacheSettings, Scratch
 from kvd.worker.cache.store import KVStore
 from kvd.worker.cache.usage import CacheUsage
 

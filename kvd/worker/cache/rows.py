@@ -90,3 +90,12 @@ class Row:
         """Return how many pages after the anchored ones end at or before ``position``."""
         count = position // PAGE_TOKENS - self.skipped - self.anchored
         return max(0, min(count, len(self.pages) - self.anchored))
+
+
+@dataclass(eq=False)
+class SequenceRow:
+    """One request's rows, in all stores."""
+
+    rows: list[Row]
+    length: int = 0
+    alive: bool = True

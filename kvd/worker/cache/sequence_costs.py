@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvd.worker.cache.rectangle_scratch import RectangleScratch
+from kvd.worker.cache.rectangle import RectangleScratch
 from kvd.worker.cache.recurrent_states import StateStore
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.settings import CacheSettings

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.recurrent_states import State, StateStore
 from kvd.worker.cache.row_snapshots import RowSnapshot
-from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.store import KVStore
 
 

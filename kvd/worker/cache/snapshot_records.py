@@ -26,8 +26,8 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.row_snapshots import RowSnapshot
+from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 

@@ -274,3 +274,29 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
         tables=level_tables([page_locations(row)]),
         new_pages=max(0, full_pages(row.length + count) - row.paged),
     )
+
+
+@dataclass(frozen=True)
+class PrefillGroup:
+    """New tokens of several rows, or of one row that is padded."""
+
+    steps: tuple[PrefillStep, ...]
+    width: int
+    """Tokens per row that the model sees: at least the length of the longest chunk."""
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """Positions of the rows' first new tokens, ``[rows]`` int32."""
+        return mx.array([step.offset for step in self.steps], mx.int32)
+
+    @property
+    def even(self) -> bool:
+        return all(step.count == self.width for step in self.steps)
+
+
+def prefill_group(rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
+    """Plan ``counts`` new tokens of distinct rows that have no page written ahead."""
+    if not all(0 < count <= width for count in counts):
+        raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
+    steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))
+    return PrefillGroup(tuple(steps), width)

@@ -30,12 +30,18 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
-from kvd.worker.cache.prefill_group import PrefillGroup, prefill_group
 from kvd.worker.cache.row_snapshots import RowSnapshot, RowSnapshots
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
-from kvd.worker.cache.scratch import Scratch
-from kvd.worker.cache.steps import DecodeStep, PrefillStep, decode_step, prefill_step
+from kvd.worker.cache.settings import Scratch
+from kvd.worker.cache.steps import (
+    DecodeStep,
+    PrefillGroup,
+    PrefillStep,
+    decode_step,
+    prefill_group,
+    prefill_step,
+)
 from kvd.worker.cache.tails import TailSlots
 
 

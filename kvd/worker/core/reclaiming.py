@@ -21,7 +21,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown, PoolTrimming
+from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption

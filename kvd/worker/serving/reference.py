@@ -14,7 +14,7 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layout import AttentionPart, StatePart
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.recurrent_states import State
-from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.rows import SequenceRow
 
 
 class DenseKVCache:

@@ -18,9 +18,8 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.row_snapshots import RowSnapshot
-from kvd.worker.cache.rows import Row
+from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
-from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import through_page

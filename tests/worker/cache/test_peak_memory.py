@@ -25,11 +25,10 @@ from kvd.worker.cache.batch import RectangleKVCache
 from kvd.worker.cache.layer import FlushWrites, LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown
+from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
-from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.cache.step_down import StepDown
+from kvd.worker.cache.step_down import ModelStepDown, StepDown
 from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.request import QueueKey, ScheduledRequest
 from kvd.worker.serving.runner import Runner

@@ -11,9 +11,9 @@ import pytest
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.reference import TOKENS

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
+from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build

@@ -39,8 +39,8 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
-from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.step_down import StepDown

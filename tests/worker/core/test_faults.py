@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.cache.prefill_group import PrefillGroup
-from kvd.worker.cache.steps import PrefillStep
+from kvd.worker.cache.steps import PrefillGroup, PrefillStep
 from kvd.worker.core import out_of_memory
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage

@@ -17,10 +17,10 @@ from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.attention.kernels.launch import Fused, Launch
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build

@@ -149,7 +149,7 @@ def test_a_model_with_other_numbers_in_a_group_is_not_grouped(
     def wrong(self: Any) -> mx.array:
         return mx.zeros((len(self.steps),), mx.int32)
 
-    monkeypatch.setattr("kvd.worker.cache.prefill_group.PrefillGroup.offsets", property(wrong))
+    monkeypatch.setattr("kvd.worker.cache.steps.PrefillGroup.offsets", property(wrong))
     assert not runner.group()
     assert not runner.groups
     assert runner.cache.usage.pages_used == 0

@@ -8,11 +8,11 @@ import pytest
 
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.padded_sizes import padded_work
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.native import build as build_native
 from kvd.worker.native.step import Library
 from kvd.worker.serving import compiled
