@@ -1,7 +1,7 @@
 """Which earlier tokens a layer's queries see: full attention, sliding windows, chunks.
 
-There is no circular buffer. Tokens keep their positions, pages that no later query sees are freed, and
-the unseen tokens of the oldest page are masked.
+There is no circular buffer. Tokens keep their positions. Pages that no later query sees are freed,
+and the unseen tokens of the oldest page are masked.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class Kind:
         return seen
 
     def max_pages(self, length: int, chunk: int = 0) -> int:
-        """Return the most pages that a row ever holds on its way to ``length`` tokens.
-
-        Pages are freed every 64 tokens, or after each chunk of ``chunk`` prefilled tokens.
-        """
+        """Return the most pages that a row ever holds on its way to ``length`` tokens."""
         return pages.max_pages(
             length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk
         )

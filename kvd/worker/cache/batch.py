@@ -1,17 +1,13 @@
 """What a model sees as its cache of one attention layer, for the rows of the current step.
 
-Both classes have the interface of mlx-lm's caches, as far as a forward pass uses it:
-
-* `BatchQuantizedKVCache`: `update_and_fetch` returns handles that only attention can use
-  (`kvd.worker.serving.seam`). The probe detects models that use them in any other way.
-* `RectangleKVCache`: plain arrays, dequantized for this step and left-padded like mlx-lm's batches.
+Both classes have the interface of mlx-lm's caches, as far as a forward pass uses it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -65,11 +61,7 @@ KVHandle = DecodeHandle | PrefillHandle | GroupHandle
 
 
 class OpaqueKV(ABC):
-    """Keys and values of one forward pass that only attention can read.
-
-    mlx-lm's models pass them from their cache to attention, where `kvd.worker.serving.seam` calls
-    `attend`.
-    """
+    """Keys and values of one forward pass, on which `kvd.worker.serving.seam` calls `attend`."""
 
     kind: Kind
 
@@ -79,10 +71,10 @@ class OpaqueKV(ABC):
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache for the rows of the store's current step.
+    """A cache that returns handles which only attention can use (`kvd.worker.serving.seam`).
 
-    ``batched``: positions are arrays with one entry per row. Otherwise they are ints, for models
-    that take one row per pass.
+    The probe detects models that use them in any other way. ``batched``: positions are arrays with
+    one entry per row. Otherwise they are ints, for models that take one row per pass.
     """
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
@@ -159,10 +151,7 @@ class BatchQuantizedKVCache:
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        """Return no mask: attention computes what each row may see.
-
-        Raises ``TypeError`` if the model asks for a mask array or for another window.
-        """
+        """Return no mask. Raises ``TypeError`` if the model needs an array or another window."""
         window = self._store.kind.window
         if window_size is not None and window_size != window:
             raise TypeError(f"the model asks for a window of {window_size} tokens, not {window}")
@@ -172,7 +161,7 @@ class BatchQuantizedKVCache:
 
 
 class RectangleKVCache(BatchQuantizedKVCache):
-    """A cache for models that use keys and values as arrays: dequantize on read."""
+    """A cache that returns arrays, dequantized for one step and left-padded as in mlx-lm."""
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         super().__init__(store, layer, batched=batched)
@@ -192,9 +181,8 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def keys(self) -> mx.array | None:
-        """Keys of this pass, gathered again on each access; lazy.
+        """Keys of this pass; lazy. Kept, the arrays of all layers would stay alive until its end.
 
-        If they were kept, the arrays of all layers would stay alive until the end of the pass.
         Models assign to this attribute for mlx-lm's caches; the assigned value is dropped.
         """
         return self._gathered()[0] if self._taken else None
@@ -222,8 +210,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
                 if isinstance(step, DecodeStep)
                 else prefill_rectangle(step, kind)
             )
-        found: Rectangle = step.shared["rectangle"]
-        return found
+        return cast("Rectangle", step.shared["rectangle"])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Append the new tokens; return all keys and values, ``[batch, heads, most, dim]``."""

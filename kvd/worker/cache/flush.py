@@ -62,11 +62,10 @@ class Flusher:
         self._dense_start = dense_start
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
-        """Write the pages that are due. The device must be idle.
+        """Write the pages that are due for ``rows``, all running rows. The device must be idle.
 
-        ``rows`` are all running rows. ``filled`` has the row of each page that a chunk has filled,
-        in the order of the layers' pending pages. Rows in ``prefilled`` get new tails and no
-        page written ahead.
+        ``filled`` has the row of each page that a chunk has filled, in the order of the layers'
+        pending pages. Rows in ``prefilled`` get new tails and no page written ahead.
         """
         outgrown = [row for row in rows if self._dense_start.outgrown(row)]
         for row in outgrown:
@@ -77,7 +76,11 @@ class Flusher:
         self._pages.make_ready({pages.level: pages.count for pages in new})
         for pages in new:
             pages.pages = self._pages.take(pages.level, pages.count)
-        flush_layers(self._layers, [pages.placement() for pages in new])
+        placements = [pages.placement() for pages in new]
+        limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
+        _write(self._layers, (layer.gather_pages(placements) for layer in self._layers), limit)
+        if any(layer.new_tails for layer in self._layers):
+            _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)
         for pages in new:
             pages.assign()
         self._dense_start.leave(outgrown)
@@ -86,14 +89,6 @@ class Flusher:
         start = self._dense_start
         ahead = [row for row in due if max(row.level, start.level(row.length)) == level]
         return _NewPages(level, [row for row in filled if row.level == level], ahead)
-
-
-def flush_layers(layers: Sequence[LayerStore], placements: list[Placement]) -> None:
-    """Write pages, and the tails that chunks leave; evaluates. The device must be idle."""
-    limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
-    _write(layers, (layer.gather_pages(placements) for layer in layers), limit)
-    if any(layer.new_tails for layer in layers):
-        _write(layers, (layer.gather_tails() for layer in layers), limit)
 
 
 def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: int) -> None:

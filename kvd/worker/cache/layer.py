@@ -118,8 +118,7 @@ class LayerStore:
     ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
-        ``tail_length`` is the number of tokens in the row's tail at ``slot``. ``new_pages`` pages
-        of ``level`` and the new tail wait for the flush. Returns the chunk with the tail before it.
+        New pages and the new tail wait for the flush. Returns the chunk with the tail before it.
         """
         chunk = Chunk(keys[0], values[0])
         if tail_length:

@@ -1,8 +1,4 @@
-"""What a model keeps for a sequence: its caches, their kinds and shapes, and how it reads them.
-
-The probe (`kvd.worker.serving.probe`) finds it out, and `kvd.worker.cache.model_cache` makes stores
-of it. Data only.
-"""
+"""What a model keeps for a sequence, as `kvd.worker.serving.probe` finds it out: data only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """mlx-lm's own caches, one set per sequence, for models that kvd's stores cannot serve.
 
-Same interface as `kvd.worker.cache.model_cache.ModelCache`. Nothing is quantized, and each sequence
-takes a forward pass of its own. Its costs are measured, not computed.
+Same interface as `ModelCache`. Nothing is quantized, and each sequence takes a forward pass of its
+own. Its costs are measured, not computed.
 """
 
 from __future__ import annotations
@@ -56,14 +56,10 @@ class MlxLmCosts:
         self.unit_bytes = max(1, PAGE_TOKENS * token_bytes, fixed_bytes)
 
     def pages_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
-        """Return the most bytes that a sequence uses on its way to ``length`` tokens.
-
-        mlx-lm's caches grow by copying, 256 tokens at a time, so they exist twice during a copy.
-        """
+        # mlx-lm's caches grow by copying, 256 tokens at a time, so they exist twice during a copy.
         return 2 * self.token_bytes * (length + max(256, chunk))
 
     def continued_bytes(self, _start: int, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
-        """Return the most bytes of another sequence with the same beginning: a whole copy."""
         return self.pages_bytes(length, chunk)
 
 

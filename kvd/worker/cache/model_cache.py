@@ -51,7 +51,6 @@ class ModelCache:
         self.scheme = settings.schemes[0]
         self.levels = len(settings.schemes)
         self.backend: Backend | None = None
-        """Attends instead of plain operations, in stores that are read as pages."""
         scratch = Scratch(settings.prefill_scratch)
         self.stores = [self._new_store(kind, scratch) for kind in layout.kinds]
         self.states = StateStore(list(layout.states()))
@@ -157,10 +156,7 @@ class ModelCache:
         return sequence
 
     def restore(self, snapshot: SequenceSnapshot) -> SequenceRow:
-        """Return a new sequence with a snapshot's content. The snapshot stays.
-
-        The device must be idle. The new sequence computes bit for bit what the original would.
-        """
+        """Return a sequence with a snapshot's content (`KVStore.restore`)."""
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")
         rows = []
@@ -183,10 +179,7 @@ class ModelCache:
         self.sequences.remove(sequence)
 
     def discard(self) -> None:
-        """Free all running sequences, in whatever state a failed step left them.
-
-        Snapshots stay; all other memory is freed.
-        """
+        """Free all memory except snapshots, in whatever state a failed step left the sequences."""
         for view in self._attention_views:
             view.forget()
         for sequence in self.sequences:
@@ -221,17 +214,13 @@ class ModelCache:
     def can_group(self) -> bool:
         """Whether several sequences can be prefilled in one padded pass.
 
-        Not with rectangles, which are gathered for one row per pass, and not with recurrent states,
-        which would take in the padding.
+        Rectangles are gathered for one row per pass. Recurrent states would take in the padding.
         """
         paged = all(access is Access.PAGES for access in self.access.values())
         return self.batched and paged and not self.states.parts
 
     def begin_group(self, sequences: list[SequenceRow], counts: list[int], width: int) -> None:
-        """Start a forward pass over chunks of several sequences, each padded to ``width`` tokens.
-
-        Requires `can_group`. `finish_prefill` ends the pass.
-        """
+        """Start a forward pass over chunks, each padded to ``width`` tokens. Needs `can_group`."""
         for index, store in enumerate(self.stores):
             store.begin_group([sequence.rows[index] for sequence in sequences], counts, width)
         self._prefilling = list(zip(sequences, counts, strict=True))
@@ -254,10 +243,7 @@ class ModelCache:
             sequence.length += count
 
     def undo_prefill(self) -> bool:
-        """Drop a prefill pass that failed before it wrote anything.
-
-        Returns whether its sequences are unchanged. Recurrent states are not.
-        """
+        """Drop a failed prefill pass. Returns whether its sequences, with states, are unchanged."""
         for view in self._attention_views:
             view.forget()
         self._prefilling = []
@@ -265,7 +251,6 @@ class ModelCache:
         return all(undone) and not self.states.parts
 
     def needs_flush(self, sequences: list[SequenceRow]) -> bool:
-        """Return whether one of these sequences needs a flush before its next step."""
         return any(
             store.needs_flush([sequence.rows[index] for sequence in sequences])
             for index, store in enumerate(self.stores)
@@ -277,7 +262,7 @@ class ModelCache:
         return keys_and_values + self.states.arrays()
 
     def flush(self) -> None:
-        """Write the next page of all sequences that have its tokens. The device must be idle."""
+        """Flush each store (`KVStore.flush`). The device must be idle."""
         for store in self.stores:
             store.flush()
 

@@ -70,8 +70,7 @@ def page_product(
 ) -> mx.array:
     """Multiply rows of ``x`` with pages: ``x @ page``, or ``x @ page.T`` if ``transpose``.
 
-    ``x`` is ``[n, heads, r, k]``; ``index`` pairs its rows with pages. Returns
-    ``[pages, heads, r, m]``. The pages are read in place, packed or dense.
+    ``x`` is ``[n, heads, r, k]``; returns ``[pages, heads, r, m]``. Pages are read in place.
     """
     if packing.bits == 16 and packed[0].dtype != x.dtype:
         # With mixed dtypes MLX would convert the whole pool.

@@ -1,7 +1,4 @@
-"""Sizes that lists and passes are padded to, so that they have few shapes.
-
-Functions are compiled, and attention is planned, once per shape.
-"""
+"""Sizes of lists and passes: few, since compiling and planning of attention are per shape."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ def padded_length(count: int) -> int:
 
 
 def attention_is_planned() -> bool:
-    """Return whether the device plans dense attention again for every shape.
-
-    cuDNN on CUDA does, which takes the host 50 to 100 ms.
-    """
+    """Return whether each shape of dense attention is planned: cuDNN takes 50 to 100 ms for it."""
     return bool(mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
 
 

@@ -34,10 +34,7 @@ class PageStore:
         self.levels = range(levels)
         self.allocators = [PageAllocator(level) for level in self.levels]
         self.spare: Callable[[], int] | None = None
-        """Bytes, as `charge` counts, that pools may grow ahead of need; None: no limit.
-
-        Pages that rows need are always allocated: admission ensures that they fit.
-        """
+        """Bytes, as `charge` counts, that pools may grow ahead of need; None: no limit."""
         self.reclaim: Callable[[], None] = self.cut_to_used
         """Called when pools must grow and `spare` has no room for it."""
         self.goals: dict[int, int] = {}
@@ -60,15 +57,11 @@ class PageStore:
         ]
 
     def charge(self, level: int = 0) -> int:
-        """Return the bytes that accounting reserves for a page.
-
-        The page itself, and its share of the copy that growing one layer's pool takes.
-        """
+        """Return the bytes of a page and of its share of the copy that growing a pool takes."""
         return self.page_bytes(level) + max(self.layer_page_bytes[level])
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes of the pools, as `charge` counts them."""
         return sum(
             self._charged_capacity(allocator) * self.charge(allocator.level)
             for allocator in self.allocators
@@ -87,7 +80,6 @@ class PageStore:
 
     @property
     def idle_charge(self) -> int:
-        """Bytes of the pages that only snapshots reference, as `charge` counts them."""
         return sum(allocator.idle * self.charge(allocator.level) for allocator in self.allocators)
 
     # References.
@@ -159,7 +151,6 @@ class PageStore:
         return True
 
     def capacity_ahead(self, allocator: PageAllocator) -> int:
-        """Return the capacity that a pool grows to ahead of need, within `spare`."""
         wanted = allocator.capacity + max(SLAB_PAGES, allocator.capacity // 4)
         if self.spare is not None:
             room = self.spare() // self.charge(allocator.level)
@@ -237,7 +228,6 @@ class PageStore:
             self._grow_to(self.allocators[0], capacity)
 
     def _cut(self, allocator: PageAllocator, capacity: int) -> None:
-        """Pack a level's pages and cut its pools, one layer's copies at a time."""
         if moves := allocator.packing():
             self._move_within(allocator, moves)
         capacity = min(allocator.capacity, capacity)

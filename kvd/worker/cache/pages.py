@@ -94,10 +94,7 @@ class PageAllocator:
             heapq.heappush(self._free, page.slot)
 
     def release_running(self) -> None:
-        """Remove all references except those of snapshots.
-
-        Includes pages that no row has: a flush that failed may have taken some.
-        """
+        """Remove all references except those of snapshots, also to pages that no row has."""
         for slot in list(self._references):
             for _ in range(self._references[slot] - self._snapshot.get(slot, 0)):
                 self.release(PageId(self.level, slot))
@@ -113,5 +110,4 @@ class PageAllocator:
         self.idle += (after == snapshots_after > 0) - (before == snapshots_before > 0)
 
     def references(self, page: PageId) -> int:
-        """Return the number of references to a page; 0 if it is free."""
         return self._references.get(page.slot, 0)

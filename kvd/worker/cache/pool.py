@@ -127,25 +127,19 @@ class PagePool:
                     target[slots] = source
 
     def grow(self, capacity: int) -> None:
-        """Add zeroed pages up to ``capacity``; evaluates, keys before values.
-
-        The scratch is one copy of the larger of the two sides.
-        """
+        """Add zeroed pages up to ``capacity``; evaluates one side after the other."""
         for side in (0, 1):
             if self.capacities[side] < capacity:
                 self.resize(side, capacity)
 
     def cut(self, capacity: int) -> None:
-        """Keep only the first ``capacity`` pages; evaluates, keys before values."""
+        """Keep only the first ``capacity`` pages; evaluates one side after the other."""
         for side in (0, 1):
             if self.capacities[side] > capacity:
                 self.resize(side, capacity)
 
     def resize(self, side: int, capacity: int) -> None:
-        """Give keys (side 0) or values (1) room for ``capacity`` pages; evaluates.
-
-        The scratch is one copy of that side. `capacity` is the smaller of the two sides.
-        """
+        """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy; evaluates."""
         old = (self.keys, self.values)[side]
         more = capacity - self.capacities[side]
         if more < 0:

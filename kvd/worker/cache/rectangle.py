@@ -122,7 +122,7 @@ def _rectangle(rows: list[_Tokens], lows: list[int], kind: Kind, padding: int) -
 
 
 class RectangleScratch:
-    """The stores that are read as rectangles: ``stores`` by their index in the model's cache."""
+    """Scratch of the stores that are read as rectangles, by their index in the model's cache."""
 
     def __init__(self, stores: dict[int, KVStore]) -> None:
         self.stores = stores

@@ -79,7 +79,6 @@ class Row:
         return not self.written_ahead and self.tail_length > PAGE_TOKENS
 
     def commit_page(self) -> None:
-        """Read the page that was written ahead from now on, instead of the tail's tokens."""
         self.pages.append(self.written_ahead.pop())
 
     def start(self, index: int) -> int:

@@ -31,17 +31,13 @@ class SequenceCosts:
         """Bytes of every sequence: its tails, and all copies of its states that steps keep."""
         growing = next((store for store in stores if not store.kind.bounded), None)
         self.unit_bytes = growing.pages.charge() if growing else max(1, self.row_bytes)
-        """The unit of reservations: a page of the kind that grows without bound.
-
-        If no kind does, `row_bytes`.
-        """
+        """Unit of reservations: a page of a kind that grows without bound, else `row_bytes`."""
 
     def pages_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:
         """Return the most bytes of pages that a sequence uses on its way to ``length`` tokens.
 
-        Includes what reading the sequence as a rectangle takes beyond the scratch. ``chunk`` is the
-        number of tokens prefilled at once: a window holds their pages until the chunk ends.
-        ``level`` is the precision level where the sequence starts.
+        Includes what its rectangle takes beyond the scratch. ``chunk`` is the number of tokens
+        prefilled at once, ``level`` the precision level where the sequence starts.
         """
         start = self._settings.store_level(level)
         pages = sum(store.most_bytes(length, chunk, start) for store in self._stores)

@@ -1,8 +1,4 @@
-"""Snapshots of a model's sequences, and the bytes that they hold.
-
-They serve as checkpoints of the prefix cache (`kvd.worker.prefix.tree`), for preempted requests, and
-for prompts with several choices.
-"""
+"""Snapshots of sequences: for the prefix cache, preempted requests, and several choices."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ class SequenceSnapshots:
         self._states = states
 
     def take(self, sequence: SequenceRow) -> SequenceSnapshot:
-        """Return a sequence's pages and states by reference, and copies of its tails.
-
-        The device must be idle.
-        """
+        """Return pages and states by reference, and copies of tails. The device must be idle."""
         rows = []
         with ExitStack() as undo:  # if memory is short in one store, none keeps a part
             for store, row in zip(self._stores, sequence.rows, strict=True):
@@ -66,7 +59,6 @@ class SequenceSnapshots:
         return snapshot
 
     def drop(self, snapshot: SequenceSnapshot) -> None:
-        """Free a snapshot. No step reads one, so this is always safe."""
         snapshot.alive = False
         for store, row in zip(self._stores, snapshot.rows, strict=True):
             store.snapshots.drop(row)

@@ -1,4 +1,4 @@
-"""How a model's keys and values are kept: schemes, floors, windows and scratch."""
+"""How a model's keys and values are kept: schemes, floors, windows, and memory for copies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CacheSettings:
 
 @dataclass
 class Scratch:
-    """Counts dense copies that are alive, or will be once lazy steps are evaluated."""
+    """Counts dense copies of pages that are alive, or will be once lazy steps are evaluated."""
 
     limit: int = 256 * 1024 * 1024
     """Bytes that dense copies may take at once."""
@@ -69,10 +69,9 @@ class Scratch:
         return True
 
     def reserve(self, nbytes: int) -> bool:
-        """Count dense copies that the caller is about to make.
+        """Count dense copies that the caller makes next.
 
-        Returns whether the earlier copies must be freed first. The caller frees them by evaluating
-        what was computed from them, including by steps in flight.
+        Returns whether the caller must first evaluate what was computed from earlier copies.
         """
         exceeds = self.used > 0 and self.used + nbytes > self.limit
         self.used = nbytes if exceeds else self.used + nbytes

@@ -86,10 +86,7 @@ def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Pie
 
 
 class _PageIndex:
-    """Numbers the pages of some sequences, and finds their current slots.
-
-    A page is found through the first row that references it.
-    """
+    """Numbers the pages of sequences, and finds their slots through the first row that has them."""
 
     def __init__(self, sequences: Sequence[SequenceSnapshot | SequenceRow], stores: int) -> None:
         self._sequences = sequences

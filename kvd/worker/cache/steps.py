@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -158,8 +158,7 @@ class DecodeStep:
             places = self.token_places[:, None]
             written = (mx.arange(TAIL_TOKENS) == places % TAIL_TOKENS) & (places >= 0)
             self.shared["written"] = written[:, None, :, None]
-        found: mx.array = self.shared["written"]
-        return found
+        return cast("mx.array", self.shared["written"])
 
     def visible_tails(self) -> mx.array:
         """Return which tail tokens the queries see, ``[rows, TAIL_TOKENS]`` bool."""
@@ -168,8 +167,7 @@ class DecodeStep:
             if self.window is not None and (window := self.window.tails()) is not None:
                 visible = visible & window
             self.shared["tails"] = visible
-        found: mx.array = self.shared["tails"]
-        return found
+        return cast("mx.array", self.shared["tails"])
 
     @staticmethod
     def pages_key(table: LevelTable) -> str:
@@ -183,8 +181,7 @@ class DecodeStep:
             if table.real_pages is not None:
                 visible = table.real_pages if visible is None else visible & table.real_pages
             self.shared[key] = visible
-        found: mx.array | None = self.shared[key]
-        return found
+        return cast("mx.array | None", self.shared[key])
 
     @property
     def offsets(self) -> mx.array:
@@ -193,8 +190,7 @@ class DecodeStep:
             padding = [0] * (self.batch - len(self.rows))
             offsets = [length - 1 for length in self.lengths]
             self.shared["offsets"] = mx.array(offsets + padding, mx.int32)
-        found: mx.array = self.shared["offsets"]
-        return found
+        return cast("mx.array", self.shared["offsets"])
 
 
 @dataclass(frozen=True)
@@ -278,7 +274,18 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """New tokens of several rows, or of one row that is padded."""
+    """New tokens of several rows, or of one row that is padded: one right-padded rectangle.
+
+    ::
+
+        row 0   t t t t t t .      t: a token of the row's chunk, at the row's own position
+        row 1   t t t t . . .      .: padding, which attention ignores and the cache does not keep
+        row 2   t t t t t t t
+                |<- width ->|
+
+    The model's matrix products see one large batch of tokens. Each row attends, fills pages and
+    writes its tail by its own `PrefillStep`, as if it were prefilled alone.
+    """
 
     steps: tuple[PrefillStep, ...]
     width: int
@@ -292,11 +299,3 @@ class PrefillGroup:
     @property
     def even(self) -> bool:
         return all(step.count == self.width for step in self.steps)
-
-
-def prefill_group(rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-    """Plan ``counts`` new tokens of distinct rows that have no page written ahead."""
-    if not all(0 < count <= width for count in counts):
-        raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
-    steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))
-    return PrefillGroup(tuple(steps), width)

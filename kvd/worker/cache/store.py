@@ -39,7 +39,6 @@ from kvd.worker.cache.steps import (
     PrefillGroup,
     PrefillStep,
     decode_step,
-    prefill_group,
     prefill_step,
 )
 from kvd.worker.cache.tails import TailSlots
@@ -71,9 +70,8 @@ class KVStore:
         self.quantized_start = quantized_start
         self.scratch = Scratch() if scratch is None else scratch
         self.page_product = page_product
-        """Multiplies with pages. The probe replaces it on devices without gathered products."""
+        """The probe replaces it on devices without gathered products."""
         self.backend: Backend | None = None
-        """Attends instead of plain operations, if not None."""
         self.layers = [
             LayerStore(
                 geometry,
@@ -123,9 +121,9 @@ class KVStore:
         return row
 
     def restore(self, snapshot: RowSnapshot) -> Row:
-        """Return a new row with a snapshot's content. The snapshot stays; the device must be idle.
+        """Return a row that computes bit for bit what the original would. The device must be idle.
 
-        The new row computes bit for bit what the original row would have computed.
+        The snapshot stays.
         """
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")
@@ -141,7 +139,6 @@ class KVStore:
         return row
 
     def fork(self, row: Row) -> Row:
-        """Return a new row with the same content: pages by reference, the tail copied."""
         snapshot = self.snapshots.take(row)
         try:
             return self.restore(snapshot)
@@ -192,10 +189,7 @@ class KVStore:
         self.tables.invalidate([row])
 
     def discard(self) -> None:
-        """Free all running rows, in whatever state a failed step left them. Snapshots stay.
-
-        `shrink` then frees their memory.
-        """
+        """Free all running rows after a failed step. Snapshots stay; `shrink` frees the memory."""
         for row in self.rows:
             row.alive = False
         self.rows = []
@@ -242,14 +236,13 @@ class KVStore:
         return replace(step, backend=self.backend.prefill(self.kind, step.row, step.count))
 
     def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-        """Start a forward pass over chunks of several rows, each padded to ``width`` tokens.
-
-        `finish_prefill` ends it.
-        """
+        """Start a pass over chunks of rows, padded to ``width`` tokens, up to `finish_prefill`."""
         for row in rows:
             self.pages.release_written_ahead(row)
-        step = prefill_group(rows, counts, width)
-        self.step = step = replace(step, steps=tuple(map(self._with_backend, step.steps)))
+        if not all(0 < count <= width for count in counts):
+            raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
+        steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))
+        self.step = step = PrefillGroup(tuple(map(self._with_backend, steps)), width)
         self.scratch.clear()
         return step
 
@@ -306,10 +299,7 @@ class KVStore:
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether one of these rows needs a flush before its next step.
-
-        It commits a page that is not written yet, or it must leave the dense start.
-        """
+        """Return whether a row commits an unwritten page, or leaves the dense start."""
         return any(
             (row.commits_next and not row.written_ahead) or self.dense_start.outgrown(row)
             for row in rows
@@ -333,10 +323,7 @@ class KVStore:
             self.tables.invalidate()
 
     def shrink(self, pages: int = 0) -> None:
-        """Keep room for ``pages`` pages, or for those of snapshots; free all other memory.
-
-        No running row may be left.
-        """
+        """Free all memory but ``pages`` pages, or those of snapshots. No row may be running."""
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")
         self.step = None

@@ -1,12 +1,10 @@
 """Drop-in caches for mlx-lm: paged, quantized, and batched by reference.
 
 `DropInKVCache` replaces mlx-lm's `KVCache` and `BatchKVCache`; `DropInRotatingKVCache` replaces
-`RotatingKVCache` and `BatchRotatingKVCache`. Each class holds one sequence or a batch: ``offset``
-is an int until the cache was merged.
+`RotatingKVCache` and `BatchRotatingKVCache`. ``offset`` is an int until the cache was merged.
 
-As mlx-lm expects, every cache is independent of all others. The caches of one layer share a
-`SharedStore`, which only saves memory. `merge`, `extract`, `filter`, `extend` and copies move
-references; they copy no keys.
+Every cache is independent of all others. The caches of one layer share a `SharedStore`, which only
+saves memory. `merge`, `extract`, `filter`, `extend` and copies move references; they copy no keys.
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ class DropInKVCache:
     """
 
     def __init__(
-        self,
-        scheme: str | Scheme = "k8v4",
-        *,
-        group_size: int = 64,
-        quantized_kv_start: int = 0,
+        self, scheme: str | Scheme = "k8v4", *, group_size: int = 64, quantized_kv_start: int = 0
     ) -> None:
         schemes = schemes_of(scheme, group_size, quantized_kv_start)
         self.attach(SharedStore(schemes, FULL, quantized_start=quantized_kv_start), [SharedRow()])
@@ -84,13 +78,13 @@ class DropInKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Reading, Reading]:
         """Append new tokens' keys and values, ``[batch, heads, tokens, dim]``.
 
-        Returns a `Reading` twice, in place of keys and values; only attention can use it
-        (`kvd.worker.serving.seam`). Raises ``ValueError`` if the cache holds another number of
-        sequences.
+        Returns a `Reading` twice, which only attention can use. Raises ``ValueError`` if the cache
+        holds another number of sequences.
         """
         batch, _, tokens, _ = keys.shape
         with self.shared.at_work():
-            if self._is_first_batch(batch):
+            if not self._batched and len(self.rows) == 1 and batch > 1 and self.empty():
+                # As in mlx-lm's KVCache, the first tokens decide the number of sequences.
                 self.rows += self.shared.hold([SharedRow() for _ in range(batch - 1)])
                 self.padding = Padding.none(batch)
             if batch != len(self.rows):
@@ -98,10 +92,6 @@ class DropInKVCache:
             reading = self.shared.add(self.rows, self.padding.spans(tokens), keys, values)
         self._reading = reading if self.shared.keeps_reading else None
         return reading, reading
-
-    def _is_first_batch(self, batch: int) -> bool:
-        # As in mlx-lm's KVCache, the first tokens decide the number of sequences.
-        return not self._batched and len(self.rows) == 1 and batch > 1 and self.empty()
 
     def keys_and_values(self) -> tuple[Reading, Reading]:
         """Return the result of the newest `update_and_fetch`, for layers that share it.
@@ -116,10 +106,7 @@ class DropInKVCache:
     def make_mask(
         self, n: int, window_size: int | None = None, *, return_array: bool = False, **_: Any
     ) -> None:
-        """Return no mask: attention computes what each row may see.
-
-        Raises ``TypeError`` if the model asks for a mask array or for another window.
-        """
+        """Return no mask. Raises ``TypeError`` if the model needs an array or another window."""
         if window_size not in {None, self.kind.window}:
             raise TypeError(
                 f"the model asks for a window of {window_size} tokens; this cache has"
@@ -160,17 +147,16 @@ class DropInKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and tails of this cache's sequences.
+        """Bytes of the pages and tails of this cache's sequences, without free pages.
 
         A page that two of them share counts once. A page shared with another cache counts in both.
-        Free places in the pools, which all caches of the layer share, do not count.
         """
         return convert.held_bytes(self.shared, self.rows)
 
     def dense(self, index: int = 0) -> tuple[mx.array, mx.array]:
         """Return one sequence's keys and values as attention sees them, ``[heads, tokens, dim]``.
 
-        With a window, only tokens that are still held. Raises ``ValueError`` for an empty sequence.
+        Raises ``ValueError`` for an empty sequence.
         """
         with self.shared.at_work():
             row = self.rows[index].row
@@ -201,9 +187,8 @@ class DropInKVCache:
     def merge(cls, caches: Sequence[Any]) -> Self:
         """Return a batch of all these caches' sequences. The caches do not change.
 
-        Sequences of other stores are copied to the store of the model's caches
-        (`convert.together`). Raises ``TypeError`` for caches of another class, ``ValueError`` for
-        another window or other key shapes; nothing is copied then.
+        Sequences of other stores are copied to one (`convert.together`). Raises ``TypeError`` for
+        caches of another class, ``ValueError`` for another window or other key shapes.
         """
         for cache in caches:
             cls._check(cache)
@@ -233,21 +218,15 @@ class DropInKVCache:
         self.shared.drop(before)
 
     def extend(self, other: Any) -> None:
-        """Append another cache's sequences. The other cache stays usable.
-
-        Raises the errors of `merge`; this cache does not change then.
-        """
+        """Append another cache's sequences. Raises the errors of `merge`, with nothing changed."""
         self._check(other)
         padding = self.padding.joined(other.padding)
-        with convert.together((self.shared, self.rows), (other.shared, other.rows)) as (
-            shared,
-            rows,
-        ):
+        parts = [(cache.shared, cache.rows) for cache in (self, other)]
+        with convert.together(*parts) as (shared, rows):
             self._become(shared, rows, batched=True)
         self.padding = padding
 
     def _become(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
-        """Make this a cache of other rows, and drop the references to its own."""
         drop_own = self._finalizer
         self.attach(shared, rows, batched=batched)
         drop_own()
@@ -311,9 +290,8 @@ class DropInKVCache:
     def from_quantized(cls, cache: Any, scheme: str | Scheme = "k8v4", **options: Any) -> Self:
         """Return a cache with the content of mlx-lm's `QuantizedKVCache`.
 
-        The options are those of `from_kv_cache`.
-        mlx-lm quantizes keys per token, kvd per channel. So full pages are quantized a second time,
-        which loses precision again.
+        The options are those of `from_kv_cache`. Full pages are quantized a second time, because
+        mlx-lm quantizes keys per token, kvd per channel. That loses precision again.
         """
         return cls.from_kv_cache(cache, scheme, **options)
 
@@ -328,10 +306,9 @@ class DropInKVCache:
         return convert.kv_cache_of(self.shared, self.rows[0].row)
 
     def to_quantized(self, group_size: int = 64, bits: int = 8) -> Any:
-        """Return the sequence as mlx-lm's `QuantizedKVCache`.
+        """Return the sequence as mlx-lm's `QuantizedKVCache`, with pages quantized again.
 
-        Its groups run along a token's channels, so pages are quantized again, and the newest tokens
-        for the first time. Raises ``NotImplementedError`` for windows, as mlx-lm does.
+        Raises ``NotImplementedError`` for windows, as mlx-lm does.
         """
         return self.to_kv_cache().to_quantized(group_size=group_size, bits=bits)
 

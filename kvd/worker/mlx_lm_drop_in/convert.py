@@ -39,10 +39,8 @@ def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
             return 0
         store = shared.rows
         pages = {page for row in own for page in row.held}
-        return (
-            sum(store.pages.page_bytes(page.level) for page in pages)
-            + len(own) * store.tails.row_bytes
-        )
+        paged = sum(store.pages.page_bytes(page.level) for page in pages)
+        return paged + len(own) * store.tails.row_bytes
 
 
 # Rows as values.
@@ -206,9 +204,8 @@ def _rows_on(
 class State(dict[str, Any]):
     """A cache's state: `mx.eval` sees the lazy arrays, and `items` returns the full content.
 
-    mlx-lm evaluates ``cache.state`` after each chunk of a prompt, and saves the same property to a
-    file. A copy of all pages for each chunk would double the memory. `mx.eval` reads the dict in C
-    and finds only the lazy arrays; `mlx.utils.tree_flatten` calls `items`.
+    mlx-lm evaluates ``cache.state`` after each chunk of a prompt. A copy of all pages would double
+    the memory. `mx.eval` reads the dict in C; to save it, `mlx.utils.tree_flatten` calls `items`.
     """
 
     def __init__(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
@@ -244,10 +241,7 @@ class State(dict[str, Any]):
 
 
 def restored(state: Any) -> tuple[SharedStore, list[SharedRow], bool]:
-    """Make a new store from a state. Returns it, its rows, and whether they were a batch.
-
-    Raises ``ValueError`` if the state is damaged, or is of another class of cache.
-    """
+    """Make a new store from a state. Returns it, its rows, and whether they were a batch."""
     parts = dict(state.items()) if isinstance(state, Mapping) else {}
     found = _header(parts).get("format")
     if found != FORMAT:

@@ -23,21 +23,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as upstream
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.mlx_lm_drop_in.caches import (
-    DropInKVCache,
-    DropInRotatingKVCache,
-    schemes_of,
-)
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache, DropInRotatingKVCache, schemes_of
 from kvd.worker.mlx_lm_drop_in.shared_store import SharedStore
 from kvd.worker.serving import seam
 from kvd.worker.serving.selfcheck import STEPS, explain_failure, tolerance
@@ -184,8 +174,7 @@ def _try(model: Any, installed: QuantizedKV) -> list[bool]:
 class Trial:
     """Two sequences of unequal length, with a model's own caches and with kvd's.
 
-    The error of a sequence is the median over its steps. A single step may differ because rounding
-    makes a router choose another expert.
+    A sequence's error is its steps' median: rounding may make a router choose another expert.
     """
 
     def __init__(self, model: Any, own: Maker, paged: Maker) -> None:

@@ -1,9 +1,8 @@
 """One layer's pages, shared by all drop-in caches of that layer, and the references to its rows.
 
-mlx-lm merges, splits, copies and drops its caches at any time. Here, that moves references: a
-`SharedRow` is a sequence's row and the number of caches that reference it. A row with several
-references is copied when one of their caches is about to write it. Only its tail is copied then,
-since pages are immutable.
+mlx-lm merges, splits, copies and drops its caches at any time. Here, that moves references. A row
+with several references is copied when one of their caches is about to write it. Only its tail is
+copied then, since pages are immutable.
 
 Rows may be dropped at any time, in any order, from any thread:
 
@@ -129,11 +128,7 @@ class DecodeReading(Reading):
 
 
 class ChunkReading(Reading):
-    """Chunks of unequal length, one per row, which are evaluated and written row by row.
-
-    Attending several rows with several tokens each would need a rectangle as wide as the longest
-    row. One row at a time, the scratch is one row's dense layer.
-    """
+    """Chunks of unequal length, evaluated row by row: the scratch is one row's dense layer."""
 
     def __init__(
         self,
@@ -183,11 +178,10 @@ class ChunkReading(Reading):
 
 
 class SharedStore:
-    """One layer's rows, and the references of caches to them.
+    """One layer's rows, created with the first keys, and the references of caches to them.
 
-    The rows are created when the first keys show their shape. ``schemes``, ``kind`` and
-    ``quantized_start`` are those of `KVStore`. ``home`` marks the store of a model's own caches:
-    rows that meet rows of another store move there.
+    ``schemes``, ``kind`` and ``quantized_start`` are those of `KVStore`. ``home`` marks the store
+    of a model's own caches: rows that meet rows of another store move there.
     """
 
     def __init__(
@@ -335,11 +329,7 @@ class SharedStore:
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
 
     def flush(self) -> None:
-        """Write pages once the device no longer reads the pools. No pass may be under way.
-
-        mlx-lm's loop builds the next step while the device runs one. The newest step's attention
-        output depends on its reads of the pools, and so on those of all earlier steps.
-        """
+        """Write pages once the device no longer reads the pools. No pass may be under way."""
         self.drain()
         self.rows.flush()
         if self.rows.mostly_free:
@@ -352,6 +342,7 @@ class SharedStore:
         mx.eval(self.rows.arrays())
 
     def _wait_for_readers(self) -> None:
+        # The newest step's output depends on its reads of the pools, and on all earlier ones.
         if self.latest is not None:
             mx.eval(self.latest)
             self.latest = None
