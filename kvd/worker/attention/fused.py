@@ -11,7 +11,7 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
 from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
 from kvd.worker.cache.padded_sizes import padded_length, padded_work
-from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.page_tables import PageList
 from kvd.worker.cache.splits import Splits
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.page_tables import PageList
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import Packing
@@ -38,9 +38,8 @@ class Backend(Protocol):
 def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:
     """Return six integers for each row of a decode step, whose length counts the new token.
 
-    Slot of its tail, tokens in the tail, position of the tail's first token, index of its first
-    page and index after its last page in the list, and the first position that the query sees
-    apart from the kept ones.
+    The slot, length and start of its tail. The first and end index of its pages in the list. The
+    first position that the query sees apart from the kept ones.
     """
     return [
         (

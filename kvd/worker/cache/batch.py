@@ -112,10 +112,7 @@ class BatchQuantizedKVCache:
         """Do nothing: the store frees pages that leave a window."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Append the new tokens' keys and values, ``[batch, heads, tokens, dim]``.
-
-        Returns the same handle twice, in place of keys and values.
-        """
+        """Append ``[batch, heads, tokens, dim]``; return one handle in place of keys and values."""
         step = self.step
         handle: KVHandle
         if isinstance(step, DecodeStep):
@@ -261,10 +258,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> mx.array | str | None:
-        """Return the mask that mlx-lm's caches return: None, ``causal``, or a bool array.
-
-        ``[batch, 1, 1, most]`` in a batched decode, else ``[n, most]``.
-        """
+        """Return mlx-lm's mask: None, ``causal``, bool ``[batch, 1, 1, most]`` or ``[n, most]``."""
         step, kind = self.step, self._store.kind
         if isinstance(step, DecodeStep) and self._batched:
             queries = np.array(step.lengths)[:, None] - 1

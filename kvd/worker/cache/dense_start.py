@@ -30,10 +30,7 @@ class DenseStart:
         return row.level == level and all(page.level == level for page in row.pages)
 
     def leave(self, rows: list[Row]) -> None:
-        """Quantize rows that have reached the length for it.
-
-        Rows that share their pages and have not reached it keep the dense pages.
-        """
+        """Quantize the pages of these rows. Other rows that share them keep the dense pages."""
         if not rows:
             return
         self._pages.make_ready({1: len(_dense_pages(rows))})

@@ -111,11 +111,7 @@ class MlxLmSnapshots:
 
 
 class MlxLmCache:
-    """Everything that a model keeps for its sequences, as mlx-lm keeps it.
-
-    ``make_caches`` returns the caches of a new sequence, which takes ``fixed_bytes`` and
-    ``token_bytes`` per token.
-    """
+    """Sequences with mlx-lm's caches, which take ``fixed_bytes``, and ``token_bytes`` per token."""
 
     batched = False
     scheme = Scheme(16, 16)

@@ -63,10 +63,7 @@ class ModelCache:
         self.sequences: list[SequenceRow] = []
         self.snapshots = SequenceSnapshots(self.stores, self.states)
         self.limit_bytes: int | None = None
-        """Bytes up to which pools may grow ahead of need; None: no limit.
-
-        Pools count as `charged_bytes`; tails, states and snapshots count too.
-        """
+        """Limit of growth ahead of need, for `charged_bytes`, tails, states and snapshots."""
         self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
         self._prefilling: list[tuple[SequenceRow, int]] = []
@@ -305,10 +302,7 @@ class ModelCache:
         self.states.drop_gone()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except that of snapshots. No sequence may be running.
-
-        Kinds without a window keep room for ``pages`` pages.
-        """
+        """Free all memory except snapshots and ``pages`` (`compact`). No sequence may run."""
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()

@@ -19,10 +19,7 @@ SLICE_PAGES = 16
 
 
 class PageStore:
-    """Allocators and pools of every precision level.
-
-    ``holders`` returns all rows and snapshots that may reference pages.
-    """
+    """Allocators and pools of every level. ``holders`` returns all rows and snapshots."""
 
     def __init__(
         self,

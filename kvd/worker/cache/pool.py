@@ -92,10 +92,7 @@ class PagePool:
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
     def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
-        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both sides; lazy.
-
-        Other heads are neither copied nor dequantized.
-        """
+        """Return some heads of these pages dense, both sides ``[pages, heads, 64, dim]``; lazy."""
         keys, values = (
             pk.take(tuple(array[:, heads] for array in side), slots)
             for side in (self.keys, self.values)

@@ -41,10 +41,7 @@ of the step in flight, and the output of the next one, which starts before the f
 
 
 class StateStore:
-    """The states of all sequences, in all recurrent layers.
-
-    A sequence is named by any hashable object.
-    """
+    """The states of all sequences, by any hashable name, in all recurrent layers."""
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self.parts = list(parts)

@@ -69,10 +69,7 @@ class Scratch:
         return True
 
     def reserve(self, nbytes: int) -> bool:
-        """Count dense copies that the caller makes next.
-
-        Returns whether the caller must first evaluate what was computed from earlier copies.
-        """
+        """Count copies that come next. Returns whether steps with earlier ones must end first."""
         exceeds = self.used > 0 and self.used + nbytes > self.limit
         self.used = nbytes if exceeds else self.used + nbytes
         return exceeds

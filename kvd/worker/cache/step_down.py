@@ -32,12 +32,10 @@ class StepDown:
 
     Shared pages are converted once, for all rows and snapshots that reference them. The rows may be
     snapshots themselves. If a piece fails, every page is still on one level or the other. At the
-    end, the pools of all these levels are cut to the pages in use, including what flushes made the
-    lower pools grow ahead of need in the meantime.
+    end, the pools of all these levels are cut to the pages in use.
 
-    ``scratch`` is the number of bytes that pools and copies may take beyond the current pools. A
-    round is at least one piece, so it exceeds a scratch that is smaller than one side of a layer's
-    pool.
+    ``scratch`` is the number of bytes that pools and copies may take beyond the current pools. One
+    piece may exceed it.
     """
 
     def __init__(

@@ -15,8 +15,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
-from kvd.worker.cache.page_list import PageList, page_locations
-from kvd.worker.cache.page_tables import LevelTable, level_tables
+from kvd.worker.cache.page_tables import LevelTable, PageList, level_tables, page_locations
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from protocol.pages import TAIL_TOKENS
@@ -213,10 +212,7 @@ class PrefillStep:
         return self.offset - self.tail_length
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
-        """Give a layer the chunk's keys and values, ``[1, heads, count, dim]``; lazy.
-
-        Returns what the chunk's queries attend to in addition to the row's pages.
-        """
+        """Give a layer the chunk's keys and values (`LayerStore.put_chunk`); lazy."""
         row = self.row
         return layer.put_chunk(row.slot, self.tail_length, row.level, self.new_pages, keys, values)
 

@@ -10,8 +10,7 @@ The life of a step::
 
 A row switches from tail to page when its own length reaches the switch point. The flush that the
 first such row triggers also writes the pages of all other rows that have one due, so every page is
-written before it is read. What a row attends to therefore never depends on when a flush runs, or on
-the rest of the batch (`rows`).
+written before it is read.
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ class KVStore:
         return row
 
     def restore(self, snapshot: RowSnapshot) -> Row:
-        """Return a row that computes bit for bit what the original would. The device must be idle.
-
-        The snapshot stays.
-        """
+        """Return a row with the same bits as the original. The device must be idle."""
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")
         row = self.new_row()
@@ -264,10 +260,7 @@ class KVStore:
         self._drop_unseen(step.row for step in steps if step.row.alive)
 
     def undo_prefill(self) -> bool:
-        """Drop a prefill step that failed before `finish_prefill`. Returns whether there was one.
-
-        The rows are unchanged: a chunk changes nothing before it is written.
-        """
+        """Drop an unfinished prefill; the rows are unchanged. Returns whether there was one."""
         if not isinstance(self.step, PrefillStep | PrefillGroup):
             return False
         self.step = None
@@ -336,10 +329,7 @@ class KVStore:
     # Inspection.
 
     def read(self, row: Row, layer: int) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that a row holds in a layer, ``[heads, tokens, dim]``.
-
-        Their tokens are those of `positions`, in ascending order.
-        """
+        """Return keys and values of a row's `positions` in a layer, ``[heads, tokens, dim]``."""
         store = self.layers[layer]
         keys, values = store.tail_keys[row.slot], store.tail_values[row.slot]
         keys, values = keys[:, : row.tail_length], values[:, : row.tail_length]

@@ -151,7 +151,14 @@ class DropInKVCache:
 
         A page that two of them share counts once. A page shared with another cache counts in both.
         """
-        return convert.held_bytes(self.shared, self.rows)
+        with self.shared.at_work():
+            own = {one.row for one in self.rows if one.row is not None}
+            if not own:
+                return 0
+            store = self.shared.rows
+            pages = {page for row in own for page in row.held}
+            paged = sum(store.pages.page_bytes(page.level) for page in pages)
+            return paged + len(own) * store.tails.row_bytes
 
     def dense(self, index: int = 0) -> tuple[mx.array, mx.array]:
         """Return one sequence's keys and values as attention sees them, ``[heads, tokens, dim]``.

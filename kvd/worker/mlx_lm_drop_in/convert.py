@@ -31,18 +31,6 @@ CONVERTIBLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 """mlx-lm's caches that hold tokens in order and without padding."""
 
 
-def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
-    """Return the bytes of these rows' tails and pages; shared pages count once."""
-    with shared.at_work():
-        own = {one.row for one in rows if one.row is not None}
-        if not own:
-            return 0
-        store = shared.rows
-        pages = {page for row in own for page in row.held}
-        paged = sum(store.pages.page_bytes(page.level) for page in pages)
-        return paged + len(own) * store.tails.row_bytes
-
-
 # Rows as values.
 
 

@@ -145,10 +145,7 @@ def _maker(cache: Any, shared: Callable[[Kind], SharedStore]) -> Maker:
 
 
 def _try(model: Any, installed: QuantizedKV) -> list[bool]:
-    """Run the model with caches like these. Returns which are read more than once in a pass.
-
-    Raises `UnsupportedModel`, with the reason, if the model cannot use them.
-    """
+    """Return which caches are read more than once in a pass, or raise `UnsupportedModel`."""
     # Without `max_kv_size`: in mlx-lm, chunks longer than it do not see the kept first tokens.
     own = partial(make_prompt_cache, model)
     dense = QuantizedKV.like(own(), [Scheme(16, 16)])

@@ -99,10 +99,7 @@ class Reading(OpaqueKV):
         self._passes = shared.passes
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend the new tokens' queries, ``[batch, q_heads, tokens, k_dim]``, causally.
-
-        Raises ``RuntimeError`` after the pass, since pages may have moved.
-        """
+        """Attend causally. Raises ``RuntimeError`` after the pass, since pages may have moved."""
         if self._passes != self.shared.passes:
             raise RuntimeError(
                 "these keys and values belong to a forward pass that is over; call"
@@ -269,10 +266,7 @@ class SharedStore:
     def add(
         self, rows: list[SharedRow], spans: Sequence[Span], keys: mx.array, values: mx.array
     ) -> Reading:
-        """Add new tokens to these rows, ``[rows, heads, tokens, dim]``. Call it inside `at_work`.
-
-        ``rows`` is changed in place if a row had another reference.
-        """
+        """Add ``[rows, heads, tokens, dim]``, inside `at_work`. Replaces rows that are shared."""
         _, heads, _, k_dim = keys.shape
         geometry = LayerGeometry(heads, k_dim, values.shape[-1], keys.dtype.size)
         store = self.prepared(geometry, keys.dtype)
@@ -348,10 +342,7 @@ class SharedStore:
             self.latest = None
 
     def prepared(self, geometry: LayerGeometry, dtype: mx.Dtype) -> LayerRows:
-        """Return the rows for keys and values of this shape and dtype, created if there are none.
-
-        Raises ``ValueError`` if the rows have another shape or dtype.
-        """
+        """Return the rows, created if there are none. Raises ``ValueError`` for other shapes."""
         if self._rows is None:
             self._rows = LayerRows(
                 [geometry],

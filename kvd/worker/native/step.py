@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.backend import pools_of, rows_of
 from kvd.worker.cache.padded_sizes import padded_length
-from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.page_tables import PageList
 
 if TYPE_CHECKING:
     from kvd.worker.cache.attention_kind import Kind

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.page_list import page_locations
+from kvd.worker.cache.page_tables import page_locations
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages

@@ -57,7 +57,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     loader = SnapshotReader(cache, iter(records))
     stranger = cache.new_row()
     prefill(runner, stranger, ids(130, 4))
-    take(loader, cache.check)
+    take(loader, lambda: check_cache(cache))
     cache.free(stranger)
     disturb(runner)
     assert len({page for store in loader.sequences[0].rows for page in store.pages}) == len(shared)

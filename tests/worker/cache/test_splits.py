@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.page_tables import PageList
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
