@@ -121,8 +121,8 @@ class ModelCache:
     @property
     def tail_slots(self) -> int:
         """Sequences for which there are tails or states."""
-        places = max(len(self.sequences), self.states.places)
-        return max([places, *(store.tails.count for store in self.stores)])
+        tails = (store.tails.count for store in self.stores)
+        return max(len(self.sequences), self.states.places, *tails)
 
     @property
     def snapshot_charge(self) -> int:

@@ -81,17 +81,17 @@ class PageStore:
 
     # References.
 
-    def retain(self, row: Row) -> None:
-        for page in row.pages:
-            self.allocators[page.level].retain(page, snapshot=row.is_snapshot)
-
-    def release(self, row: Row, pages: Iterable[PageId]) -> None:
+    def retain(self, pages: Iterable[PageId], *, snapshot: bool = False) -> None:
         for page in pages:
-            self.allocators[page.level].release(page, snapshot=row.is_snapshot)
+            self.allocators[page.level].retain(page, snapshot=snapshot)
+
+    def release(self, pages: Iterable[PageId], *, snapshot: bool = False) -> None:
+        for page in pages:
+            self.allocators[page.level].release(page, snapshot=snapshot)
 
     def release_written_ahead(self, row: Row) -> None:
         """Release the page that was written ahead of its commit: the tail has its tokens."""
-        self.release(row, row.written_ahead)
+        self.release(row.written_ahead)
         row.written_ahead = []
 
     # Allocation and growth.
@@ -170,8 +170,7 @@ class PageStore:
                     source, target, [page.slot for page in pages], [page.slot for page in new]
                 )
         except BaseException:
-            for page in new:
-                self.allocators[target].release(page)
+            self.release(new)
             raise
         self._replace(dict(zip(pages, new, strict=True)), self._holders() if rows is None else rows)
 
@@ -181,10 +180,9 @@ class PageStore:
                 for index, page in enumerate(pages):
                     if page in new:
                         pages[index] = new[page]
-                        self.allocators[new[page].level].retain(new[page], snapshot=row.is_snapshot)
-                        self.allocators[page.level].release(page, snapshot=row.is_snapshot)
-        for page in new.values():
-            self.allocators[page.level].release(page)  # the reference from `take`
+                        self.retain([new[page]], snapshot=row.is_snapshot)
+                        self.release([page], snapshot=row.is_snapshot)
+        self.release(new.values())  # the references from `take`
         self._tables.invalidate()
 
     # Giving memory back.

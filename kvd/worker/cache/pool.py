@@ -139,28 +139,14 @@ class PagePool:
         """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy; evaluates."""
         old = (self.keys, self.values)[side]
         more = capacity - self.capacities[side]
-        if more < 0:
-            new = _head(old, capacity)
+        if more < 0:  # copies: a slice would keep the whole buffer alive
+            new = tuple(mx.contiguous(array[:capacity]) for array in old)
         else:
-            new = _joined(old, (self._empty_keys, self._empty_values)[side](more))
+            added = (self._empty_keys, self._empty_values)[side](more)
+            new = tuple(mx.concatenate(list(pair)) for pair in zip(old, added, strict=True))
+        for array in new:
+            mx.eval(array)  # one after the other, to need less scratch
         if side == 0:
             self.keys = new
         else:
             self.values = new
-
-
-def _head(packed: Packed, pages: int) -> Packed:
-    kept = []
-    for array in packed:
-        # A slice would keep the whole buffer alive.
-        kept.append(mx.contiguous(array[:pages]))
-        mx.eval(kept[-1])
-    return tuple(kept)
-
-
-def _joined(old: Packed, more: Packed) -> Packed:
-    arrays = []
-    for before, after in zip(old, more, strict=True):
-        arrays.append(mx.concatenate([before, after]))
-        mx.eval(arrays[-1])
-    return tuple(arrays)

@@ -55,11 +55,10 @@ def gathering_bytes(layers: Sequence[LayerStore], paged: int, loose: int, cells:
 
 def _unpacking(layer: LayerStore) -> int:
     g, itemsize = layer.geometry, layer.dtype.size
-    packings = [(pool.key_packing, pool.value_packing) for pool in layer.pools]
     return g.kv_heads * max(
-        g.k_dim * unpacking_bytes(keys.bits, itemsize)
-        + g.v_dim * unpacking_bytes(values.bits, itemsize)
-        for keys, values in packings
+        g.k_dim * unpacking_bytes(pool.key_packing.bits, itemsize)
+        + g.v_dim * unpacking_bytes(pool.value_packing.bits, itemsize)
+        for pool in layer.pools
     )
 
 

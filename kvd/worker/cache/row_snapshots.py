@@ -62,7 +62,7 @@ class RowSnapshots:
 
     def add(self, snapshot: RowSnapshot) -> None:
         """Add a snapshot from elsewhere; it references its pages from now on."""
-        self._pages.retain(snapshot)
+        self._pages.retain(snapshot.pages, snapshot=True)
         self.all.append(snapshot)
 
     def drop(self, snapshot: RowSnapshot) -> None:
@@ -70,5 +70,5 @@ class RowSnapshots:
         if not snapshot.alive:
             raise ValueError("the snapshot is already dropped")
         snapshot.alive = False
-        self._pages.release(snapshot, snapshot.pages)
+        self._pages.release(snapshot.pages, snapshot=True)
         self.all.remove(snapshot)

@@ -246,8 +246,7 @@ class SnapshotReader:
             finally:
                 self._cache.snapshots.drop(snapshot)
         for store, pages in zip(self._cache.stores, taken, strict=True):
-            for page in pages:
-                store.pages.allocators[page.level].release(page)  # the reference from `take`
+            store.pages.release(pages)  # the references from `take`
 
     def _write(self, piece: _Piece, pages: _PageIndex) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]

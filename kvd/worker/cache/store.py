@@ -131,7 +131,7 @@ class KVStore:
             self.free(row, clean=False)
             raise
         row.copy_from(snapshot)
-        self.pages.retain(row)
+        self.pages.retain(row.pages)
         return row
 
     def fork(self, row: Row) -> Row:
@@ -164,7 +164,7 @@ class KVStore:
             if rest > 0:
                 for layer in self.layers:
                     layer.refill_tail(row.slot, cut, rest)
-            self.pages.release(row, [cut])
+            self.pages.release([cut])
         row.length = length
         row.trimmed = True
         self.tables.invalidate([row])
@@ -180,7 +180,7 @@ class KVStore:
             raise ValueError("the row is already free")
         row.alive = False
         self.tails.free(row.slot, clean=clean)
-        self.pages.release(row, row.held)
+        self.pages.release(row.held)
         self.rows.remove(row)
         self.tables.invalidate([row])
 
@@ -281,7 +281,7 @@ class KVStore:
             unseen = row.pages[row.anchored : row.anchored + count]
             del row.pages[row.anchored : row.anchored + count]
             row.skipped += count
-            self.pages.release(row, unseen)
+            self.pages.release(unseen)
             if unseen:
                 self.tables.invalidate([row])
 

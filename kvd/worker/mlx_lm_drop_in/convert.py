@@ -111,7 +111,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
                 row.length, row.level, row.skipped = one.length, levels[one.level], one.skipped
                 row.trimmed = one.trimmed
                 pages = [taken[level][place] for level, place in one.pages]
-                store.retain(pages)
+                store.pages.retain(pages)
                 row.pages = pages
                 sides = (side[tail, :, : row.tail_length] for side in image.tails)
                 store.layers[0].fill_tail(row.slot, *sides)
@@ -123,7 +123,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
                 store.free(new.row, clean=False)
         raise
     finally:
-        store.release([page for pages in taken.values() for page in pages])
+        store.pages.release([page for pages in taken.values() for page in pages])
     return rows
 
 
@@ -140,7 +140,7 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
     try:
         store.layers[0].write(target, [page.slot for page in pages], keys, values)
     except BaseException:
-        store.release(pages)
+        store.pages.release(pages)
         raise
     return pages
 

@@ -33,7 +33,6 @@ from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle, OpaqueKV, PrefillHandle
-from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.steps import PrefillStep
@@ -69,19 +68,11 @@ class LayerRows(KVStore):
         """
         self.step = None
         read = [page for step in steps if step.row.alive for page in step.row.pages]
-        self.retain(read)
+        self.pages.retain(read)
         try:
             super().finish_chunks(steps)
         finally:
-            self.release(read)
-
-    def retain(self, pages: list[PageId]) -> None:
-        for page in pages:
-            self.pages.allocators[page.level].retain(page)
-
-    def release(self, pages: list[PageId]) -> None:
-        for page in pages:
-            self.pages.allocators[page.level].release(page)
+            self.pages.release(read)
 
     @property
     def mostly_free(self) -> bool:
@@ -144,33 +135,23 @@ class ChunkReading(Reading):
 
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend each row's own tokens; evaluated. The padding gets zeros."""
-        rows = [
-            self._row(queries[index : index + 1], part, span, scale, sinks)
-            for index, (part, span) in enumerate(zip(self.parts, self._spans, strict=True))
-        ]
+        _, heads, tokens, _ = queries.shape
+        v_dim = self.store.layers[0].geometry.v_dim
+        rows = []
+        for index, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
+            if part is None:
+                rows.append(mx.zeros((1, heads, tokens, v_dim), queries.dtype))
+                continue
+            end = span.start + span.count
+            own = queries[index : index + 1, :, span.start : end]
+            row = prefill_attention(own, part, scale, sinks)
+            if span.count < tokens:
+                row = mx.pad(row, [(0, 0), (0, 0), (span.start, tokens - end), (0, 0)])
+            mx.eval(row)
+            rows.append(row)
         output = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         mx.eval(output)
         self.shared.finish(self)
-        return output
-
-    def _row(
-        self,
-        queries: mx.array,
-        part: PrefillHandle | None,
-        span: Span,
-        scale: float,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        _, heads, tokens, _ = queries.shape
-        v_dim = self.store.layers[0].geometry.v_dim
-        if part is None:
-            return mx.zeros((1, heads, tokens, v_dim), queries.dtype)
-        end = span.start + span.count
-        output = prefill_attention(queries[:, :, span.start : end], part, scale, sinks)
-        if span.count < tokens:
-            padding = [(0, 0), (0, 0), (span.start, tokens - end), (0, 0)]
-            output = mx.pad(output, padding)
-        mx.eval(output)
         return output
 
 
