@@ -14,12 +14,7 @@ import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
-from kvd.worker.cache.rectangle import (
-    Rectangle,
-    decode_rectangle,
-    gathering_bytes,
-    prefill_rectangle,
-)
+from kvd.worker.cache.rectangle import Rectangle, gathering_bytes, rectangle_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import DecodeStep, PrefillGroup, PrefillStep
 from kvd.worker.cache.store import KVStore
@@ -202,11 +197,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         """Return the layout of the pass's tokens, which all layers of the store share."""
         step, kind = self.step, self._store.kind
         if "rectangle" not in step.shared:
-            step.shared["rectangle"] = (
-                decode_rectangle(step, kind)
-                if isinstance(step, DecodeStep)
-                else prefill_rectangle(step, kind)
-            )
+            step.shared["rectangle"] = rectangle_of(step, kind)
         return cast("Rectangle", step.shared["rectangle"])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:

@@ -44,5 +44,4 @@ class DenseStart:
 
 
 def _dense_pages(rows: Iterable[Row]) -> list[PageId]:
-    """Return the distinct pages of level 0 that these rows reference."""
     return list(dict.fromkeys(page for row in rows for page in row.pages if page.level == 0))

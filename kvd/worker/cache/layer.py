@@ -81,7 +81,6 @@ class LayerStore:
         return self.tail_keys.shape[0] * self.geometry.dense_bytes(TAIL_TOKENS)
 
     def arrays(self) -> list[mx.array]:
-        """Return the permanent arrays, which `nbytes` counts."""
         pools = [array for pool in self.pools for array in pool.arrays()]
         return [self.tail_keys, self.tail_values, *pools]
 

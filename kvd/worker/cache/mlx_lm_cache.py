@@ -28,13 +28,10 @@ class MlxLmRow:
 
 
 @dataclass(eq=False)
-class MlxLmSnapshot:
+class MlxLmSnapshot(MlxLmRow):
     """A copy of one request's caches."""
 
-    caches: list[Any]
-    length: int
-    nbytes: int
-    alive: bool = True
+    nbytes: int = 0
 
 
 def _arrays(caches: list[Any]) -> Iterator[mx.array]:
@@ -84,7 +81,7 @@ class MlxLmSnapshots:
         self.all: list[MlxLmSnapshot] = []
 
     def take(self, row: MlxLmRow) -> MlxLmSnapshot:
-        snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length, 0)
+        snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length)
         snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
         self.all.append(snapshot)
         return snapshot
@@ -131,7 +128,6 @@ class MlxLmCache:
         self._prefilling: tuple[MlxLmRow, int] | None = None
 
     def views(self, sequences: Sequence[MlxLmRow]) -> list[Any]:
-        """Return the caches of the single sequence of the pass."""
         (sequence,) = sequences
         return sequence.caches
 
@@ -197,7 +193,6 @@ class MlxLmCache:
         sequence.length += count
 
     def undo_prefill(self) -> bool:
-        """Return False: mlx-lm's caches cannot give tokens back."""
         return False
 
     def needs_flush(self, _sequences: list[MlxLmRow]) -> bool:
@@ -212,7 +207,6 @@ class MlxLmCache:
     # Giving memory back: sequences that end free everything that they held.
 
     def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - interface
-        """Return 0: nothing is held that is not in use."""
         return 0
 
     def cut_tails(self) -> None:

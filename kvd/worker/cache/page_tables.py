@@ -27,7 +27,6 @@ class PageList:
     ends: tuple[int, ...]
     """Index after each row's last page."""
     levels: tuple[int, ...]
-    """Precision levels that occur, ascending."""
     _padded: dict[int, PageList] = field(default_factory=dict)
 
     @staticmethod
@@ -36,7 +35,6 @@ class PageList:
 
     @staticmethod
     def joined(locations: Sequence[np.ndarray]) -> PageList:
-        """Join the `page_locations` of several rows."""
         ends = tuple(accumulate(len(part) for part in locations))
         # Never empty: MLX does not evaluate an operation over an array without elements.
         pages = np.concatenate(locations) if ends and ends[-1] else np.zeros((1, 3), np.int32)

@@ -31,7 +31,6 @@ class PageAllocator:
         self._free = list(range(capacity))
         self._references: dict[int, int] = {}
         self._snapshot: dict[int, int] = {}
-        """The part of the references that is from snapshots."""
         self.idle = 0
 
     @property

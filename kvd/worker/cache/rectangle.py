@@ -62,23 +62,20 @@ def _unpacking(layer: LayerStore) -> int:
     )
 
 
-def decode_rectangle(step: DecodeStep, kind: Kind) -> Rectangle:
-    """Lay out the tokens that each row of a decode step sees, including the new one."""
+def rectangle_of(step: DecodeStep | PrefillStep, kind: Kind) -> Rectangle:
+    """Lay out the tokens that any query of each row sees, including new ones."""
+    if isinstance(step, PrefillStep):
+        tokens = _Tokens()
+        base = _add_pages([tokens], step.tables)
+        count = step.tail_length + step.count
+        tokens.add(base, step.tail_start, count)
+        return _rectangle([tokens], [kind.low(step.offset)], kind, base + count)
     rows = [_Tokens() for _ in step.rows]
     base = _add_pages(rows, step.tables)
     for number, (row, tokens) in enumerate(zip(step.rows, rows, strict=True)):
         tokens.add(base + TAIL_TOKENS * number, row.tail_start, row.tail_length)
     lows = [kind.low(length - 1) for length in step.lengths]
     return _rectangle(rows, lows, kind, base + TAIL_TOKENS * len(rows))
-
-
-def prefill_rectangle(step: PrefillStep, kind: Kind) -> Rectangle:
-    """Lay out the tokens that any query of a chunk sees."""
-    tokens = _Tokens()
-    base = _add_pages([tokens], step.tables)
-    count = step.tail_length + step.count
-    tokens.add(base, step.tail_start, count)
-    return _rectangle([tokens], [kind.low(step.offset)], kind, base + count)
 
 
 class _Tokens:

@@ -46,7 +46,6 @@ class StateStore:
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self.parts = list(parts)
         self.caches = [ArraysCache(len(part.shapes)) for part in self.parts]
-        """The caches that the model gets, one per part."""
         self._block_of: dict[Any, _Block] = {}
         self._current = _Block([], [])
 

@@ -61,7 +61,6 @@ class RowSnapshots:
         return snapshot
 
     def add(self, snapshot: RowSnapshot) -> None:
-        """Add a snapshot from elsewhere; it references its pages from now on."""
         self._pages.retain(snapshot.pages, snapshot=True)
         self.all.append(snapshot)
 

@@ -44,7 +44,6 @@ class CacheSettings:
         return self.scratch // 4
 
     def kind(self, kind: Kind) -> Kind:
-        """Return the attention kind with which a kind of the model is served."""
         return Kind(self.max_size, self.keep) if kind == FULL and self.max_size else kind
 
     def store_level(self, level: int) -> int:

@@ -54,7 +54,6 @@ class SequenceOutline(msgspec.Struct, frozen=True):
     length: int
     rows: list[RowOutline]
     states: list[list[list[int] | None]]
-    """For each part, the shapes of its arrays."""
 
 
 class Outline(msgspec.Struct, frozen=True):

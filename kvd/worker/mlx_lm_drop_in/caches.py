@@ -362,7 +362,6 @@ class DropInRotatingKVCache(DropInKVCache):
 
     @property
     def max_size(self) -> int:
-        """Tokens that a query sees."""
         assert self.kind.window is not None, "this class always has a window"
         return self.kind.window
 

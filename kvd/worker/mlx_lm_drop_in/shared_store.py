@@ -46,7 +46,6 @@ class SharedRow:
     """A sequence's row, and the number of caches that reference it."""
 
     row: Row | None = None
-    """None for an empty sequence."""
     holders: int = 0
     coming: int = 0
     """Tokens of a pass that attention has not read yet."""
@@ -196,7 +195,6 @@ class SharedStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools and tails, used or free; 0 when no row is left."""
         return 0 if self._rows is None else self._rows.nbytes
 
     # References.
@@ -213,7 +211,6 @@ class SharedStore:
                 self._free_dropped()
 
     def hold(self, rows: Sequence[SharedRow]) -> list[SharedRow]:
-        """Add a reference to each of these rows and return them."""
         for row in rows:
             row.holders += 1
         return list(rows)
