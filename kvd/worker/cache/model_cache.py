@@ -209,10 +209,8 @@ class ModelCache:
 
     @property
     def can_group(self) -> bool:
-        """Whether several sequences can be prefilled in one padded pass.
-
-        Rectangles are gathered for one row per pass. Recurrent states would take in the padding.
-        """
+        """Whether several sequences can be prefilled in one padded pass."""
+        # Rectangles are gathered for one row per pass. Recurrent states would take in the padding.
         paged = all(access is Access.PAGES for access in self.access.values())
         return self.batched and paged and not self.states.parts
 

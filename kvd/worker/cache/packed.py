@@ -97,10 +97,8 @@ def page_product(
 def page_product_by_copy(
     x: mx.array, packed: Packed, packing: Packing, index: PageIndex, *, transpose: bool
 ) -> mx.array:
-    """Compute `page_product` from copies of the pages, for devices without gathered products.
-
-    Both operands get the same batch axes: MLX on CUDA returns wrong results if it broadcasts one.
-    """
+    """Compute `page_product` from copies of the pages, for devices without gathered products."""
+    # Both operands get the same batch axes: MLX on CUDA returns wrong results if it broadcasts one.
     left, right = (
         x.flatten(0, 1)[index.left],
         take(tuple(array.flatten(0, 1) for array in packed), index.right),

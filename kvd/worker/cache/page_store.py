@@ -104,17 +104,13 @@ class PageStore:
         return allocator.take(count)
 
     def make_ready(self, wanted: Mapping[int, int]) -> None:
-        """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move.
-
-        If `spare` has no room, all pools first give back what they grew ahead of need: admission
-        counts only the pages that rows need, on whatever level and of whatever kind.
-        """
+        """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move."""
         missing = 0
         for level, allocator in enumerate(self.allocators):
             more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
             missing += max(0, more) * self.charge(level)
         tight = self.spare is not None and missing > max(0, self.spare())
-        if tight:
+        if tight:  # admission counts only the pages that rows need, not growth ahead of need
             self.reclaim()
         for level, count in wanted.items():
             allocator = self.allocators[level]

@@ -91,10 +91,7 @@ class LevelTable:
     _padded: dict[int, LevelTable] = field(default_factory=dict)
 
     def padded(self, pages: int) -> LevelTable:
-        """Return the table padded to ``pages`` entries.
-
-        The padding repeats the last page, of the same row, so its content cannot reach other rows.
-        """
+        """Pad to ``pages`` entries with the last page, whose content cannot reach other rows."""
         missing = pages - len(self.owners)
         if not missing:
             return self

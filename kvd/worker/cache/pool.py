@@ -104,13 +104,11 @@ class PagePool:
         return pk.take(self.keys, slots), pk.take(self.values, slots)
 
     def converted(self, slots: mx.array, target: PagePool) -> tuple[Packed, Packed]:
-        """Return copies of the pages at ``slots`` in the packing of ``target``; lazy.
-
-        A side whose packing stays the same is copied: quantizing it again would lose precision.
-        """
+        """Return copies of the pages at ``slots`` in the packing of ``target``; lazy."""
         keys, values = self.copy(slots)
         dense_keys, dense_values = self.unpack(keys, values)
         new_keys, new_values = target.pack(dense_keys, dense_values)
+        # Quantizing a side again whose packing stays the same would lose precision.
         return (
             keys if self.key_packing == target.key_packing else new_keys,
             values if self.value_packing == target.value_packing else new_values,

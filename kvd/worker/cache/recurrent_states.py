@@ -78,11 +78,9 @@ class StateStore:
         self.restore(name, [[None] * len(part.shapes) for part in self.parts])
 
     def complete(self, name: Any) -> bool:
-        """Return whether a sequence's state has its full shape, so that it can be batched.
-
-        A missing state must not be replaced by zeros: some models treat the two differently, and
-        some states hold the last few token ids.
-        """
+        """Return whether a sequence's state has its full shape, so that it can be batched."""
+        # A missing state must not be replaced by zeros: some models treat the two differently, and
+        # some states hold the last few token ids.
         block = self._block_of[name]
         return len(block.members) > 1 or all(
             array is not None and array.shape == shape

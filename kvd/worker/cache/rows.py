@@ -71,11 +71,9 @@ class Row:
 
     @property
     def can_write_ahead(self) -> bool:
-        """Whether a flush should write the next page.
-
-        False for a tail of exactly 64 tokens: between two chunks of a prompt every tail has 64, and
-        the next chunk writes that page itself.
-        """
+        """Whether a flush should write the next page."""
+        # Not for a tail of exactly 64 tokens: between two chunks of a prompt every tail has 64, and
+        # the next chunk writes that page itself.
         return not self.written_ahead and self.tail_length > PAGE_TOKENS
 
     def commit_page(self) -> None:

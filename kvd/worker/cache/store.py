@@ -270,10 +270,8 @@ class KVStore:
         return True
 
     def _drop_unseen(self, rows: Iterable[Row], new_tokens: int = 0) -> None:
-        """Free the pages that the ``new_tokens`` newest tokens and later ones do not see.
-
-        Steps in flight may still read them. Nothing is written there before the device is idle.
-        """
+        """Free the pages that the ``new_tokens`` newest tokens and later ones do not see."""
+        # Steps in flight may still read them. Nothing is written there before the device is idle.
         if not self.kind.bounded:
             return
         for row in rows:

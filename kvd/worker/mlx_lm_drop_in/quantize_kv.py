@@ -195,7 +195,8 @@ class Trial:
         for index, (own, paged) in enumerate(zip(self._own, self._paged, strict=True)):
             prompt = self._prompt(index)
             passes = [prompt, *(self._prompt(index, count=1) for _ in range(STEPS - 1))]
-            errors.append([self._error([tokens], own, paged) for tokens in passes])
+            pairs = ((self._step([tokens], paged), self._step([tokens], own)) for tokens in passes)
+            errors.append([_difference(*pair) for pair in pairs])
         return max(statistics.median(mine) for mine in errors)
 
     def together(self) -> float:
@@ -219,9 +220,6 @@ class Trial:
     def _prompt(self, index: int, count: int | None = None) -> list[int]:
         seed = 17 * index + 11 * next(self._steps)
         return [(seed + 5 * at) % self._vocabulary for at in range(count or LENGTHS[index])]
-
-    def _error(self, tokens: list[list[int]], own: list[Any], paged: list[Any]) -> float:
-        return _difference(self._step(tokens, paged), self._step(tokens, own))
 
     def _step(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         logits: mx.array = self._model(mx.array(tokens), cache=caches)[:, -1].astype(mx.float32)

@@ -59,12 +59,10 @@ class LayerRows(KVStore):
     """A store of one layer that also prefills several rows in one pass."""
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
-        """Add the chunks to their rows' lengths and write all their pages in one flush.
-
-        It must be one flush. Pages that leave a window are freed after it, and another flush would
-        overwrite them while layers that share these keys may still read them. The pages that this
-        pass reads are retained until the flush is over.
-        """
+        """Add the chunks to their rows' lengths and write all their pages in one flush."""
+        # Pages that leave a window are freed after the flush, and another one would overwrite them
+        # while layers that share these keys may still read them. The pages that this pass reads are
+        # retained until the flush is over.
         self.step = None
         read = [page for step in steps if step.row.alive for page in step.row.pages]
         self.pages.retain(read)
