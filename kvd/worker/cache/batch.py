@@ -124,7 +124,6 @@ class BatchQuantizedKVCache:
     def _parts(
         self, group: PrefillGroup, keys: mx.array, values: mx.array
     ) -> tuple[PrefillHandle, ...]:
-        """Append each row's chunk, without the padding."""
         parts = []
         for row, step in enumerate(group.steps):
             own = (slice(row, row + 1), slice(None), slice(step.count))

@@ -34,7 +34,6 @@ class _NewPages:
 
     @property
     def kept(self) -> list[int]:
-        """Indices of the filled pages whose rows still exist."""
         return [index for index, row in enumerate(self.filled) if row.alive]
 
     @property

@@ -156,7 +156,6 @@ class LayerStore:
         return self.pools[place.level].pack(*heads)
 
     def gather_tails(self) -> FlushWrites:
-        """Remove and return the new tails that chunks left; lazy, for `put`."""
         new_tails, self.new_tails = self.new_tails, []
         return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
 

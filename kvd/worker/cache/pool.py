@@ -59,7 +59,6 @@ class PagePool:
 
     @property
     def side_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and of values, used or free."""
         keys, values = self.capacities
         return keys * self._page_bytes[0], values * self._page_bytes[1]
 

@@ -114,7 +114,6 @@ class KVStore:
     # Rows.
 
     def new_row(self, level: int = 0) -> Row:
-        """Return an empty row, whose pages will be on this level."""
         row = Row(self.tails.take(), level, anchored=self.kind.anchored_pages)
         self.rows.append(row)
         return row

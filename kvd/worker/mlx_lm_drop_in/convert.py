@@ -128,7 +128,6 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
 
 
 def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[PageId]:
-    """Write an image's pages of one level. Returns them with one reference each."""
     keys, values = image.pages[level]
     old = PagePool(image.geometry, image.schemes[level], image.dtype)
     new = store.layers[0].pools[target]
