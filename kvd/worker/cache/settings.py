@@ -68,7 +68,7 @@ class Scratch:
         return True
 
     def reserve(self, nbytes: int) -> bool:
-        """Count copies that come next. Returns whether steps with earlier ones must end first."""
+        """Count copies to come. Returns whether the readers of earlier ones must end first."""
         exceeds = self.used > 0 and self.used + nbytes > self.limit
         self.used = nbytes if exceeds else self.used + nbytes
         return exceeds
