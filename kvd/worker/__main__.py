@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 def main() -> NoReturn:
     """Run until the daemon stops the worker or is gone."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(
+        prog="kvd.worker", description="The worker process of one model."
+    )
+    parser.add_argument("fd", type=int, help="file descriptor of the socket to the daemon")
+    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
+    arguments = parser.parse_args()
     # Ctrl-C and the end of a terminal signal the whole process group. The daemon handles them and
     # stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,27 +41,18 @@ def main() -> NoReturn:
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     die_with_parent(sock)
-    status = 1
+    status = 0
     try:
         Loop(sock, _engine(arguments.engine)).run()
-        status = 0
     except Orphaned:
-        status = 0
+        pass
     except BaseException:  # noqa: BLE001 - os._exit below would hide it
         traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # The interpreter's normal exit would wait for threads and for the device.
     os._exit(status)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="kvd.worker", description="The worker process of one model."
-    )
-    parser.add_argument("fd", type=int, help="file descriptor of the socket to the daemon")
-    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
-    return parser.parse_args()
 
 
 def _engine(name: str) -> Engine:

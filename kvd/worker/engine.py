@@ -2,8 +2,6 @@
 
 `kvd.worker.core.engine.MLXEngine` implements it, and `kvd.worker.fake.engine.FakeEngine`, whose
 speed, load time and faults come from the model's name. The loop calls all methods from one thread.
-
-An engine turns commands into reports. It knows nothing of sockets, the daemon or clients.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
 
 DEFAULT_MAX_TOKENS = 512
-"""Limit of a completion without ``max_tokens``."""
 
 ReportProgress = Callable[[str, float], None]
 """``(stage, fraction)``: fraction is 0 to 1 of the whole load. The watchdog counts each call."""
@@ -52,45 +49,36 @@ class Engine(Protocol):
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         """Load the model; raise a `KvdError` if it cannot be served."""
-        ...
 
     def submit(self, request: Submit) -> int:
         """Queue a request and return the number of its prompt tokens.
 
         A `KvdError` fails this request alone; the engine then keeps nothing of it.
         """
-        ...
 
     def tokenize(self, request: Tokenize) -> Tokenized:
         """Return the tokens that `submit` would make of a text; raises `KvdError`."""
-        ...
 
     def cancel(self, rid: str) -> None:
         """End a request; the next step reports it ``cancelled``. Unknown ids are ignored."""
-        ...
 
     def granted(self, grant: Grant) -> None:
         """Process the answer to a `MemoryRequested`."""
-        ...
 
     def reclaim(self, command: Reclaim) -> None:
         """Return memory by one reclaim method during the next steps, then report `Reclaimed`."""
-        ...
 
     def start_level(self, command: StartLevel) -> None:
         """Set the precision level at which new rows start."""
-        ...
 
     def step(self) -> list[Report]:
         """Run one step; return its tokens, ends, failures and memory requests.
 
         Each submitted request ends with exactly one `RowFinished` or `RowFailed`.
         """
-        ...
 
     def watch(self, on_phase: OnPhase) -> None:
         """Call ``on_phase`` before each phase of a step from now on."""
-        ...
 
     @property
     def has_work(self) -> bool:
@@ -98,22 +86,17 @@ class Engine(Protocol):
 
         False while all requests wait for a grant: the loop then sleeps until it arrives.
         """
-        ...
 
     @property
     def reads_prompts(self) -> bool:
         """Whether steps prefill now, and may take long; False while requests wait for memory."""
-        ...
 
     @property
     def next_deadline(self) -> float | None:
         """Monotonic seconds at which a step has work even without a command; None: never."""
-        ...
 
     def stats(self) -> WorkerStats:
         """Return the counters; the loop adds the token rate and the process footprint."""
-        ...
 
     def close(self) -> None:
         """Release what the end of the process does not release."""
-        ...

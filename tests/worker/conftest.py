@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.worker.core.driver import Driver
+from tests.worker.core.invariants import check_batch
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +24,7 @@ def demo(_demo: Driver) -> Iterator[Driver]:
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._batch.requests
-    _demo.engine._batch.check()
+    check_batch(_demo.engine._batch)
     assert not _demo.engine._runner.cache.sequences
     _demo.engine._prefix_cache.tree.clear()
     assert _demo.engine._runner.cache.usage.pages_used == 0

@@ -448,26 +448,3 @@ class Batch:
             else:
                 owner.snapshot = self.cache.snapshots.take(row)
                 self.cache.free(row)
-
-    def check(self) -> None:
-        """Assert the invariants between two steps."""
-        assert self.admission.idle == (not self.requests)
-        in_step = [] if self._step is None else [*self._step.drawing, *self._step.replaying]
-        for rid, request in self.requests.items():
-            assert rid == request.rid
-            assert request.completions, "a request without completions was not forgotten"
-            admitted = self.scheduler.is_admitted(rid)
-            for owner in request.owners:
-                assert owner.row is None or (admitted and owner.snapshot is None)
-            assert request.row is None or not request.begun
-            assert not (request.preempted_owners and (admitted or request.swapped))
-            assert not request.kept_pages or request.preempted_owners
-            for completion in request.completions:
-                assert not completion.released
-                assert completion.row is None or request.begun
-                assert not completion.ended or completion in in_step
-                assert completion.launched <= request.max_new
-        for completion in in_step:
-            assert not completion.released, "a step in flight uses a freed row"
-            assert completion in self.requests[completion.key[0]].completions
-        self._prefix_cache.check(request.tracked for request in self.requests.values())

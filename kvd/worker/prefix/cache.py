@@ -11,8 +11,6 @@ A prompt leaves checkpoints at `PrefixTree.boundaries`, and where a queued promp
 (`kvd.worker.prefix.queued_paths`). Each admitted request reserves memory for its first checkpoint.
 For further checkpoints the engine requests memory in advance (`PrefixCache.wanted_bytes`). Without
 that memory, a checkpoint evicts less valuable ones, or is not made.
-
-The module handles integers only; the real engine and the fake one share it.
 """
 
 from __future__ import annotations
@@ -73,10 +71,6 @@ class TrackedPrompt:
     """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
 
 
-def _no_charge(_tokens: int) -> int:
-    return 0
-
-
 class PrefixCache:
     """The queued and running prompts of one engine, and the tree of checkpoints.
 
@@ -89,7 +83,7 @@ class PrefixCache:
         self,
         tree: PrefixTree | None,
         reserved_bytes: int = 0,
-        charge: Callable[[int], int] = _no_charge,
+        charge: Callable[[int], int] = lambda _tokens: 0,
     ) -> None:
         self.tree = tree
         self.reserved_bytes = reserved_bytes
@@ -100,11 +94,11 @@ class PrefixCache:
         self.wanted_bytes = 0
         """Sum of these bytes, limited to what the tree may still hold."""
         self._filled = 0
-        """Requests that have left the checkpoint for which they reserve memory."""
+        """Prompts with `TrackedPrompt.has_checkpoint`."""
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the requests' reservations that checkpoints fill already."""
+        """Bytes of the requests' reservations that checkpoints fill."""
         return self._filled * self.reserved_bytes
 
     def filled_by(self, prompt: TrackedPrompt) -> int:
@@ -114,10 +108,8 @@ class PrefixCache:
     def track(
         self, rid: str, tokens: Sequence[int], salt: str, *, full_prefill: bool
     ) -> TrackedPrompt:
-        """Return a new prompt; `enqueue` adds it to the queue."""
-        path: Path = ()
-        if self.tree is not None and self.tree.cap_bytes:
-            path = path_of(tokens, salt, self.tree.chunk)
+        tree = self.tree
+        path = path_of(tokens, salt, tree.chunk) if tree is not None and tree.cap_bytes else ()
         return TrackedPrompt(rid, tokens, salt, path, full_prefill)
 
     def enqueue(self, prompt: TrackedPrompt) -> None:
@@ -204,9 +196,8 @@ class PrefixCache:
         needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
         if (missing := needed - spare_bytes()) > 0:
             tree.evict(missing, tree.value_of(tokens, prompt.salt, charge))
-        if spare_bytes() < needed or not tree.insert(tokens, prompt.salt, sequence):
-            return
-        if not prompt.has_checkpoint:
+        fits = spare_bytes() >= needed
+        if fits and tree.insert(tokens, prompt.salt, sequence) and not prompt.has_checkpoint:
             prompt.has_checkpoint = True
             self._filled += 1
 
@@ -223,29 +214,24 @@ class PrefixCache:
         total = sum(self._wanted.values())
         self.wanted_bytes = min(total, self.tree.cap_bytes - self.tree.held_bytes) if total else 0
 
-    # The tree, if there is one.
+    # Methods of the tree; without a tree they do nothing.
 
     def peek(self, tokens: Sequence[int], salt: str) -> Hit:
-        """Return the deepest checkpoint of a prompt without counting a query."""
         return Hit(0) if self.tree is None else self.tree.peek(tokens, salt)
 
     def evict(self, wanted_bytes: int) -> int:
-        """Drop checkpoints until ``wanted_bytes`` are free; return the bytes freed."""
         return 0 if self.tree is None else self.tree.evict(wanted_bytes)
 
     def drop_untrusted(self, prompt: TrackedPrompt) -> None:
-        """Drop the checkpoints that a request with bad logits used or left."""
         if self.tree is not None:
             self.tree.drop_untrusted(prompt.tokens, prompt.salt)
 
     def drop_lowered(self) -> None:
-        """Drop checkpoints whose pages were stepped down."""
         if self.tree is not None:
             self.tree.drop_lowered()
 
     @property
     def usage(self) -> PrefixUse:
-        """Counters for the daemon."""
         if self.tree is None:
             return PrefixUse()
         counts = self.tree.counts
@@ -257,13 +243,3 @@ class PrefixCache:
             held=self.tree.held_bytes,
             evicted=counts.evicted,
         )
-
-    def check(self, prompts: Iterable[TrackedPrompt]) -> None:
-        """Assert the invariants; ``prompts`` are those of all requests in the engine."""
-        prompts = list(prompts)
-        assert self._filled == sum(prompt.has_checkpoint for prompt in prompts)
-        assert self._wanted.keys() <= {prompt.rid for prompt in prompts}
-        names = {name for prompt in prompts if prompt.queued for name in prompt.path}
-        assert len(self._queued) == len(names)
-        if self.tree is not None:
-            self.tree.check()

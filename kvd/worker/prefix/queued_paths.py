@@ -10,8 +10,6 @@ from it, because that is the deepest point from which the queued prompt can cont
 
 A name is only a hint: the prefix tree compares tokens before a checkpoint is used. Each test takes
 two lookups, regardless of the length of the queue.
-
-Which request waits for which prefill is decided in `kvd.worker.scheduling.shared_prompts`.
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ from hashlib import blake2b
 Path = tuple[bytes, ...]
 """Digests of a prompt's beginnings: its first chunk, its first two chunks, and so on."""
 
-_DIGEST_BYTES = 16
-
 
 def path_of(tokens: Sequence[int], salt: str, chunk: int) -> Path:
     """Return a prompt's path: the whole chunks before its last token, which is not prefilled."""
-    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES)
+    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
     names = []
     for end in range(chunk, len(tokens), chunk):
         digest.update(array("i", tokens[end - chunk : end]).tobytes())
@@ -63,7 +59,3 @@ class QueuedPaths:
     def divergences(self, path: Path) -> set[int]:
         """Return every number of chunks for which `diverges_at` is true."""
         return {chunks for chunks in range(1, len(path) + 1) if self.diverges_at(path, chunks)}
-
-    def __len__(self) -> int:
-        """Return the number of distinct names; tests compare it with 0."""
-        return len(self._counts)

@@ -54,7 +54,7 @@ class Hit:
 
 @dataclass
 class PrefixCounts:
-    """Counters since the tree was made."""
+    """Queries, and checkpoints stored and dropped, since the tree was made."""
 
     queries: int = 0
     prompt_tokens: int = 0
@@ -63,11 +63,8 @@ class PrefixCounts:
     """Tokens that hits saved from prefill."""
     stored: int = 0
     evicted: int = 0
-    """Checkpoints dropped to free memory."""
     lowered: int = 0
-    """Checkpoints dropped because their pages were stepped down."""
     untrusted: int = 0
-    """Checkpoints dropped because a request that used or left them failed."""
 
 
 @dataclass(eq=False)
@@ -179,10 +176,8 @@ class PrefixTree:
             if node.depth == len(tokens) and node.snapshot is not None and self._is_valid(node):
                 return False
         snapshot = self._source.take(sequence)
-        if (
-            not self._source.unlowered(snapshot)
-            or self._source.held_bytes([snapshot]) > self.cap_bytes
-        ):
+        fits = self._source.held_bytes([snapshot]) <= self.cap_bytes
+        if not (fits and self._source.unlowered(snapshot)):
             self._source.drop(snapshot)
             return False
         node = self._grow_path(tokens, salt)
@@ -221,19 +216,15 @@ class PrefixTree:
 
     def value_of(self, tokens: Sequence[int], salt: str, nbytes: int) -> float:
         """Return the value of a new checkpoint of ``nbytes`` at the end of these tokens."""
-        above = 0
-        for node in self._path(tokens, salt, proper=False):
-            if node.snapshot is not None:
-                above = node.depth
+        path = self._path(tokens, salt, proper=False)
+        above = max((node.depth for node in path if node.snapshot is not None), default=0)
         return (len(tokens) - above) / max(1, nbytes)
 
     def _least_valuable(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
         """Return the least valuable node, the bytes that evicting it frees, and its value."""
-        found = []
-        for node in nodes:
-            freed = self._source.freed_bytes([node.snapshot])
-            found.append((node, freed, self._value(node, freed)))
-        return min(found, key=lambda candidate: candidate[2])
+        sizes = [(node, self._source.freed_bytes([node.snapshot])) for node in nodes]
+        candidates = [(node, freed, self._value(node, freed)) for node, freed in sizes]
+        return min(candidates, key=lambda candidate: candidate[2])
 
     def _evict(self, node: _Node) -> None:
         self.counts.evicted += 1
@@ -246,12 +237,10 @@ class PrefixTree:
         saved = node.depth - (0 if above is None else above.depth)
         return saved / (max(1, freed) * (1 + self._clock - node.used))
 
-    def clear(self) -> int:
-        """Drop all checkpoints; return the bytes freed."""
-        freed = self.freeable_bytes
+    def clear(self) -> None:
+        """Drop all checkpoints."""
         for node in list(self._stored):
             self._drop(node)
-        return freed
 
     def drop_untrusted(self, tokens: Sequence[int], salt: str = "") -> None:
         """Drop the checkpoints on the path of a prompt whose request returned bad logits.
@@ -263,15 +252,13 @@ class PrefixTree:
                 self.counts.untrusted += 1
                 self._drop(node)
 
-    def drop_lowered(self) -> int:
-        """Drop checkpoints whose pages were stepped down; return their number.
+    def drop_lowered(self) -> None:
+        """Drop checkpoints whose pages were stepped down.
 
         `match` drops them as well; calling this after a step-down frees their memory at once.
         """
-        before = len(self)
         for node in list(self._stored):
             self._is_valid(node)
-        return before - len(self)
 
     def _is_valid(self, node: _Node) -> bool:
         """Return whether a checkpoint may be a hit; drop it if its pages were stepped down."""
@@ -317,16 +304,3 @@ class PrefixTree:
                 node.children[edge] = _Node(node, edge, node.depth + self.chunk)
             node = node.children[edge]
         return node
-
-    def check(self) -> None:
-        assert self.held_bytes <= self.cap_bytes
-        nodes = list(self._root.children.values())
-        stored = set()
-        while nodes:
-            node = nodes.pop()
-            assert node.snapshot is not None or node.children, "a leaf has no checkpoint"
-            assert all(child.parent is node for child in node.children.values())
-            nodes += node.children.values()
-            if node.snapshot is not None:
-                stored.add(node)
-        assert stored == set(self._stored), "a checkpoint is not on any path"

@@ -29,6 +29,7 @@ from protocol.worker import (
     Submit,
 )
 from tests.worker.cache.invariants import check_cache
+from tests.worker.core.invariants import check_batch
 from tests.worker.scheduling.invariants import check_scheduler
 
 GIB = 1 << 30
@@ -149,7 +150,7 @@ class Driver:
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
         check_cache(cache)
-        self.engine._batch.check()
+        check_batch(self.engine._batch)
         check_scheduler(self.engine._scheduler)
 
     def _note(self, report: Report) -> None:

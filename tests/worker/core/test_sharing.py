@@ -15,6 +15,7 @@ from protocol.kv import KVSpec
 from protocol.types import Sampling
 from tests.worker.core.driver import GIB, Driver, Outcome
 from tests.worker.core.prompts import prompt_of
+from tests.worker.prefix.invariants import check_prefix_cache, check_tree
 
 pytestmark = pytest.mark.mlx
 CHUNK = 64
@@ -216,8 +217,7 @@ class Batches(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.driver.step()
-            tree = self.driver.engine._prefix_cache.tree
-            tree.check()
+            check_tree(self.driver.engine._prefix_cache.tree)
 
     def _any_of(self, data: Any, rids: list[str]) -> str | None:
         return data.draw(st.sampled_from(rids)) if rids else None
@@ -269,7 +269,7 @@ class Batches(RuleBasedStateMachine):
                 assert outcome == right
         engine = self.driver.engine
         assert not engine._runner.cache.sequences
-        engine._prefix_cache.check([])
+        check_prefix_cache(engine._prefix_cache, [])
 
 
 TestBatches = Batches.TestCase
