@@ -24,10 +24,11 @@ import mlx.core as mx
 from kvd.worker.core.decode_step import DecodeStep, draw_tokens, input_tokens
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.core.request import Completion, Request, SwappedRows
-from kvd.worker.core.transfers import Transfers
+from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import Hit
+from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import SampledToken, Sampler
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.serving.runner import Row, Runner
@@ -59,21 +60,20 @@ class Batch:
         """Rows of the largest step so far."""
         self.admission = admission
         self.scheduler = admission.scheduler
+        self.runner = runner
         self.cache: Any = runner.cache
         """`ModelCache` or `MlxLmCache`."""
-        self._runner = runner
-        self._prefix_cache = prefix_cache
-        self._transfers = transfers
-        self._text = text
+        self.prefix_cache = prefix_cache
+        self.transfers = transfers
+        self.text = text
+        self.enter_phase = enter_phase
         self._vocab_size = vocab_size
-        self._enter_phase = enter_phase
         self._sampler = Sampler(vocab_size)
         self._step: DecodeStep | None = None
         """The step in flight."""
 
     @property
     def in_flight(self) -> bool:
-        """Whether a decode step was launched and not read."""
         return self._step is not None
 
     def holds(self, request: Request) -> bool:
@@ -103,7 +103,7 @@ class Batch:
                 path=() if request.tracked.full_prefill else request.tracked.path,
             )
             self.requests[request.rid] = request
-            self._prefix_cache.enqueue(request.tracked)
+            self.prefix_cache.enqueue(request.tracked)
         self.reports += reports
         return bool(request.completions)
 
@@ -124,13 +124,9 @@ class Batch:
             return []
         request.completions.remove(completion)
         rest = "" if stream.stopped else completion.sent_text.remove_from(stream.finish())
+        choice = completion.key[1]
         return finish_replayed(
-            request.choices,
-            completion.key[1],
-            resumed,
-            reason,
-            stopped=stream.stopped,
-            rest=rest,
+            request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest
         )
 
     def set_level(self, request: Request, level: int) -> None:
@@ -146,17 +142,19 @@ class Batch:
 
     # Prompts.
 
+    def new_row(self, request: Request, hit: Hit) -> Row:
+        """Return a row with the content of a checkpoint, or an empty one."""
+        if hit.tokens:
+            return self.cache.restore(hit.snapshot)
+        return self.cache.new_row(request.level)
+
     def open_row(self, request: Request, hit: Hit | None = None) -> None:
-        """Give a request the row that prefill fills: from a checkpoint, or an empty one."""
-        if hit is not None and hit.tokens:
-            request.row = self.cache.restore(hit.snapshot)
-        else:
-            request.row = self.cache.new_row(request.level)
+        """Give a request the row that prefill fills."""
+        request.row = self.new_row(request, hit or Hit(0))
 
     def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
         """Report the logprobs of prompt tokens from ``index`` on, each of them once."""
-        reported = max(request.submit.prompt_reported, request.prompt_reported)
-        skipped = max(0, reported - index)
+        skipped = max(0, request.prompt_reported - index)
         if skipped < len(logprobs):
             request.prompt_reported = index + len(logprobs)
             self.reports.append(
@@ -170,7 +168,7 @@ class Batch:
         previous, self._step = self._step, self._launch(rids)
         if previous is None:
             return False
-        self._enter_phase("decode")
+        self.enter_phase("decode")
         self._read_step(previous)
         return True
 
@@ -185,14 +183,11 @@ class Batch:
             return None
         rows = [completion.row for completion in live]
         if self.cache.needs_flush(rows):
-            self._enter_phase("flush")
+            self.enter_phase("flush")
             self.synchronize()
             self.cache.flush()
-        self._enter_phase("decode")
-        tokens = input_tokens(
-            self._step, live, lambda completion: self.requests[completion.key[0]].prompt[-1]
-        )
-        logits = self._runner.decode(rows, tokens)
+        self.enter_phase("decode")
+        logits = self.runner.decode(rows, input_tokens(self._step, live))
         step = draw_tokens(self._sampler, logits, live, rows)
         mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
@@ -250,7 +245,6 @@ class Batch:
                 self.fail_untrusted(request)
 
     def _deliver(self, request: Request, completion: Completion, drawn: SampledToken) -> None:
-        """Add a drawn token to a completion, and report it."""
         stream = completion.stream
         text = stream.push(drawn.token)
         tokens = [] if stream.ended else [drawn.token]
@@ -265,7 +259,7 @@ class Batch:
             logprobs = None
             if (scored := drawn.scored) is not None:
                 logprobs = [
-                    self._text.token_logprob(token, scored.logprob, scored.top) for token in tokens
+                    self.text.token_logprob(token, scored.logprob, scored.top) for token in tokens
                 ]
             rid, choice = completion.key
             self.reports.append(
@@ -301,11 +295,9 @@ class Batch:
 
     def fail_untrusted(self, request: Request) -> None:
         """Fail a request with bad logits, and drop the checkpoints that it used or left."""
-        self._prefix_cache.drop_untrusted(request.tracked)
-        self.fail(
-            request,
-            NumericalError("the model's output for this request is not finite or constant"),
-        )
+        self.prefix_cache.drop_untrusted(request.tracked)
+        error = NumericalError("the model's output for this request is not finite or constant")
+        self.fail(request, error)
 
     def _end(self, request: Request, completion: Completion) -> None:
         """End a completion, and release it unless the step in flight uses its row."""
@@ -330,8 +322,8 @@ class Batch:
             self.cache.free(request.row, clean=False)  # its logits were never checked
         if request.snapshot is not None:
             self.cache.snapshots.drop(request.snapshot)
-        self._prefix_cache.remove(request.tracked)
-        self._transfers.discard(request.rid, request.swapped)
+        self.prefix_cache.remove(request.tracked)
+        self.transfers.discard(request.rid, request.swapped)
         self.admission.finish(request.rid)
         del self.requests[request.rid]
 
@@ -341,7 +333,8 @@ class Batch:
         """Give a row to a completion, which then decodes, or to a request in prefill."""
         owner.row = row
         if isinstance(owner, Completion):
-            self._sampler.add(owner.key, request.settings(owner), request.prompt, owner.tokens)
+            settings = RowSettings.of(request.submit, owner.stream.ends, owner.key[1])
+            self._sampler.add(owner.key, settings, request.prompt, owner.tokens)
 
     def _leave(self, completion: Completion) -> None:
         self._sampler.remove(completion.key)
@@ -362,11 +355,10 @@ class Batch:
             request.snapshot = self.cache.snapshots.take(request.row)
             self.cache.free(request.row, clean=False)
             request.row = None
-        kept = sum(
-            self.cache.snapshots.charge_of(owner.snapshot) for owner in request.preempted_owners
-        )
+        charge_of = self.cache.snapshots.charge_of
+        kept = sum(charge_of(owner.snapshot) for owner in request.preempted_owners)
         request.kept_pages = -(-kept // self.admission.budget.page_bytes)
-        self._prefix_cache.release_place(request.tracked)
+        self.prefix_cache.release_place(request.tracked)
         self.admission.preempt(request.rid, request.kept_pages)
 
     def restore(self, request: Request) -> None:
@@ -392,9 +384,7 @@ class Batch:
 
     def move_in(self, request: Request, swapped: SwappedRows, rows: Sequence[Row]) -> None:
         """Give a request the rows that were read from its file."""
-        owners = {
-            owner.key if isinstance(owner, Completion) else None: owner for owner in request.owners
-        }
+        owners = {owner.key: owner for owner in request.owners}
         for key, row in zip(swapped.owners, rows, strict=True):
             self._join(request, owners[key], row)
 
@@ -409,7 +399,7 @@ class Batch:
     def finish_resume(self, request: Request) -> None:
         """Report that a preempted request continues, and delete its file."""
         if request.swapped is not None:
-            self._transfers.folder.delete(request.swapped.path)
+            self.transfers.folder.delete(request.swapped.path)
             request.swapped = None
         request.resumed_at = request.longest
         self.reports.append(RowResumed(rid=request.rid))

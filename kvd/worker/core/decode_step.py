@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,13 +16,12 @@ class DecodeStep:
     """A decode step that was launched and not read yet."""
 
     drawing: list[Completion]
-    """Completions that draw a token."""
     replaying: list[Completion]
     """Completions whose next token is known."""
     draw: SamplerOutput | None
     """None if no completion draws."""
     positions: dict[Key, int]
-    """Positions of the drawing completions in ``draw``."""
+    """Positions in ``draw`` by completion."""
     arrays: list[mx.array]
     """Lazy results; evaluate them together with the cache's arrays."""
 
@@ -36,11 +34,10 @@ def draw_tokens(
 ) -> DecodeStep:
     """Draw the next token of each row lazily, except for rows whose next token is known."""
     drawing = [at for at, one in enumerate(completions) if one.launched >= one.known]
-    replaying: list[Completion] = []
-    if len(drawing) < len(completions):
-        replaying = [one for one in completions if one.launched < one.known]
-        if not drawing:
-            return DecodeStep([], replaying, None, {}, [logits])
+    replaying = [one for one in completions if one.launched < one.known]
+    if not drawing:
+        return DecodeStep([], replaying, None, {}, [logits])
+    if replaying:
         logits = logits[mx.array(drawing)]
         completions = [completions[at] for at in drawing]
         rows = [rows[at] for at in drawing]
@@ -50,17 +47,12 @@ def draw_tokens(
     return DecodeStep(completions, replaying, draw, positions, draw.arrays())
 
 
-def input_tokens(
-    previous: DecodeStep | None,
-    completions: list[Completion],
-    prompt_end: Callable[[Completion], int],
-) -> mx.array:
+def input_tokens(previous: DecodeStep | None, completions: list[Completion]) -> mx.array:
     """Return the input of each row, ``[rows]`` int32: a token of the previous step, or a known one.
 
-    ``previous``: the step in flight, whose tokens need not be evaluated yet. ``prompt_end``: the
-    last token of a completion's prompt.
+    ``previous``: the step in flight, whose tokens need not be evaluated yet.
     """
-    known = [one.next_input(prompt_end(one)) for one in completions]
+    known = [one.next_input for one in completions]
     if previous is None or previous.draw is None:
         return mx.array(known, mx.int32)
     tokens: mx.array = previous.draw.tokens

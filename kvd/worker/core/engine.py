@@ -23,7 +23,6 @@ from kvd.worker.core import builder
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
-from kvd.worker.core.phase_listener import PhaseListener
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.rates import Rates
@@ -31,9 +30,8 @@ from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
-from kvd.worker.core.swap import SwapFolder
-from kvd.worker.core.transfers import Transfers
-from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress
+from kvd.worker.core.swap import SwapFolder, Transfers
+from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.process import shortage
 from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
@@ -46,6 +44,7 @@ from protocol.worker import (
     Grant,
     LoadModel,
     MemoryRequested,
+    Phase,
     Reclaim,
     Report,
     RowAdmitted,
@@ -63,7 +62,7 @@ class MLXEngine:
     """`kvd.worker.engine.Engine` over MLX. ``clock``: seconds, for deadlines."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._enter_phase = PhaseListener()
+        self._on_phase: OnPhase = ignore_phase
         self._clock = clock
         self._rates = Rates()
         self._steps = 0
@@ -71,7 +70,6 @@ class MLXEngine:
         self._loaded = False
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
-        """Find, load and check the model; raise `KvdError` if it cannot be served."""
         try:
             return self._load(command, progress, ask_grant)
         except (RuntimeError, MemoryError) as error:
@@ -84,7 +82,7 @@ class MLXEngine:
 
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         model = builder.load_model(command, progress, ask_grant)
-        runner, text, rates, phase = model.served.runner, model.text, self._rates, self._enter_phase
+        runner, text = model.served.runner, model.text
         prefix_cache = builder.make_prefix_cache(command, runner.cache)
         admission, costs = builder.make_admission(command, model, prefix_cache, ask_grant)
         self._runner, self._text, self._prefix_cache = runner, text, prefix_cache
@@ -93,13 +91,15 @@ class MLXEngine:
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
         self._vocab_size = model.loaded.vocab_size
         transfers = Transfers(SwapFolder.open(command.swap_folder, command.swap_bytes))
-        batch = Batch(runner, admission, prefix_cache, transfers, text, self._vocab_size, phase)
+        batch = Batch(
+            runner, admission, prefix_cache, transfers, text, self._vocab_size, self._enter_phase
+        )
         memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
-        preemption = Preemption(batch, prefix_cache, transfers, rates)
-        reclaiming = Reclaiming(batch, memory, prefix_cache, preemption)
-        recovery = Recovery(batch, runner, prefix_cache, command.prefill_chunk, phase)
+        preemption = Preemption(batch, self._rates)
+        reclaiming = Reclaiming(batch, memory, preemption)
+        recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._prompts = Prompts(batch, runner, prefix_cache, memory, text, rates)
+        self._prompts = Prompts(batch, memory, self._rates)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         self._loaded = True
@@ -116,7 +116,6 @@ class MLXEngine:
     # Requests.
 
     def submit(self, request: Submit) -> int:
-        """Queue a request; raise the `KvdError` that its prompt or limits cause."""
         check_resume(request, self._vocab_size)
         prompt = self._text.encode(request)
         room = self._text.context_length - len(prompt)
@@ -139,11 +138,12 @@ class MLXEngine:
             prompt=prompt,
             max_new=request.max_tokens or min(room, DEFAULT_MAX_TOKENS),
             completions=[
-                Completion((request.rid, choice), self._text.stream(request, prompt))
+                Completion((request.rid, choice), self._text.stream(request, prompt), prompt[-1])
                 for choice in range(request.n)
             ],
             choices=Choices(request, len(prompt)),
             tracked=tracked,
+            prompt_reported=request.prompt_reported,
         )
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
         if self._batch.add(accepted, deadline):
@@ -166,11 +166,13 @@ class MLXEngine:
         self._admission.set_start_level(command.level)
 
     def watch(self, on_phase: OnPhase) -> None:
-        self._enter_phase.on_phase = on_phase
+        self._on_phase = on_phase
+
+    def _enter_phase(self, phase: Phase) -> None:
+        self._on_phase(phase)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something now."""
         transfers = self._reclaiming.active or self._preemption.busy
         if self._batch.reports or self._batch.in_flight or transfers or self._admission.has_work:
             return True
@@ -179,7 +181,6 @@ class MLXEngine:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether steps prefill now, and may take long."""
         return self._scheduler.prefilling > 0 or self._admission.may_admit
 
     @property
@@ -189,9 +190,9 @@ class MLXEngine:
     # The step.
 
     def step(self) -> list[Report]:
-        """Launch step n+1, read step n, prefill one chunk; return the reports.
+        """Run one step; return its reports.
 
-        If a step runs out of memory, its rows are rebuilt, and clients see only the delay. After
+        If the step runs out of memory, its rows are rebuilt, and clients see only the delay. After
         repeated failures requests fail, one at a time.
         """
         short = shortage.attempt(self._work)
@@ -326,6 +327,8 @@ class MLXEngine:
     def stats(self) -> WorkerStats:
         cache, batch = self._runner.cache, self._batch
         usage = cache.usage
+        peak_bytes = mx.get_peak_memory()  # since the previous call
+        mx.reset_peak_memory()
         return WorkerStats(
             step=self._steps,
             rows_running=self._scheduler.decoding,
@@ -349,7 +352,7 @@ class MLXEngine:
                 kv_tails=usage.tails_bytes + cache.snapshots.nbytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
-                peak=_peak_memory(),
+                peak=peak_bytes,
                 cache=mx.get_cache_memory(),
             ),
         )
@@ -360,10 +363,3 @@ class MLXEngine:
             self._batch.synchronize()
             self._transfers.folder.clear()
         mx.synchronize()
-
-
-def _peak_memory() -> int:
-    """Return the largest active memory since the last call, in bytes."""
-    peak = mx.get_peak_memory()
-    mx.reset_peak_memory()
-    return peak

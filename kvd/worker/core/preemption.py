@@ -10,8 +10,7 @@ Disk or recompute: whichever takes less time by this process's measurements. A r
 down while it ran would differ after recomputation, so it goes to disk if possible. A file that
 cannot be written, or that is damaged, costs time but never the request.
 
-A preempted request waits in the queue, at the place of its arrival. `kvd.worker.core.reclaiming`
-decides when requests are preempted.
+A preempted request waits in the queue, at the place of its arrival.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, Sna
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import can_preempt
 from kvd.worker.core.rates import Rates
-from kvd.worker.core.request import Completion, Request, SwappedRows
-from kvd.worker.core.swap import SwapFile, read_records
-from kvd.worker.core.transfers import Transfers
-from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.core.request import Request, SwappedRows
+from kvd.worker.core.swap import read_records
 from protocol.worker import PreemptionMode, RowPreempted
 
 _log = logging.getLogger("kvd.worker")
@@ -37,12 +34,9 @@ _log = logging.getLogger("kvd.worker")
 class Preemption:
     """The preempted requests of one engine."""
 
-    def __init__(
-        self, batch: Batch, prefix_cache: PrefixCache, transfers: Transfers, rates: Rates
-    ) -> None:
+    def __init__(self, batch: Batch, rates: Rates) -> None:
         self._batch = batch
-        self._prefix_cache = prefix_cache
-        self._transfers = transfers
+        self._transfers = batch.transfers
         self._rates = rates
         self._unqueued: list[str] = []
         """Requests preempted by the `reclaim` under way; `requeue` queues them."""
@@ -51,7 +45,6 @@ class Preemption:
 
     @property
     def busy(self) -> bool:
-        """Whether `work` has something to do."""
         return bool(self._jobs)
 
     def work(self, seconds: float) -> None:
@@ -64,10 +57,6 @@ class Preemption:
             if time.monotonic() >= end:
                 return
 
-    @property
-    def _page_bytes(self) -> int:
-        return self._batch.admission.budget.page_bytes
-
     # Rows leave.
 
     def reclaim(self, wanted_bytes: int) -> Iterator[None]:
@@ -77,7 +66,7 @@ class Preemption:
         piece of work. The caller then shrinks the pools, returns the memory and calls `requeue`.
         """
         batch = self._batch
-        wanted = -(-wanted_bytes // self._page_bytes)
+        wanted = -(-wanted_bytes // batch.admission.budget.page_bytes)
         for request in self._in_memory():
             if wanted <= 0:
                 return
@@ -99,9 +88,9 @@ class Preemption:
 
     def _preempt(self, request: Request, wanted: int) -> Generator[None, None, int]:
         """Preempt a request; return the pages that this frees."""
-        batch, page_bytes = self._batch, self._page_bytes
+        batch, page_bytes = self._batch, self._batch.admission.budget.page_bytes
         scheduled = batch.scheduler.find(request.rid)
-        filled = self._prefix_cache.filled_by(request.tracked) // page_bytes
+        filled = batch.prefix_cache.filled_by(request.tracked) // page_bytes
         held = scheduled.pages + scheduled.choices * batch.admission.row_pages - filled
         batch.preempt(request)
         self._unqueued.append(request.rid)
@@ -129,13 +118,14 @@ class Preemption:
 
         No request is admitted meanwhile, so that none needs these snapshots.
         """
+        if self._jobs:
+            return
         head = self._batch.scheduler.head
-        behind = [
-            request for request in self._in_memory() if head is None or request.rid != head.rid
-        ]
-        if behind and not self._jobs:
-            self._batch.admission.closed = True
-            self._jobs[behind[0].rid] = self._move_out_and_admit(behind[0])
+        for request in self._in_memory():
+            if head is None or request.rid != head.rid:
+                self._batch.admission.closed = True
+                self._jobs[request.rid] = self._move_out_and_admit(request)
+                return
 
     def _move_out_and_admit(self, request: Request) -> Iterator[None]:
         yield from self._move_out(request)
@@ -172,15 +162,19 @@ class Preemption:
         self, request: Request, writer: SnapshotWriter
     ) -> Generator[None, None, SwappedRows | None]:
         """Write the file; return None if that fails, or if the request ends meanwhile."""
-        rid = request.rid
-        owners = tuple(
-            owner.key if isinstance(owner, Completion) else None
-            for owner in request.preempted_owners
-        )
+        rid, seconds, records = request.rid, 0.0, writer.records()
+        owners = tuple(owner.key for owner in request.preempted_owners)
         try:
             file = self._transfers.start_writing(rid, writer.nbytes)
-            seconds = yield from self._write_records(request, file, writer)
-            if not self._batch.holds(request):
+            while self._batch.holds(request):
+                start = time.monotonic()
+                record = next(records, None)
+                if record is None:
+                    break
+                file.add(record)
+                seconds += time.monotonic() - start
+                yield
+            else:
                 return None  # `Transfers.discard` has deleted the file
             file.finish()
         except OSError as error:
@@ -190,22 +184,6 @@ class Preemption:
         del self._transfers.writing[rid]
         self._rates.note("write", writer.nbytes, seconds)
         return SwappedRows(file.path, writer.nbytes, owners)
-
-    def _write_records(
-        self, request: Request, file: SwapFile, writer: SnapshotWriter
-    ) -> Generator[None, None, float]:
-        """Write all records, unless the request ends; return the seconds spent."""
-        seconds = 0.0
-        records = writer.records()
-        while self._batch.holds(request):
-            start = time.monotonic()
-            record = next(records, None)
-            if record is None:
-                break
-            file.add(record)
-            seconds += time.monotonic() - start
-            yield
-        return seconds
 
     # Rows come back.
 

@@ -15,32 +15,21 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
-from kvd.worker.prefix.cache import PrefixCache, next_chunks
+from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
-from kvd.worker.serving.runner import Runner
-from kvd.worker.text.text import Text
 from protocol.types import TokenLogprob
 
 
 class Prompts:
     """The prompts of one engine."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        runner: Runner,
-        prefix_cache: PrefixCache,
-        memory: MemoryAccount,
-        text: Text,
-        rates: Rates,
-    ) -> None:
+    def __init__(self, batch: Batch, memory: MemoryAccount, rates: Rates) -> None:
         self._batch = batch
-        self._runner = runner
-        self._prefix_cache = prefix_cache
+        self._runner = batch.runner
+        self._prefix_cache = batch.prefix_cache
         self._memory = memory
-        self._text = text
         self._rates = rates
         self.computed_tokens = 0
 
@@ -52,8 +41,8 @@ class Prompts:
             return  # their requests wait until their rows are read from disk
         start = time.monotonic()
         self._prefill(chunks)
-        tokens = sum(chunk.length for chunk in chunks)
-        self._rates.note("prefill", tokens, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self._rates.note("prefill", sum(chunk.length for chunk in chunks), seconds)
         for chunk in chunks:
             if chunk.rid in self._batch.requests:
                 scheduler.mark_prefilled(chunk.rid, chunk.end)
@@ -113,7 +102,7 @@ class Prompts:
         following = request.prompt[chunk.start + 1 : chunk.end + 1]
         scores = score(logits, mx.array(following, mx.int32), top=top > 0)
         logprobs = [
-            self._text.token_logprob(scored.token, scored.logprob, scored.top)
+            self._batch.text.token_logprob(scored.token, scored.logprob, scored.top)
             for scored in scores.read([top] * len(following))
         ]
         first = self._first_token(request) if chunk.start == 0 else []
@@ -122,4 +111,4 @@ class Prompts:
 
     def _first_token(self, request: Request) -> list[TokenLogprob]:
         """Return a prompt's first token, which has no logprob."""
-        return [self._text.token_logprob(request.prompt[0], None)]
+        return [self._batch.text.token_logprob(request.prompt[0], None)]

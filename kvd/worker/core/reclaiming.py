@@ -7,7 +7,6 @@
                     --> MemoryRequested with a smaller total --> Reclaimed
 
 No request is admitted meanwhile, so that the memory goes to the daemon and not to the queue.
-`kvd.worker.core.memory_account` counts what each method could return.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.request import Request
-from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.process import memory as process_memory
 from protocol.worker import Reclaim, Reclaimed
 
@@ -41,20 +39,12 @@ _TRIM_ROUNDS = 3
 class Reclaiming:
     """The reclaims of one engine. Call `add`, then `advance` in each step while `active`."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        memory: MemoryAccount,
-        prefix_cache: PrefixCache,
-        preemption: Preemption,
-    ) -> None:
+    def __init__(self, batch: Batch, memory: MemoryAccount, preemption: Preemption) -> None:
         self._batch = batch
         self._memory = memory
-        self._prefix_cache = prefix_cache
         self._preemption = preemption
         self._commands: deque[Reclaim] = deque()
         self._work: Iterator[None] | None = None
-        """The work on the first command."""
         self._work_until = 0.0
         self._last_worked_at: float | None = None
         """When the previous step ended its work on the same command."""
@@ -64,7 +54,6 @@ class Reclaiming:
         return bool(self._commands)
 
     def add(self, command: Reclaim) -> None:
-        """Queue a command behind those under way."""
         self._commands.append(command)
 
     def abandon(self) -> None:
@@ -102,8 +91,7 @@ class Reclaiming:
 
     def _return_memory(self, command: Reclaim) -> None:
         admission, reports = self._batch.admission, self._batch.reports
-        wanted = self._pages_of(command.wanted_bytes)
-        least = max(0, admission.budget.pages - wanted)
+        least = max(0, admission.budget.pages - self._pages_of(command.wanted_bytes))
         request, freed = admission.give_back(least, self._memory.held())
         mx.clear_cache()
         process_memory.trim_malloc()  # malloc's caches too: the daemon measures the process
@@ -136,7 +124,7 @@ class Reclaiming:
             case "spare":
                 pass
             case "prefixes":
-                self._prefix_cache.evict(command.wanted_bytes)
+                self._batch.prefix_cache.evict(command.wanted_bytes)
             case "precision":
                 yield from self._step_down(command)
             case "preempt":
@@ -159,7 +147,7 @@ class Reclaiming:
             while not work.over:
                 work.advance(self._seconds_left(), time.monotonic)
                 yield
-        self._prefix_cache.drop_lowered()
+        batch.prefix_cache.drop_lowered()
         for request in chosen:
             if batch.holds(request):
                 batch.admission.step_down(request.rid, level)

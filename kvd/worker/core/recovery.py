@@ -8,8 +8,6 @@ and values, so clients see only the delay. Checkpoints save most of the prefill;
 soon as the rows share their pages.
 
 Rows that were stepped down are rebuilt at their precision level, as if they had started there.
-`kvd.worker.core.out_of_memory` decides when rows are rebuilt, and which request fails if that does
-not help.
 """
 
 from __future__ import annotations
@@ -21,20 +19,17 @@ import mlx.core as mx
 
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.request import Completion, Request
-from kvd.worker.engine import OnPhase
-from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
-from kvd.worker.serving.runner import Row, Runner
+from kvd.worker.serving.runner import Row
 
 
 @dataclass(eq=False)
 class _Rebuild:
-    """What a request lost: a prompt up to ``prefilled``, and the completions behind it."""
+    """What a request lost: its first ``prefilled`` prompt tokens, and the completions after it."""
 
     request: Request
     prefilled: int
-    """Tokens of the prompt."""
     completions: list[Completion]
     """Empty if the prompt is still in prefill."""
     cached: int = 0
@@ -54,21 +49,13 @@ class _Rebuild:
 class Recovery:
     """Rebuilds the rows of one engine; ``chunk`` is the prefill chunk in tokens."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        runner: Runner,
-        prefix_cache: PrefixCache,
-        chunk: int,
-        enter_phase: OnPhase,
-    ) -> None:
+    def __init__(self, batch: Batch, chunk: int) -> None:
         self._batch = batch
         self._scheduler = batch.scheduler
-        self._runner = runner
-        self._cache = runner.cache
-        self._prefix_cache = prefix_cache
+        self._cache = batch.cache
+        self._prefix_cache = batch.prefix_cache
         self._chunk = chunk
-        self._enter_phase = enter_phase
+        self._enter_phase = batch.enter_phase
 
     def undo_prefill(self) -> bool:
         """Undo a failed prefill pass and free memory; return whether that restores all rows.
@@ -106,11 +93,8 @@ class Recovery:
 
     def rebuild(self) -> None:
         """Give all rows back that `discard` has freed."""
-        rebuilds = [
-            rebuild
-            for request in self._batch.requests.values()
-            if (rebuild := self._find(request)) is not None
-        ]
+        found = [self._find(request) for request in self._batch.requests.values()]
+        rebuilds = [rebuild for rebuild in found if rebuild is not None]
         for rebuild in rebuilds:
             self._open_row(rebuild)
         self._drop_checkpoints()
@@ -122,7 +106,6 @@ class Recovery:
             self._batch.put_back(rebuild.request, rebuild.completions, rebuild.rows)
 
     def _find(self, request: Request) -> _Rebuild | None:
-        """Return what a request lost; None: nothing."""
         if request.swapped is not None:
             return None
         if request.begun:
@@ -140,17 +123,14 @@ class Recovery:
             tokens = request.prompt[: rebuild.prefilled + 1]
             hit = self._prefix_cache.peek(tokens, request.tracked.salt)
         rebuild.cached = hit.tokens
-        if hit.tokens:
-            rebuild.rows = [self._cache.restore(hit.snapshot)]
-        else:
-            rebuild.rows = [self._cache.new_row(request.level)]
+        rebuild.rows = [self._batch.new_row(request, hit)]
 
     def _prefill(self, rebuild: _Rebuild) -> None:
         cache, row = self._cache, rebuild.rows[0]
         for start in range(rebuild.cached, rebuild.prefilled, self._chunk):
             self._enter_phase("prefill")
             end = min(start + self._chunk, rebuild.prefilled)
-            self._runner.prefill(row, rebuild.request.prompt[start:end])
+            self._batch.runner.prefill(row, rebuild.request.prompt[start:end])
         others = rebuild.completions[1:]
         if others:
             snapshot = cache.snapshots.take(row)
@@ -166,5 +146,7 @@ class Recovery:
                 self._enter_phase("flush")
                 cache.flush()
             self._enter_phase("decode")
-            logits = self._runner.decode(rows, mx.array([token for _, token in now], mx.int32))
+            logits = self._batch.runner.decode(
+                rows, mx.array([token for _, token in now], mx.int32)
+            )
             mx.eval(logits, cache.arrays())

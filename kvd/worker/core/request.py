@@ -11,7 +11,6 @@ from typing import Any
 
 from kvd.worker.core.replay import SentText
 from kvd.worker.prefix.cache import TrackedPrompt
-from kvd.worker.sampling.row import RowSettings
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.text import TextStream
@@ -27,10 +26,12 @@ class Completion:
 
     key: Key
     stream: TextStream
+    first_input: int
+    """Last token of the prompt: the input of the first decode step."""
     row: Row | None = None
-    """Its row in the cache, once the prompt is prefilled."""
+    """Its row, once the prompt is prefilled."""
     snapshot: Any = None
-    """Snapshot of its row, while the request is preempted."""
+    """Snapshot of ``row``, while the request is preempted."""
     launched: int = 0
     """Decode steps launched; each produces one token."""
     known: int = 0
@@ -44,10 +45,11 @@ class Completion:
     released: bool = False
     """Whether its row is freed: a step in flight may outlive the completion's end."""
 
-    def next_input(self, prompt_end: int) -> int:
-        """Return the next step's input token, or 0 if the step in flight still computes it."""
+    @property
+    def next_input(self) -> int:
+        """The next step's input token, or 0 if the step in flight still computes it."""
         if not self.launched:
-            return prompt_end
+            return self.first_input
         return self.tokens[self.launched - 1] if self.launched <= len(self.tokens) else 0
 
 
@@ -71,24 +73,24 @@ class Request:
     completions: list[Completion]
     """Completions that are not released."""
     choices: Choices
-    """Counts the completions that have ended."""
     tracked: TrackedPrompt
     row: Row | None = None
     """The row that prefill fills; None once the completions have rows of their own."""
     snapshot: Any = None
-    """Snapshot of ``row``, while the request is preempted."""
+    """As `Completion.snapshot`."""
+    key: None = None
+    """Distinguishes the request from its completions in `SwappedRows.owners`."""
     kept_pages: int = 0
     """Pages of the budget that its snapshots take while it is preempted."""
     begun: bool = False
     """Whether its completions have rows, or had them when it was preempted."""
     swapped: SwappedRows | None = None
-    """Its rows, if they are on disk."""
     mixed_levels: bool = False
     """Whether it was stepped down with tokens in its rows: recomputed rows would differ."""
     level: int = 0
     """Its precision level; a step-down may still be requantizing its pages."""
     prompt_reported: int = 0
-    """Prompt tokens whose logprobs were reported."""
+    """Prompt tokens whose logprobs were reported, by an earlier worker too."""
     resumed_at: int | None = None
     """Tokens of its longest completion when it was last resumed after preemption."""
 
@@ -98,12 +100,11 @@ class Request:
 
     @property
     def live(self) -> list[Completion]:
-        """Completions that have not ended."""
         return [completion for completion in self.completions if not completion.ended]
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, by all completions that are not released."""
+        """Tokens of all completions that are not released."""
         return sum(len(completion.tokens) for completion in self.completions)
 
     @property
@@ -118,8 +119,4 @@ class Request:
 
     @property
     def preempted_owners(self) -> list[Request | Completion]:
-        """The owners that have a snapshot."""
         return [owner for owner in self.owners if owner.snapshot is not None]
-
-    def settings(self, completion: Completion) -> RowSettings:
-        return RowSettings.of(self.submit, completion.stream.ends, completion.key[1])

@@ -5,8 +5,7 @@
     magic, then for each record:  length (8 bytes)  SHA-256 of the content (32 bytes)  content
 
 A file is written under a temporary name and renamed when it is complete. Files of an earlier
-process are never read, so nothing is synced to disk. `kvd.worker.cache.snapshot_records` defines
-the records' content.
+process are never read, so nothing is synced to disk.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvd.worker.cache.snapshot_records import DamagedRecord
+from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader
+from kvd.worker.core.request import SwappedRows
 
 _log = logging.getLogger("kvd.worker")
 
@@ -88,7 +88,6 @@ class SwapFolder:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all files, including unfinished ones."""
         return sum(self._sizes.values())
 
     def has_room(self, nbytes: int) -> bool:
@@ -115,7 +114,6 @@ class SwapFolder:
             self.delete(path)
 
     def delete(self, path: Path) -> None:
-        """Delete a file, complete or not."""
         self._sizes.pop(path, None)
         for name in (path, path.with_suffix(".part")):
             name.unlink(missing_ok=True)
@@ -137,3 +135,43 @@ def read_records(path: Path) -> Iterator[bytes]:
             if hashlib.sha256(record).digest() != digest:
                 raise DamagedRecord(f"a record of {path.name} has a wrong checksum")
             yield record
+
+
+class Transfers:
+    """Requests whose rows are on their way to or from the swap folder of one engine.
+
+    A transfer takes several steps, and its request may end at any time. `Batch` discards the
+    transfers of a request with the request itself.
+    """
+
+    def __init__(self, folder: SwapFolder) -> None:
+        self.folder = folder
+        self.reading: dict[str, SnapshotReader] = {}
+        """Requests that are admitted and whose rows are being read."""
+        self.writing: dict[str, SwapFile] = {}
+
+    def start_writing(self, rid: str, nbytes: int) -> SwapFile:
+        """Create the file of a request; raises `OSError`."""
+        # Request ids may contain any character, so the file name is a digest.
+        name = hashlib.sha256(rid.encode()).hexdigest()[:32]
+        file = self.writing[rid] = self.folder.create(name, nbytes)
+        return file
+
+    def abort_writing(self, rid: str) -> None:
+        file = self.writing.pop(rid, None)
+        if file is not None:
+            file.abort()
+            self.folder.delete(file.path)
+
+    def abort_reading(self, rid: str) -> None:
+        """Free the pages that were read so far."""
+        reader = self.reading.pop(rid, None)
+        if reader is not None:
+            reader.forget()
+
+    def discard(self, rid: str, swapped: SwappedRows | None) -> None:
+        """Abort the transfers of a request that has ended, and delete its file."""
+        self.abort_reading(rid)
+        self.abort_writing(rid)
+        if swapped is not None:
+            self.folder.delete(swapped.path)

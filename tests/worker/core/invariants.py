@@ -28,6 +28,4 @@ def check_batch(batch: Batch) -> None:
     for completion in in_step:
         assert not completion.released, "a step in flight uses a freed row"
         assert completion in batch.requests[completion.key[0]].completions
-    check_prefix_cache(
-        batch._prefix_cache, (request.tracked for request in batch.requests.values())
-    )
+    check_prefix_cache(batch.prefix_cache, (request.tracked for request in batch.requests.values()))
