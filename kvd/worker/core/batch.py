@@ -49,7 +49,6 @@ class Batch:
         prefix_cache: PrefixCache,
         transfers: Transfers,
         text: Text,
-        vocab_size: int,
         enter_phase: OnPhase,
     ) -> None:
         self.requests: dict[str, Request] = {}
@@ -67,10 +66,8 @@ class Batch:
         self.transfers = transfers
         self.text = text
         self.enter_phase = enter_phase
-        self._vocab_size = vocab_size
-        self._sampler = Sampler(vocab_size)
+        self._sampler = Sampler(text.vocab_size)
         self._step: DecodeStep | None = None
-        """The step in flight."""
 
     @property
     def in_flight(self) -> bool:
@@ -88,9 +85,8 @@ class Batch:
         ``deadline``: seconds on the engine's clock. Raises `KvdError` if it can never run.
         """
         reports: list[Report] = []
-        for completion, resumed in zip(
-            list(request.completions), request.submit.resume, strict=False
-        ):
+        replayed = zip(list(request.completions), request.submit.resume, strict=False)
+        for completion, resumed in replayed:
             reports += self._replay(request, completion, resumed)
         if request.completions:
             self.admission.submit(
@@ -149,7 +145,6 @@ class Batch:
         return self.cache.new_row(request.level)
 
     def open_row(self, request: Request, hit: Hit | None = None) -> None:
-        """Give a request the row that prefill fills."""
         request.row = self.new_row(request, hit or Hit(0))
 
     def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
@@ -422,7 +417,7 @@ class Batch:
                 owner.snapshot = None
                 if isinstance(owner, Completion):
                     owner.launched = len(owner.tokens)
-        self._sampler = Sampler(self._vocab_size)
+        self._sampler = Sampler(self.text.vocab_size)
 
     def put_back(
         self, request: Request, completions: Sequence[Completion], rows: Sequence[Row]

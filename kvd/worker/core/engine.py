@@ -12,7 +12,6 @@ The host processes the tokens of step n while the device computes step n+1.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -89,11 +88,8 @@ class MLXEngine:
         self._admission, self._scheduler = admission, admission.scheduler
         self._weights_bytes = model.weights_bytes
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
-        self._vocab_size = model.loaded.vocab_size
         transfers = Transfers(SwapFolder.open(command.swap_folder, command.swap_bytes))
-        batch = Batch(
-            runner, admission, prefix_cache, transfers, text, self._vocab_size, self._enter_phase
-        )
+        batch = Batch(runner, admission, prefix_cache, transfers, text, self._enter_phase)
         memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
         preemption = Preemption(batch, self._rates)
         reclaiming = Reclaiming(batch, memory, preemption)
@@ -116,7 +112,7 @@ class MLXEngine:
     # Requests.
 
     def submit(self, request: Submit) -> int:
-        check_resume(request, self._vocab_size)
+        check_resume(request, self._text.vocab_size)
         prompt = self._text.encode(request)
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
@@ -210,9 +206,10 @@ class MLXEngine:
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
         plan = self._plan()
+        decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
         start = time.monotonic()
-        self._prompts.begin_single_tokens(plan.decode)
-        if self._batch.decode(plan.decode):
+        self._prompts.begin_single_tokens(decode)
+        if self._batch.decode(decode):
             self._rates.note("decode", 1, time.monotonic() - start)
         if plan.group:
             self._enter_phase("prefill")
@@ -241,9 +238,7 @@ class MLXEngine:
         if result.plan.missing_pages and self._free_spare_pools():
             result = self._admit()
         self._request_checkpoint_memory()
-        reading = self._transfers.reading
-        decode = tuple(rid for rid in result.plan.decode if rid not in reading)
-        return dataclasses.replace(result.plan, decode=decode)
+        return result.plan
 
     def _admit(self) -> AdmissionResult:
         result = self._admission.admit(self._memory.held())
@@ -280,7 +275,7 @@ class MLXEngine:
             self._request_memory(self._admission.request_spare(pages, self._memory.held()))
 
     def _evict(self, pages: int) -> bool:
-        """Drop checkpoints of about so many pages; return whether that freed memory."""
+        """Drop checkpoints of about ``pages`` pages; return whether that freed memory."""
         if not self._prefix_cache.evict(pages * self._admission.budget.page_bytes):
             return False
         self._batch.synchronize()
@@ -291,9 +286,8 @@ class MLXEngine:
     def _free_spare_pools(self) -> bool:
         """Shrink pools to what rows have reserved; return whether that freed memory.
 
-        Only if it helps the head of the queue, which may otherwise wait long: pools grow again.
-        With no rows left, the tail buffers are freed as well, because the head may need that memory
-        for pages.
+        They are shrunk only if the head of the queue needs it, since pools grow again. With no rows
+        left, the tail buffers are freed as well, because the head may need that memory for pages.
         """
         cache = self._runner.cache
         if not cache.sequences and cache.tail_slots and not self._reclaiming.active:

@@ -1,6 +1,6 @@
 """Counts how much of its grant one engine holds, and how much it could give back.
 
-All counts are in the budget's pages. The real engine and the fake one share this module.
+The budget's page is the unit. The real engine and the fake one share this module.
 """
 
 from __future__ import annotations
@@ -51,14 +51,11 @@ class MemoryAccount:
         self._cache = cache
         self._admission = admission
         self._scheduler = admission.scheduler
+        self._page_bytes = admission.budget.page_bytes
         self._prefix_cache = prefix_cache
         self._requests = requests
         self.promised_bytes = 0
         """Bytes that a reclaim will return; pools do not grow ahead of need into them."""
-
-    @property
-    def _page_bytes(self) -> int:
-        return self._admission.budget.page_bytes
 
     def held(self) -> Held:
         """Return what the engine holds now, and set how far pools may grow ahead of need."""
@@ -134,11 +131,8 @@ class MemoryAccount:
 
     def _saving(self, rids: Iterable[str], level: int) -> int:
         scheduler = self._scheduler
-        return sum(
-            scheduler.step_down_savings(rid, level)
-            for rid in rids
-            if scheduler.find(rid).level < level
-        )
+        above = [rid for rid in rids if scheduler.find(rid).level < level]
+        return sum(scheduler.step_down_savings(rid, level) for rid in above)
 
     def _freed_by_preemption(
         self, rids: Iterable[str], places_pages: int, filled_bytes: int
@@ -149,10 +143,7 @@ class MemoryAccount:
         for request in (self._requests[rid] for rid in rids):
             if can_preempt(request):
                 scheduled = scheduler.find(request.rid)
-                pages = scheduled.pages
-                if scheduled.level < lowest:
-                    pages -= scheduler.step_down_savings(request.rid, lowest)
+                freed += scheduled.pages - self._saving([request.rid], lowest)
                 places -= scheduled.choices
                 filled_bytes -= self._prefix_cache.filled_by(request.tracked)
-                freed += pages
         return freed + self._kept_pages + places_pages - self._places_pages(places, filled_bytes)

@@ -121,8 +121,6 @@ class Reclaiming:
             yield
         self._batch.admission.closed = True  # the transfers may have opened it
         match command.method:
-            case "spare":
-                pass
             case "prefixes":
                 self._batch.prefix_cache.evict(command.wanted_bytes)
             case "precision":
@@ -141,7 +139,7 @@ class Reclaiming:
         chosen = self._choose(level, command.wanted_bytes)
         for request in chosen:
             batch.step_down(request, level)
-        while above := [row for row in self._rows_of(chosen) if _is_above(cache, row, level)]:
+        while above := self._rows_above(cache, level, chosen):
             batch.synchronize()
             work = ModelStepDown(cache, above, level)
             while not work.over:
@@ -163,10 +161,16 @@ class Reclaiming:
                 chosen.append(batch.requests[rid])
         return chosen
 
-    def _rows_of(self, requests: list[Request]) -> list[Any]:
+    def _rows_above(self, cache: ModelCache, level: int, requests: list[Request]) -> list[Any]:
+        """Return the requests' rows with a tail or a page above a precision level."""
+        lowest = cache.settings.store_level(level)
         present = [request for request in requests if self._batch.holds(request)]
-        rows = [owner.row for request in present for owner in request.owners]
-        return [row for row in rows if row is not None]
+        rows = [owner.row for request in present for owner in request.owners if owner.row]
+        return [
+            row
+            for row in rows
+            if any(part.level < lowest for one in row.rows for part in (one, *one.pages))
+        ]
 
     def _trim(self, wanted_bytes: int) -> Iterator[None]:
         """Shrink tails and pools to what is used, if they hold the memory that is wanted."""
@@ -192,11 +196,3 @@ class Reclaiming:
         places = self._batch.scheduler.reserved_rows
         excess = held.pages > self._memory.needed_pages or held.rows > places
         return excess and admission.spare_pages(held) < wanted
-
-
-def _is_above(cache: ModelCache, row: Any, level: int) -> bool:
-    """Return whether a sequence has a tail or a page above a precision level."""
-    lowest = cache.settings.store_level(level)
-    return any(
-        one.level < lowest or any(page.level < lowest for page in one.pages) for one in row.rows
-    )

@@ -75,7 +75,7 @@ class Text:
         """``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
         self._wrapper = tokenizer
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.context_length = context_length
         self._table = BytesTable.of(self._tokenizer)
         self._special = special_ids(self._tokenizer)
@@ -89,7 +89,7 @@ class Text:
 
     def encode(self, request: Submit) -> list[int]:
         """Return the prompt's tokens: at least one, and fewer than the context length."""
-        check_token_ids(request, self._vocab_size)
+        check_token_ids(request, self.vocab_size)
         forms = (request.prompt, request.messages, request.tokens)
         if sum(form is not None for form in forms) != 1:
             raise InvalidRequest("give exactly one of prompt, messages and tokens", field="prompt")
@@ -176,9 +176,9 @@ class Text:
 
     def _check_tokens(self, tokens: list[int]) -> list[int]:
         for at, token in enumerate(tokens):
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
-                    f"token {token} at {at} is outside the vocabulary of {self._vocab_size}",
+                    f"token {token} at {at} is outside the vocabulary of {self.vocab_size}",
                     field="tokens",
                 )
         return list(tokens)
