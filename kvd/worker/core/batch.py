@@ -259,12 +259,7 @@ class Batch:
             rid, choice = completion.key
             self.reports.append(
                 RowTokens(
-                    rid=rid,
-                    index=index,
-                    tokens=tokens,
-                    text=text,
-                    choice=choice,
-                    logprobs=logprobs,
+                    rid=rid, index=index, tokens=tokens, text=text, choice=choice, logprobs=logprobs
                 )
             )
         if over:
@@ -378,7 +373,6 @@ class Batch:
             self.start_over(request)
 
     def move_in(self, request: Request, swapped: SwappedRows, rows: Sequence[Row]) -> None:
-        """Give a request the rows that were read from its file."""
         owners = {owner.key: owner for owner in request.owners}
         for key, row in zip(swapped.owners, rows, strict=True):
             self._join(request, owners[key], row)
@@ -402,10 +396,7 @@ class Batch:
     # Recovery from a failed step.
 
     def discard_rows(self, *, late: bool) -> None:
-        """Forget all rows, and the sampler's counts; with ``late``, drop the snapshots too.
-
-        The caller discards the rows in the cache.
-        """
+        """Forget all rows, which the caller frees; with ``late``, drop the snapshots too."""
         for request in self.requests.values():
             for completion in request.completions:
                 if completion.row is not None:

@@ -76,7 +76,7 @@ class MLXEngine:
                 raise
             raise InsufficientMemory(
                 f"the device ran out of memory while the model was loaded ({short.reason}):"
-                " stop other programs that use it, or lower the budget to what it has",
+                " stop other programs that use it, or lower the budget to what it has"
             ) from error
 
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:

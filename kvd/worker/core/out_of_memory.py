@@ -74,11 +74,9 @@ class OutOfMemory:
         victims = self._batch.scheduler.victims()
         if not victims:
             raise short
-        self._batch.fail(
-            self._batch.requests[victims[0]],
-            Overloaded(
-                "the device ran out of memory repeatedly, and this was the newest of the running"
-                " requests: retry later; if it happens again, lower the budget or max_rows",
-                retry_after_s=RETRY_AFTER_S,
-            ),
+        error = Overloaded(
+            "the device ran out of memory repeatedly, and this was the newest of the running"
+            " requests: retry later; if it happens again, lower the budget or max_rows",
+            retry_after_s=RETRY_AFTER_S,
         )
+        self._batch.fail(self._batch.requests[victims[0]], error)

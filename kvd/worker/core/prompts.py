@@ -68,10 +68,7 @@ class Prompts:
                     self._batch.report_prompt(request, 0, self._first_token(request))
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Run the chunks and leave checkpoints: one pass for all, and one for each to be scored.
-
-        Requests with bad logits fail.
-        """
+        """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
         requests = [self._batch.requests[chunk.rid] for chunk in chunks]
         for request in requests:
             if request.row is None:  # it lost its row before a chunk ran

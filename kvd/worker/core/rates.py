@@ -9,7 +9,6 @@ Work = Literal["prefill", "decode", "write", "read"]
 """``prefill`` and ``decode`` count tokens of one row; ``write`` and ``read`` count bytes."""
 
 _NEWEST_WEIGHT = 0.2
-"""Weight of the newest measurement in the running mean."""
 _INITIAL: dict[Work, float] = {"prefill": 1000.0, "decode": 50.0, "write": 5e8, "read": 1e9}
 """Rates per second that apply before the first measurement."""
 

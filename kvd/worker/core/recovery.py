@@ -58,10 +58,7 @@ class Recovery:
         self._enter_phase = batch.enter_phase
 
     def undo_prefill(self) -> bool:
-        """Undo a failed prefill pass and free memory; return whether that restores all rows.
-
-        The step in flight then continues.
-        """
+        """Undo a failed prefill pass; return whether the step in flight can continue."""
         if not self._cache.undo_prefill():
             return False
         for request in self._batch.requests.values():

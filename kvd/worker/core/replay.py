@@ -1,10 +1,8 @@
 """Continues requests whose worker died, from the tokens and text that their clients have.
 
-The tokens that were sent are known (`protocol.worker.ChoiceProgress`), so they are not drawn again:
-the engine feeds them as the inputs of ordinary decode steps, next to other rows. The prompt is
-prefilled in the same chunks as before, and each step gets the same input. So keys, values and all
-further draws are the same. This module covers the text: the part that the client has, and the
-reports that the daemon lacks.
+The tokens that were sent (`protocol.worker.ChoiceProgress`) are not drawn again: they are inputs of
+ordinary decode steps, after the same prefill chunks. So keys, values and all further draws are the
+same. This module covers the text and the reports.
 """
 
 from __future__ import annotations

@@ -104,12 +104,10 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Tokens of all completions that are not released."""
         return sum(len(completion.tokens) for completion in self.completions)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion that is not released."""
         return max((len(completion.tokens) for completion in self.completions), default=0)
 
     @property

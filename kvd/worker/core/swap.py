@@ -15,7 +15,7 @@ import hashlib
 import logging
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader
@@ -59,15 +59,9 @@ class SwapFolder:
     ``path`` None: nothing may be written. ``limit_bytes``: limit of all files together.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        limit_bytes: int,
-        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
-    ) -> None:
+    def __init__(self, path: Path | None, limit_bytes: int) -> None:
         self._path = path
         self._limit_bytes = limit_bytes
-        self._free_bytes = free_bytes
         self._sizes: dict[Path, int] = {}
         if path is not None:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,7 +88,7 @@ class SwapFolder:
         if self._path is None or self.held_bytes + nbytes > self._limit_bytes:
             return False
         try:
-            return nbytes + SPARE_DISK_BYTES <= self._free_bytes(self._path)
+            return nbytes + SPARE_DISK_BYTES <= shutil.disk_usage(self._path).free
         except OSError:
             return False
 
@@ -138,11 +132,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 
 
 class Transfers:
-    """Requests whose rows are on their way to or from the swap folder of one engine.
-
-    A transfer takes several steps, and its request may end at any time. `Batch` discards the
-    transfers of a request with the request itself.
-    """
+    """Transfers of rows to and from a swap folder; each takes several steps."""
 
     def __init__(self, folder: SwapFolder) -> None:
         self.folder = folder

@@ -56,7 +56,6 @@ class TrackedPrompt:
     tokens: Sequence[int]
     salt: str
     path: Path
-    """Empty if the cache is disabled."""
     full_prefill: bool
     """Whether all tokens must be prefilled, even those that the cache holds."""
     queued: bool = False
@@ -143,10 +142,7 @@ class PrefixCache:
             self.release_place(prompt)
 
     def has_new_hit(self, prompt: TrackedPrompt) -> bool:
-        """Return whether a queued prompt can continue from a checkpoint.
-
-        False without a search if no checkpoint was stored since the last call.
-        """
+        """Return whether a queued prompt hits; False if nothing was stored since the last call."""
         tree = self.tree
         if tree is None or not prompt.queued or prompt.lowered:
             return False
@@ -173,33 +169,24 @@ class PrefixCache:
 
         The device must be idle. ``spare_bytes()``: bytes of the grant that no row may need.
         """
-        if self.tree is None:
+        tree = self.tree
+        if tree is None:
             return
-        chunks, rest = divmod(end, self.tree.chunk)
+        chunks, rest = divmod(end, tree.chunk)
         if rest or prompt.lowered:
             self._set_wanted(prompt, None)  # the prompt's end
             return
         # Prompts that were queued after this one began may diverge here too.
         if end in prompt.boundaries or self._queued.diverges_at(prompt.path, chunks):
-            self._store(self.tree, prompt, end, sequence, spare_bytes)
+            tokens, charge = prompt.tokens[:end], self._charge(end)
+            needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
+            if (missing := needed - spare_bytes()) > 0:
+                tree.evict(missing, tree.value_of(tokens, prompt.salt, charge))
+            stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, sequence)
+            if stored and not prompt.has_checkpoint:
+                prompt.has_checkpoint = True
+                self._filled += 1
         self._set_wanted(prompt, end)
-
-    def _store(
-        self,
-        tree: PrefixTree,
-        prompt: TrackedPrompt,
-        end: int,
-        sequence: Any,
-        spare_bytes: Callable[[], int],
-    ) -> None:
-        tokens, charge = prompt.tokens[:end], self._charge(end)
-        needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
-        if (missing := needed - spare_bytes()) > 0:
-            tree.evict(missing, tree.value_of(tokens, prompt.salt, charge))
-        fits = spare_bytes() >= needed
-        if fits and tree.insert(tokens, prompt.salt, sequence) and not prompt.has_checkpoint:
-            prompt.has_checkpoint = True
-            self._filled += 1
 
     def _set_wanted(self, prompt: TrackedPrompt, position: int | None) -> None:
         """Update what a prompt needs for checkpoints after ``position``; None: nothing."""

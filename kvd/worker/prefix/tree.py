@@ -106,10 +106,7 @@ class PrefixTree:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of pages, tails and states that checkpoints hold; ``cap_bytes`` limits them.
-
-        A page counts once, whether or not rows hold it too. So rows never make this value grow.
-        """
+        """Bytes of pages, tails and states that checkpoints hold, whether or not rows do too."""
         return self._source.held_bytes(self._snapshots)
 
     @property
@@ -238,7 +235,6 @@ class PrefixTree:
         return saved / (max(1, freed) * (1 + self._clock - node.used))
 
     def clear(self) -> None:
-        """Drop all checkpoints."""
         for node in list(self._stored):
             self._drop(node)
 
@@ -253,10 +249,7 @@ class PrefixTree:
                 self._drop(node)
 
     def drop_lowered(self) -> None:
-        """Drop checkpoints whose pages were stepped down.
-
-        `match` drops them as well; calling this after a step-down frees their memory at once.
-        """
+        """Drop checkpoints whose pages were stepped down, before `match` does."""
         for node in list(self._stored):
             self._is_valid(node)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,9 +186,13 @@ def test_beyond_the_folders_limits_rows_are_recomputed(
 ) -> None:
     prefer(driver, "disk")
     folder = driver.engine._transfers.folder
-    for bound, value in (("_limit_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
+    full = SimpleNamespace(free=swap.SPARE_DISK_BYTES)
+    for owner, bound, value in (
+        (folder, "_limit_bytes", 1000),
+        (shutil, "disk_usage", lambda _: full),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(folder, bound, value)
+            patch.setattr(owner, bound, value)
             driver.submit(bound, periodic_prompt(400, 8), WARM, max_tokens=30, ignore_eos=True)
             driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
             driver.reclaim("preempt", EVERYTHING)
