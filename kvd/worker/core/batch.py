@@ -126,13 +126,11 @@ class Batch:
         )
 
     def set_level(self, request: Request, level: int) -> None:
-        """Set the precision level at which an admitted request starts or continues."""
         request.level = level
         request.choices.record_level(level)
         request.tracked.lowered = level > 0
 
     def step_down(self, request: Request, level: int) -> None:
-        """Record that a running request steps down to ``level``."""
         self.set_level(request, max(request.level, level))
         request.mixed_levels = request.mixed_levels or request.begun or request.row is not None
 
@@ -290,7 +288,6 @@ class Batch:
         self.fail(request, error)
 
     def _end(self, request: Request, completion: Completion) -> None:
-        """End a completion, and release it unless the step in flight uses its row."""
         completion.ended = True
         if self._step is None or not self._step.includes(completion):
             self._release(request, completion)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 from msgspec.structs import replace
@@ -57,11 +58,21 @@ POOL_SECONDS = 0.010
 """Seconds that a step works on growing pools or on transfers."""
 
 
+@dataclass
+class _PhaseListener:
+    """Calls ``on_phase``, which `MLXEngine.watch` may change at any time."""
+
+    on_phase: OnPhase = ignore_phase
+
+    def __call__(self, phase: Phase) -> None:
+        self.on_phase(phase)
+
+
 class MLXEngine:
     """`kvd.worker.engine.Engine` over MLX. ``clock``: seconds, for deadlines."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._on_phase: OnPhase = ignore_phase
+        self._enter_phase = _PhaseListener()
         self._clock = clock
         self._rates = Rates()
         self._steps = 0
@@ -162,10 +173,7 @@ class MLXEngine:
         self._admission.set_start_level(command.level)
 
     def watch(self, on_phase: OnPhase) -> None:
-        self._on_phase = on_phase
-
-    def _enter_phase(self, phase: Phase) -> None:
-        self._on_phase(phase)
+        self._enter_phase.on_phase = on_phase
 
     @property
     def has_work(self) -> bool:

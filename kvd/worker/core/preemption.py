@@ -107,7 +107,6 @@ class Preemption:
         return freed
 
     def requeue(self) -> None:
-        """Queue the requests that `reclaim` has preempted."""
         unqueued, self._unqueued = self._unqueued, []
         for rid in unqueued:
             if rid in self._batch.requests:

@@ -34,7 +34,6 @@ class Prompts:
         self.computed_tokens = 0
 
     def prefill_next(self) -> None:
-        """Prefill the next chunk of a prompt, or the next chunks of several."""
         scheduler = self._batch.scheduler
         chunks = next_chunks(scheduler, self._has_new_hit, self._begin)
         if not chunks:

@@ -31,9 +31,7 @@ class Rates:
         return amount / self._measured.get(work, _INITIAL[work])
 
     def swap_seconds(self, nbytes: int) -> float:
-        """Return the estimated time to write and read ``nbytes``."""
         return self._seconds("write", nbytes) + self._seconds("read", nbytes)
 
     def recompute_seconds(self, prompt_tokens: int, generated_tokens: int) -> float:
-        """Return the estimated time to rebuild a row from its tokens."""
         return self._seconds("prefill", prompt_tokens) + self._seconds("decode", generated_tokens)

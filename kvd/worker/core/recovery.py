@@ -143,7 +143,6 @@ class Recovery:
                 self._enter_phase("flush")
                 cache.flush()
             self._enter_phase("decode")
-            logits = self._batch.runner.decode(
-                rows, mx.array([token for _, token in now], mx.int32)
-            )
+            step_tokens = mx.array([token for _, token in now], mx.int32)
+            logits = self._batch.runner.decode(rows, step_tokens)
             mx.eval(logits, cache.arrays())

@@ -72,13 +72,12 @@ class SwapFolder:
     @classmethod
     def open(cls, path: str | None, limit_bytes: int) -> SwapFolder:
         """Return the folder that the daemon named; one without room if it cannot be used."""
-        if path is None or limit_bytes <= 0:
-            return cls(None, 0)
-        try:
-            return cls(Path(path), limit_bytes)
-        except OSError as error:
-            _log.warning("cannot swap rows to disk: %s", error)
-            return cls(None, 0)
+        if path is not None and limit_bytes > 0:
+            try:
+                return cls(Path(path), limit_bytes)
+            except OSError as error:
+                _log.warning("cannot swap rows to disk: %s", error)
+        return cls(None, 0)
 
     @property
     def held_bytes(self) -> int:
