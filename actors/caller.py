@@ -1,7 +1,6 @@
 """One request from inside the daemon's process, without a socket or a session.
 
-`kvd.http` uses this in place of `actors.client`. The last event is always delivered, even if the
-daemon stops before the request ends.
+The last event is always delivered, even if the daemon stops before the request ends.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Caller(Actor[mail.ClientMail]):
         self._deliver = deliver
         self._router = router
         self._open = True
-        """Whether the request is neither ended nor cancelled."""
         self._end: KvdError = Draining("the daemon stops")
         """The error delivered if this actor ends before its request."""
 
@@ -68,7 +66,6 @@ class Caller(Actor[mail.ClientMail]):
                 assert_never(message)
 
     def on_stop(self) -> None:
-        """Cancel a running request, and deliver its end."""
         if self._open:
             self._cancel()
             self._deliver(Error(id=self._request.id, error=self._end.info()))

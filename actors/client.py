@@ -1,8 +1,7 @@
 """The actor of one client connection: its session and its socket.
 
-Answers ``hello``, ``status``, ``events`` and ``cancel`` itself. Passes ``generate`` and ``attach``
-to the router, and the rest to the model registry and the governor. When the connection ends, its
-running requests are cancelled and its waiting texts dropped; its loads continue.
+When the connection ends, its running requests are cancelled and its waiting texts dropped; its
+loads continue.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class ClientServices:
     slow_reader_bytes: int
 
     async def configure(self, request: messages.Configure) -> messages.Configured:
-        """Apply changes of the configuration; return what is in force afterwards."""
         changes = await self.configuration.change(request.settings) if request.settings else []
         if request.budget_bytes is not None:
             await self.configuration.budget_changed(request.budget_bytes)
@@ -125,7 +123,6 @@ class Client(Actor[mail.ClientMail]):
                 assert_never(message)
 
     def on_stop(self) -> None:
-        """Cancel running requests, and close the connection."""
         for key in list(self._following):
             self._unfollow(key)
         rids, self._rids = self._rids, {}
@@ -176,9 +173,8 @@ class Client(Actor[mail.ClientMail]):
             case messages.Status():
                 self._send(messages.StatusReply(id=key, status=services.status()))
             case messages.Metrics():
-                self._answer(
-                    key, services.metrics(), lambda text: messages.MetricsReply(id=key, text=text)
-                )
+                work = services.metrics()
+                self._answer(key, work, lambda text: messages.MetricsReply(id=key, text=text))
             case messages.Generate():
                 self._generate(request)
             case messages.Attach():
@@ -191,15 +187,12 @@ class Client(Actor[mail.ClientMail]):
             case messages.Events():
                 self._send_events(request)
             case messages.Explain():
-                self._answer(
-                    key,
-                    services.explain(request),
-                    lambda forecast: messages.Explained(id=key, forecast=forecast),
-                )
+                explained = services.explain(request)
+                self._answer(key, explained, lambda it: messages.Explained(id=key, forecast=it))
             case messages.Tokenize():
                 self._has_texts = True
-                work = services.tokenizing.tokenize(request, self.ref)
-                self._answer(key, work, lambda report: _tokenized(key, report))
+                tokenized = services.tokenizing.tokenize(request, self.ref)
+                self._answer(key, tokenized, lambda report: _tokenized(key, report))
             case messages.Configure():
                 self._answer(key, services.configure(request), lambda reply: reply)
             case messages.Pin(model=name) | messages.Unpin(model=name):

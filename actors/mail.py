@@ -1,8 +1,4 @@
-"""Messages between actors: one union per actor.
-
-The events and commands of the state machines are in `actors.machines`. Messages stay inside the
-process, so they may carry actor references.
-"""
+"""Messages between actors: those of each actor, then their union. They stay inside the process."""
 
 from __future__ import annotations
 
@@ -42,9 +38,6 @@ class AlarmFired(_Message, frozen=True):
     """The actor's alarm fired: a deadline may have passed."""
 
 
-# -- client ---------------------------------------------------------------------------------------
-
-
 class BytesReceived(_Message, frozen=True):
     """Bytes from the client's socket."""
 
@@ -63,8 +56,6 @@ class Deliver(_Message, frozen=True):
 
 ClientMail = BytesReceived | ConnectionClosed | Deliver
 
-# -- router ---------------------------------------------------------------------------------------
-
 
 class SubmitRequest(_Message, frozen=True):
     """A client's request."""
@@ -73,7 +64,6 @@ class SubmitRequest(_Message, frozen=True):
     request: Generate
     client: Ref[ClientMail]
     journaled: bool = True
-    """Whether the request survives a restart of the daemon, if there is a journal."""
 
 
 class AttachRequest(_Message, frozen=True):
@@ -115,8 +105,6 @@ RouterMail = (
     | FinishAll
     | AlarmFired
 )
-
-# -- worker ---------------------------------------------------------------------------------------
 
 
 class LifecycleEvent(_Message, frozen=True):
@@ -208,8 +196,6 @@ WorkerMail = (
     | AlarmFired
 )
 
-# -- governor -------------------------------------------------------------------------------------
-
 
 class RequestMemory(_Message, frozen=True):
     """A worker's process asks to hold `total_bytes` in total."""
@@ -238,8 +224,6 @@ class BudgetRequest(Ask[tuple[int, int]], frozen=True):
 
 GovernorMail = RequestMemory | GovernorEvent | BudgetRequest | AlarmFired
 
-# -- readings -------------------------------------------------------------------------------------
-
 
 class FootprintsRead(_Message, frozen=True):
     """Footprints in bytes by process id, and the seconds that reading them took."""
@@ -249,8 +233,6 @@ class FootprintsRead(_Message, frozen=True):
 
 
 ReadingsMail = FootprintsRead | AlarmFired
-
-# -- time slices ----------------------------------------------------------------------------------
 
 
 class RequestTimeSlice(_Message, frozen=True):
@@ -277,8 +259,6 @@ class TimeSlicesEvent(_Message, frozen=True):
 
 
 TimeSlicesMail = RequestTimeSlice | TimeSliceEnded | TimeSlicesEvent | AlarmFired
-
-# -- model registry -------------------------------------------------------------------------------
 
 
 class Watcher(_Message, frozen=True):

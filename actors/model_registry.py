@@ -1,8 +1,6 @@
 """The model registry: loaded models by name, the replies due for each, and the shutdown.
 
-Starts a worker for each model, answers loads and unloads as the workers' states change, and runs
-the shutdown: drain, stop every worker, then notify the system. Restarts of actors are in
-`actors.runtime.supervision`, those of processes in `actors.machines.lifecycle`.
+The shutdown drains, stops every worker, then notifies the system.
 """
 
 from __future__ import annotations
@@ -87,43 +85,33 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     # -- load -------------------------------------------------------------------------------------
 
     def _load(self, load: mail.LoadModel) -> DeferredReply[ModelStatus] | ModelStatus:
-        """Answer a load.
-
-        0. The name has characters that would break tables: ``invalid_request``.
-        1. The daemon drains: ``draining``.
-        2. The name is free: add an entry, start a worker, and wait.
-        3. Another model has the name: ``model_exists``.
-        4. The model is being unloaded: ``draining``. If it is being evicted, load it after that.
-        5. The model is ready: answer at once.
-        6. Its worker was given up: start again and wait.
-        7. The model loads or restarts: wait with the other loads.
-        """
+        """Return the status of a ready model; otherwise load the model, and answer then."""
         state = self._state
         name = load.alias or short_name(load.source)
-        check_name(name, load)  # (0)
-        if state.draining:  # (1)
+        check_name(name, load)
+        if state.draining:
             raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name)
-        if entry is None:  # (2)
+        if entry is None:
             entry = self._add(name, self._known_for(name, load), patient=False)
-        elif not is_loaded_as(entry.known, load):  # (3)
+        elif not is_loaded_as(entry.known, load):
             raise model_exists(name, entry.known, load)
-        elif entry.evicted:  # (4)
+        elif entry.evicted:  # loads again after that
             reload: DeferredReply[ModelStatus] = DeferredReply()
             entry.reloads.append((reload, load))
             return reload
-        elif entry.leaving:  # (4)
+        elif entry.leaving:
             raise errors.Draining(f"{name} is being unloaded; load it again when that is done")
         else:
-            if entry.state == "failed":  # (6)
+            if entry.state == "failed":
                 self._announce_load(entry.name, entry.known, patient=False)
                 entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
             if (policy := load.policy) is not None:
                 self._set_policy(name, lambda _: policy)
-            if entry.state == "ready":  # (5)
+            if entry.state == "ready":
                 return state.statuses.model(name)
         reply: DeferredReply[ModelStatus] = DeferredReply()
-        entry.load_replies.append((reply, load.watcher))  # (7)
+        entry.load_replies.append((reply, load.watcher))
         return reply
 
     def _known_for(self, name: str, load: mail.LoadModel) -> KnownModel:

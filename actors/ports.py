@@ -1,7 +1,6 @@
 """Ports: what the actors need from outside, such as processes, memory readings and a log.
 
-The adapters are in `kvd` and the fakes in `tests/sim`. There is no port for time: actors read their
-event loop's clock, and tests run a simulated loop.
+There is no port for time: actors read their event loop's clock, and tests run a simulated loop.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class WorkerProcess(Protocol):
     def pid(self) -> int: ...
 
     def send(self, command: Command) -> None:
-        """Buffer a command for the process; do nothing after its death."""
+        """Buffer a command for the process."""
 
     def terminate(self) -> None: ...
 
@@ -106,7 +105,7 @@ class Notice:
     level: Level = "info"
     fields: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
-    """Exception to log with its traceback."""
+    """Logged with its traceback."""
 
 
 Notify = Callable[[Notice], None]

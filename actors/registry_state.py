@@ -97,6 +97,5 @@ def check_name(name: str, load: mail.LoadModel) -> None:
     if load.alias is not None:
         raise InvalidRequest(f"alias {ALIAS_RULE}", field="alias")
     raise InvalidRequest(
-        f"{name!r} cannot be a model's name: it {ALIAS_RULE}; load it under an alias",
-        field="alias",
+        f"{name!r} cannot be a model's name: it {ALIAS_RULE}; load it under an alias", field="alias"
     )

@@ -1,8 +1,4 @@
-"""Records of requests that survive a restart of the daemon, and the requests read back from them.
-
-`kvd.daemon.journal` writes the records to disk: each request, each report of a worker before the
-client gets it, and that a request need not be kept any longer.
-"""
+"""Records of requests that survive a restart of the daemon, and the requests read back from them."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import msgspec
 from actors import mail
 from actors.request_state import RequestState
 from actors.runtime.actor import Ref
-from actors.timing import Timing
+from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
@@ -56,7 +52,6 @@ class RequestJournal(Protocol):
 
     def write(self, record: Record) -> None:
         """Store a record before this returns, as far as that is possible."""
-        ...
 
 
 @dataclass
@@ -106,7 +101,6 @@ class SavedRequest:
     def to_state(
         self, request: messages.Attach, client: Ref[mail.ClientMail], deadline: float | None
     ) -> RequestState:
-        """Return the state with which the request runs again for the client that attached."""
         state = RequestState(request.id, client, self.submit, Timing(self.model), deadline)
         state.prompt_tokens, state.prompt_reported = self.prompt_tokens, len(self.prompt_logprobs)
         state.replayed = True

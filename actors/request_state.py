@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from actors import mail
 from actors.runtime.actor import Ref
-from actors.timing import Timing
+from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.messages import Event, FinishReason
@@ -29,12 +29,8 @@ class SentChoice:
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     text_bytes: int = 0
-    """Bytes of text in UTF-8."""
+    """In UTF-8."""
     reason: FinishReason | None = None
-    """Why the choice ended; None while it runs."""
-
-    def progress(self) -> wire.ChoiceProgress:
-        return wire.ChoiceProgress(self.tokens.tolist(), self.text_bytes, self.reason)
 
 
 @dataclass
@@ -42,28 +38,25 @@ class RequestState:
     """One request: its client, the worker's command, and what was sent."""
 
     id: str
-    """The client's id of the request."""
+    """The client's own id."""
     client: Ref[mail.ClientMail]
     submit: wire.Submit
     timing: Timing
     deadline: float | None = None
-    """Deadline on the event loop's clock."""
+    """On the event loop's clock."""
     attach_name: str = ""
     """Name to attach by; empty without a journal."""
     journaled: bool = True
-    """Whether the request goes to the journal, if there is one."""
     prompt_tokens: int | None = None
-    """Tokens of the prompt; None until a worker accepts the request."""
+    """None until a worker accepts the request."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent."""
     awaits_tokens: bool = True
     """Whether the current worker has reported no tokens yet."""
     queued_in_worker: bool = False
-    """Whether the current worker has reported that the request is queued there."""
     running: bool = False
-    """Whether the worker has admitted the request."""
     paused: bool = False
-    """Whether the client was told that the request is paused."""
+    """Whether the client has received `Paused`, and no `Resumed` since."""
     replayed: bool = False
     """Whether a worker died with the request."""
     choices: list[SentChoice] = field(default_factory=list)
@@ -77,17 +70,14 @@ class RequestState:
             return "paused"
         return "running" if self.running else "waiting"
 
-    @property
-    def seed(self) -> int:
-        seed = self.submit.sampling.seed
-        assert seed is not None, "the router gives every request a seed"
-        return seed
-
     def to_submit(self) -> wire.Submit:
         """Return the worker's command: the whole request, or what remains of it."""
         if not self.replayed:
             return self.submit
-        resume = [choice.progress() for choice in self.choices]
+        resume = [
+            wire.ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason)
+            for choice in self.choices
+        ]
         return replace(self.submit, resume=resume, prompt_reported=self.prompt_reported)
 
     def worker_died(self) -> Event | None:
@@ -98,7 +88,7 @@ class RequestState:
         return self._pause("restart")
 
     def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911
-        """Apply a worker's report; return the client's event, if there is one."""
+        """Return the client's event, if there is one."""
         match report:
             case wire.RowTokens():
                 return self._apply_tokens(report)
@@ -159,9 +149,10 @@ class RequestState:
     def _apply_accepted(self, prompt_tokens: int) -> Event | None:
         if self.prompt_tokens is not None:
             return self._resume()
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, seed = prompt_tokens, self.submit.sampling.seed
+        assert seed is not None, "the router gives every request a seed"
         return messages.Accepted(
-            id=self.id, prompt_tokens=prompt_tokens, seed=self.seed, request=self.attach_name
+            id=self.id, prompt_tokens=prompt_tokens, seed=seed, request=self.attach_name
         )
 
     def _pause(self, reason: Literal["restart", "memory"]) -> Event | None:

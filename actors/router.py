@@ -1,9 +1,8 @@
 """The router's actor: passes requests to workers, and their reports to clients.
 
 Holds what the state machine (`actors.machines.admission`) does not know: prompts, clients, seeds
-and what was sent (`actors.request_state`). A request whose worker dies continues in the next
-process. With a journal (`actors.saved_requests`) it also survives the daemon and continues when
-its client attaches.
+and what was sent. A request whose worker dies continues in the next process. With a journal it
+also survives the daemon and continues when its client attaches.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from actors.saved_requests import SavedRequests
 from actors.status import StatusTable
-from actors.telemetry import Observation
-from actors.timing import Timing
+from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
@@ -56,7 +54,6 @@ class RouterState:
     events: EventLog
     observe: Observe
     request_load: Callable[[str], None] = lambda _model: None
-    """Asks the model registry to load a model that a request names."""
     requests: dict[str, RequestState] = field(default_factory=dict)
     workers: dict[str, Ref[mail.WorkerMail]] = field(default_factory=dict)
 
@@ -68,7 +65,6 @@ class RouterState:
         self.statuses.paused = self.count_paused
 
     def count_paused(self) -> Counter[str]:
-        """Count paused requests by model."""
         models = self.machine.requests
         return Counter(models[rid].model for rid, state in self.requests.items() if state.paused)
 

@@ -1,8 +1,7 @@
 """The router's side of the request journal.
 
-Records requests and reports, and holds the requests of an earlier daemon until their clients
-attach or the time for that is over. Without a journal nothing is recorded. An attached request
-stays saved until a worker reports on it, so that a refusal does not lose it.
+Holds the requests of an earlier daemon until their clients attach or the time for that is over. An
+attached request stays saved until a worker reports on it, so that a refusal does not lose it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class SavedRequests:
 
     journal: RequestJournal | None = None
     saved: dict[str, SavedRequest] = field(default_factory=dict)
-    """Requests of an earlier daemon, by id."""
     keep_s: float = KEEP_S
     """Seconds that `saved` waits for clients."""
     began_at: float = 0.0
@@ -73,7 +71,6 @@ class SavedRequests:
         return None if saved.deadline_s is None else self.began_at + saved.deadline_s
 
     def find(self, rid: str) -> SavedRequest:
-        """Return a saved request; raises `UnknownRequest`."""
         found = self.saved.get(rid)
         if found is None:
             raise UnknownRequest(

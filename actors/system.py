@@ -52,16 +52,12 @@ class SystemFault(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings from the configuration, with the daemon's defaults."""
+    """Settings from the configuration; the fields of `LoadModel` are described there."""
 
     max_rows: int = 32
-    """Maximum rows in one decode step of a model."""
     prefill_chunk: int = 256
-    """Tokens in a chunk of a prompt."""
     attention_scratch: int = 256 * 1024 * 1024
-    """Bytes that one dequantized layer may take in prefill."""
     time_slices: TimeSlicesMode = "auto"
-    """Whether models that compute at the same time use time slices."""
     max_queue: int = 1024
     """Maximum requests per model, queued and running; more end with ``overloaded``."""
     max_queue_bytes: int = 64 * 1024 * 1024
@@ -69,11 +65,9 @@ class Settings:
     swap_folder: str | None = None
     """Folder for preempted rows, with one subfolder per model; None disables swapping."""
     swap_bytes: int = 0
-    """Maximum bytes of one model's subfolder."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread bytes after which a connection is closed with ``slow_reader``."""
     patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
-    """Timeouts of the watchdog by phase."""
 
 
 @dataclass
@@ -280,18 +274,14 @@ class System:
     async def add_configured_model(
         self, name: str, known: KnownModel, policy: Mapping[str, Any]
     ) -> bool:
-        """Register a model of the configuration, and set these fields of its policy.
-
-        Return whether `known` is in force; it is not while the model is loaded differently.
-        """
+        """See `mail.AddConfiguredModel`."""
         return await self._registry_ref.ask(mail.AddConfiguredModel(name, known, policy))
 
     async def remove_configured_model(self, name: str) -> None:
-        """Note that the configuration no longer lists a model; a loaded model stays loaded."""
         await self._registry_ref.ask(mail.RemoveConfiguredModel(name))
 
     def status(self) -> DaemonStatus:
-        """Collect the newest statuses without waiting for any actor."""
+        """Return the status without waiting for any actor."""
         identity, governor = self._identity, self._governor
         return DaemonStatus(
             version=identity.version,
@@ -318,11 +308,9 @@ class System:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests."""
         return bool(self._router.requests)
 
     def count_requests(self) -> Counter[tuple[str, Stage]]:
-        """Count requests by model and stage."""
         models, states = self._router.machine.requests, self._router.requests
         return Counter((models[rid].model, state.stage) for rid, state in states.items())
 
@@ -345,6 +333,7 @@ class System:
             actor.check()
 
     def _start_worker(self, name: str, known: KnownModel) -> Ref[mail.WorkerMail]:
+        swap = self._settings.swap_folder
         load = LoadModel(
             source=known.source,
             kv=known.kv,
@@ -353,7 +342,8 @@ class System:
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
             time_slices=self._settings.time_slices,
-            swap_folder=self._swap_folder(name),
+            # Hashed, because names may have characters that paths may not.
+            swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,
         )
         machine = Lifecycle(name, self._settings.patience)
@@ -362,11 +352,6 @@ class System:
         # before ten failures in a minute.
         child = Child(f"worker-{name}", lambda: Worker(state), max_failures=10)
         return self._tree.start(child)
-
-    def _swap_folder(self, name: str) -> str | None:
-        """Return a model's subfolder, hashed because names may have characters paths may not."""
-        folder = self._settings.swap_folder
-        return folder and f"{folder}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
     def _on_fault(self, error: BaseException) -> None:
         if self._fault is None:

@@ -1,16 +1,17 @@
 """Observations of requests and workers that metrics count and time.
 
 Actors pass each observation to one observer (`actors.ports.Observe`) and count nothing themselves.
-An observation names its model but no request.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from protocol.messages import FinishReason
+from protocol import messages
+from protocol.messages import Event, FinishReason
 from protocol.types import ModelState, WorkerStats
 
 
@@ -32,7 +33,6 @@ class RequestAdmitted(_Observation, frozen=True):
     """The request was admitted for the first time."""
 
     waited_s: float
-    """Seconds since its arrival."""
 
 
 class TokensSent(_Observation, frozen=True):
@@ -103,3 +103,50 @@ Observation = (
     | StatsReported
     | StateChanged
 )
+
+
+@dataclass
+class Timing:
+    """Timestamps of one request, on the event loop's clock."""
+
+    model: str
+    arrived_at: float | None = None
+    """None if an earlier daemon accepted the request."""
+    admitted: bool = False
+    """Whether the request was admitted before; a later admission follows a restart."""
+    tokens_at: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+
+    def observe_admission(self, now: float) -> Observation | None:
+        """Return an observation for the first admission only."""
+        before, self.admitted = self.admitted, True
+        if before or self.arrived_at is None:
+            return None
+        return RequestAdmitted(self.model, now - self.arrived_at)
+
+    def observe_event(self, event: Event, now: float) -> Observation | None:  # noqa: PLR0911
+        match event:
+            case messages.Tokens(tokens=tokens) if tokens:
+                return self._observe_tokens(event.choice, len(tokens), now)
+            case messages.Accepted(prompt_tokens=tokens):
+                return RequestAccepted(self.model, tokens)
+            case messages.Paused(reason=reason):
+                return RequestPaused(self.model, reason)
+            case messages.Resumed():
+                return RequestResumed(self.model)
+            case messages.Done(reason=reason):
+                took_s = None if self.arrived_at is None else now - self.arrived_at
+                return RequestFinished(self.model, reason, took_s)
+            case messages.Error(error=error):
+                return RequestFailed(self.model, error.code)
+            case _:
+                return None
+
+    def _observe_tokens(self, choice: int, count: int, now: float) -> Observation:
+        before, first = self.tokens_at.get(choice), not self.tokens_at
+        self.tokens_at[choice] = now
+        if before is not None:
+            return TokensSent(self.model, count, gap_s=now - before)
+        if first and self.arrived_at is not None:
+            return TokensSent(self.model, count, first_s=now - self.arrived_at)
+        return TokensSent(self.model, count)

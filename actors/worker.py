@@ -1,8 +1,4 @@
-"""The actor of one model's worker: runs the lifecycle state machine and the process.
-
-Executes the state machine's commands, turns the process's reports into its events, and forwards
-rows, grants and state changes to the other actors. Contains no decisions of its own.
-"""
+"""The actor of one model's worker: runs the process as the lifecycle state machine decides."""
 
 from __future__ import annotations
 
@@ -59,10 +55,9 @@ class WorkerState:
     services: WorkerServices
     machine: lifecycle.Lifecycle
     weight: float = 1.0
-    """The model's share of the accelerator."""
     process: WorkerProcess | None = None
     life: int = 0
-    """Number of the current process."""
+    """Number of the process."""
     early: list[mail.ProcessReported | mail.ProcessExited] = field(default_factory=list)
     """Messages that the process sent before `ProcessSpawned` arrived."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
@@ -85,7 +80,6 @@ class WorkerState:
 
     @property
     def model_state(self) -> ModelState:
-        """The state machine's state by its name in the protocol."""
         return cast("ModelState", type(self.machine.state).__name__.lower())
 
 
@@ -132,7 +126,7 @@ class Worker(Actor[mail.WorkerMail]):
                     self._send(wire.CancelRow(rid=rid))
             case mail.SendCommand(command=command, life=life):
                 if life == state.life:
-                    self._forward(command)
+                    self._send(command)
             case mail.GrantPending(life=life):
                 if life == state.life and state.process is not None:
                     self._handle_event(lifecycle_events.SignOfLife())
@@ -164,7 +158,7 @@ class Worker(Actor[mail.WorkerMail]):
         self._send(replace(command, seq=state.tokenize_seq))
         return reply
 
-    def _forward(self, command: wire.Command) -> None:
+    def _send(self, command: wire.Command) -> None:
         state = self._state
         if state.process is None:
             return
@@ -172,10 +166,6 @@ class Worker(Actor[mail.WorkerMail]):
         if isinstance(command, wire.Grant):
             state.granted_bytes = command.total_bytes
             self._publish()
-
-    def _send(self, command: wire.Command) -> None:
-        if self._state.process is not None:
-            self._state.process.send(command)
 
     def _tell_governor(self, event: governor_events.Event) -> None:
         self._services.governor.tell(mail.GovernorEvent(event))
@@ -404,15 +394,12 @@ class Worker(Actor[mail.WorkerMail]):
     def _error(self) -> ErrorInfo | None:
         """Return why the model does not run, with the newest events if its worker was given up."""
         error = self._state.machine.error
-        machine_state = self._state.machine.state
-        if (
-            error is None
-            or not isinstance(machine_state, lifecycle_events.Failed)
-            or machine_state.refused
-        ):
-            return error
-        detail = {**error.detail, "story": self._state.history.story()}
-        return ErrorInfo(error.code, error.message, error.retryable, detail)
+        match self._state.machine.state:
+            case lifecycle_events.Failed(refused=False) if error is not None:
+                detail = {**error.detail, "story": self._state.history.story()}
+                return ErrorInfo(error.code, error.message, error.retryable, detail)
+            case _:
+                return error
 
     def _publish(self) -> None:
         state = self._state

@@ -1,8 +1,7 @@
 """What rows of a model cost in bytes, for workers and forecasts.
 
-A worker fills in `Costs` from its arrays when it has loaded (`kvd.worker.serving.costs`). Before
-that the daemon fills in an estimate (`kvd.daemon.estimate`). Totals are worst cases: what a row may
-hold at any time until it ends. Workers request them from the budget.
+A loaded worker reports `Costs` of its arrays; before that the daemon estimates them. Totals are
+worst cases: what a row may hold at any time until it ends. Workers request them from the budget.
 """
 
 from __future__ import annotations
@@ -100,10 +99,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a model that is not loaded say about its costs."""
+    """Costs of a model that is not loaded, estimated from its files."""
 
     costs: Costs
     schemes: list[str]
-    """KV schemes by precision level."""
+    """By precision level."""
     context_length: int
-    """Tokens."""

@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_BYTES = 2**63 - 1
-"""Limit of sizes in bytes."""
 MAX_INT = 2**31 - 1
 """Limit of counts and token ids. JSON itself has none, but msgpack and arrays do."""
 

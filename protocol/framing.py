@@ -1,7 +1,7 @@
 """Framing: lines of JSON for clients, length-prefixed msgpack for workers.
 
-Sans-io: bytes are arguments, and messages are return values. Conversations are in
-`protocol.session`. Invalid input raises `RemoteProtocolError` and nothing else.
+Sans-io: bytes are arguments, and messages are return values. Invalid input raises
+`RemoteProtocolError` and nothing else.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class _Decoder(ABC):
         return frames
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Call `feed`, and raise the fault if there is one.
-
-        Complete frames before the fault are lost then; use `feed` to keep them.
-        """
+        """Call `feed`; raise the fault if there is one, which loses the frames before it."""
         frames = self.feed(data)
         if self.fault is not None:
             raise self.fault

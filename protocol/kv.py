@@ -109,23 +109,18 @@ class KVSpec(KVRules, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of `scheme`, such as ``k8v4``."""
         return self.scheme.name
 
 
 def schemes_of(spec: KVSpec) -> list[Scheme]:
-    """Return a model's schemes by precision level.
-
-    Each scheme takes fewer bytes than the previous one, and more on neither side.
-    """
+    """Return a model's schemes by precision level, each below the previous one."""
     return [spec.scheme, *spec.steps]
 
 
 def floors_of(spec: KVSpec, layers: int) -> list[Scheme | None]:
     """Return each layer's lowest scheme, None for layers without one.
 
-    A layer's scheme is `Scheme.at_least` its floor on every level. Raises `InvalidRequest` for a
-    layer that the model does not have or that is named twice.
+    Raises `InvalidRequest` for a layer that the model does not have or that is named twice.
     """
     floors: list[Scheme | None] = [None] * layers
     for layer, name in spec.floors.items():

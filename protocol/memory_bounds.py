@@ -1,7 +1,6 @@
 """Upper bounds of a worker's memory other than weights, interpreter and pages.
 
-They follow from the model's configuration. Workers add them to what they measure, and forecasts of
-models that are not loaded use them too.
+They follow from the model's configuration, for workers and for forecasts.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from typing import Any
 FREED_BYTES_ON_CPU = 2 * 1024 * 1024
 """Freed buffers that MLX keeps for reuse on the CPU.
 
-There malloc keeps freed memory too and joins adjacent blocks, which MLX does not. With 128 MiB a
-worker held 90 MB more, and decoding and prefill took more processor time, with the embedded model
-and with layers of 1024.
+There malloc keeps freed memory too, and joins adjacent blocks. With 128 MiB a worker held 90 MB
+more, and decoding and prefill took more processor time.
 """
 FREED_BYTES = 128 * 1024 * 1024
 """Freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
@@ -28,7 +26,6 @@ CHUNK_COPIES = 8
 ROW_SPLITS = 65
 """Maximum parts per row in attention kernels (`kvd.worker.cache.splits`)."""
 SPLIT_TOKENS = 4096
-"""Maximum tokens of one part."""
 PARTS_ALIVE = 6
 """Layers whose parts exist at once (measured with lazy copies: 5.6 of 12 layers)."""
 LOOSE_BYTES = 32 * 1024 * 1024
@@ -36,7 +33,6 @@ LOOSE_BYTES = 32 * 1024 * 1024
 
 
 def freed_bytes(*, on_cpu: bool) -> int:
-    """Return how many bytes of freed buffers MLX may keep for reuse."""
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
 
 
@@ -71,7 +67,6 @@ def _first(config: dict[str, Any], *names: str) -> int:
 
 
 def traces_bytes(layers: int, *, native: bool) -> int:
-    """Return the maximum bytes of compiled steps' graphs."""
     return MAX_TRACES * layers * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
 
 

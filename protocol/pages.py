@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from protocol.schemes import Scheme
 
 PAGE_TOKENS = 64
-"""Tokens in a page."""
 TAIL_TOKENS = 2 * PAGE_TOKENS
 """Capacity of a row's tail: up to 127 tokens, and the one that commits the oldest 64 to a page."""
 SLAB_PAGES = 64
@@ -38,10 +37,7 @@ class Packing:
     """Whether groups run along a token's channels, or along the page's tokens."""
 
     def page_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of one head's page of ``dim`` channels.
-
-        A dense element has ``itemsize`` bytes.
-        """
+        """Return the bytes of one head's page; a dense element has ``itemsize`` bytes."""
         elements = dim * PAGE_TOKENS
         if self.bits == 16:
             return elements * itemsize
@@ -71,11 +67,9 @@ class LayerGeometry:
         return Packing(scheme.v_bits, min(scheme.v_group, PAGE_TOKENS))
 
     def dense_bytes(self, tokens: int) -> int:
-        """Return the bytes of keys and values that are not quantized."""
         return self.kv_heads * (self.k_dim + self.v_dim) * tokens * self.itemsize
 
     def page_bytes(self, scheme: Scheme) -> int:
-        """Return the exact bytes of the arrays of one page."""
         return self.kv_heads * (
             self.keys(scheme).page_bytes(self.k_dim, self.itemsize)
             + self.values(scheme).page_bytes(self.v_dim, self.itemsize)

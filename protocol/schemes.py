@@ -1,8 +1,4 @@
-"""KV schemes by name: bits of keys and values, and the elements that share a scale.
-
-Clients, daemon and workers write schemes alike, such as ``k8v4`` or ``k4v4g32``. Bytes follow from
-a scheme in `protocol.pages`, arrays in `kvd.worker.cache.scheme`.
-"""
+"""KV schemes such as ``k8v4``: bits of keys and values, and the elements that share a scale."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ KeyGroup = Literal[32, 64]
 """Keys are quantized along a page's 64 tokens, so no group is longer."""
 ValueGroup = Literal[32, 64, 128]
 DEFAULT_GROUP = 64
-"""Group size of names without a group."""
 
 BITS: tuple[int, ...] = get_args(Bits)
 K_GROUPS: tuple[int, ...] = get_args(KeyGroup)
@@ -74,7 +69,6 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Name such as ``k8v4``, which `parse` accepts."""
         groups = {
             group
             for bits, group in ((self.k_bits, self.k_group), (self.v_bits, self.v_group))

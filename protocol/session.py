@@ -1,7 +1,4 @@
-"""One connection between client and daemon, from either end. Sans-io.
-
-Tracks open request ids, and turns bytes into requests or events, or into the error that answers
-them.
+"""One connection between client and daemon, from either end: bytes in, messages out. Sans-io.
 
 The server distinguishes two kinds of faults:
 
@@ -17,15 +14,7 @@ import msgspec
 
 from protocol import errors
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
-from protocol.messages import (
-    VERSION,
-    Error,
-    Event,
-    Generate,
-    Request,
-    RequestId,
-    is_last,
-)
+from protocol.messages import VERSION, Error, Event, Generate, Request, RequestId, is_last
 from protocol.validation import describe_error
 
 OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
@@ -45,20 +34,15 @@ _envelope = msgspec.json.Decoder(_Envelope)
 class ServerSession:
     """The daemon's end.
 
-    Pass incoming bytes to `receive`. Write `refuse(error)` for each returned `Error`, and run each
-    returned request. Write `send(event)` for each event of a request. When `closing` is true, close
-    the connection after writing.
+    Write `refuse(error)` for each `Error` that `receive` returns, and `send(event)` for each event
+    of a request. When `closing` is true, close the connection after writing.
     """
 
     def __init__(self) -> None:
         self.closing = False
-        self._lines = LineDecoder()
-        self._open: dict[str, Request] = {}
-
-    @property
-    def open(self) -> dict[str, Request]:
+        self.open: dict[str, Request] = {}
         """Requests without their last event, by id."""
-        return self._open
+        self._lines = LineDecoder()
 
     def receive(self, data: bytes) -> list[Request | Error]:
         """Decode bytes; return new requests, whose ids are now in use, and errors for `refuse`."""
@@ -76,10 +60,10 @@ class ServerSession:
 
     def send(self, event: Event) -> bytes:
         """Encode an event of an open request; the last event closes the request."""
-        if event.id not in self._open:
+        if event.id not in self.open:
             raise errors.LocalProtocolError(f"no request {event.id!r} is open for {event!r}")
         if is_last(event):
-            del self._open[event.id]
+            del self.open[event.id]
         return encode_line(event)
 
     def refuse(self, error: Error) -> bytes:
@@ -93,12 +77,12 @@ class ServerSession:
             return Error(id=fault.request_id, error=fault.error.info())
         except errors.RemoteProtocolError as error:
             return self._close(error)
-        if request.id in self._open:
+        if request.id in self.open:
             taken = errors.InvalidRequest(
                 f"id {request.id!r} is in use by another request of this connection", field="id"
             )
             return Error(id=request.id, error=taken.info())
-        self._open[request.id] = request
+        self.open[request.id] = request
         return request
 
     def _close(self, error: errors.RemoteProtocolError) -> Error:

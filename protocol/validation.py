@@ -1,8 +1,4 @@
-"""msgspec's validation messages as sentences for users.
-
-`describe_error` names the field and says what is allowed there. Messages in a form that this
-module does not know are returned unchanged.
-"""
+"""msgspec's validation messages as sentences for users."""
 
 from __future__ import annotations
 
@@ -39,7 +35,8 @@ _PATH_STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[[^\]]*\]")
 def describe_error(message: str, kind: Any) -> tuple[str, str]:
     """Return the field that msgspec's message is about, and the message as a sentence.
 
-    `kind` is the type that msgspec decoded to, which says what is allowed.
+    `kind` is the type that msgspec decoded to, which says what is allowed. A message of unknown
+    form is returned unchanged.
     """
     found = _AT_PATH.fullmatch(message)
     reason, path = (found["reason"], found["path"]) if found else (message, "")
@@ -118,10 +115,7 @@ _PATTERNS: list[tuple[re.Pattern[str], Callable[[re.Match[str], str, Any], tuple
     (re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL), _unknown),
     (re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL), _choice),
     (re.compile(r"Expected `[^`]*` (?P<sign>[<>]=?) (?P<bound>\S+)"), _bound),
-    (
-        re.compile(r"Expected `(?P<kind>[^`]*)` of length (?P<sign>[<>]=?) (?P<bound>\d+)"),
-        _length,
-    ),
+    (re.compile(r"Expected `(?P<kind>[^`]*)` of length (?P<sign>[<>]=?) (?P<bound>\d+)"), _length),
     (re.compile(r"Expected `[^`]*` that's a multiple of (?P<bound>\S+)"), _multiple),
     (re.compile(r"Expected `str` matching regex (?P<pattern>.*)", re.DOTALL), _pattern),
     (re.compile(r"Expected `(?P<kinds>[^`]*)`, got `(?P<given>[^`]*)`"), _wrong_type),

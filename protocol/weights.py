@@ -1,7 +1,6 @@
 """Sizes of a model's weights, from the headers of its safetensors files.
 
-A file has 8 bytes of header length, the header in JSON, and the tensors' bytes. Workers reject
-broken files with this module, and the daemon estimates models with it. No tensor is loaded.
+A file has 8 bytes of header length, the header in JSON, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -32,17 +31,14 @@ class Weights:
 
     tensors: int
     stored_bytes: int
-    """Bytes of all tensors as stored."""
     float_bytes: int
     """Bytes of floating-point tensors as stored; a change of dtype converts them."""
     float_elements: int
-    """Elements of floating-point tensors."""
     half_elements: int
     """Elements of half-precision matrices, which the native library keeps as stored."""
 
     @classmethod
     def of(cls, tensors: Iterable[dict[str, Any]]) -> Weights:
-        """Sum up header entries."""
         entries = list(tensors)
         floats = [entry for entry in entries if entry["dtype"] in _FLOATS]
         return cls(
@@ -69,7 +65,6 @@ class Weights:
 
 
 def nbytes(tensor: dict[str, Any]) -> int:
-    """Return a tensor's bytes in its file."""
     start, end = tensor["data_offsets"]
     return int(end) - int(start)
 

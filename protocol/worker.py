@@ -46,13 +46,10 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
-    """Maximum tokens of prompt and completion; absent: the model's own limit."""
     swap_folder: str | None = None
     """Folder for this worker's preempted rows, emptied at the load; absent: no swapping."""
     swap_bytes: int = 0
-    """Maximum bytes of all files in `swap_folder`."""
     time_slices: TimeSlicesMode = "auto"
-    """Whether the worker uses time slices; ``auto``: on accelerators."""
 
 
 class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,7 +67,7 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Run a request."""
 
     rid: str
-    """The daemon's request id, unique during the worker's life."""
+    """Unique during the worker's life."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tokens: list[int] | None = None
@@ -98,13 +95,11 @@ class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
     """Tokenize a text between two steps; answered by `Tokenized`."""
 
     seq: int
-    """Number of the command, which the answer repeats."""
+    """Number that the answer repeats."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     limit: int = 0
-    """Maximum tokens in the answer."""
     texts: bool = False
-    """Whether the answer includes each token's text."""
 
 
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
@@ -143,7 +138,6 @@ class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
     """
 
     seq: int
-    """Number of the command, which the answer repeats."""
     method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
@@ -177,6 +171,10 @@ Command = (
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
     pass
+
+
+class _RowReport(_Report, frozen=True, kw_only=True):
+    rid: str
 
 
 class Started(_Report, tag="started", frozen=True, kw_only=True):
@@ -213,7 +211,6 @@ class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True
     total_bytes: int
     reason: str
     reclaimable: Reclaimable = Reclaimable()
-    """Bytes that the worker could give back at the time of the request."""
     resuming: bool = False
     """Whether the memory is for a preempted row, for which no other row is preempted."""
 
@@ -227,37 +224,29 @@ class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
     """Whether this method can free nothing more now."""
 
 
-class RowQueued(_Report, tag="queued", frozen=True, kw_only=True):
+class RowQueued(_RowReport, tag="queued", frozen=True, kw_only=True):
     """The request waits for a place or for memory; replaces the previous position."""
 
-    rid: str
     position: int
-    """Position in the queue; 1 is next."""
 
 
-class RowAdmitted(_Report, tag="admitted", frozen=True, kw_only=True):
+class RowAdmitted(_RowReport, tag="admitted", frozen=True, kw_only=True):
     """The request has its place and its memory; its prefill begins."""
-
-    rid: str
 
 
 PreemptionMode = Literal["memory", "disk", "recompute"]
 """How a preempted row's keys and values are kept: in memory, in a file, or not at all."""
 
 
-class RowPreempted(_Report, tag="preempted", frozen=True, kw_only=True):
+class RowPreempted(_RowReport, tag="preempted", frozen=True, kw_only=True):
     """The request gave its memory back and resumes later without loss."""
 
-    rid: str
     nbytes: int
-    """Bytes that the request gave back."""
     where: PreemptionMode
 
 
-class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
+class RowResumed(_RowReport, tag="resumed", frozen=True, kw_only=True):
     """The request continues."""
-
-    rid: str
 
 
 LONG_STEP_S = 0.05
@@ -284,7 +273,6 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
     more: bool
     """Whether work is left; if not, the next report about time slices is `TimeSliceRequested`."""
     step_s: float | None = None
-    """Step time in seconds, as in `TimeSliceRequested`."""
     left_s: float = 0.0
     """Estimated seconds of a last step that is reported at the end of the next slice."""
 
@@ -297,56 +285,48 @@ class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
     tokens: list[int] = []
     texts: list[str] = []
     error: ErrorInfo | None = None
-    """Why the text cannot be tokenized."""
 
 
-class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
+class RowAccepted(_RowReport, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits."""
 
-    rid: str
     prompt_tokens: int
 
 
-class RowTokens(_Report, tag="tokens", frozen=True, kw_only=True):
+class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
     """New tokens of one choice; tokens of several steps may be merged."""
 
-    rid: str
     index: int
     tokens: list[int]
     text: str
     choice: int = 0
     logprobs: list[TokenLogprob] | None = None
-    """One entry per token, if the request asks for logprobs."""
 
 
-class RowPrompt(_Report, tag="prompt", frozen=True, kw_only=True):
+class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
     """Logprobs of a part of the prompt; sent before the first tokens."""
 
-    rid: str
     index: int
     logprobs: list[TokenLogprob]
 
 
-class ChoiceFinished(_Report, tag="choice", frozen=True, kw_only=True):
+class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
     """One of several choices ended; others may still run."""
 
-    rid: str
     choice: int
     reason: FinishReason
 
 
-class RowFinished(_Report, tag="finished", frozen=True, kw_only=True):
+class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
     """The request ended, with all its choices."""
 
-    rid: str
     reason: FinishReason
     usage: Usage
 
 
-class RowFailed(_Report, tag="failed", frozen=True, kw_only=True):
+class RowFailed(_RowReport, tag="failed", frozen=True, kw_only=True):
     """This request failed; others continue."""
 
-    rid: str
     error: ErrorInfo
 
 

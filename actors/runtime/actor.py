@@ -77,27 +77,22 @@ class Ref(Generic[M]):
         """Tasks of slow work that the actor started."""
         self._mail: deque[_Envelope[M]] = deque()
         self._wake = asyncio.Event()
-        self._dead = False
+        self.alive = True
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
-
-    @property
-    def alive(self) -> bool:
-        """Whether messages are still handled."""
-        return not self._dead
 
     def tell(self, message: M, *, beyond_limit: bool = False) -> None:
         """Send a message; a dead actor's messages are dropped. Raises `MailboxFull`.
 
         `beyond_limit` is for the few messages that must not be lost.
         """
-        if not self._dead:
+        if self.alive:
             self._put(_Envelope(message), beyond_limit=beyond_limit)
 
     async def ask(self, message: Ask[R], *, timeout_s: float | None = None) -> R:
         """Send a message and wait for the reply."""
-        if self._dead:
+        if not self.alive:
             raise ActorDead(f"{self.name} has ended")
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         # The caller ensures that M contains this Ask; the type system cannot express that.
@@ -119,7 +114,7 @@ class Ref(Generic[M]):
 
     def _close(self) -> None:
         """Close the mailbox; waiting asks get `ActorDead`."""
-        self._dead = True
+        self.alive = False
         for envelope in self._mail:
             _fail(envelope.reply, ActorDead(f"{self.name} ended before it replied"))
         self._mail.clear()
@@ -197,7 +192,6 @@ class ActorRunner(Generic[M]):
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the actor at once, and its task."""
         self._begin(self.actor)
         self.task = asyncio.get_running_loop().create_task(self._run(), name=self.ref.name)
 

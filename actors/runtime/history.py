@@ -12,7 +12,6 @@ E = TypeVar("E")
 C = TypeVar("C")
 
 STORY_LINES = 20
-"""Entries that an error carries."""
 
 
 @dataclass
@@ -56,7 +55,6 @@ class EventHistory(Generic[E, C]):
         return commands
 
     def story(self, lines: int = STORY_LINES) -> list[str]:
-        """Return the newest entries, one line each."""
         return [entry.line() for entry in list(self._entries)[-lines:]]
 
     def _record(self, event: E, now: float, commands: list[C]) -> None:

@@ -5,8 +5,6 @@ state that the factory closes over are kept. The factory raises if that state is
 then the child cannot be restarted. A factory that raises, or more than `max_failures` failures in
 `period_s`, end the whole tree: `on_fault` is called once. A *temporary* child is not restarted.
 Children stop in reverse order of their start.
-
-Restarts of worker *processes* are in `actors.machines.lifecycle`.
 """
 
 from __future__ import annotations
@@ -77,13 +75,11 @@ class SupervisionTree:
             self._runners[ref].stop()
 
     async def wait_for_pipes(self, timeout_s: float) -> None:
-        """Wait until no actor has work running in a pipe."""
         pipes = [task for ref in self._runners for task in ref.pipes]
         if pipes:
             await asyncio.wait(pipes, timeout=timeout_s)
 
     async def stop_all(self) -> None:
-        """Stop all children, the newest first."""
         while self._runners:
             runner = self._runners[next(reversed(self._runners))]
             runner.stop()

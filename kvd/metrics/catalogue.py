@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvd.metrics import bounds
-from protocol.histogram import SPAN_BOUNDS_S
+from protocol.types import SPAN_BOUNDS_S
 
 
 @dataclass(frozen=True, eq=False)

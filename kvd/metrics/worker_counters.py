@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.histogram import DurationHistogram
-from protocol.types import PrefixUse, WorkerStats
+from protocol.types import DurationHistogram, PrefixUse, WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,8 +19,7 @@ from kvd.metrics.counters import (
     Counters,
 )
 from protocol.errors import KvdError
-from protocol.histogram import DurationHistogram
-from protocol.types import MemoryUse, PrefixUse, WorkerStats
+from protocol.types import DurationHistogram, MemoryUse, PrefixUse, WorkerStats
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 
-from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
+from protocol.types import SPAN_BOUNDS_S, DurationHistogram
 from protocol.worker import Phase
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvd.worker.process.phases import Phases
-from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
+from protocol.types import SPAN_BOUNDS_S, DurationHistogram
 
 
 def counted(histogram: DurationHistogram) -> dict[float, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors import telemetry
-from actors.timing import Timing
+from actors.telemetry import Timing
 from protocol import messages as m
 from protocol.errors import ErrorInfo
 from protocol.types import Usage
