@@ -96,14 +96,14 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             entry = self._add(name, self._known_for(name, load), patient=False)
         elif not is_loaded_as(entry.known, load):
             raise model_exists(name, entry.known, load)
-        elif entry.evicted:  # loads again after that
+        elif entry.evicted:  # it is loaded again after the eviction
             reload: DeferredReply[ModelStatus] = DeferredReply()
             entry.reloads.append((reload, load))
             return reload
         elif entry.leaving:
             raise errors.Draining(f"{name} is being unloaded; load it again when that is done")
         else:
-            if entry.state == "failed":
+            if entry.state == "failed":  # its worker was given up
                 self._announce_load(entry.name, entry.known, patient=False)
                 entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
             if (policy := load.policy) is not None:
@@ -184,7 +184,6 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         return known
 
     def _add_configured(self, message: mail.AddConfiguredModel) -> bool:
-        """Apply the configuration's entry for a model; return whether `known` is in force."""
         state, name = self._state, message.name
         before = self._known_models.get(name)
         if before is None:
@@ -254,7 +253,6 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         return reply
 
     def _evict(self, name: str, *, requeue: bool) -> None:
-        """Unload a model to free its memory; what it cannot finish at once waits."""
         state = self._state
         entry = state.entries.get(name)
         if entry is None or (entry.leaving and not (entry.evicted and requeue)):

@@ -30,7 +30,7 @@ from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
-from protocol.messages import Event, Generate
+from protocol.messages import Event
 
 TOKEN_BYTES = 36
 """Bytes of a token id in a list: the integer and the pointer to it."""
@@ -144,7 +144,10 @@ class Router(Actor[mail.RouterMail]):
     def _submit(self, message: mail.SubmitRequest) -> None:
         state, rid, request = self._state, message.rid, message.request
         seed = request.sampling.seed
-        submit = _submit_command(rid, request, state.draw_seed() if seed is None else seed)
+        seed = state.draw_seed() if seed is None else seed
+        fields = {name: getattr(request, name) for name in _SHARED_FIELDS}
+        fields["sampling"] = replace(request.sampling, seed=seed)
+        submit = wire.Submit(rid=rid, **fields)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
         state.requests[rid] = RequestState(
             request.id,
@@ -280,11 +283,6 @@ class Router(Actor[mail.RouterMail]):
         if request.journaled and not (state.machine.draining or rid in state.saved.saved):
             state.saved.drop(rid)
         self._send(request, messages.Error(id=request.id, error=error))
-
-
-def _submit_command(rid: str, request: Generate, seed: int) -> wire.Submit:
-    fields = {name: getattr(request, name) for name in _SHARED_FIELDS}
-    return wire.Submit(rid=rid, **fields | {"sampling": replace(request.sampling, seed=seed)})
 
 
 def _to_submit_now(request: RequestState) -> wire.Submit:

@@ -18,7 +18,7 @@ from protocol.types import ModelStatus
 
 @dataclass(frozen=True)
 class KnownModel:
-    """How a model is loaded that requests may name, whether it is loaded or not."""
+    """How to load a model that requests may name."""
 
     source: str
     kv: KVSpec = field(default_factory=KVSpec)

@@ -362,7 +362,6 @@ class Worker(Actor[mail.WorkerMail]):
         self._services.router.tell(mail.AdmissionEvent(event))
 
     def _announce(self, before: ModelState) -> None:
-        """Report a state change to log, metrics, status table, router and registry."""
         state, machine_state = self._state, self._state.machine.state
         error = self._error()
         levels: dict[ModelState, Level] = {"backoff": "warning", "failed": "error"}

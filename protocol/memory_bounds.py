@@ -47,10 +47,7 @@ def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:
 
 
 def parts_bytes(config: dict[str, Any], rows: int, context: int) -> int:
-    """Return the maximum bytes of partial results in attention kernels.
-
-    For ``rows`` rows, one of which is as long as ``context``, padded as in compiled steps.
-    """
+    """Return the maximum bytes of kernels' partial results if one row has ``context`` tokens."""
     text = config.get("text_config") or config
     heads = _first(text, "num_attention_heads", "n_head", "n_heads")
     width = _first(text, "hidden_size", "n_embd", "d_model")
@@ -71,10 +68,7 @@ def traces_bytes(layers: int, *, native: bool) -> int:
 
 
 def step_bytes(config: dict[str, Any], tokens: int, *, on_cpu: bool) -> int:
-    """Return the maximum bytes of a step's prefill outside attention.
-
-    ``tokens`` is the scheduler's token budget of a step.
-    """
+    """Return the maximum bytes of prefilling ``tokens`` tokens in a step, outside attention."""
     text = config.get("text_config") or config
     experts = text.get("num_experts_per_tok") or 1
     widths = [

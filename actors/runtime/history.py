@@ -11,8 +11,6 @@ from actors.machines.machine import InvalidTransition, Machine
 E = TypeVar("E")
 C = TypeVar("C")
 
-STORY_LINES = 20
-
 
 @dataclass
 class Entry(Generic[E, C]):
@@ -54,7 +52,7 @@ class EventHistory(Generic[E, C]):
         self._record(event, now, commands)
         return commands
 
-    def story(self, lines: int = STORY_LINES) -> list[str]:
+    def story(self, lines: int = 20) -> list[str]:
         return [entry.line() for entry in list(self._entries)[-lines:]]
 
     def _record(self, event: E, now: float, commands: list[C]) -> None:
