@@ -251,7 +251,17 @@ class Worker(Actor[mail.WorkerMail]):
                 self._handle_event(lifecycle_events.LoadFailed(error))
             case wire.MemoryRequested():
                 self._handle_event(lifecycle_events.SignOfLife())
-                self._request_memory(report)
+                reclaimable = report.reclaimable if state.info is not None else None
+                request = mail.RequestMemory(
+                    state.name,
+                    self.ref,
+                    state.life,
+                    report.seq,
+                    report.total_bytes,
+                    reclaimable,
+                    report.resuming,
+                )
+                services.governor.tell(request)
             case wire.PhaseChanged(phase=phase):
                 self._handle_event(lifecycle_events.PhaseEntered(phase))
             case wire.Tokenized(seq=seq):
@@ -285,19 +295,6 @@ class Worker(Actor[mail.WorkerMail]):
             lifecycle_events.TokenGenerated() if produced else lifecycle_events.SignOfLife()
         )
         self._services.router.tell(mail.RowReported(report))
-
-    def _request_memory(self, report: wire.MemoryRequested) -> None:
-        state = self._state
-        request = mail.RequestMemory(
-            state.name,
-            self.ref,
-            state.life,
-            report.seq,
-            report.total_bytes,
-            report.reclaimable if state.info is not None else None,
-            report.resuming,
-        )
-        self._services.governor.tell(request)
 
     def _on_stats(self, stats: WorkerStats) -> None:
         state = self._state

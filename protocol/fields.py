@@ -21,8 +21,6 @@ MAX_LOGPROBS = 20
 """Most likely tokens reported per position; OpenAI's limit."""
 MAX_LOGIT_BIASES = 1024
 """Entries of ``logit_bias``, which are sent to the device whenever a row joins the batch."""
-MAX_PRIORITY = 100
-MAX_DEADLINE_S = 7 * 24 * 3600.0
 NO_LOGPROB = -9999.0
 """Logprob for a probability of 0, because JSON has no infinity; as in OpenAI and vLLM."""
 
@@ -31,8 +29,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 """OpenAI's range; negative values favour tokens that occurred."""
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=MAX_DEADLINE_S)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
+DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=7 * 24 * 3600.0)]
 Salt = Annotated[str, Meta(max_length=256)]
 StopTexts = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)]
 StopTokens = Annotated[list[TokenId], Meta(max_length=64)]

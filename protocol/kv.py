@@ -9,14 +9,13 @@ from msgspec import Meta
 
 from protocol.errors import InvalidRequest
 from protocol.fields import MAX_BYTES, MAX_INT
+from protocol.pages import TAIL_TOKENS
 from protocol.schemes import Bits, KeyGroup, Scheme, ValueGroup
 
 SCHEMES = ("k8v8", "k8v4", "k4v4")
 MIN_KV_SIZE = 256
 """The newest 64 to 127 tokens of a row are dense, its first tokens take a page, and so do the next
 tokens that leave the window. A smaller limit would save nothing."""
-NEWEST_TOKENS = 128
-"""Tokens that ``keep`` must leave of ``max_kv_size``: the maximum of a row's dense tail."""
 MAX_LAYERS = 4096
 
 
@@ -48,10 +47,10 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens between checkpoints of a prompt in the prefix cache; 0: only at its end."""
 
     def __post_init__(self) -> None:
-        if self.max_kv_size is not None and self.keep > self.max_kv_size - NEWEST_TOKENS:
+        if self.max_kv_size is not None and self.keep > self.max_kv_size - TAIL_TOKENS:
             raise ValueError(
-                f"keep: must leave {NEWEST_TOKENS} of max_kv_size for the newest tokens, so be at "
-                f"most {self.max_kv_size - NEWEST_TOKENS}"
+                f"keep: must leave {TAIL_TOKENS} of max_kv_size for the newest tokens, so be at "
+                f"most {self.max_kv_size - TAIL_TOKENS}"
             )
 
 
