@@ -49,14 +49,6 @@ class GovernorActorState:
     def __post_init__(self) -> None:
         self.history = EventHistory(self.machine)
 
-    @property
-    def granted_bytes(self) -> int:
-        return self.machine.ledger.granted_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.machine.ledger.budget_bytes
-
 
 class GovernorActor(Actor["GovernorMail"]):
     """Answers memory requests, and carries out the governor's commands."""
@@ -84,7 +76,8 @@ class GovernorActor(Actor["GovernorMail"]):
             case mail.BudgetRequest(total_bytes=total):
                 if total is not None:
                     self._apply(governor_events.BudgetChanged(total))
-                return self._state.budget_bytes, self._state.granted_bytes
+                ledger = self._state.machine.ledger
+                return ledger.budget_bytes, ledger.granted_bytes
             case mail.AlarmFired():
                 self._apply(governor_events.AlarmFired())
                 self._report_waiting_loads()
@@ -187,8 +180,8 @@ class GovernorActor(Actor["GovernorMail"]):
         except AssertionError as error:
             state.violations += 1
             numbers = {
-                "granted_bytes": state.granted_bytes,
-                "budget_bytes": state.budget_bytes,
+                "granted_bytes": state.machine.ledger.granted_bytes,
+                "budget_bytes": state.machine.ledger.budget_bytes,
                 "violations": state.violations,
             }
             state.events.record("violation", None, str(error), level="error", numbers=numbers)

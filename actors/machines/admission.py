@@ -225,7 +225,6 @@ class Admission(msgspec.Struct):
         return ev.FailRequest(rid, error)
 
     def _end(self, rid: str, error: ErrorInfo) -> list[ev.Command]:
-        """End a request that its worker no longer has."""
         request = self.requests.get(rid)
         if request is None:
             return []

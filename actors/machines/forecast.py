@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """A number of rows of a model."""
+    """A number of rows of a model, with `context` tokens each."""
 
     model: str
     costs: Costs
@@ -40,7 +40,6 @@ class Question:
     """The model's KV schemes, by precision level."""
     rows: int
     context: int
-    """Tokens of each row."""
 
 
 def forecast(

@@ -1,10 +1,7 @@
 """The lifecycle of one model's worker process. Pure: every change of its state is in this file.
 
-Covers when the process is started, asked to stop, terminated, killed, restarted or given up, and
-which requests it had when it died. Does not know what a request is or how a process is started:
-`actors.worker` carries out the commands.
-
-Memory counts as free (`ReleaseMemory`) only after the exit was observed.
+`actors.worker` carries out the commands. Memory counts as free (`ReleaseMemory`) only after the exit
+was observed.
 """
 
 from __future__ import annotations
@@ -52,7 +49,6 @@ class Lifecycle(msgspec.Struct):
 
     @property
     def deadline(self) -> float | None:
-        """When the next `AlarmFired` is due."""
         return getattr(self.state, "deadline", None)
 
     @property

@@ -48,7 +48,6 @@ class Stopping(Record, frozen=True):
     """The process was asked to exit. Each missed deadline escalates to the next signal."""
 
     pid: int | None
-    """None while the process is still being started."""
     escalation: Literal["asked", "terminated", "killed"]
     deadline: float
     then: Literal["stopped", "restart", "failed"]

@@ -68,7 +68,6 @@ class ModelAccount(msgspec.Struct):
         return self._is_idle_for(GRACE_S, now)
 
     def is_expired(self, now: float) -> bool:
-        """Whether the model has been idle for longer than its policy allows."""
         ttl = self.policy.idle_ttl_s
         return ttl is not None and self._is_idle_for(max(GRACE_S, ttl), now)
 

@@ -104,7 +104,6 @@ class Holder(msgspec.Struct, frozen=True):
     model: str
     seq: int
     deadline: float
-    """When the worker loses the slice."""
 
 
 class Debt(msgspec.Struct, frozen=True):
@@ -122,7 +121,6 @@ class TimeSlices(msgspec.Struct):
     """Workers that have work, in the order of their next slices."""
     holder: Holder | None = None
     debts: dict[str, Debt] = msgspec.field(default_factory=dict)
-    """Debts of workers without work."""
     seq: int = 0
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -146,7 +144,6 @@ class TimeSlices(msgspec.Struct):
 
     @property
     def deadline(self) -> float | None:
-        """When the next `AlarmFired` is due."""
         return self.holder.deadline if self.holder is not None else None
 
     def check(self) -> None:

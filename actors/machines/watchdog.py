@@ -43,5 +43,4 @@ class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From SIGTERM to SIGKILL, and between SIGKILLs: a process inside a driver call exits late."""
 
     def of(self, phase: WatchedPhase) -> float:
-        """Return the longest silence in this phase, in seconds."""
         return getattr(self, f"{phase}_s")  # type: ignore[no-any-return]

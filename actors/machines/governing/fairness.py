@@ -27,14 +27,10 @@ def choose_first(m: GovernorState, now: float) -> list[Command]:
 
 
 def hold_or_release(m: GovernorState, now: float, *, idle: bool) -> list[Command]:
-    """Hold models for the first request if nothing else helps; release them after it.
-
-    ``idle``: no shortfall is being served.
-    """
-    ledger = m.ledger
-    if ledger.first != m.held_for:
+    """Hold models for the first request while no shortfall is served (``idle``), or release them."""
+    if m.ledger.first != m.held_for:
         return _release(m)
-    return _hold(m, now) if idle and ledger.first is not None else []
+    return _hold(m, now) if idle and m.ledger.first is not None else []
 
 
 def _hold(m: GovernorState, now: float) -> list[Command]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def refuse_loads(m: GovernorState, now: float) -> list[Command]:
-    """Refuse the waiting requests of loads that cannot be granted."""
     loads = [it for it in m.ledger.queue if m.accounts[it.model].state == "loading"]
     return [command for request in loads for command in _refuse(m, request, now)]
 

@@ -24,7 +24,6 @@ def forget_overdue(m: GovernorState, now: float) -> None:
 
 
 def evict_expired(m: GovernorState, now: float) -> list[Command]:
-    """Unload models that have been idle for longer than allowed."""
     return [
         command
         for it in [it for it in m.accounts.values() if it.is_expired(now)]

@@ -33,7 +33,6 @@ are preempted."""
 
 
 def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
-    """Yield the shortfalls, most urgent first."""
     yield from _over_budget(m)
     for request in m.ledger.queue:
         if m.is_needed(request) and not m.ledger.keeps_back(request.model):

@@ -49,7 +49,6 @@ class GovernorState(msgspec.Struct):
     relieved_at: float | None = None
     """When the governor last reacted to the system's memory pressure."""
     deadline: float | None = None
-    """When the next `AlarmFired` is due."""
 
     def limit_of(self, model: str) -> int:
         """Return the most bytes that a model can have: the budget without other pinned models."""
