@@ -55,7 +55,7 @@ class ReadingsState:
     seen: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
     """The last counters of each model, and when they were first seen."""
     footprints: dict[int, int] = field(default_factory=dict)
-    """Footprints read from here, by process id."""
+    """By process id, as read from here."""
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None

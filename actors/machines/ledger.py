@@ -88,7 +88,6 @@ class Ledger(msgspec.Struct):
         return sorted(self.waiting.values(), key=lambda it: (it.since or 0.0, it.model))
 
     def growth(self, request: MemoryRequest) -> int:
-        """Return how many bytes a request adds to the model's grant."""
         return request.total_bytes - self.grants.get(request.model, 0)
 
     def keeps_back(self, model: str) -> bool:

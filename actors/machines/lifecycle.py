@@ -1,7 +1,6 @@
 """The lifecycle of one model's worker process. Pure: every change of its state is in this file.
 
-`actors.worker` carries out the commands. Memory counts as free (`ReleaseMemory`) only after the exit
-was observed.
+`actors.worker` carries out the commands. Memory counts as free only after an observed exit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def choose_first(m: GovernorState, now: float) -> list[Command]:
 
 
 def hold_or_release(m: GovernorState, now: float, *, idle: bool) -> list[Command]:
-    """Hold models for the first request while no shortfall is served (``idle``), or release them."""
+    """Hold models for the first request while no shortfall is served (``idle``), or release."""
     if m.ledger.first != m.held_for:
         return _release(m)
     return _hold(m, now) if idle and m.ledger.first is not None else []
