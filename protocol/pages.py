@@ -3,12 +3,12 @@
 A page holds the keys and values of 64 tokens in one layer. MLX's affine quantization stores a
 scale and a bias for every group of elements, in the dtype of the activations.
 
-* Keys are quantized **per channel**. A page is full when it is quantized, so groups run along its
-  64 tokens (KIVI, arXiv 2402.02750), and every head size fits.
-* Values are quantized **per token** if the head size is a multiple of the value group. The product
-  of such a page with the attention weights needs no transposition. Other values are quantized per
+* Keys are quantized **per channel**: groups run along the page's 64 tokens (KIVI, arXiv
+  2402.02750). Only full pages are quantized, so this works for every head size.
+* Values are quantized **per token**, so that attention weights multiply a page without a
+  transposition. If the head size is not a multiple of the value group, they are quantized per
   channel.
-* 16 bits mean "not quantized": the dtype of the activations.
+* 16 bits mean "not quantized". Elements keep the dtype of the activations, which may be wider.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from protocol.schemes import Scheme
 
 PAGE_TOKENS = 64
 TAIL_TOKENS = 2 * PAGE_TOKENS
-"""Capacity of a row's tail: up to 127 tokens, and the one that commits the oldest 64 to a page."""
+"""Capacity of a row's tail, its newest tokens. The 128th token commits the oldest 64 to a page."""
 SLAB_PAGES = 64
-"""Pools grow by at least this many pages, because growing copies them."""
+"""Minimum growth of a pool, in pages: each growth copies the whole pool."""
 FIRST_ROWS = 4
-"""Rows whose tails a worker's first grant covers."""
+"""Number of rows whose tails fit in a worker's first grant."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Packing:
     group: int = PAGE_TOKENS
     """Elements that share a scale and a bias; ignored at 16 bits."""
     per_token: bool = False
-    """Whether groups run along a token's channels, or along the page's tokens."""
+    """True: groups run along the channels of a token. False: along the 64 tokens of a channel."""
 
     def page_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of one head's page; a dense element has ``itemsize`` bytes."""
+        """Return the bytes of one head's keys or values in a page, for dense elements of ``itemsize``."""
         elements = dim * PAGE_TOKENS
         if self.bits == 16:
             return elements * itemsize
@@ -46,9 +46,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """Heads, head sizes and bytes of a dense element in one layer.
+    """Number and sizes of one layer's KV heads; ``itemsize``: bytes of a dense element.
 
-    ``v_dim`` is 0 for models that keep everything on the key side.
+    ``v_dim`` is 0 for models that cache one tensor, stored as keys, such as MLA's latents.
     """
 
     kv_heads: int
@@ -60,7 +60,7 @@ class LayerGeometry:
         return Packing(scheme.k_bits, scheme.k_group)
 
     def values(self, scheme: Scheme) -> Packing:
-        if scheme.v_bits == 16 or self.v_dim == 0:  # there is nothing to quantize
+        if scheme.v_bits == 16 or self.v_dim == 0:  # values stay dense, or there are none
             return Packing(16, per_token=True)
         if self.v_dim % scheme.v_group == 0:
             return Packing(scheme.v_bits, scheme.v_group, per_token=True)
@@ -77,10 +77,10 @@ class LayerGeometry:
 
 
 def full_pages(length: int) -> int:
-    """Return the pages of a row of this length; its newest 64 to 127 tokens stay dense.
+    """Return how many pages a row of this length reads; its newest 64 to 127 tokens stay dense.
 
-    Depends on the length alone, so that attention depends neither on the time of a flush nor on
-    the other rows of the batch.
+    The number depends on the length alone. Attention therefore gives the same result whenever pages
+    are written, and whatever other rows are in the batch.
     """
     return max(0, length // PAGE_TOKENS - 1)
 
@@ -95,9 +95,10 @@ def max_pages(
 ) -> int:
     """Return the maximum pages that a row holds while it grows to ``length`` tokens.
 
-    This is `full_pages` plus one page that is written early. ``window``, ``keep`` and ``chunk``
-    limit what a layer attends to (`kvd.worker.cache.attention_kind`). Pages leave the window once
-    in 64 tokens, or after ``step`` prefilled tokens.
+    Without a window or chunk these are the pages of `full_pages`, and one that is written ahead
+    while its tokens are still in the tail. ``window`` counts the newest tokens that a layer attends
+    to, including the first ``keep`` tokens of the row. ``chunk`` is the size of attention chunks.
+    Pages outside are freed once in 64 decoded tokens, and after each ``step`` prefilled tokens.
     """
     pages = length // PAGE_TOKENS
     if window is None and chunk is None:

@@ -1,4 +1,4 @@
-"""Applies an event to the governor's state; answers what the ledger can decide at once. Pure."""
+"""Updates the governor's state for an event; returns what the ledger decides without reclaiming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
     match event:
         case ev.LoadRequested(model=model):
             account = m.account(model)
-            account.reset()  # no process runs yet
+            account.reset()  # forget the numbers of an earlier process
             account.policy, account.patient = event.policy, event.patient
             account.load_started_at = now
         case MemoryRequest():
@@ -39,7 +39,7 @@ def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
             pass
         case _:
             known = m.accounts.get(event.model)
-            if known is not None:  # otherwise a late report of a removed model
+            if known is not None:  # a late report of a removed model is ignored
                 return _apply_to_account(m, known, event, now)
     return []
 
@@ -61,7 +61,7 @@ def _apply_to_account(
             account.update(account.reclaimable, now)
         case ev.UnloadStarted():
             account.state, account.evicting = "leaving", False
-            m.ledger.exempt.add(account.name)  # its requests must finish before it can leave
+            m.ledger.exempt.add(account.name)  # its last rows may need memory to finish
             return [*m.ledger.grant_waiting()]
         case WorkerExited():
             account.reset()
@@ -82,22 +82,22 @@ def _request(m: GovernorState, event: MemoryRequest, now: float) -> list[ev.Comm
     before = ledger.waiting.get(event.model)
     shrinks = ledger.growth(event) <= 0
     if shrinks and before is not None and account.open is not None:
-        # The worker gives memory back on our order, and will request it again.
+        # The worker shrinks because of a reclaim command. Its next request keeps its age.
         account.kept_since = before.since
     if account.state == "loading" and event.model in ledger.grants:
-        # A load that was granted a part must not be stopped halfway by the first request.
+        # A load that has a part of its memory goes on, whatever request is the first.
         m.ledger.exempt.add(event.model)
     decisions = ledger.handle(request, now)
     if not shrinks and decisions[0].granted:
         account.kept_since = None
     if account.state == "loading" and not decisions[0].granted:
-        # A load gets no answer until it is granted or refused for good.
+        # A load waits without an answer; `governing.loads` refuses one that cannot succeed.
         return [*decisions[1:]]
     return [*decisions]
 
 
 def _waits_since(account: ModelAccount, now: float) -> float:
-    """Return since when a request waits. All requests of a load count as one."""
+    """Return the time from which a request counts as waiting: for a load, its first request."""
     if account.state != "loading":
         return now if account.kept_since is None else account.kept_since
     if account.load_since is None:
@@ -133,7 +133,7 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
 
 
 def _update_excess(m: GovernorState) -> None:
-    """Charge the bytes measured above the grants, so that no other model gets them."""
+    """Record the bytes that workers use beyond their grants, so that no other model gets them."""
     grants = m.ledger.grants
     over = [it.measured_bytes - grants[name] for name, it in m.accounts.items() if name in grants]
     m.ledger.excess_bytes = sum(max(0, it) for it in over)

@@ -1,4 +1,7 @@
-"""The pages of a batch: by precision level, or as one list for backends; reused between steps."""
+"""Flat tables of the pages that a batch reads, reused between steps.
+
+Plain attention uses one table per precision level, a backend one list of all pages.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class PageList:
         return self._padded[pages]
 
     def with_array(self, array: mx.array) -> PageList:
-        """Return the list over another array, such as one of a function that is being traced."""
+        """Return a copy with another array, such as the input of a compiled step."""
         return replace(self, array=array, _padded={})
 
 
@@ -86,12 +89,15 @@ class LevelTable:
     """`rows` on the host."""
     starts: tuple[int, ...]
     padding: int = 0
-    """Copies of the last page at the end, so that steps have few shapes. Attention masks them."""
+    """Entries at the end that repeat the last page, so that compiled steps have few shapes.
+
+    Attention masks these entries.
+    """
     _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
     _padded: dict[int, LevelTable] = field(default_factory=dict)
 
     def padded(self, pages: int) -> LevelTable:
-        """Pad to ``pages`` entries with the last page, whose content cannot reach other rows."""
+        """Pad to ``pages`` entries with the last page and its row, so that no other row can see it."""
         missing = pages - len(self.owners)
         if not missing:
             return self
@@ -105,7 +111,7 @@ class LevelTable:
 
     @cached_property
     def real_pages(self) -> mx.array | None:
-        """``[pages, 1]`` bool: False for padding; None if there is none."""
+        """``[pages, 1]`` bool mask, False for padding; None if the table is not padded."""
         if not self.padding:
             return None
         count = len(self.owners)
@@ -114,11 +120,14 @@ class LevelTable:
     def with_arrays(
         self, slots: mx.array, rows: mx.array, indices: dict[int, tuple[PageIndex, PageIndex]]
     ) -> LevelTable:
-        """Return the table over other arrays, such as those of a function that is being traced."""
+        """Return a copy with other arrays, such as the inputs of a compiled step."""
         return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
-        """Return the indices for operands with one entry per row, and with one per page."""
+        """Return the indices that multiply a level's pages with queries, and with attention weights.
+
+        Queries have one entry per row and KV head, weights one per page and KV head.
+        """
         if heads not in self._indices:
             each = mx.arange(heads, dtype=mx.uint32)
             pages = mx.arange(self.slots.size, dtype=mx.uint32)
@@ -130,7 +139,7 @@ class LevelTable:
 
 
 def level_tables(locations: Sequence[np.ndarray]) -> list[LevelTable]:
-    """Build the tables of a batch from the `page_locations` of its rows."""
+    """Build one table per precision level from the `page_locations` of a batch's rows."""
     if not locations:
         return []
     pages = np.concatenate(locations)
@@ -145,14 +154,14 @@ def level_tables(locations: Sequence[np.ndarray]) -> list[LevelTable]:
 
 
 class PageTables:
-    """Builds the tables of batches, and keeps the newest ones until pages change."""
+    """Builds tables, and keeps those of the last batch until its rows or any pages change."""
 
     def __init__(self) -> None:
         self._version = 0
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
         self._locations: dict[Row, np.ndarray] = {}
-        """`page_locations` of rows whose pages have not changed since."""
+        """`page_locations` of each row, valid until `invalidate`."""
 
     def by_level(self, rows: list[Row]) -> list[LevelTable]:
         key = (self._version, rows)
@@ -173,7 +182,7 @@ class PageTables:
         return [self._locations[row] for row in rows]
 
     def invalidate(self, rows: Iterable[Row] | None = None) -> None:
-        """Rebuild tables after the pages of these rows, or of all rows, have changed."""
+        """Mark the tables as stale, because pages of these rows, or of any row, have changed."""
         self._version += 1
         if rows is None:
             self._locations.clear()
