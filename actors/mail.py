@@ -281,8 +281,8 @@ class LoadModel(Ask[ModelStatus], frozen=True):
 class EnsureLoaded(_Message, frozen=True):
     """A request names a model without a worker.
 
-    The registry answers the router with `ModelAdded`, or with `admission_events.ModelRemoved` and the error
-    that the model's requests end with.
+    The registry answers the router with `ModelAdded`, or with `admission_events.ModelRemoved` and
+    the error for the model's requests.
     """
 
     model: str

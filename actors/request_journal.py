@@ -1,4 +1,4 @@
-"""Records of requests that survive a restart of the daemon, and the requests read back from them."""
+"""Records of requests that survive a restart of the daemon, and the requests read from them."""
 
 from __future__ import annotations
 

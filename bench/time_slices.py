@@ -1,7 +1,7 @@
-r"""Two models at once: how prefill of one slows decoding of the other, with and without time slices.
+r"""Two models at once: how prefill of one slows decoding of the other.
 
-    python -m bench.time_slices [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
-        [--weight 1] [--json FILE]
+    python -m bench.time_slices [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] \
+        [--rounds 3] [--weight 1] [--json FILE]
 
 Each setting gets its own daemon with the model loaded twice. One copy decodes all the time. The
 other does nothing, prefills new prompts, or decodes too. Steps per second and gaps are those of one

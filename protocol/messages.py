@@ -1,7 +1,7 @@
 """Messages between client and daemon, version 1, as NDJSON over the Unix socket.
 
-Requests are ``{"v": 1, "id": …, "op": …}``. Events are ``{"id": …, "event": …}``, with the id of the
-request that they answer. A request ends with its *last* event (`is_last`).
+Requests are ``{"v": 1, "id": …, "op": …}``. Events are ``{"id": …, "event": …}``, with the id of
+the request that they answer. A request ends with its *last* event (`is_last`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Explain(_Request, tag="explain", frozen=True, kw_only=True):
     context: PositiveCount | None = None
     """Tokens of each row, prompt and completion together; absent: the model's whole context."""
     kv: KVSpec | None = None
-    """KV settings for a model that is neither loaded nor known; absent: the defaults of ``load``."""
+    """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
 
 
 class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
@@ -367,7 +367,7 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
 
     budget_bytes: int
     granted_bytes: int
-    """Bytes granted; more than the budget while memory is reclaimed after the budget was lowered."""
+    """Bytes granted. After the budget was lowered, more than that until memory is reclaimed."""
     settings: list[Setting] = []
     """Every setting, if requested."""
     changes: list[Changed] = []

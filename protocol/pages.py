@@ -37,7 +37,7 @@ class Packing:
     """True: groups run along the channels of a token. False: along the 64 tokens of a channel."""
 
     def page_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of one head's keys or values in a page, for dense elements of ``itemsize``."""
+        """Return the bytes of one head's keys or values; a dense element has ``itemsize`` bytes."""
         elements = dim * PAGE_TOKENS
         if self.bits == 16:
             return elements * itemsize

@@ -2,8 +2,8 @@
 
 The server distinguishes two kinds of faults:
 
-* faults of a *frame* (too large, not UTF-8, not JSON, not an object, no usable id). The error has an
-  empty id and `ServerSession.closing` becomes true: send the error, then close;
+* faults of a *frame* (too large, not UTF-8, not JSON, not an object, no usable id). The error has
+  an empty id and `ServerSession.closing` becomes true: send the error, then close;
 * faults of a *message* (unknown op, invalid field, other version, id in use). The error has the
   request's id, and the connection continues.
 """
@@ -104,7 +104,8 @@ class ClientSession:
         line = encode_line(request)
         if len(line) - 1 > self._lines.limit:
             raise errors.FrameTooLarge(
-                f"the request has {len(line) - 1} bytes; the limit is {self._lines.limit}; send less text",
+                f"the request has {len(line) - 1} bytes; the limit is {self._lines.limit};"
+                " send less text",
                 limit_bytes=self._lines.limit,
             )
         self._open.add(request.id)

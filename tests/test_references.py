@@ -1,4 +1,4 @@
-"""Files and modules that pages, docstrings and comments name exist, with the attributes they name."""
+"""Files and modules that pages, docstrings and comments name exist, with their attributes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULE = re.compile(rf"`((?:{'|'.join(ROOTS)})(?:\.\w+)+)(?:\(\))?`")
 
 @cache
 def files() -> list[str]:
-    """All Python files, each with a leading slash, so that a name matches at a folder's boundary."""
+    """All Python files, each with a leading slash: a name matches at a folder's boundary."""
     return [
         f"/{path.relative_to(ROOT)}" for folder in ROOTS for path in (ROOT / folder).rglob("*.py")
     ]

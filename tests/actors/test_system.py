@@ -506,7 +506,7 @@ async def test_unload_of_nothing_is_refused():
             await w.client().ask(messages.Unload, model="nope")
 
 
-# -- deaths of workers --------------------------------------------------------------------------------------
+# -- deaths of workers -----------------------------------------------------------------------------
 
 
 @simulated
@@ -827,7 +827,7 @@ async def test_unload_of_a_model_with_a_dead_process_frees_nothing():
         assert (await w.client().ask(messages.Unload, model="demo")).freed_bytes == 0
 
 
-# -- silent workers ------------------------------------------------------------------------------------
+# -- silent workers --------------------------------------------------------------------------------
 
 
 @simulated
@@ -922,7 +922,7 @@ async def test_memory_is_released_only_after_the_exit():
         assert (await client.end(load)).model.granted_bytes == 600
 
 
-# -- drain and shutdown ------------------------------------------------------------------------------------
+# -- drain and shutdown ----------------------------------------------------------------------------
 
 
 @simulated

@@ -1,4 +1,4 @@
-"""The package that trains the embedded model: its commands exist, and its rows can be built here."""
+"""The package that trains the embedded model: its commands exist, and its rows can be built."""
 
 from __future__ import annotations
 

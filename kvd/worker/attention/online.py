@@ -1,4 +1,4 @@
-"""The online softmax of arXiv 1805.02867, in plain MLX operations: running maximum, sum and output."""
+"""Online softmax (arXiv 1805.02867) in plain MLX operations: running maximum, sum and output."""
 
 from __future__ import annotations
 

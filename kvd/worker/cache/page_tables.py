@@ -97,7 +97,7 @@ class LevelTable:
     _padded: dict[int, LevelTable] = field(default_factory=dict)
 
     def padded(self, pages: int) -> LevelTable:
-        """Pad to ``pages`` entries with the last page and its row, so that no other row can see it."""
+        """Pad to ``pages`` entries with the last page and its row: no other row can see it."""
         missing = pages - len(self.owners)
         if not missing:
             return self
@@ -124,7 +124,7 @@ class LevelTable:
         return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
-        """Return the indices that multiply a level's pages with queries, and with attention weights.
+        """Return the indices to multiply a level's pages with queries, and with attention weights.
 
         Queries have one entry per row and KV head, weights one per page and KV head.
         """

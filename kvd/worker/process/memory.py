@@ -16,8 +16,11 @@ from pathlib import Path
 
 MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
-"""Share of the time that readings may take. For each one the kernel walks all page tables (measured:
-25 ms per GiB of small pages), and the loop produces no tokens meanwhile."""
+"""Share of the time that readings may take.
+
+For each one the kernel walks all page tables (measured: 25 ms per GiB of small pages), and the loop
+produces no tokens meanwhile.
+"""
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 

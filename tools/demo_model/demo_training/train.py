@@ -1,6 +1,7 @@
 """Train the demo model on one or several GPUs for a fixed number of minutes.
 
-    python -m demo_training.train --data work --tokenizer kvd/demo/tokenizer.json --out run --minutes 13.2
+    python -m demo_training.train --data work --tokenizer kvd/demo/tokenizer.json --out run \
+        --minutes 13.2
 
 The rate and the lengths follow the share of the time that has passed, so the run ends on time on
 any machine. Loader processes make the rows while the GPU works.
