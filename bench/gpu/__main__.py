@@ -46,9 +46,8 @@ from kvd.config.kv import parse_kv
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import joined_linear, products
-from kvd.worker.serving import fused_layers, probe, seam
+from kvd.worker.serving import kernel_choice, probe, seam
 from kvd.worker.serving.kernel_check import describe_verdict
-from kvd.worker.serving.kernel_choice import find_kernels
 from kvd.worker.serving.model_files import default_dtype
 from kvd.worker.serving.runner import Runner, on_cpu
 
@@ -100,11 +99,11 @@ class Bench:
 
     def _probed(self, settings: CacheSettings) -> probe.Served:
         """Serve as the engine does."""
-        backend = find_kernels()
+        backend = kernel_choice.find_kernels()
         if backend is None:
             return probe.serve(self._ours, settings, self._vocabulary)
         own = self._product is not None
-        return fused_layers.serve(self._ours, settings, self._vocabulary, backend, products=own)
+        return kernel_choice.serve(self._ours, settings, self._vocabulary, backend, products=own)
 
     def ours(self, kv: str) -> Ours:
         """Return our loop without rows."""

@@ -1,11 +1,18 @@
-"""Which kernels this process tries for decode attention: the environment's ``KVD_ATTENTION``."""
+"""Which kernels this process tries (environment: ``KVD_ATTENTION``), and how a model uses them."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
+
+from msgspec.structs import replace as restruct
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.launch import Fused, find_language
+from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.gpu import blocks
+from kvd.worker.serving import probe
 
 VARIABLE = "KVD_ATTENTION"
 
@@ -18,3 +25,22 @@ def plain_only() -> bool:
 def find_kernels() -> FusedBackend | None:
     language = find_language()
     return None if language is None else FusedBackend(Fused(language), language.most_buffers)
+
+
+def serve(
+    model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
+) -> probe.Served:
+    """Serve as `probe.serve` does; ``products``: kvd's own kernels multiply few rows.
+
+    The probe compares with mlx-lm's caches, where layers run their own code, and blocks must pass
+    that. If they do not, the model is probed again without them.
+    """
+    count = blocks.fuse(model) if products else 0
+    found = probe.serve(model, settings, vocab_size, kernels=kernels)
+    if count and not (found.fused and found.fused.used):
+        blocks.unfuse(model)
+        count = 0
+        found = probe.serve(model, settings, vocab_size, kernels=kernels)
+    if found.fused is None:
+        return found
+    return replace(found, fused=restruct(found.fused, layers=count))

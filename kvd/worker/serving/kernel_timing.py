@@ -17,7 +17,6 @@ import mlx.core as mx
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.batch import DecodeHandle
-from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
@@ -52,12 +51,11 @@ def compare(
     layers, keys = 0, KEYS
     for store in stores:
         level = 1 if store.quantized_start else 0
-        sorts = Counter(_sort(layer, level) for layer in store.layers)
-        for (geometry, scheme), count in sorts.items():
-            variant = next(
-                (candidate for candidate in variants if _is_for(candidate, geometry)), None
-            )
-            if variant is None:
+        kinds = Counter((layer.geometry, layer.pools[level].scheme) for layer in store.layers)
+        for (geometry, scheme), count in kinds.items():
+            sizes = geometry.kv_heads, geometry.k_dim, geometry.v_dim
+            fitting = (one for one in variants if (one.kv_heads, one.k_dim, one.v_dim) == sizes)
+            if (variant := next(fitting, None)) is None:
                 continue
             handle, its_keys = _handle(geometry, scheme, store, backend)
             plain = replace(handle, step=replace(handle.step, backend=None))
@@ -65,15 +63,6 @@ def compare(
             reference += count * _seconds(plain, variant)
             layers, keys = layers + count, min(keys, its_keys)
     return Times(fused / layers, reference / layers, keys) if layers else None
-
-
-def _sort(layer: LayerStore, level: int) -> tuple[LayerGeometry, Scheme]:
-    return layer.geometry, layer.pools[level].scheme
-
-
-def _is_for(variant: KernelVariant, geometry: LayerGeometry) -> bool:
-    sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
-    return sizes == (variant.kv_heads, variant.k_dim, variant.v_dim)
 
 
 def _handle(
@@ -104,8 +93,7 @@ def _seconds(handle: DecodeHandle, variant: KernelVariant) -> float:
     sinks = None if variant.sinks is None else mx.zeros((variant.q_heads,), variant.sinks)
 
     def chain() -> mx.array:
-        found = queries
-        chained = queries
+        found = chained = queries
         for _ in range(CALLS):
             found = decode_attention(chained, handle, variant.scale, sinks)
             (chained,) = mx.depends([queries], [found])

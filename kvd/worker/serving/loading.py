@@ -21,14 +21,7 @@ from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.process import memory
 from kvd.worker.scheduling.budget import mebibytes
-from kvd.worker.serving import (
-    calibration,
-    describe,
-    fused_layers,
-    kernel_choice,
-    model_files,
-    probe,
-)
+from kvd.worker.serving import calibration, describe, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds
@@ -39,7 +32,6 @@ from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
 """Least memory reserved for converting weights and checking attention (measured: 16 MB)."""
-
 
 _log = logging.getLogger("kvd.worker")
 
@@ -74,7 +66,7 @@ def serve(
     elif kernels is None:
         found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
     else:
-        found = fused_layers.serve(
+        found = kernel_choice.serve(
             loaded.model, settings, loaded.vocab_size, kernels, products=loaded.own_products
         )
         if found.fused is not None:
@@ -95,7 +87,8 @@ def info_of(
     has_chat_template: bool,
     costs: Costs | None,
 ) -> ModelInfo:
-    cache = served.runner.cache
+    runner, cache = served.runner, served.runner.cache
+    features = {"compiled steps": runner.compiled, "grouped prefill": runner.groups}
     parts = describe.parts(served, command.prefill_chunk)
     growing = sum(part.bytes_per_token for part in parts)
     return ModelInfo(
@@ -109,14 +102,14 @@ def info_of(
         kv_layout=describe.layout(cache),
         page_bytes=64 * growing,
         kv_bytes_per_token=growing,
-        attention_path=_path(served),
+        attention_path=", ".join([served.path, *(name for name, on in features.items() if on)]),
         attention_error=served.error,
         fused=served.fused,
         kv=parts,
         kv_schemes=describe.schemes(cache),
         kv_calibrated=None if calibrated is None else calibrated.lowest,
         has_chat_template=has_chat_template,
-        device=_device(),
+        device="cpu" if on_cpu() else str(mx.device_info().get("device_name", "gpu")),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
         native=native,
         costs=costs,
@@ -138,8 +131,7 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
     native = packed and not kernel_choice.plain_only()
     scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
-    estimate = weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES
-    return memory.footprint() + estimate
+    return memory.footprint() + weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES
 
 
 def give_back() -> None:
@@ -157,25 +149,17 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     held = memory.footprint_now()
     if not on_cpu() and not mx.metal.is_available():  # a device with separate memory
         held += mx.get_active_memory()
-    return (
-        held
-        + freed_bytes()
-        + memory_bounds.LOOSE_BYTES
-        + _traces_bytes(runner)
-        + memory_bounds.step_bytes(
-            loaded.config, command.prefill_chunk + command.max_rows, on_cpu=on_cpu()
-        )
-        + scratch_bytes(loaded, command, runner)
-    )
+    tokens = command.prefill_chunk + command.max_rows
+    step = memory_bounds.step_bytes(loaded.config, tokens, on_cpu=on_cpu())
+    step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
+    return held + freed_bytes() + memory_bounds.LOOSE_BYTES + step
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
-    parts = 0
+    parts, native = 0, _is_native(runner)
     if isinstance(runner.cache, ModelCache) and isinstance(runner.cache.backend, FusedBackend):
         parts = memory_bounds.parts_bytes(loaded.config, command.max_rows, loaded.context_length)
-    return memory_bounds.scratch_bytes(
-        command.attention_scratch, native=_is_native(runner), parts=parts
-    )
+    return memory_bounds.scratch_bytes(command.attention_scratch, native=native, parts=parts)
 
 
 def _traces_bytes(runner: Runner) -> int:
@@ -210,19 +194,3 @@ def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
             available_bytes=grant.available_bytes,
         )
     return grant
-
-
-def _path(served: probe.Served) -> str:
-    runner = served.runner
-    how = [served.path]
-    if runner.compiled:
-        how.append("compiled steps")
-    if runner.groups:
-        how.append("grouped prefill")
-    return ", ".join(how)
-
-
-def _device() -> str:
-    if on_cpu():
-        return "cpu"
-    return str(mx.device_info().get("device_name", "gpu"))

@@ -14,30 +14,25 @@ import importlib.util
 import json
 import re
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import pack_weights, packed_arrays
 from protocol import weights
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from protocol.weights import Weights
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from kvd.worker.engine import ReportProgress
-
 EMBEDDED = ("demo",)
-
 DEFAULT_CONTEXT = 4096
-
 _T = TypeVar("_T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
@@ -167,15 +162,16 @@ def inspect(path: Path) -> Headers:
     files = _weight_files(path)
     tensors: dict[str, dict[str, Any]] = {}
     for file in files:
-        tensors |= _read_header(file)
+        try:
+            with file.open("rb") as stream:
+                tensors |= weights.read_header(stream, file.stat().st_size)
+        except OSError as error:
+            raise _invalid(file, f"cannot be read ({error.strerror})") from error
+        except weights.BrokenFileError as error:
+            raise _invalid(file, str(error)) from error
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    return Headers(
-        path=path,
-        config=config,
-        weight_files=tuple(files),
-        weights=Weights.of(tensors.values()),
-    )
+    return Headers(path, config, tuple(files), Weights.of(tensors.values()))
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -227,16 +223,6 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> weights.Tensors:
-    try:
-        with file.open("rb") as stream:
-            return weights.read_header(stream, file.stat().st_size)
-    except OSError as error:
-        raise _invalid(file, f"cannot be read ({error.strerror})") from error
-    except weights.BrokenFileError as error:
-        raise _invalid(file, str(error)) from error
-
-
 def default_dtype() -> Any:
     """Return the dtype to load weights as; None keeps the stored one."""
     # MLX emulates half precision on the CPU, 8 to 35 times slower.
@@ -269,9 +255,8 @@ def load(
     try:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # tokenizers raise any type too
-        raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
-            error
-        )
+        problem = f"has a tokenizer that cannot be loaded: {_first_line(error)}"
+        raise _invalid(path, problem) from error
     product: products.Product | None = None
     parameters = int(get_total_parameters(model))
     if library is not None:
@@ -306,8 +291,7 @@ def _weights(model: Any) -> list[mx.array]:
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
     arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
-    done = pending = 0
-    batch = []
+    done, pending, batch = 0, 0, []
     try:
         for array in arrays:
             batch.append(array)
@@ -345,5 +329,5 @@ def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
 
 def _first_line(error: BaseException) -> str:
     """Return a short error text: loaders list all tensors of a model."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    line, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {line[:300]}"

@@ -14,8 +14,8 @@ self-check. The first one that gives the model's own logits is used:
 On an accelerator, kernels then attend to pages if they are right too, and faster
 (`kvd.worker.serving.kernel_check`).
 
-Every packing that may occur on any precision level is checked, in addition to that of new rows. So
-are a dense start and a bounded size, at lengths that the check's short rows exceed.
+Every packing of any precision level is checked. So are a dense start and a bounded size, at lengths
+that the check's short rows exceed.
 """
 
 from __future__ import annotations
@@ -110,29 +110,19 @@ def find_layout(model: Any) -> Layout:
             "the model's logits are not finite (NaN or infinite): its weights are damaged, or do "
             "not belong to this configuration"
         )
-    entries = tuple(_entry(cache) for cache in caches)
-    dtypes = {
-        cache.keys.dtype for one in caches for cache in _leaves(one) if _keys(one=cache) is not None
-    }
+    entries = tuple(
+        Entry(tuple(map(_part, _leaves(cache))), composed=isinstance(cache, CacheList))
+        for cache in caches
+    )
+    keys = [getattr(leaf, "keys", None) for cache in caches for leaf in _leaves(cache)]
+    dtypes = {array.dtype for array in keys if array is not None}
     if len(dtypes) > 1:
         raise UnknownCacheError(f"keys of several dtypes: {sorted(map(str, dtypes))}")
     return Layout(entries, dtypes.pop() if dtypes else mx.float32)
 
 
-def _leaves(cache: Any) -> Iterator[Any]:
-    if isinstance(cache, CacheList):
-        yield from cache.caches
-    else:
-        yield cache
-
-
-def _keys(one: Any) -> mx.array | None:
-    found: mx.array | None = getattr(one, "keys", None)
-    return found
-
-
-def _entry(cache: Any) -> Entry:
-    return Entry(tuple(map(_part, _leaves(cache))), composed=isinstance(cache, CacheList))
+def _leaves(cache: Any) -> Sequence[Any]:
+    return cache.caches if isinstance(cache, CacheList) else (cache,)
 
 
 def _part(cache: Any) -> Part:
@@ -146,15 +136,14 @@ def _part(cache: Any) -> Part:
             tuple(array.shape for array in arrays), tuple(array.dtype for array in arrays)
         )
     kind = _kind(cache)
-    keys = _keys(cache)
-    if keys is None:
+    if (keys := getattr(cache, "keys", None)) is None:
         return UnusedPart()
     _, heads, _, k_dim = keys.shape
     values = cache.values
     # Some models write values that are never read: an indexer over keys alone.
-    empty = not values.size or not bool(mx.any(values != 0).item())
+    used = values.size and bool(mx.any(values != 0).item())
     # Keep one channel: with empty arrays MLX divides by zero, and the process dies.
-    v_dim = 1 if empty else values.shape[-1]
+    v_dim = values.shape[-1] if used else 1
     return AttentionPart(kind, LayerGeometry(heads, k_dim, v_dim, keys.dtype.size))
 
 
@@ -177,10 +166,7 @@ def serve(
 ) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
 
-    ``library``: kvd's own operations (`kvd.worker.native`), if they are to be tried; likewise
-    ``kernels``.
-
-    Raises `UnsupportedModel` if mlx-lm itself cannot run the model, if its logits are not finite,
+    ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. Raises `UnsupportedModel` if mlx-lm itself cannot run the model, if its logits are not finite,
     or if even mlx-lm's own caches do not give the same logits twice.
     """
     try:
@@ -193,8 +179,9 @@ def serve(
         try:
             served = _try_way(model, layout, settings, way, vocab_size, reasons, library, kernels)
         except SelfCheckFailed as refused:
-            for kind, why in way.explain(str(refused)).items():
-                reasons.setdefault(kind, why)
+            for kind, access in way.access.items():
+                if access is Access.PAGES:
+                    reasons.setdefault(kind, str(refused))
             if way.batched:
                 alone = str(refused)
         else:
@@ -215,9 +202,6 @@ def _with_reason(served: Served, alone: str) -> Served:
 class _Way:
     access: Mapping[Kind, Access]
     batched: bool
-
-    def explain(self, why: str) -> dict[Kind, str]:
-        return {kind: why for kind, access in self.access.items() if access is Access.PAGES}
 
 
 def _ways(layout: Layout) -> Iterator[_Way]:
@@ -314,14 +298,13 @@ def _check_kernels(
     settings = checks[0][0]
     seen = {limits.schemes for limits, _ in checks}
     lower = [
-        replace(settings, schemes=(scheme,))
+        (replace(settings, schemes=(scheme,)), selfcheck.SHORT_LENGTHS)
         for scheme in settings.schemes[1:]
         if (scheme,) not in seen
     ]
-    more = [(settings, PAGELESS), *((one, selfcheck.SHORT_LENGTHS) for one in lower)]
     errors = [
         _error(runner(limits), product, kernels, vocab_size, lengths)
-        for limits, lengths in (*checks, *more)
+        for limits, lengths in (*checks, (settings, PAGELESS), *lower)
     ]
     if len(settings.store_schemes) > 1:
         mixed = runner(settings)
@@ -398,10 +381,7 @@ def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing
 
 
 def _own(model: Any, vocab_size: int, why: str) -> Served:
-    def make_caches() -> list[Any]:
-        caches: list[Any] = make_prompt_cache(model)
-        return caches
-
+    make_caches = partial(make_prompt_cache, model)
     try:
         fixed, per_token = _measured_cost(model, make_caches)
         runner = Runner(model, MlxLmCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
@@ -428,9 +408,4 @@ def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[in
             raise SelfCheckFailed(selfcheck.explain_failure(failed)) from failed
         sizes.append(probe.nbytes)
     short, long = sizes
-    grown = max(0, long - short)
-    per_token = -(-grown // (MEASURED_TOKENS[1] - MEASURED_TOKENS[0]))
-    return short, per_token
-
-
-__all__ = ["Served", "UnknownCacheError", "find_layout", "serve"]
+    return short, -(-max(0, long - short) // (MEASURED_TOKENS[1] - MEASURED_TOKENS[0]))

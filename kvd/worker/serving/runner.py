@@ -5,6 +5,7 @@ Knows nothing of requests, sampling or memory budgets. Everything runs on the ca
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -83,9 +84,8 @@ class Runner:
             agree = False  # the model's Python code cannot be traced
         if not agree:
             self._compiled = None
-        for pair in pairs:
-            for row in pair:
-                cache.free(row)
+        for row in chain(*pairs):
+            cache.free(row)
         cache.shrink()
         return agree
 
@@ -123,7 +123,7 @@ class Runner:
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             agree = False  # the model accepts several rows only with one token each
         cache.end_pass()
-        for row in (row for pair in pairs for row in pair):
+        for row in chain(*pairs):
             cache.free(row)
         cache.shrink()
         if not agree:
@@ -192,9 +192,8 @@ class Runner:
             return self._decode(rows, tokens, passes[0][1])
         found, order = [], []
         for places, floor in passes:
-            logits = self._decode(
-                [rows[place] for place in places], tokens[mx.array(places)], floor
-            )
+            some = [rows[place] for place in places]
+            logits = self._decode(some, tokens[mx.array(places)], floor)
             # In this order, a pass's temporary memory is free before the next pass needs it.
             mx.async_eval(logits, self.cache.arrays())  # type: ignore[no-untyped-call]
             found.append(logits)

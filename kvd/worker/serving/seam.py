@@ -31,18 +31,17 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Attend to pages if ``keys`` is one of kvd's handles, otherwise call mlx-lm's function."""
-    if isinstance(keys, DecodeHandle):
+    if isinstance(keys, KVHandle | OpaqueKV):
         _refuse_mask(mask, keys)
-        return decode_attention(queries, keys, scale, sinks)
-    if isinstance(keys, PrefillHandle):
-        _refuse_mask(mask, keys)
-        return prefill_attention(queries, keys, scale, sinks)
-    if isinstance(keys, GroupHandle):
-        _refuse_mask(mask, keys)
-        return group_attention(queries, keys, scale, sinks)
-    if isinstance(keys, OpaqueKV):
-        _refuse_mask(mask, keys)
-        return keys.attend(queries, scale, sinks)
+    match keys:
+        case DecodeHandle():
+            return decode_attention(queries, keys, scale, sinks)
+        case PrefillHandle():
+            return prefill_attention(queries, keys, scale, sinks)
+        case GroupHandle():
+            return group_attention(queries, keys, scale, sinks)
+        case OpaqueKV():
+            return keys.attend(queries, scale, sinks)
     dense: mx.array = _original(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
 from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
 from kvd.worker.serving.selfcheck import SelfCheckFailed
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class TimedKernels:
         return sum(self.compiled.values()) + sum(self._appends.values())
 
     def decode_attention(self, given: Attention) -> mx.array:
-        variants = KernelVariant(
+        variant = KernelVariant(
             given.queries.dtype,
             given.queries.shape[1],
             given.tail_keys.shape[1],
@@ -67,58 +71,40 @@ class TimedKernels:
             given.keep,
             None if given.sinks is None else given.sinks.dtype,
         )
-
-        def call() -> list[mx.array]:
-            return [self._kernels.decode_attention(given)]
-
         arrays = [given.queries, given.tail_keys, given.tail_values]
-        return self._called(call, self.compiled, variants, arrays)[0]
+        return self._called(self._kernels.decode_attention, given, self.compiled, variant, arrays)
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         tails = given.tail_keys, given.tail_values
-
-        def call() -> list[mx.array]:
-            return list(self._kernels.append(given))
-
         shapes = (tuple(tail.shape[1:]) for tail in tails)
-        text = given.tail_keys.dtype, *shapes, given.token_rows is None
+        variant = given.tail_keys.dtype, *shapes, given.token_rows is None
         arrays = [*tails, given.keys, given.values]
-        new_keys, new_values = self._called(call, self._appends, text, arrays)
-        return new_keys, new_values
+        return self._called(self._kernels.append, given, self._appends, variant, arrays)
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
         tails = given.tail_keys, given.tail_values
-
-        def call() -> list[mx.array]:
-            return list(self._kernels.rotate(given))
-
         shapes = (tuple(tail.shape[1:]) for tail in tails)
-        text = (
-            given.rotation,
-            given.q_heads,
-            given.tail_keys.dtype,
-            *shapes,
-            given.token_rows is None,
-        )
+        layer = given.rotation, given.q_heads, given.tail_keys.dtype
+        variant = *layer, *shapes, given.token_rows is None
         arrays = [*tails, given.qkv]
-        queries, keys, values = self._called(call, self._appends, text, arrays)
-        return queries, keys, values
+        return self._called(self._kernels.rotate, given, self._appends, variant, arrays)
 
     def _called(
         self,
-        call: Callable[[], list[mx.array]],
+        kernel: Callable[[_Given], _Found],
+        given: _Given,
         compiled: dict[Any, float],
-        text: object,
-        given: list[mx.array],
-    ) -> list[mx.array]:
+        variant: object,
+        arrays: list[mx.array],
+    ) -> _Found:
         """Call a kernel; on the first call of its variant, call it twice more and time that."""
         before = self.launches
         try:
-            if text not in compiled:
-                mx.eval(given)
-                first, second = _seconds(call), _seconds(call)
-                compiled[text] = max(0.0, first - second)
-            found = call()
+            if variant not in compiled:
+                mx.eval(arrays)
+                first, second = (_seconds(partial(kernel, given)) for _ in range(2))
+                compiled[variant] = max(0.0, first - second)
+            found = kernel(given)
         except MemoryError:
             raise
         except Exception as failed:  # compilers and drivers raise any type
@@ -134,7 +120,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
-def _seconds(call: Callable[[], list[mx.array]]) -> float:
+def _seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     mx.eval(call())
     return time.perf_counter() - start

@@ -6,8 +6,8 @@ model's configuration is read, and only that is downloaded for a Hub id. At most
 exists at a time: keys and values come in chunks that are generated again from their seed where they
 are compared.
 
-Does not cover the effect on a model's output (`bench/fidelity`). Random keys have no outliers, only
-channels of different size, and random queries attend to everything.
+Random keys have no outliers, only channels of different size, and random queries attend to
+everything.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ def shape_of(config: dict[str, Any], **given: Any) -> Shape:
 
     Raises `UnsupportedModel` if the configuration is not sufficient.
     """
-    text = config | _object(config, "text_config")
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise UnsupportedModel("text_config in config.json is not an object", field="text_config")
+    text = config | nested
     if text.get("kv_lora_rank") and "head_dim" not in given:
         raise UnsupportedModel(
             "this model caches latents instead of heads (MLA); give --heads, --kv-heads 1, "
@@ -114,15 +118,7 @@ def shape_of(config: dict[str, Any], **given: Any) -> Shape:
     return Shape(**found)
 
 
-def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
-        raise UnsupportedModel(f"{key} in config.json is not an object", field=key)
-    return found
-
-
 def _count(text: dict[str, Any], name: str) -> int | None:
-    """Return a number from the configuration, for an option or by its own name."""
     key = _KEYS.get(name, name)
     found = text.get(key)
     if found is None:
@@ -171,7 +167,6 @@ class Source:
         return pair[0], pair[1]
 
     def queries(self) -> mx.array:
-        """Return one token's queries, ``[1, heads, 1, head_dim]``."""
         shape = (1, self.shape.heads, 1, self.shape.head_dim)
         return mx.random.normal(shape, key=mx.random.key(2**31)).astype(_DTYPES[self.shape.dtype])
 
@@ -193,7 +188,7 @@ class Source:
 
 
 class Case:
-    """One layer's pages at one scheme, and what can be measured about them."""
+    """One layer's pages at one scheme."""
 
     def __init__(self, source: Source, scheme: Scheme, lower: Scheme | None) -> None:
         self.source = source
@@ -213,8 +208,7 @@ class Case:
         """Prefill all but the last token; return the seconds per page of each chunk."""
         pool, row, seconds = self.store.layers[0].pools[0], self.store.new_row(), []
         for _, keys, values in self.source:
-            count = keys.shape[2] // PAGE_TOKENS
-            if count:
+            if count := keys.shape[2] // PAGE_TOKENS:
                 pages = [_paged(side, count) for side in (keys, values)]
                 mx.eval(pages)
                 start = time.perf_counter()
@@ -222,8 +216,7 @@ class Case:
                 seconds.append((time.perf_counter() - start) / count)
                 del pages
             last = row.length + keys.shape[2] == self.source.tokens
-            prefilled = keys.shape[2] - last
-            if prefilled:
+            if prefilled := keys.shape[2] - last:
                 self.store.begin_prefill(row, prefilled)
                 self.cache.update_and_fetch(keys[:, :, :prefilled], values[:, :, :prefilled])
                 self.store.finish_prefill()
@@ -239,9 +232,8 @@ class Case:
             done += len(slots)
             if not slots:
                 continue
-            for side, (dense, shown) in enumerate(
-                zip(chunk, pool.read(mx.array(slots)), strict=True)
-            ):
+            pairs = zip(chunk, pool.read(mx.array(slots)), strict=True)
+            for side, (dense, shown) in enumerate(pairs):
                 true = _paged(dense, len(slots)).astype(mx.float32)
                 wrong[side] += float(mx.square(true - shown.astype(mx.float32)).sum())
                 size[side] += float(mx.square(true).sum())
@@ -250,9 +242,8 @@ class Case:
 
     def attend(self) -> tuple[mx.array, float]:
         """Decode the last token; return the output, and the median seconds of the attention."""
-        keys, values = self.source.chunk(
-            (self.source.tokens - 1) // CHUNK * CHUNK, (self.source.tokens - 1) % CHUNK + 1
-        )
+        chunk, place = divmod(self.source.tokens - 1, CHUNK)
+        keys, values = self.source.chunk(chunk * CHUNK, place + 1)
         if self.store.needs_flush([self.row]):
             self.store.flush()
         self.store.begin_decode([self.row])
@@ -308,13 +299,10 @@ def _dense(source: Source) -> float:
         for side, new in zip(sides, chunk, strict=True):
             side[:, :, start : start + new.shape[2]] = new
         mx.eval(sides)
-    queries = source.queries()
-    keys, values = sides
-    return _timed(
-        lambda: mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=shape.head_dim**-0.5
-        )
-    )[1]
+    attend = partial(
+        mx.fast.scaled_dot_product_attention, source.queries(), *sides, scale=shape.head_dim**-0.5
+    )
+    return _timed(attend)[1]
 
 
 def measure(
@@ -333,58 +321,52 @@ def measure(
         for index, scheme in enumerate(schemes):
             report(f"{scheme.name}, {length} tokens")
             lower = next((one for one in schemes[index + 1 :] if one.is_below(scheme)), None)
-            results.append(_measure_one(source, scheme, lower, true) | {"dense_s": dense_s})
+            results.append(_measure_one(source, scheme, lower, true, dense_s))
             gc.collect()  # a store and its allocators refer to each other
             mx.clear_cache()
     return {
         "shape": {name: getattr(shape, name) for name in Shape.__dataclass_fields__},
         "device": str(mx.default_device()),
-        "results": [_in_user_units(one, shape) for one in results],
+        "results": results,
     }
 
 
 def _measure_one(
-    source: Source, scheme: Scheme, lower: Scheme | None, true: mx.array
+    source: Source, scheme: Scheme, lower: Scheme | None, true: mx.array, dense_s: float
 ) -> dict[str, Any]:
+    shape = source.shape
+
+    def ms(layer_s: float) -> float:
+        return layer_s * 1e3 * shape.layers
+
     case = Case(source, scheme, lower)
     keys, values = case.errors()
     output, attend = case.attend()
     pool = case.store.layers[0].pools[0]
     held = sum(array.nbytes for array in pool.arrays()) / max(1, pool.capacity * PAGE_TOKENS)
-    tokens = len(case.row.pages) * PAGE_TOKENS
+    pages_per_1k = 1024 / PAGE_TOKENS
+    pages = len(case.row.pages)
     requantize = case.requantize()
-    return {
+    result = {
         "scheme": scheme.name,
         "tokens": source.tokens,
-        "layer_bytes": held,
+        "bytes_per_token": held * shape.layers,
+        "share_of_fp16": held / (shape.kv_heads * shape.head_dim * 2 * 2),
         "k_error": keys,
         "v_error": values,
         "output_error": _relative(output, true),
-        "quantize_s": statistics.median(case.quantize_s) / PAGE_TOKENS if case.quantize_s else None,
-        "requantize_to": lower.name if requantize is not None and lower else None,
-        "requantize_s": requantize / tokens if requantize is not None else None,
-        "attend_s": attend,
+        "quantize_ms_per_1k": None,
+        "requantize_to": None,
+        "requantize_ms_per_1k": None,
+        "attend_ms": ms(attend),
+        "dense_attend_ms": ms(dense_s),
     }
-
-
-def _in_user_units(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    def ms(value: float | None, tokens: int = 1) -> float | None:
-        return None if value is None else value * 1e3 * tokens * shape.layers
-
-    return {
-        "scheme": one["scheme"],
-        "tokens": one["tokens"],
-        "bytes_per_token": one["layer_bytes"] * shape.layers,
-        "share_of_fp16": one["layer_bytes"] / (shape.kv_heads * shape.head_dim * 2 * 2),
-        "k_error": one["k_error"],
-        "v_error": one["v_error"],
-        "output_error": one["output_error"],
-        "quantize_ms_per_1k": ms(one["quantize_s"], 1024),
-        "requantize_to": one["requantize_to"],
-        "requantize_ms_per_1k": ms(one["requantize_s"], 1024),
-        "attend_ms": ms(one["attend_s"]),
-        "dense_attend_ms": ms(one["dense_s"]),
-    }
+    if case.quantize_s:
+        result["quantize_ms_per_1k"] = ms(statistics.median(case.quantize_s) * pages_per_1k)
+    if requantize is not None and lower:
+        result["requantize_to"] = lower.name
+        result["requantize_ms_per_1k"] = ms(requantize / pages * pages_per_1k)
+    return result
 
 
 def _arguments() -> argparse.Namespace:
@@ -433,7 +415,6 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the result, or ``{"error": …}`` with exit status 1."""
     print_result(lambda: _run(_arguments()))
 
 

@@ -49,12 +49,12 @@ def calibrate(
     report("weights")
     headers = model_files.inspect(model_files.resolve(source))
     loaded = model_files.load(headers.path)
-    tokens = min(tokens, loaded.context_length)
+    context = loaded.context_length
     try:
-        prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=tokens)
+        prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=min(tokens, context))
     except ValueError as error:  # the facts do not fit
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
-    prompts = [prompt[: loaded.context_length] for prompt in prompts]
+    prompts = [prompt[:context] for prompt in prompts]
     try:
         measured = fidelity.measure(loaded.model, _counted(prompts, report), schemes)
     except TooShortError as error:
@@ -129,8 +129,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         schemes = [Scheme.parse(name) for name in arguments.schemes.split(",")]
     except ValueError as error:
         raise InvalidRequest(f"schemes: {error}", field="schemes") from error
-    report = progress(1 + arguments.prompts)
     count, tokens = arguments.prompts, arguments.tokens
+    report = progress(1 + count)
     result = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
     try:
@@ -142,7 +142,6 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the result and its file, or ``{"error": …}`` with exit status 1."""
     print_result(lambda: _run(_arguments()))
 
 

@@ -22,11 +22,12 @@ def examine() -> dict[str, Any]:
     on_cpu = device.type == mx.DeviceType.cpu
     matrix = mx.arange(64 * 64).reshape(64, 64).astype(mx.float32) / 4096
     product = matrix @ mx.eye(64)
+    accelerator = "metal" if mx.metal.is_available() else "cuda"
     wrong = float(mx.abs(product - matrix).max().item())  # type: ignore[arg-type]
     info = mx.device_info()
     return {
         "mlx": version("mlx"),
-        "device": "cpu" if on_cpu else _kind(),
+        "device": "cpu" if on_cpu else accelerator,
         "name": str(info.get("device_name") or info.get("architecture") or ""),
         "memory_bytes": int(info.get("memory_size") or 0),
         "recommended_bytes": int(info.get("max_recommended_working_set_size") or 0),
@@ -35,10 +36,6 @@ def examine() -> dict[str, Any]:
         "native_built": on_cpu and build.is_built(),
         "compiler": build.compiler(),
     }
-
-
-def _kind() -> str:
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def main() -> None:

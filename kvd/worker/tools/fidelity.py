@@ -1,8 +1,5 @@
 """How far quantized pages move a model: KL divergence, top-1 agreement, perplexity.
 
-Covers the comparison (`Tally`), measuring every precision level over kvd's own pages (`measure`),
-prompts for it (`texts`), and the lowest level that a quality floor permits (`lowest_level`).
-
 Every prompt is teacher-forced, in the order of real use: most of it is prefilled in chunks, and its
 last tokens are decoded one by one. The reference is the same model over mlx-lm's own dense caches.
 Only positions that attend to a quantized page count; the others are exact by construction.
@@ -11,8 +8,9 @@ Only positions that attend to a quantized page count; the others are exact by co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +26,6 @@ from kvd.worker.serving.runner import Row
 from protocol.errors import UnsupportedModel
 
 CHUNK = 256
-"""Tokens prefilled at once."""
 DECODED = PAGE_TOKENS
 """Tokens at the end of each prompt that are decoded, so that a page is committed among them."""
 SCRATCH = 256 * 1024 * 1024
@@ -52,7 +49,6 @@ class Agreement:
 
     @property
     def perplexity_change(self) -> float:
-        """Relative change: 0.01 is one per cent more."""
         return math.expm1(self.nll - self.dense_nll)
 
 
@@ -72,7 +68,7 @@ class Floor:
     min_top1: float = 0.95
 
     def allows(self, agreement: Agreement) -> bool:
-        """Return whether the agreement is good enough; NaN is not."""
+        """Return whether both limits hold; NaN does not."""
         return agreement.kl <= self.max_kl and agreement.top1 >= self.min_top1
 
 
@@ -113,7 +109,8 @@ def compare(
     Returns ``[...]`` each: KL(dense || lossy) in nats, whether the top token is the same, and the
     negative log-likelihoods of ``targets`` over both.
     """
-    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in _float32(dense, lossy))
+    logits = (x.astype(mx.float32) for x in (dense, lossy))
+    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits)
     d = q - p
     # The sum of p (e^d - 1 - d) equals sum(p (log p - log q)), because p and q both sum to 1. No
     # term is negative and small terms do not cancel, so float32 is enough far below 1e-6.
@@ -123,10 +120,6 @@ def compare(
     same = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
     dense_nll, nll = (-mx.take_along_axis(x, targets[..., None], axis=-1)[..., 0] for x in (p, q))
     return kl, same.astype(mx.float32), dense_nll, nll
-
-
-def _float32(*arrays: mx.array) -> Iterator[mx.array]:
-    return (array.astype(mx.float32) for array in arrays)
 
 
 def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[list[int]]:
@@ -167,12 +160,8 @@ def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None
 
     0 is the top level. None: not even the top level reaches it, so the model must be served dense.
     """
-    allowed = -1
-    for level, one in enumerate(measured):
-        if not floor.allows(one.agreement):
-            break
-        allowed = level
-    return allowed if allowed >= 0 else None
+    allowed = len(list(takewhile(floor.allows, (level.agreement for level in measured))))
+    return allowed - 1 if allowed else None
 
 
 class _Level:
@@ -196,12 +185,10 @@ class _Level:
             self._row = None
 
     def prefill(self, tokens: list[int]) -> mx.array:
-        """Return the logits of the chunk, ``[count, vocab]``."""
         assert self._row is not None
         return self._runner.score(self._row, tokens)
 
     def decode(self, tokens: list[int]) -> mx.array:
-        """Return the logits of single steps, ``[count, vocab]``."""
         assert self._row is not None
         cache = self._runner.cache
         logits = []
@@ -219,15 +206,13 @@ def _check_quantized(served: Served) -> None:
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
         why = next(iter(served.reasons.values()), "")
-        raise UnsupportedModel(
-            f"this model is served over mlx-lm's own dense caches ({why}): nothing of it is "
-            "quantized, so there is nothing to calibrate"
-        )
-    if not cache.stores:
-        raise UnsupportedModel(
-            "this model keeps recurrent states and no keys and values: nothing of it is quantized, "
-            "so there is nothing to calibrate"
-        )
+        problem = f"is served over mlx-lm's own dense caches ({why})"
+    elif not cache.stores:
+        problem = "keeps recurrent states and no keys and values"
+    else:
+        return
+    nothing = "nothing of it is quantized, so there is nothing to calibrate"
+    raise UnsupportedModel(f"this model {problem}: {nothing}")
 
 
 def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, decoded: int) -> None:
@@ -246,7 +231,7 @@ def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, dec
                 if full_pages(start):
                     level.tally.add(dense, logits, targets[start:stop])
         dense = _dense(model, inputs[prefilled:], truth)
-        exact = _first_lossy(prefilled) - prefilled
+        exact = max(0, 2 * PAGE_TOKENS - 1 - prefilled)  # steps that attend to no page yet
         for level in levels:
             logits = level.decode(inputs[prefilled:])
             if exact < logits.shape[0]:
@@ -254,11 +239,6 @@ def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, dec
     finally:
         for level in levels:
             level.end()
-
-
-def _first_lossy(start: int) -> int:
-    """Return the first position from ``start`` on that attends to a page when it is decoded."""
-    return max(start, 2 * PAGE_TOKENS - 1)
 
 
 def _dense(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:

@@ -15,7 +15,7 @@ from mlx import nn
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks, joined_linear, products
-from kvd.worker.serving import fused_layers, kernel_timing
+from kvd.worker.serving import kernel_choice, kernel_timing
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.kernel_timing import Times
 from tests.worker.architectures.zoo import build
@@ -115,7 +115,7 @@ def test_blocks_give_the_same_results(name: str, config: dict[str, Any], counted
 def test_compiled_steps_use_blocks(counted: Counted) -> None:
     model, config = joined("qwen3", counted, num_hidden_layers=1)
     kernels = StandIn()
-    found = fused_layers.serve(
+    found = kernel_choice.serve(
         model, SETTINGS, config["vocab_size"], kernels.backend(), products=True
     )
     assert found.fused is not None
@@ -137,7 +137,7 @@ def test_layers_with_other_arithmetic_keep_their_code(
     assert blocks.fuse(model) == len(model.layers)
     blocks.unfuse(model)
 
-    found = fused_layers.serve(
+    found = kernel_choice.serve(
         model, SETTINGS, config["vocab_size"], StandIn().backend(), products=True
     )
 
