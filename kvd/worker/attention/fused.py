@@ -103,11 +103,9 @@ class FusedStep:
         return FusedStep(kernels, kind, pages, splits, mx.array(row_data, mx.int32))
 
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        layer.tail_keys, layer.tail_values = self.kernels.append(
-            Append(
-                layer.tail_keys, layer.tail_values, keys, values, step.token_places, step.token_rows
-            )
-        )
+        tails, places = (layer.tail_keys, layer.tail_values), (step.token_places, step.token_rows)
+        given = Append(*tails, keys, values, *places)
+        layer.tail_keys, layer.tail_values = self.kernels.append(given)
 
     def rotate(
         self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: RotarySettings
@@ -116,20 +114,10 @@ class FusedStep:
 
         ``qkv``: queries, keys and values side by side, as the layer's first product returns them.
         """
-        rotated, layer.tail_keys, layer.tail_values = self.kernels.rotate(
-            Rotate(
-                how.rotation,
-                qkv,
-                how.q_heads,
-                step.offsets,
-                how.frequencies,
-                how.weights,
-                layer.tail_keys,
-                layer.tail_values,
-                step.token_places,
-                step.token_rows,
-            )
-        )
+        tails, places = (layer.tail_keys, layer.tail_values), (step.token_places, step.token_rows)
+        rotation = how.q_heads, step.offsets, how.frequencies, how.weights
+        given = Rotate(how.rotation, qkv, *rotation, *tails, *places)
+        rotated, layer.tail_keys, layer.tail_values = self.kernels.rotate(given)
         return rotated
 
     def attend(

@@ -63,16 +63,9 @@ def _in_one_call(queries: mx.array, handle: GroupHandle, sinks: mx.array | None)
     if not group.even and _on_cpu():
         return False
     rows, kv_heads, width, k_dim = handle.keys.shape
-    work = Work(
-        rows * kv_heads,
-        queries.shape[1] // kv_heads,
-        width,
-        width,
-        k_dim,
-        handle.values.shape[-1],
-        queries.dtype.size,
-        sinks=sinks is not None,
-    )
+    repeats, v_dim = queries.shape[1] // kv_heads, handle.values.shape[-1]
+    shape = (rows * kv_heads, repeats, width, width, k_dim, v_dim, queries.dtype.size)
+    work = Work(*shape, sinks=sinks is not None)
     needed = work.dense_bytes(work.kv_heads)
     if needed > store.scratch.limit:
         return False

@@ -41,7 +41,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The weights and settings of one layer's decode step."""
+    """One layer's weights and settings."""
 
     before: products.Norm
     qkv: mx.array
@@ -103,8 +103,6 @@ def unfuse(model: Any) -> None:
 
 
 def _fused(kind: type) -> type:
-    """Return a subclass of the layer's class that runs decode steps as blocks."""
-
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **rest: Any) -> mx.array:
         if mask is None and not rest and type(cache) is BatchQuantizedKVCache:
             found: mx.array | None = self.block.decode(x, cache)

@@ -12,6 +12,7 @@ A weight is stored as ``[1, inputs, outputs]``, which saves MLX three shape oper
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -29,10 +30,9 @@ class _Joined:
     def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
         self._product = product
         self.sizes = [layer.weight.shape[0] for layer in layers]
-        stored = mx.concatenate([layer.weight for layer in layers])
-        self.stored = stored
-        """``[outputs of all, inputs]``, as stored."""
-        self.weight = stored[None].swapaxes(1, 2)
+        self.stored = mx.concatenate([layer.weight for layer in layers])
+        """``[outputs of all, inputs]``."""
+        self.weight = self.stored[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
@@ -54,7 +54,6 @@ class _Joined:
         return self._views[batch]
 
     def part(self, x: mx.array, member: int) -> mx.array:
-        """Return one layer's product, ``[..., outputs]``."""
         if self._separate:
             return self._multiply_alone(x, member)
         if x is not self._input or member not in self._left:
@@ -69,27 +68,26 @@ class _Joined:
 
     def _all(self, x: mx.array) -> list[mx.array]:
         if self._product is not None and fits(x, self.sizes) and x.dtype == self.stored.dtype:
-            return self._with_bias(self._product(x, self.stored, self.sizes))
+            products = self._product(x, self.stored, self.sizes)
+            if self.bias is None:
+                return products
+            biases = mx.split(self.bias, self._ends)
+            return [product + bias for product, bias in zip(products, biases, strict=True)]
         product = x @ self._wide(x.shape[0]) if x.ndim == 3 else x @ self.weight[0]
         if self.bias is not None:
             product = product + self.bias
-        if len(self.sizes) == 1:
-            return [product]
-        return list(mx.split(product, self._ends, axis=-1))
+        return list(mx.split(product, self._ends, axis=-1)) if self._ends else [product]
 
     @property
     def _ends(self) -> list[int]:
-        return [sum(self.sizes[: count + 1]) for count in range(len(self.sizes) - 1)]
+        return list(accumulate(self.sizes[:-1]))
 
-    def _with_bias(self, products: list[mx.array]) -> list[mx.array]:
-        if self.bias is None:
-            return products
-        biases = mx.split(self.bias, self._ends)
-        return [product + bias for product, bias in zip(products, biases, strict=True)]
+    def columns(self, member: int) -> slice:
+        end = sum(self.sizes[: member + 1])
+        return slice(end - self.sizes[member], end)
 
     def _multiply_alone(self, x: mx.array, member: int) -> mx.array:
-        end = sum(self.sizes[: member + 1])
-        columns = slice(end - self.sizes[member], end)
+        columns = self.columns(member)
         product = x @ self.weight[0, :, columns]
         return product if self.bias is None else product + self.bias[columns]
 
@@ -99,20 +97,13 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
 
     def __init__(self, joined: _Joined, member: int) -> None:
         super().__init__()
-        self._joined = joined
+        self.joined = joined
         self._member = member
-
-    @property
-    def joined(self) -> _Joined:
-        """The weights that it shares with other layers."""
-        joined: _Joined = self._joined
-        return joined
 
     @property
     def weight(self) -> mx.array:
         """``[outputs, inputs]``: a view, for models that read it."""
-        end = sum(self.joined.sizes[: self._member + 1])
-        return self.joined.weight[0, :, end - self.joined.sizes[self._member] : end].T
+        return self.joined.weight[0, :, self.joined.columns(self._member)].T
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.joined.part(x, self._member)
@@ -137,17 +128,15 @@ class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
 def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
-    ``product``: replaces MLX's product for few rows (`kvd.worker.gpu.products`).
-
-    Only layers whose class is exactly MLX's own. All others of them multiply alone, with weights
-    stored as above.
+    ``product`` replaces MLX's product for few rows. Only layers whose class is exactly MLX's own are
+    changed. Those with no partner multiply alone, with weights stored as above.
     """
     for module in list(model.modules()):
         if isinstance(module, JoinedLinear):
             continue
         for names in JOINED_NAMES:
             layers = [module[name] for name in names if _is_plain(module.get(name))]
-            if len(layers) == len(names) and _can_join(layers):
+            if len(layers) == len(names) and len(set(map(_layout, layers))) == 1:
                 _replace(module, names, layers, product)
         for name, child in list(module.items()):
             if _is_plain(child):
@@ -176,9 +165,8 @@ def _is_plain(child: Any) -> bool:
     return type(child) is nn.Linear
 
 
-def _can_join(layers: Sequence[nn.Linear]) -> bool:
-    layouts = {(layer.weight.shape[1], layer.weight.dtype, "bias" in layer) for layer in layers}
-    return len(layouts) == 1
+def _layout(layer: nn.Linear) -> tuple[object, ...]:
+    return layer.weight.shape[1], layer.weight.dtype, "bias" in layer
 
 
 def _replace(

@@ -112,12 +112,8 @@ class Step:
         return mx.array(self._random.normal(size=shape).astype(np.float32)).astype(self.case.dtype)
 
     def _noise(self, tokens: int) -> tuple[mx.array, mx.array]:
-        heads = self.geometry.kv_heads
-        keys, values = (
-            self._array((1, heads, tokens, dim))
-            for dim in (self.geometry.k_dim, self.geometry.v_dim)
-        )
-        return keys, values
+        heads, k_dim, v_dim = self.geometry.kv_heads, self.geometry.k_dim, self.geometry.v_dim
+        return self._array((1, heads, tokens, k_dim)), self._array((1, heads, tokens, v_dim))
 
     def _row(self, length: int) -> Row:
         row = self.store.new_row()
@@ -140,7 +136,7 @@ class Step:
 
     def error(self, got: mx.array) -> float:
         """Return the largest difference to dense attention, relative to its largest value."""
-        found = np.array(got.astype(mx.float32), np.float64)
+        found = _float64(got)
         expected = np.concatenate([self._dense(index) for index in range(len(self.rows))])
         expected = expected.reshape(found.shape)
         if not np.isfinite(found).all():
@@ -149,12 +145,10 @@ class Step:
 
     def _dense(self, index: int) -> Array:
         row, case = self.rows[index], self.case
-        keys, values = (
-            np.array(side.astype(mx.float32), np.float64) for side in self.store.read(row, 0)
-        )
-        queries = np.array(self.queries[index].astype(mx.float32), np.float64)[:, 0]
+        keys, values = map(_float64, self.store.read(row, 0))
+        queries = _float64(self.queries[index])[:, 0]
         seen = self._seen(row)
-        sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32), np.float64)
+        sinks = None if self.sinks is None else _float64(self.sinks)
         out = []
         for head in range(queries.shape[0]):
             group = head // case.repeats
@@ -167,22 +161,22 @@ class Step:
         return np.stack(out)
 
     def _seen(self, row: Row) -> NDArray[np.bool_]:
-        """Return which tokens of the row the newest one attends to."""
         positions = np.array(self.store.positions(row))
         newest, kind = row.length - 1, self.case.kind
         if kind.chunk:
-            seen = positions >= newest // kind.chunk * kind.chunk
-        elif kind.window:
-            seen = (positions > newest - (kind.window - kind.keep)) | (positions < kind.keep)
-        else:
-            seen = positions >= 0
-        return seen
+            return positions >= newest // kind.chunk * kind.chunk
+        if kind.window:
+            return (positions > newest - (kind.window - kind.keep)) | (positions < kind.keep)
+        return positions >= 0
+
+
+def _float64(array: mx.array) -> Array:
+    return np.array(array.astype(mx.float32), np.float64)
 
 
 def reference(*, quick: bool) -> Outcome:
-    """Compare plain operations with dense attention."""
-    worst = _worst([(Step(case, None), True) for case in cases(quick=quick)])
-    return _compare("attention, plain", worst, len(list(cases(quick=quick))))
+    steps = [(Step(case, None), True) for case in cases(quick=quick)]
+    return _compare("attention, plain", _worst(steps), len(steps))
 
 
 def kernels(*, quick: bool) -> Outcome:
@@ -228,14 +222,14 @@ def _worst(steps: Sequence[tuple[Step, bool]]) -> dict[mx.Dtype, tuple[float, st
 def _compare(name: str, worst: dict[mx.Dtype, tuple[float, str]], count: int) -> Outcome:
     right = all(error <= BOUNDS[dtype] for dtype, (error, _) in worst.items())
     parts = [f"{count} shapes against float64"]
-    numbers: dict[str, float | int | str] = {"shapes": count}
+    numbers: dict[str, float] = {"shapes": count}
     for dtype, (error, case) in worst.items():
         short = str(dtype).rpartition(".")[2]
         parts.append(f"{short} off by {error:.1g}")
         numbers |= {f"{short}_error": error, f"{short}_bound": BOUNDS[dtype]}
         if not error <= BOUNDS[dtype]:
             parts.append(f"beyond {BOUNDS[dtype]:.1g} ({case})")
-    return outcome_of(name, "; ".join(parts), numbers, right=right)
+    return outcome_of(name, "; ".join(parts), right=right, **numbers)
 
 
 def _milliseconds(step: Step, *, plain: bool) -> float:

@@ -17,7 +17,6 @@ from kvd.worker.selftest.outcome import Outcome, outcome_of
 _MIB = 1 << 20
 _GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
 _LAYERS = 4
-_NOISE = _MIB
 
 
 def flush(*, quick: bool) -> Outcome:
@@ -47,9 +46,8 @@ def flush(*, quick: bool) -> Outcome:
             store.flush()
             mx.eval(store.arrays())
             took = max(took, time.perf_counter() - start)
-            if (
-                mx.get_active_memory() <= before + _NOISE
-            ):  # growing a pool copies it; that memory is reserved
+            # Not if a pool grew: growing copies it, and that memory is reserved.
+            if mx.get_active_memory() <= before + _MIB:
                 worst = max(worst, mx.get_peak_memory() - before)
                 flushes += 1
         store.begin_decode([row])
@@ -59,13 +57,15 @@ def flush(*, quick: bool) -> Outcome:
         f"{flushes} flushes into {pools / _MIB:.0f} MiB of pools used {worst / _MIB:.1f} MiB of "
         f"temporary memory and {took * 1e3:.1f} ms at most"
     )
-    numbers: dict[str, float | int | str] = {
-        "pool_bytes": pools,
-        "moment_bytes": worst,
-        "flushes": flushes,
-        "flush_ms": round(took * 1e3, 2),
-    }
-    return outcome_of("flush in place", text, numbers, right=flushes > 0 and worst < pools / 4)
+    return outcome_of(
+        "flush in place",
+        text,
+        right=flushes > 0 and worst < pools / 4,
+        pool_bytes=pools,
+        moment_bytes=worst,
+        flushes=flushes,
+        flush_ms=round(took * 1e3, 2),
+    )
 
 
 def limits() -> Outcome:
@@ -83,8 +83,8 @@ def limits() -> Outcome:
         mx.set_cache_limit(before)
         mx.clear_cache()
     text = f"MLX kept {kept / _MIB:.0f} of 128 MiB freed (limit {limit / _MIB:.0f} MiB)"
-    numbers: dict[str, float | int | str] = {"kept_bytes": kept, "limit_bytes": limit}
-    return outcome_of("limit of freed buffers", text, numbers, right=kept <= limit)
+    right, name = kept <= limit, "limit of freed buffers"
+    return outcome_of(name, text, right=right, kept_bytes=kept, limit_bytes=limit)
 
 
 def footprint() -> Outcome:
@@ -102,33 +102,34 @@ def footprint() -> Outcome:
     before, outside = memory.footprint_now(), reader.footprint(os.getpid())
     array = mx.ones((size // 4,)) + 1
     mx.eval(array)
-    with_array = memory.footprint_now()
-    outside_with_array = reader.footprint(os.getpid())
+    with_array, outside_with_array = memory.footprint_now(), reader.footprint(os.getpid())
     del array
     mx.clear_cache()
     memory.trim_malloc()
     after = memory.footprint_now()
-    numbers: dict[str, float | int | str] = {
-        "array_bytes": size,
-        "before_bytes": before,
-        "with_array_bytes": with_array,
-        "after_bytes": after,
-        "outside_before_bytes": outside,
-        "outside_with_array_bytes": outside_with_array,
-    }
     grew, outside_grew = with_array - before, outside_with_array - outside
     text = (
         f"{size / _MIB:.0f} MiB of arrays: the worker reads {grew / _MIB:+.0f} MiB, the daemon "
         f"{outside_grew / _MIB:+.0f} MiB; {(after - before) / _MIB:+.0f} MiB after freeing them"
     )
     shows = all(0.9 * size < growth < 1.25 * size for growth in (grew, outside_grew))
-    return outcome_of(name, text, numbers, right=shows and after - before < 0.2 * size)
+    return outcome_of(
+        name,
+        text,
+        right=shows and after - before < 0.2 * size,
+        array_bytes=size,
+        before_bytes=before,
+        with_array_bytes=with_array,
+        after_bytes=after,
+        outside_before_bytes=outside,
+        outside_with_array_bytes=outside_with_array,
+    )
 
 
 def pressure() -> Outcome:
     """Check that the system's readings of its memory are plausible."""
     host = readings.reader().host()
-    numbers: dict[str, float | int | str] = {
+    numbers: dict[str, float | str] = {
         "total_bytes": host.total,
         "available_bytes": host.available,
         "accelerator_limit_bytes": host.accelerator_limit or 0,
@@ -145,4 +146,4 @@ def pressure() -> Outcome:
         text += f"; Metal recommends {int(most) / 2**30:.2f} GiB, kvd computed "
         text += f"{host.accelerator_limit / 2**30:.2f}"
         right = right and abs(int(most) - host.accelerator_limit) < 0.02 * int(most)
-    return outcome_of("pressure and limits", text, numbers, right=right)
+    return outcome_of("pressure and limits", text, right=right, **numbers)

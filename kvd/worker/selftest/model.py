@@ -11,20 +11,19 @@ from kvd.worker.serving.kernel_check import describe_verdict
 
 
 def load_demo() -> Outcome:
-    """Load `demo` with every check of a load."""
     chosen = activation.activate(_silently)
     seam.install()
     loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
     settings = CacheSettings(schemes=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
     served = loading.serve(loaded, settings, chosen.library, _silently)
     text = f"served by {served.path}, logits off by {served.error:.1g}"
-    numbers: dict[str, float | int | str] = {"path": served.path, "error": served.error}
+    numbers: dict[str, float | str] = {"path": served.path, "error": served.error}
     if chosen.status is not None:
         text += f"; native operations: {chosen.status}"
         numbers["native"] = chosen.status
     name = "the demo model"
     if (fused := served.fused) is None:
-        return outcome_of(name, text, numbers, right=not served.reasons)
+        return outcome_of(name, text, right=not served.reasons, **numbers)
     text += f"; {describe_verdict(fused)}"
     numbers |= {
         "fused": str(fused.used),
@@ -34,8 +33,8 @@ def load_demo() -> Outcome:
     }
     if not fused.used and fused.reason == "slower than plain operations":
         todo = "attach the report to an issue, with what else the machine was doing"
-        return Outcome(name, "warn", text, todo, numbers)
-    return outcome_of(name, text, numbers, right=fused.used and not served.reasons)
+        return Outcome(name, "warn", text, todo, dict(numbers))
+    return outcome_of(name, text, right=fused.used and not served.reasons, **numbers)
 
 
 def _silently(_stage: str, _fraction: float) -> None:

@@ -20,8 +20,6 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 REPORT = "attach the report to an issue"
 
 
-def outcome_of(
-    name: str, text: str, numbers: dict[str, float | int | str], *, right: bool
-) -> Outcome:
+def outcome_of(name: str, text: str, *, right: bool, **numbers: float | str) -> Outcome:
     """Return ``ok`` if the check is right, otherwise a failure to report."""
-    return Outcome(name, "ok" if right else "fail", text, None if right else REPORT, numbers)
+    return Outcome(name, "ok" if right else "fail", text, None if right else REPORT, dict(numbers))

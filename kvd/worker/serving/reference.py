@@ -63,12 +63,10 @@ class DenseKVCache:
             return "causal"
         queries = mx.arange(self.offset, self.offset + n)[:, None]
         keys = mx.array([*self._positions, *range(self.offset, self.offset + n)])
+        kind = self._kind
         # Like mlx-lm's caches: the model's window applies to the tokens that the cache still has.
-        kind = (
-            self._kind
-            if window_size is None
-            else Kind(window_size + self._kind.keep, self._kind.keep)
-        )
+        if window_size is not None:
+            kind = Kind(window_size + kind.keep, kind.keep)
         return kind.visible(queries, keys)
 
 
@@ -86,10 +84,9 @@ def dense_caches(
         parts: list[Any] = []
         for part in entry.parts:
             if isinstance(part, AttentionPart):
-                parts.append(
-                    _dense_cache(cache, sequence, part.kind, layers_used[part.kind], without_newest)
-                )
-                layers_used[part.kind] += 1
+                kind, layer = part.kind, layers_used[part.kind]
+                parts.append(_dense_cache(cache, sequence, kind, layer, without_newest))
+                layers_used[kind] += 1
             elif isinstance(part, StatePart):
                 arrays = ArraysCache(len(part.shapes))
                 arrays.cache = list(next(found))
@@ -115,10 +112,5 @@ def _dense_cache(
         if position < offset and (position >= low or position < store.kind.keep)
     ]
     where = mx.array(held, mx.uint32)
-    return DenseKVCache(
-        keys[:, where][None],
-        values[:, where][None],
-        [positions[place] for place in held],
-        offset,
-        store.kind,
-    )
+    sides = keys[:, where][None], values[:, where][None]
+    return DenseKVCache(*sides, [positions[place] for place in held], offset, store.kind)

@@ -185,11 +185,9 @@ class _Level:
             self._row = None
 
     def prefill(self, tokens: list[int]) -> mx.array:
-        assert self._row is not None
         return self._runner.score(self._row, tokens)
 
     def decode(self, tokens: list[int]) -> mx.array:
-        assert self._row is not None
         cache = self._runner.cache
         logits = []
         for token in tokens:
