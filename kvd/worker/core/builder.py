@@ -17,7 +17,7 @@ from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
-from kvd.worker.serving.costs import costs_of
+from kvd.worker.serving.describe import costs_of
 from kvd.worker.text.text import Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES

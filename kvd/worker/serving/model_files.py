@@ -1,11 +1,7 @@
 """Finds a model, inspects it without loading it, and loads it through mlx-lm.
 
-`resolve` turns a name into a folder. `inspect` reads the folder's headers and reports problems
-while that is cheap. `load` creates the model. Errors of mlx-lm or transformers about a broken
-folder become typed errors that name the file.
-
-The seam into mlx-lm's attention must be installed before `load`, because `load` imports model
-modules.
+Errors of mlx-lm or transformers about a broken folder become typed errors that name the file. The
+seam into mlx-lm's attention must be installed before `load`, because `load` imports model modules.
 """
 
 from __future__ import annotations

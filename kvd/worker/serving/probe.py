@@ -243,7 +243,7 @@ def _try_way(
     paged = any(access is Access.PAGES for access in way.access.values())
     native = Library(library) if library and layout.dtype == mx.float32 else None
     failed = []
-    for path, product, own in _attention_paths(native) if paged else _PLAIN:
+    for path, product, own in _attention_paths(native, paged=paged):
         served.cache.use(product, own)
         try:
             error = max(
@@ -317,11 +317,12 @@ def _check_kernels(
 
 _Attention = tuple[str, Callable[..., mx.array], Backend | None]
 """A name, how pages are multiplied, and what attends instead."""
-_PLAIN: list[_Attention] = [("dequantize on read", page_product, None)]
 
 
-def _attention_paths(native: Library | None) -> list[_Attention]:
-    """Return the ways to attend to pages, the fastest first."""
+def _attention_paths(native: Library | None, *, paged: bool) -> list[_Attention]:
+    """Return the ways to attend, the fastest first."""
+    if not paged:
+        return [("dequantize on read", page_product, None)]
     plain: list[_Attention] = [
         ("reference, gathered pages", page_product, None),
         ("reference, copied pages", page_product_by_copy, None),

@@ -1,7 +1,4 @@
-"""The reference for a model's output: its own forward pass over dense copies of a sequence's cache.
-
-For the self-check at load, for tests, and for measuring fidelity. Slow and simple.
-"""
+"""The reference for a model: its own forward pass over dense copies of a sequence's cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Forward passes of one model over its cache: tokens in, logits out.
-
-Knows nothing of requests, sampling or memory budgets. Everything runs on the calling thread.
-"""
+"""Forward passes of one model over its cache, on the calling thread: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -71,7 +68,10 @@ class Runner:
         if not can_compile(self.cache):
             return False
         cache = self.cache
-        pairs = [[self._checked_row(length) for length in _CHECKED] for _ in range(2)]
+        pairs = [[cache.new_row() for _ in _CHECKED] for _ in range(2)]
+        for pair in pairs:
+            for row, length in zip(pair, _CHECKED, strict=True):
+                self.prefill(row, _some_tokens(length))
         tokens = mx.array([1] * len(_CHECKED), mx.int32)
         plain = [self.decode(pairs[0], tokens) for _ in range(_CHECKED_STEPS)]
         mx.eval(plain, cache.arrays())
@@ -132,22 +132,11 @@ class Runner:
         return self.groups
 
     def width(self, tokens: int) -> int:
-        """Return the tokens per row that a pass computes if its longest chunk has this many.
-
-        On the CPU a pass of few tokens may be wider (`group`).
-        """
+        """Return the tokens per row that a pass computes if its longest chunk has this many."""
         return padded_sizes.padded_width(tokens) if self._pads_width else tokens
 
-    def _checked_row(self, length: int) -> Row:
-        row = self.cache.new_row()
-        self.prefill(row, _some_tokens(length))
-        return row
-
     def prefill(self, row: Row, tokens: list[int]) -> None:
-        """Run a chunk of a prompt into the row; evaluated and flushed on return.
-
-        The device must be idle. Logits are not computed.
-        """
+        """Run a chunk of a prompt into the row, without logits; evaluated and flushed on return."""
         self.prefill_group([row], [tokens])
 
     def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:

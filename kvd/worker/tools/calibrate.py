@@ -1,9 +1,7 @@
 """Finds the lowest precision level that a model tolerates: ``kvd.worker.tools.calibrate SOURCE``.
 
-Loads the model, measures every level (`kvd.worker.tools.fidelity`), stores the result in the home
-(`kvd.worker.serving.calibration`) and prints it as one JSON object. Progress goes to stderr.
-
-Runs in a separate process and requests no memory from the daemon.
+Stores the result in the home (`kvd.worker.serving.calibration`) and prints it as one JSON object.
+Progress goes to stderr. The process requests no memory from the daemon.
 """
 
 from __future__ import annotations

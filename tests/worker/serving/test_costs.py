@@ -13,7 +13,7 @@ from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.serving.costs import costs_of
+from kvd.worker.serving.describe import costs_of
 from protocol.costs import Costs
 
 pytestmark = pytest.mark.mlx
