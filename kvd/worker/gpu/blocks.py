@@ -115,7 +115,6 @@ def _fused(kind: type) -> type:
 
 
 def _block_of(layer: Any) -> Block | None:
-    """Return a layer's block if its submodules are those of a common layer."""
     if not _has(layer, _LAYER) or "block" in vars(layer):
         return None
     attention, mlp = layer["self_attn"], layer["mlp"]

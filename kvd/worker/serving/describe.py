@@ -99,7 +99,6 @@ def schemes(cache: ModelCache | MlxLmCache) -> list[str]:
 
 
 def layout(cache: ModelCache | MlxLmCache) -> str:
-    """Return a text on how keys and values are grouped in pages."""
     stores = cache.stores if isinstance(cache, ModelCache) else []
     per_token = {
         pool.value_packing.per_token

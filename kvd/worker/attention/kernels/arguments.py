@@ -63,11 +63,10 @@ class Rotation:
     """RoPE and norms of a layer's queries and keys."""
 
     dims: int
-    """Channels that are rotated, from the first."""
+    """Rotated channels, from the first."""
     traditional: bool
     """Whether pairs are neighbours, instead of one channel from each half."""
     normed: bool = False
-    """Whether each head has an RMS norm before."""
     eps: float = 0.0
 
 

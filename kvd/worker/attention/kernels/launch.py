@@ -211,7 +211,6 @@ def run(launch: Launch, language: Language) -> list[mx.array]:
 
 
 def find_language() -> Language | None:
-    """Return the language of the default device; None if it has no kernels."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return None
     if mx.metal.is_available():

@@ -80,7 +80,6 @@ int at = (int(block.x) - vector_blocks) * {THREADS} + me;
 
 
 def blocks(q_vectors: int, kv_vectors: int, tail_bytes: int, piece: int) -> int:
-    """Return the number of blocks: those that process vectors, then those that copy."""
     return -(-(q_vectors + kv_vectors) // WARPS) + -(-(tail_bytes // piece) // THREADS)
 
 
