@@ -53,8 +53,7 @@ def compare(
         level = 1 if store.quantized_start else 0
         kinds = Counter((layer.geometry, layer.pools[level].scheme) for layer in store.layers)
         for (geometry, scheme), count in kinds.items():
-            sizes = geometry.kv_heads, geometry.k_dim, geometry.v_dim
-            fitting = (one for one in variants if (one.kv_heads, one.k_dim, one.v_dim) == sizes)
+            fitting = (candidate for candidate in variants if _is_for(candidate, geometry))
             if (variant := next(fitting, None)) is None:
                 continue
             handle, its_keys = _handle(geometry, scheme, store, backend)
@@ -63,6 +62,11 @@ def compare(
             reference += count * _seconds(plain, variant)
             layers, keys = layers + count, min(keys, its_keys)
     return Times(fused / layers, reference / layers, keys) if layers else None
+
+
+def _is_for(variant: KernelVariant, geometry: LayerGeometry) -> bool:
+    sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+    return sizes == (variant.kv_heads, variant.k_dim, variant.v_dim)
 
 
 def _handle(
