@@ -48,7 +48,7 @@ def test_the_wheel_holds_exactly_the_three_packages(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
-    info = f"kvd-{kvd.__version__}.dist-info"
+    info = f"mlx_kvd-{kvd.__version__}.dist-info"
     assert tops == {*PACKAGES, info}
     assert f"{info}/licenses/LICENSE" in names
     for needed in ("kvd/cli/app.py", "kvd/worker/__main__.py", "kvd/demo/config.json"):

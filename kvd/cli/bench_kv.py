@@ -62,7 +62,7 @@ _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K
 )
 @option("--lengths", "LIST", "Context lengths, as 1024,4k.", default=LENGTHS)
 @option(
-    "--plot", "FILE", "Draw a .png or .svg; needs 'kvd[plot]'.", type=click.Path(path_type=Path)
+    "--plot", "FILE", "Draw a .png or .svg; needs 'mlx-kvd[plot]'.", type=click.Path(path_type=Path)
 )
 @common_options("json")
 def bench_kv(
@@ -146,7 +146,7 @@ def _check_plot(file: Path) -> None:
     if file.suffix not in _IMAGES:
         raise InvalidRequest(f"--plot takes a {' or '.join(_IMAGES)} file", field="plot")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvd[plot]'", key="plot")
+        raise ConfigError("--plot needs matplotlib: pip install 'mlx-kvd[plot]'", key="plot")
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

@@ -47,7 +47,7 @@ def versions(scene: Scene) -> Finding:
         if have != wanted:
             wrong.append(f"{name} is {have}, and kvd {kvd.__version__} is made for {wanted}")
     if wrong:
-        return fail("versions", "; ".join(wrong), "install kvd again: pip install --upgrade kvd")
+        return fail("versions", "; ".join(wrong), "install kvd again: pip install --upgrade mlx-kvd")
     if not found:
         return warn(
             "versions",
@@ -60,7 +60,7 @@ def versions(scene: Scene) -> Finding:
 def pins(system: str) -> dict[str, str]:
     """Return the packages that kvd pins to one version on a system."""
     try:
-        requirements = importlib.metadata.requires("kvd") or []
+        requirements = importlib.metadata.requires("mlx-kvd") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     found = {}

@@ -1,7 +1,6 @@
 """The parts that streamed answers and answers in one piece share. Sans-io.
 
-An answer takes the events of all calls of one HTTP request. Choice c of prompt p has the index
-p * n + c.
+Choice c of prompt p has the index p * n + c.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Head:
     format: Format
 
     def whole(self, choices: list[Choice], usage: Usage, extension: Extension) -> bytes:
-        """Return the body of an answer in one piece."""
-        return _json.encode(self._body(self.format.whole_object, choices, usage, extension))
+        return self._encoded(self.format.whole_object, choices, usage, extension)
 
     def chunk(
         self,
@@ -48,17 +46,16 @@ class Head:
         extension: Extension | UnsetType = UNSET,
     ) -> bytes:
         """Return a chunk as a server-sent event."""
-        body = self._body(self.format.chunk_object, choices, usage, extension)
-        return b"data: " + _json.encode(body) + b"\n\n"
+        return b"data: %b\n\n" % self._encoded(self.format.chunk_object, choices, usage, extension)
 
-    def _body(
+    def _encoded(
         self,
         kind: str,
         choices: list[Choice],
         usage: Usage | UnsetType | None,
         extension: Extension | UnsetType,
-    ) -> Body:
-        return Body(
+    ) -> bytes:
+        body = Body(
             id=f"{self.format.prefix}{self.id}",
             object=kind,
             created=self.created,
@@ -68,6 +65,7 @@ class Head:
             usage=usage,
             kvd=extension,
         )
+        return _json.encode(body)
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class Answer:
         return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
 
     def reason(self, reason: messages.FinishReason) -> FinishReason:
-        """Return OpenAI's name for a finish reason."""
         return "length" if reason == "length" or self.wanted.prompt_only else "stop"
 
 

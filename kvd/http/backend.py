@@ -14,7 +14,6 @@ class Call(Protocol):
 
     def cancel(self) -> None:
         """End it within a step; no further events are delivered. Idempotent."""
-        ...
 
 
 class Backend(Protocol):
@@ -25,11 +24,9 @@ class Backend(Protocol):
 
         The last event is always delivered, unless the call is cancelled.
         """
-        ...
 
     def status(self) -> DaemonStatus:
         """Return the newest snapshots without waiting."""
-        ...
 
 
 Metrics = Callable[[str], Awaitable[tuple[bytes, str]]]

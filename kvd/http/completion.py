@@ -80,9 +80,9 @@ class WholeCompletion(_Completion):
         except KvdError as error:
             self._over.set_exception(error)
             self._cancel()
-            return
-        if self._answer.over:
-            self._over.set_result(None)
+        else:
+            if self._answer.stats.over:
+                self._over.set_result(None)
 
 
 class StreamedCompletion(_Completion):

@@ -29,7 +29,6 @@ class Refusal(Exception):
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     info: ErrorInfo | None = None
-    """The protocol error, if the daemon raised one."""
     final: bool = False
     """Close the connection afterwards, because the rest of the request is unread."""
 
@@ -48,7 +47,6 @@ class Refusal(Exception):
         return {"error": error}
 
     def encoded(self) -> bytes:
-        """Return the body as JSON."""
         return msgspec.json.encode(self.body, enc_hook=str)
 
 
@@ -93,7 +91,6 @@ _NO_RETRY = frozenset({"deadline_exceeded"})
 
 
 def of(info: ErrorInfo) -> Refusal:
-    """Return the answer to a protocol error."""
     form = _FORMS.get(info.code, _OTHER)
     again = info.retryable and info.code not in _NO_RETRY
     # OpenAI's clients read this header before the status.
@@ -113,24 +110,20 @@ def of(info: ErrorInfo) -> Refusal:
 
 
 def unauthorized(message: str) -> Refusal:
-    """Return the answer to a request without a key, or with a wrong one."""
     headers = {"WWW-Authenticate": 'Bearer realm="kvd"'}
     return Refusal(401, message, "authentication_error", "invalid_api_key", headers=headers)
 
 
 def forbidden(message: str, code: str) -> Refusal:
-    """Return the answer to a client without access."""
     return Refusal(403, message, "permission_error", code)
 
 
 def too_large(limit: int) -> Refusal:
-    """Return the answer to a body over the limit."""
     message = f"the request exceeds {limit} bytes (body_limit of [http] in config.toml)"
     return Refusal(413, message, INVALID, "request_too_large", final=True)
 
 
 def too_slow(seconds: float) -> Refusal:
-    """Return the answer to a body that did not arrive in time."""
     message = f"the request's body did not arrive within {seconds:g} s"
     return Refusal(408, message, INVALID, "request_timeout", final=True)
 

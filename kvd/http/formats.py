@@ -7,19 +7,8 @@ from itertools import accumulate
 
 from msgspec import Raw
 
-from kvd.http.responses import (
-    Alternative,
-    ChatChoice,
-    ChatDelta,
-    ChatLogprobs,
-    Choice,
-    Delta,
-    FinishReason,
-    Message,
-    TextChoice,
-    TextLogprobs,
-    TokenLogprob,
-)
+from kvd.http import responses
+from kvd.http.responses import Choice, FinishReason
 from protocol import types
 from protocol.fields import NO_LOGPROB
 
@@ -31,7 +20,6 @@ class Format(ABC):
     """One of the two."""
 
     prefix: str
-    """The prefix of ids."""
     whole_object: str
     chunk_object: str
 
@@ -44,16 +32,18 @@ class Format(ABC):
         """Return the next piece of a choice; its text begins at ``offset``."""
 
     @abstractmethod
-    def ending(self, index: int, reason: FinishReason) -> Choice:
-        """Return the last chunk of a choice."""
+    def ending(self, index: int, reason: FinishReason) -> Choice: ...
 
     @abstractmethod
-    def logprobs(self, logprobs: Logprobs, offset: int) -> ChatLogprobs | TextLogprobs:
+    def logprobs(
+        self, logprobs: Logprobs, offset: int
+    ) -> responses.ChatLogprobs | responses.TextLogprobs:
         """Return the logprobs of tokens whose text begins at ``offset``."""
 
     @abstractmethod
-    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
-        """Return a finished choice; ``logprobs`` is their JSON."""
+    def whole(
+        self, index: int, text: str, logprobs: Raw | None, reason: FinishReason
+    ) -> Choice: ...
 
 
 class ChatFormat(Format):
@@ -64,30 +54,37 @@ class ChatFormat(Format):
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int) -> Choice | None:
-        return ChatDelta(index, Delta(role="assistant", content=""))
+        return responses.ChatDelta(index, responses.Delta(role="assistant", content=""))
 
-    def piece(
-        self,
-        index: int,
-        text: str,
-        logprobs: Logprobs | None,
-        offset: int,  # noqa: ARG002 - chats have no offsets
-    ) -> Choice:
-        encoded = None if logprobs is None else _chat_logprobs(logprobs)
-        return ChatDelta(index, Delta(content=text), encoded)
+    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
+        encoded = None if logprobs is None else self.logprobs(logprobs, offset)
+        return responses.ChatDelta(index, responses.Delta(content=text), encoded)
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
-        return ChatDelta(index, Delta(), finish_reason=reason)
+        return responses.ChatDelta(index, responses.Delta(), finish_reason=reason)
 
     def logprobs(
         self,
         logprobs: Logprobs,
         offset: int,  # noqa: ARG002 - chats have no offsets
-    ) -> ChatLogprobs:
-        return _chat_logprobs(logprobs)
+    ) -> responses.ChatLogprobs:
+        return responses.ChatLogprobs(
+            [
+                responses.TokenLogprob(
+                    token.text,
+                    _logprob(token),
+                    _bytes(token),
+                    [
+                        responses.Alternative(top.text, _logprob(top), _bytes(top))
+                        for top in token.top
+                    ],
+                )
+                for token in logprobs
+            ]
+        )
 
     def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
-        return ChatChoice(index, Message(text), logprobs, reason)
+        return responses.ChatChoice(index, responses.Message(text), logprobs, reason)
 
 
 class TextFormat(Format):
@@ -100,17 +97,26 @@ class TextFormat(Format):
         return None
 
     def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
-        encoded = None if logprobs is None else _text_logprobs(logprobs, offset)
-        return TextChoice(index, text, encoded)
+        encoded = None if logprobs is None else self.logprobs(logprobs, offset)
+        return responses.TextChoice(index, text, encoded)
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
-        return TextChoice(index, "", finish_reason=reason)
+        return responses.TextChoice(index, "", finish_reason=reason)
 
-    def logprobs(self, logprobs: Logprobs, offset: int) -> TextLogprobs:
-        return _text_logprobs(logprobs, offset)
+    def logprobs(self, logprobs: Logprobs, offset: int) -> responses.TextLogprobs:
+        starts = accumulate((len(token.text) for token in logprobs), initial=offset)
+        return responses.TextLogprobs(
+            tokens=[token.text for token in logprobs],
+            token_logprobs=[token.logprob for token in logprobs],
+            top_logprobs=[
+                None if token.logprob is None else {top.text: _logprob(top) for top in token.top}
+                for token in logprobs
+            ],
+            text_offset=list(starts)[:-1],
+        )
 
     def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
-        return TextChoice(index, text, logprobs, reason)
+        return responses.TextChoice(index, text, logprobs, reason)
 
 
 def text_of(tokens: Logprobs) -> str:
@@ -129,31 +135,3 @@ def _bytes(token: types.Alternative) -> list[int]:
 
 def _logprob(token: types.Alternative) -> float:
     return NO_LOGPROB if token.logprob is None else token.logprob
-
-
-def _chat_logprobs(tokens: Logprobs) -> ChatLogprobs:
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token.text,
-                _logprob(token),
-                _bytes(token),
-                [Alternative(top.text, _logprob(top), _bytes(top)) for top in token.top],
-            )
-            for token in tokens
-        ]
-    )
-
-
-def _text_logprobs(tokens: Logprobs, offset: int) -> TextLogprobs:
-    return TextLogprobs(
-        tokens=[token.text for token in tokens],
-        token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[
-            {top.text: _logprob(top) for top in token.top} if token.logprob is not None else None
-            for token in tokens
-        ],
-        text_offset=list(accumulate((len(token.text) for token in tokens[:-1]), initial=offset))
-        if tokens
-        else [],
-    )

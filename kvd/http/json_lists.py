@@ -19,27 +19,23 @@ class JsonLists:
     """
 
     def __init__(self, template: msgspec.Struct) -> None:
-        fields = asdict(template)
+        self._fields: dict[str, object] = asdict(template)
         self.lists = {
-            name: bytearray() for name, value in fields.items() if isinstance(value, list)
+            name: bytearray() for name, value in self._fields.items() if isinstance(value, list)
         }
-        self._others = {name: value for name, value in fields.items() if name not in self.lists}
-
-    @property
-    def size(self) -> int:
-        """Bytes of all list items, without brackets."""
-        return sum(map(len, self.lists.values()))
 
     def add(self, piece: msgspec.Struct) -> int:
         """Append the list items of a piece; return the bytes added."""
-        before = self.size
+        added = 0
         for name, items in self.lists.items():
+            before = len(items)
             _append(items, _json.encode(getattr(piece, name))[1:-1])
-        return self.size - before
+            added += len(items) - before
+        return added
 
     def encoded(self, before: JsonLists | None = None) -> msgspec.Raw:
         """Return the object as JSON, with the items of ``before`` ahead of its own."""
-        fields: dict[str, object] = dict(self._others)
+        fields = dict(self._fields)
         for name, items in self.lists.items():
             joined = bytearray() if before is None else bytearray(before.lists[name])
             _append(joined, items)

@@ -1,7 +1,4 @@
-"""The listening sockets of HTTP: TCP, and `http.sock`, which only the user can open.
-
-Needs no HTTP library, so that errors appear before it is imported.
-"""
+"""The listening sockets of HTTP. Needs no HTTP library, so errors appear before it is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ class Listener:
     address: str
     """``http://127.0.0.1:11711`` or ``unix:/home/you/.kvd/http.sock``."""
     path: Path | None = None
-    """The path to remove on close."""
 
     def close(self) -> None:
         self.socket.close()

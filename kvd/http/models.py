@@ -1,4 +1,4 @@
-"""The model list, and whether the daemon is ready for requests."""
+"""The bodies of ``/v1/models`` and ``/readyz``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ def listed(status: DaemonStatus, created: int) -> ModelList:
 
 def _model(status: ModelStatus, created: int) -> Model:
     info = status.info
-    return Model(
-        status.name,
-        created,
-        ModelExtension(
-            state=status.state,
-            context_length=UNSET if info is None else info.context_length,
-            kv=UNSET if info is None else info.kv_scheme,
-            source=status.source,
-        ),
+    extension = ModelExtension(
+        state=status.state,
+        context_length=UNSET if info is None else info.context_length,
+        kv=UNSET if info is None else info.kv_scheme,
+        source=status.source,
     )
+    return Model(status.name, created, extension)
 
 
 def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, Any]]:
@@ -53,10 +50,6 @@ def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, 
         state = "loading"
     else:
         state = "failed" if states else "ready"
-    models = {
-        "ready": ready,
-        "unloaded": unloaded,
-        "loading": loading,
-        "failed": states.count("failed"),
-    }
+    failed = states.count("failed")
+    models = {"ready": ready, "unloaded": unloaded, "loading": loading, "failed": failed}
     return state == "ready", {"status": state, "models": models}

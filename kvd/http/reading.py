@@ -34,7 +34,6 @@ _LONGEST_NEUTRAL = 256
 
 
 def read(body: bytes | bytearray, kind: type[R]) -> R:
-    """Return the body as a request of this kind."""
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the fields that it skips
@@ -57,22 +56,13 @@ def calls(request: ChatRequest | CompletionRequest) -> list[Generate]:
     return [_generate(request, **prompt) for prompt in _prompts(request)]
 
 
-def choices(request: ChatRequest | CompletionRequest) -> int:
-    """Return the number of completions per prompt."""
-    return request.n or 1
-
-
 def echoes(request: ChatRequest | CompletionRequest) -> bool:
-    """Return whether completions begin with their prompt."""
     return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
 def is_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
     """Return whether the answer has no new tokens; the worker then generates a hidden one."""
     return _token_limit(request)[0] == 0
-
-
-# -- checks that types cannot express ---------------------------------------------------------
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:
@@ -109,9 +99,6 @@ def _is_one_of(encoded: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
 
 def _invalid(field: str, text: str) -> InvalidRequest:
     return InvalidRequest(f"{field} {text}", field=field)
-
-
-# -- prompts ----------------------------------------------------------------------------------
 
 
 def _chat_messages(messages: list[Message]) -> list[ChatMessage]:
@@ -155,9 +142,6 @@ def _prompts(request: CompletionRequest) -> list[dict[str, Any]]:
     if sum(len(item) for item in prompt if isinstance(item, list)) > MOST_TOKENS:
         raise _invalid("prompt", f"must contain at most {MOST_TOKENS} tokens in total")
     return [{kind: item} for item in prompt]
-
-
-# -- the rest ---------------------------------------------------------------------------------
 
 
 def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Generate:

@@ -46,7 +46,6 @@ class RequestStats:
         self._calls = [_Call() for _ in range(self.count)]
 
     def handle(self, number: int, event: Event, now: float) -> None:
-        """Take an event of the call with this number."""
         call = self._calls[number]
         match event:
             case messages.Accepted(seed=seed):
@@ -64,7 +63,6 @@ class RequestStats:
 
     @property
     def over(self) -> bool:
-        """Whether all calls are done."""
         return all(call.usage is not None for call in self._calls)
 
     @property

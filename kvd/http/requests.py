@@ -12,20 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from protocol.fields import (
-    MAX_INT,
-    MAX_LOGPROBS,
-    Choices,
-    DeadlineSeconds,
-    LogitBias,
-    Name,
-    Penalty,
-    Priority,
-    Salt,
-    StopTexts,
-    StopTokens,
-    TokenId,
-)
+from protocol import fields
+from protocol.fields import MAX_INT, MAX_LOGPROBS, TokenId
 
 MOST_PROMPTS = 64
 """Limit per request for text completions."""
@@ -48,29 +36,29 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: Name
+    model: fields.Name
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Choices | None = None
+    n: fields.Choices | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    stop: str | StopTexts | None = None
+    stop: str | fields.StopTexts | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    logit_bias: fields.LogitBias | None = None
 
     # Extensions.
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    stop_token_ids: StopTokens | None = None
+    stop_token_ids: fields.StopTokens | None = None
     ignore_eos: bool | None = None
-    priority: Priority | None = None
-    deadline_s: DeadlineSeconds | None = None
-    cache_salt: Salt | None = None
+    priority: fields.Priority | None = None
+    deadline_s: fields.DeadlineSeconds | None = None
+    cache_salt: fields.Salt | None = None
 
     # Without effect on kvd.
     user: Raw = ABSENT

@@ -119,7 +119,6 @@ class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
     paused_ms: int | UnsetType = UNSET
     """Total time preempted, or waiting for a restart of the worker."""
     resumed: int | UnsetType = UNSET
-    """Number of times that the request resumed."""
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -149,7 +148,7 @@ class ModelExtension(msgspec.Struct, frozen=True, omit_defaults=True):
     """kvd's own fields of a model."""
 
     state: str
-    """Such as ``ready`` or ``loading``; ``unloaded``: the first request loads it."""
+    """The worker's state, or ``unloaded``: the first request loads the model."""
     context_length: int | UnsetType = UNSET
     kv: str | UnsetType = UNSET
     """The KV scheme of new rows, such as ``k8v8``."""

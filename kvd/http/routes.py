@@ -50,7 +50,6 @@ class Routes:
     unread_limit: int
     """Unread bytes of a stream at which its client is disconnected."""
     started_at: int
-    """Seconds since 1970."""
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -64,8 +63,6 @@ class Routes:
             web.post("/v1/completions", self.complete, expect_handler=_later),
         ]
 
-    # -- health -----------------------------------------------------------------------------------
-
     async def root(self, _: web.Request) -> web.Response:
         return web.Response(text=f"kvd {kvd.__version__} is running; OpenAI's API is at /v1\n")
 
@@ -77,14 +74,11 @@ class Routes:
         return _json(body, status=200 if ready else 503)
 
     async def exposition(self, request: web.Request) -> web.Response:
-        """Return all metrics for Prometheus."""
         if self.metrics is None:
             raise errors.plain(404, "this daemon exports no metrics")
         accept = ",".join(request.headers.getall("Accept", ()))
         body, kind = await self.metrics(accept)
         return web.Response(body=body, headers={"Content-Type": kind})
-
-    # -- models -----------------------------------------------------------------------------------
 
     async def list_models(self, _: web.Request) -> web.Response:
         return _json(models.listed(self.backend.status(), self.started_at))
@@ -96,23 +90,17 @@ class Routes:
                 return _json(model)
         raise UnknownModel(f"there is no model {name!r}; GET /v1/models lists them", model=name)
 
-    # -- completions ------------------------------------------------------------------------------
-
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        head, wanted = await self._read(request, ChatRequest, ChatFormat())
-        return await self._answer(request, head, wanted)
+        return await self._answer(request, ChatRequest, ChatFormat())
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        head, wanted = await self._read(request, CompletionRequest, TextFormat())
-        return await self._answer(request, head, wanted)
+        return await self._answer(request, CompletionRequest, TextFormat())
 
-    async def _read(
+    async def _answer(
         self, request: web.Request, kind: type[reading.R], format_: Format
-    ) -> tuple[Head, Wanted]:
-        """Read and parse the body. The body must not stay in memory while the answer runs."""
-        return _parsed(await self.bodies.read(request), kind, format_)
-
-    async def _answer(self, request: web.Request, head: Head, wanted: Wanted) -> web.StreamResponse:
+    ) -> web.StreamResponse:
+        # No variable keeps the body in memory while the answer runs.
+        head, wanted = _parsed(await self.bodies.read(request), kind, format_)
         if wanted.stream:
             return await self._stream(request, head, wanted)
         body = await WholeCompletion(self.backend, head, wanted).body()
@@ -145,7 +133,7 @@ def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[He
     options = request.stream_options
     wanted = Wanted(
         calls=reading.calls(request),
-        n=reading.choices(request),
+        n=request.n or 1,
         echo=reading.echoes(request),
         include_usage=options is not None and bool(options.include_usage),
         stream=bool(request.stream),

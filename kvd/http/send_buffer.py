@@ -41,7 +41,6 @@ class SendBuffer:
         return False
 
     def close(self) -> None:
-        """Declare that no more bytes follow."""
         self.over = True
         self._changed.set()
 

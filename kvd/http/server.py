@@ -76,9 +76,7 @@ class Server:
         self._uid_of = uid_of
         self._answered = answered
         bodies = Bodies(settings.body_bytes, settings.idle_timeout_s)
-        routes = Routes(
-            backend, bodies, metrics, starting, unread_limit, started_at=int(time.time())
-        )
+        routes = Routes(backend, bodies, metrics, starting, unread_limit, int(time.time()))
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
         app.on_response_prepare.append(_add_headers)
@@ -98,7 +96,6 @@ class Server:
         """Accepted connections that aiohttp may not list yet, with time and listener."""
 
     async def start(self) -> None:
-        """Accept clients."""
         await self._runner.setup()
         for listener in self._listeners:
             connected = partial(self._connected, listener)
@@ -138,8 +135,6 @@ class Server:
             if id(protocol) not in ids and now - accepted_at < _OPENING_S
         ]
         return sum(accepted_by is listener for _, accepted_by, _ in self._opening)
-
-    # -- around every handler ---------------------------------------------------------------------
 
     @web.middleware
     async def _deliver(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -239,7 +234,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 def _explained(request: web.Request, found: web.HTTPException) -> str:
-    """Return the error text for a wrong path or method, with a hint."""
     path = request.path[:_LONGEST_ECHO]
     if found.status == 405:
         allowed = found.headers.get("Allow", "none")
@@ -252,11 +246,8 @@ def _explained(request: web.Request, found: web.HTTPException) -> str:
 
 
 def _refused(refusal: errors.Refusal) -> web.Response:
-    response = web.Response(
-        body=refusal.encoded(),
-        status=refusal.status,
-        headers=refusal.headers,
-        content_type="application/json",
+    response = web.json_response(
+        body=refusal.encoded(), status=refusal.status, headers=refusal.headers
     )
     if refusal.final:
         response.force_close()
@@ -264,7 +255,6 @@ def _refused(refusal: errors.Refusal) -> web.Response:
 
 
 def _preflight(request: web.Request) -> web.Response:
-    """Return the CORS preflight answer for an allowed origin."""
     wanted = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type")
     headers = {
         "Access-Control-Allow-Methods": "GET, POST",

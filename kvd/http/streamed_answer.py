@@ -91,9 +91,8 @@ class StreamedAnswer(Answer):
         if choice.begun:
             return b""
         choice.begun = True
-        pieces: list[Choice] = []
-        if (opening := self.head.format.opening(choice.index)) is not None:
-            pieces.append(opening)
+        opening = self.head.format.opening(choice.index)
+        pieces = [] if opening is None else [opening]
         if self.wanted.echo:
             prompt = self._prompts[number]
             has_logprobs = self.wanted.calls[number].logprobs is not None

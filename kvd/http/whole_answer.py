@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvd.http.answer import Answer, Head, Wanted, text_length
 from kvd.http.formats import bytes_of
 from kvd.http.json_lists import JsonLists
@@ -29,7 +27,6 @@ class _Part:
     """An echoed prompt, or one choice so far."""
 
     logprobs: JsonLists | None
-    """None unless the request wants logprobs."""
     text: bytearray = field(default_factory=bytearray)
     length: int = 0
     """Characters so far, as `text_length` counts them."""
@@ -37,7 +34,7 @@ class _Part:
 
 
 class WholeAnswer(Answer):
-    """An answer in one piece: `handle` events until `over`, then return the `body`."""
+    """An answer in one piece: `handle` events until ``stats.over``, then return the `body`."""
 
     def __init__(self, head: Head, wanted: Wanted, now: float) -> None:
         super().__init__(head, wanted, now)
@@ -78,10 +75,6 @@ class WholeAnswer(Answer):
             case _:
                 pass
 
-    @property
-    def over(self) -> bool:
-        return self.stats.over
-
     def body(self) -> bytes:
         choices = [self._encoded(index) for index in range(len(self._choices))]
         return self.head.whole(choices, self.usage, self.stats.extension)
@@ -115,8 +108,7 @@ class WholeAnswer(Answer):
         choice, prompt = self._choices[index], self._prompts[index // self.wanted.n]
         echo = self.wanted.echo
         text = (prompt.text + choice.text if echo else choice.text).decode("utf-8", "replace")
-        logprobs: msgspec.Raw | None = None
-        if choice.logprobs is not None:
-            logprobs = choice.logprobs.encoded(before=prompt.logprobs if echo else None)
+        before = prompt.logprobs if echo else None
+        logprobs = None if choice.logprobs is None else choice.logprobs.encoded(before)
         assert choice.reason is not None, "a choice without a finish reason"
         return self.head.format.whole(index, text, logprobs, choice.reason)

@@ -79,7 +79,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvctl, tmp_path, monkeyp
     monkeypatch.setattr(bench_kv.importlib.util, "find_spec", lambda _: None)
     code, out, err = kvctl("bench-kv", "--plot", str(tmp_path / "plot.png"))
     assert (code, out) == (5, "")
-    assert "pip install 'kvd[plot]'" in err
+    assert "pip install 'mlx-kvd[plot]'" in err
 
     code, _, err = kvctl("bench-kv", "--plot", "plot.pdf")
     assert code == 6

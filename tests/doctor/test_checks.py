@@ -86,7 +86,7 @@ def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
     assert "mlx is 0.1, and kvd" in found.said
-    assert examined(found) == ("fail", "install kvd again: pip install --upgrade kvd")
+    assert examined(found) == ("fail", "install kvd again: pip install --upgrade mlx-kvd")
 
 
 @pytest.mark.parametrize(

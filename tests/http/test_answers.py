@@ -49,9 +49,9 @@ def done(reason: m.FinishReason = "stop", **usage) -> m.Done:
 def whole(head: Head, of: Wanted, *events) -> dict:
     answer = WholeAnswer(head, of, 0.0)
     for number, at, event in timed(events):
-        assert not answer.over
+        assert not answer.stats.over
         answer.handle(number, event, at)
-    assert answer.over
+    assert answer.stats.over
     return json.loads(answer.body())
 
 
