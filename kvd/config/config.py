@@ -108,21 +108,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def budget_bytes(self) -> int | None:
-        return parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+        return None if self.budget is None else parse_bytes(self.budget)
 
     @property
     def journal_bytes(self) -> int:
-        limit = self.journal_limit
-        return parse_bytes(limit) if isinstance(limit, str) else limit
+        return parse_bytes(self.journal_limit)
 
     @property
     def swap_bytes(self) -> int:
-        limit = self.swap_limit
-        return parse_bytes(limit) if isinstance(limit, str) else limit
+        return parse_bytes(self.swap_limit)
 
     @property
     def entries(self) -> list[ModelEntry]:
-        """All models as tables."""
         return [ModelEntry(m) if isinstance(m, str) else m for m in self.models]
 
 

@@ -47,8 +47,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def body_bytes(self) -> int:
         """The body limit as a number; raises ValueError if it is invalid."""
-        limit = self.body_limit
-        size = parse_bytes(limit) if isinstance(limit, str) else limit
+        size = parse_bytes(self.body_limit)
         if size > MAX_BODY_BYTES:
             raise ValueError(f"must be at most {MAX_BODY_BYTES} bytes")
         return size

@@ -32,7 +32,6 @@ class Options(msgspec.Struct, frozen=True):
     """Workers run the fake engine: no model, no MLX."""
 
     def packed(self) -> str:
-        """Return the options as one command-line argument."""
         return msgspec.json.encode(self, enc_hook=os.fsencode).decode()
 
     @classmethod

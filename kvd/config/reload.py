@@ -1,8 +1,7 @@
 """Changes of the configuration while the daemon runs.
 
-Compares the current configuration with the new one, applies the settings that can change live, and
-reports the rest as pending. An invalid configuration is refused as a whole. `kvd.daemon.daemon`
-calls this on SIGHUP.
+Applies the settings that can change live, and reports the rest as pending. An invalid configuration
+is refused as a whole.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     """One changed setting."""
 
     key: str
-    """Such as ``budget``, ``models[demo]`` or ``models[demo].priority``."""
+    """A setting such as ``budget`` or ``models[demo].priority``, or a model: ``models[demo]``."""
     before: Any
     after: Any
     takes_effect: TakesEffect = "now"
 
     @property
     def pending(self) -> bool:
-        """Whether the change waits for an unload or a restart."""
         return self.takes_effect in {"unload", "start"}
 
 
@@ -59,7 +57,6 @@ class RunningSystem(Protocol):
 
     async def set_budget(self, total_bytes: int) -> None:
         """Limit the sum of all grants."""
-        ...
 
     async def add_configured_model(
         self, name: str, known: KnownModel, policy: Mapping[str, Any]
@@ -68,11 +65,9 @@ class RunningSystem(Protocol):
 
         Returns False if the model is loaded with other settings, which it then keeps.
         """
-        ...
 
     async def remove_configured_model(self, name: str) -> None:
         """Remove a model of the configuration from the registry; a loaded model stays loaded."""
-        ...
 
 
 class Reloader:
@@ -137,11 +132,14 @@ class Reloader:
         if is_overridden(key, self._options):
             takes_effect = "command_line"
         elif key == "budget":
-            total = wanted.budget_bytes
-            await self._running.set_budget(self._default_budget() if total is None else total)
+            await self.set_budget(wanted)
         elif key == "log_level":
             logs.set_level(wanted.log_level)
         return Change(key, before, after, takes_effect)
+
+    async def set_budget(self, wanted: Config) -> None:
+        total = wanted.budget_bytes
+        await self._running.set_budget(self._default_budget() if total is None else total)
 
     def _change_http(self, wanted: Config) -> list[Change]:
         before, after = self.settings.http, wanted.http
@@ -219,12 +217,10 @@ _EVENTS: dict[TakesEffect, tuple[str, str]] = {
 
 
 def by_name(settings: Config) -> dict[str, ModelEntry]:
-    """Return the models of a configuration by their names."""
     return {entry.alias or short_name(entry.source): entry for entry in settings.entries}
 
 
 def known_model(entry: ModelEntry, root: Path) -> KnownModel:
-    """Return the registry's entry for a model of the configuration."""
     return KnownModel(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
 
 

@@ -1,7 +1,4 @@
-"""All settings by key, with the origin of each value, and changes through the protocol.
-
-`kvd.config.config` defines the settings; `kvd.config.reload` applies changes.
-"""
+"""All settings by key, with the origin of each value, and changes through the protocol."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from protocol.errors import ConfigError, InvalidRequest
 from protocol.settings import Changed, Origin, Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvd.config.options import Options
-    from kvd.config.reload import Reloader, RunningSystem
+    from kvd.config.reload import Reloader
 
 _TABLES = frozenset(
     key for key in Config.__struct_fields__ if isinstance(getattr(Config(), key), msgspec.Struct)
@@ -55,14 +52,12 @@ def default_of(key: str) -> Any:
 
 
 def may_change_live(key: str) -> bool:
-    """Return whether a change takes effect at once."""
     if key.startswith("models["):
         return key.rpartition("].")[2] in LIVE_OF_A_MODEL
     return key in LIVE
 
 
 def keys_in(text: str) -> set[str]:
-    """Return the keys that a TOML text sets."""
     keys: set[str] = set()
     for key, value in tomllib.loads(text).items():
         if key == "models":
@@ -85,11 +80,10 @@ def with_value(settings: Config, key: str, value: Any) -> Config:
     data: dict[str, Any] = msgspec.to_builtins(settings)
     if key.startswith("models["):
         name, _, field = key.removeprefix("models[").rpartition("].")
-        entries = [(entry.alias or short_name(entry.source), entry) for entry in settings.entries]
-        data["models"] = [
-            {**msgspec.to_builtins(entry), **({field: value} if entry_name == name else {})}
-            for entry_name, entry in entries
-        ]
+        data["models"] = [msgspec.to_builtins(entry) for entry in settings.entries]
+        for entry, model in zip(settings.entries, data["models"], strict=True):
+            if (entry.alias or short_name(entry.source)) == name:
+                model[field] = value
     else:
         table, _, field = key.rpartition(".")
         (data[table] if table else data)[field] = value
@@ -104,12 +98,8 @@ def _unknown(key: str, known: Mapping[str, Any]) -> str:
                 f"the configuration has no model {name!r}; for a model that was loaded by hand, "
                 "use `kvctl pin`, or load it again with other options"
             )
-    last = key.rpartition(".")[2]
-    near = [
-        setting
-        for setting in known
-        if setting.rpartition(".")[2] == last or setting.startswith(f"{key}.")
-    ]
+    ending = f".{key.rpartition('.')[2]}"
+    near = [name for name in known if f".{name}".endswith(ending) or name.startswith(f"{key}.")]
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else ""
     return f"there is no setting {key!r}{hint}"
 
@@ -164,17 +154,9 @@ def _read(file: Path) -> tuple[set[str], Config | None]:
 class LiveSettings:
     """The settings of a running daemon."""
 
-    def __init__(
-        self,
-        options: Options,
-        reloader: Reloader,
-        running: RunningSystem,
-        default_budget: Callable[[], int],
-    ) -> None:
+    def __init__(self, options: Options, reloader: Reloader) -> None:
         self._options = options
         self._reloader = reloader
-        self._running = running
-        self._default_budget = default_budget
         self._live: set[str] = set()
 
     @property
@@ -201,7 +183,7 @@ class LiveSettings:
         if "budget" in values and is_overridden("budget", self._options):
             # A live change has precedence over the command line.
             changes.append(Changed("budget", reloader.settings.budget, wanted.budget))
-            await self._set_budget(wanted)
+            await reloader.set_budget(wanted)
             reloader.settings = replace(reloader.settings, budget=wanted.budget)
         before = flat(reloader.settings)
         applied = {change.key: change.takes_effect for change in await reloader.apply(wanted)}
@@ -220,7 +202,3 @@ class LiveSettings:
         async with self._reloader.lock:
             self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)
             self._live.add("budget")
-
-    async def _set_budget(self, wanted: Config) -> None:
-        total = wanted.budget_bytes
-        await self._running.set_budget(self._default_budget() if total is None else total)

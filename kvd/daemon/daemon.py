@@ -114,9 +114,7 @@ class Daemon:
         self._manager = manager or Notifier()
         self._log = structlog.get_logger("kvd.daemon.daemon")
         self._memory = memory.reader()
-        budget = options.budget_bytes
-        if budget is None:
-            budget = settings.budget_bytes
+        budget = settings.budget_bytes if options.budget_bytes is None else options.budget_bytes
         self._budget = self._default_budget() if budget is None else budget
         self._blas = blas.choose(settings.blas)
         self._journal = _journal(options.home, settings)
@@ -130,9 +128,7 @@ class Daemon:
             load=self._load_in_background,
             apply_http=self._apply_http,
         )
-        self._system.configuration = LiveSettings(
-            options, self._reloader, self._system, self._default_budget
-        )
+        self._system.configuration = LiveSettings(options, self._reloader)
         self._http: Server | None = None
         self._stops: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -171,15 +167,21 @@ class Daemon:
             ),
             settings=limits,
             estimate_model=FileEstimate(machine(settings.native, limits, attention)),
-            known=_known_models(options, settings),
+            known={
+                name: known_model(entry, options.home.root)
+                for name, entry in by_name(settings).items()
+            },
             notify=_notify,
-            saved_requests=_saved_requests(self._journal, settings),
+            saved_requests=SavedRequests(
+                self._journal,
+                {} if self._journal is None else self._journal.saved,
+                settings.journal_keep_s,
+            ),
             observe=self._metrics.counters,
             metrics=self._metrics.text,
         )
 
     async def serve(self, listener: socket.socket) -> Exit:
-        """Run the daemon until its system has finished."""
         started = time.monotonic()
         shutil.rmtree(self._options.home.swap, ignore_errors=True)  # rows of an earlier daemon
         await self._system.start()
@@ -327,7 +329,6 @@ class Daemon:
         self._start_task(load_model)
 
     def _log_failure(self, task: asyncio.Task[None]) -> None:
-        """Log the exception of a background task, which is a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("task failed", task=task.get_name(), exc_info=error)
 
@@ -350,17 +351,6 @@ def _journal(home: Home, settings: Config) -> DiskJournal | None:
     return DiskJournal(home.journal, limit_bytes=limit, keep_s=keep)
 
 
-def _saved_requests(journal: DiskJournal | None, settings: Config) -> SavedRequests:
-    saved = {} if journal is None else journal.saved
-    return SavedRequests(journal, saved, settings.journal_keep_s)
-
-
-def _known_models(options: Options, settings: Config) -> dict[str, KnownModel]:
-    """Return the models of the configuration, which requests can load by name."""
-    root = options.home.root
-    return {name: known_model(entry, root) for name, entry in by_name(settings).items()}
-
-
 def _model_to_load(entry: ModelEntry, root: Path) -> ModelToLoad:
     return ModelToLoad(absolute(entry.source, root), entry.alias, entry.kv_spec, entry.policy)
 
@@ -371,7 +361,6 @@ def _is_launchd_service() -> bool:
 
 
 def _has_terminal() -> bool:
-    """Return whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -387,7 +376,6 @@ def _reload_status(error: str | None, pending: list[str]) -> str:
 
 
 def _notify(notice: Notice) -> None:
-    """Log a notice of the actors."""
     log = structlog.get_logger("kvd.actors")
     # structlog raises for fields with its own names, which would end the reporting actor.
     fields = {f"its_{k}" if k in _RESERVED else k: v for k, v in notice.fields.items()}

@@ -68,12 +68,10 @@ class FileEstimate:
         self._machine = machine
 
     async def __call__(self, source: str, kv: KVSpec) -> Estimate:
-        """Read and estimate a model's files in a thread."""
-        return await asyncio.to_thread(self._estimate, source, kv)
+        def read_files() -> Estimate:
+            return estimate(folder_of(source), kv, replace(self._machine, sharers=sharers()))
 
-    def _estimate(self, source: str, kv: KVSpec) -> Estimate:
-        machine = replace(self._machine, sharers=sharers())
-        return estimate(folder_of(source), kv, machine)
+        return await asyncio.to_thread(read_files)
 
 
 def machine(native: str, settings: Settings, attention: str = "auto") -> Machine:
@@ -127,9 +125,8 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         dense_until=kv.quantized_kv_start,
         kinds=kinds,
     )
-    return Estimate(
-        costs=costs, schemes=[scheme.name for scheme in schemes], context_length=_context(text)
-    )
+    names = [scheme.name for scheme in schemes]
+    return Estimate(costs=costs, schemes=names, context_length=_context(text))
 
 
 def sharers(proc: Path = Path("/proc")) -> int:
@@ -163,7 +160,6 @@ def folder_of(source: str) -> Path:
 
 
 def _downloaded(hub_id: str) -> Path | None:
-    """Return the newest snapshot of a model in the Hub client's cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     repository = cache / f"models--{hub_id.replace('/', '--')}"
@@ -215,7 +211,8 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
         ) from error
     geometry = LayerGeometry(kv_heads, dim, dim, itemsize)
     floors = floors_of(kv, layers)
-    schemes = _schemes(kv)
+    # By precision level, after the scheme of rows that are still dense.
+    schemes = [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *schemes_of(kv)]
     by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(_windows(text, layers)):
         by_window.setdefault(window, []).append(layer)
@@ -228,10 +225,9 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
             ]
             for scheme in schemes
         ]
-        bounded = window or kv.max_kv_size
         kinds.append(
             KVCost(
-                window=bounded,
+                window=window or kv.max_kv_size,
                 keep=kv.keep if window is None and kv.max_kv_size else 0,
                 layers=len(members),
                 page_bytes=tuple(map(sum, by_level)),
@@ -239,11 +235,6 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
             )
         )
     return kinds, layers * geometry.dense_bytes(TAIL_TOKENS)
-
-
-def _schemes(kv: KVSpec) -> list[Scheme]:
-    """Return the KV schemes by precision level, after the one of rows that are still dense."""
-    return [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *schemes_of(kv)]
 
 
 def _windows(text: dict[str, Any], layers: int) -> list[int | None]:

@@ -71,7 +71,6 @@ class DiskJournal:
         self._sizes: dict[str, int] = {}
         """Bytes of each kept request."""
         self._live = 0
-        """Sum of ``_sizes``."""
         self._ended: dict[str, float] = {}
         """End times of finished requests, whose clients may still attach to read the end."""
         self._warned = False
@@ -110,11 +109,6 @@ class DiskJournal:
             self._sizes[record.rid] = self._sizes.get(record.rid, 0) + len(frame)
             self._live += len(frame)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the file."""
-        return self._size
-
     def _stop_keeping(self, rid: str) -> None:
         """Drop a request that misses a record."""
         frame = _frame(_encode(RequestDropped(rid)))
@@ -134,8 +128,6 @@ class DiskJournal:
             if at > due:
                 return
             self._drop(rid)
-
-    # Space.
 
     def _has_room(self, size: int) -> bool:
         self._expire()
@@ -194,10 +186,7 @@ class DiskJournal:
         self._size = len(MAGIC) + self._live
         self._warned = False
 
-    # Reading.
-
     def _payloads(self) -> Iterator[bytes]:
-        """Yield the intact records in order."""
         with os.fdopen(os.dup(self._fd), "rb") as stream:
             stream.seek(0)
             if stream.read(len(MAGIC)) != MAGIC:

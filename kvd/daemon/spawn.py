@@ -53,10 +53,7 @@ class Spawner:
         calibration: Path | None = None,
     ) -> None:
         self._fake = fake
-        self._environment = environment(blas) | {
-            "KVD_NATIVE": native,
-            "KVD_ATTENTION": attention,
-        }
+        self._environment = environment(blas) | {"KVD_NATIVE": native, "KVD_ATTENTION": attention}
         if calibration is not None:
             self._environment["KVD_CALIBRATION"] = str(calibration)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -69,7 +66,6 @@ class Spawner:
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> Worker:
-        """Start the process of the model ``name``."""
         daemon_end, worker_end = socket.socketpair()
         output, worker_output = os.pipe()
         with contextlib.closing(worker_end), os.fdopen(worker_output, "wb") as sink:
@@ -88,9 +84,8 @@ class Spawner:
                 raise
         self._oom.process_started()
         worker = Worker(name, process, on_report, self._oom)
-        watcher = asyncio.create_task(
-            worker.run(daemon_end, output, on_exit), name=f"worker {name}"
-        )
+        running = worker.run(daemon_end, output, on_exit)
+        watcher = asyncio.create_task(running, name=f"worker {name}")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return worker
@@ -152,10 +147,9 @@ class Worker:
                 await lines.ended.wait()
         self._frames.close()
         pipe.close()
-        out_of_memory = (
-            returncode == -signal.SIGKILL and not self._killed and self._oom.killed_process()
-        )
-        on_exit(Exit(returncode if self._status is None else self._status, out_of_memory))
+        was_killed = returncode == -signal.SIGKILL and not self._killed
+        status = returncode if self._status is None else self._status
+        on_exit(Exit(status, was_killed and self._oom.killed_process()))
 
     def _on_invalid_frame(self, error: RemoteProtocolError) -> None:
         self._log.error("worker broke the protocol", reason=error.message)

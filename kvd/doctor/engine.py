@@ -10,20 +10,13 @@ import msgspec
 
 from kvd.host import blas
 from kvd.host.environment import environment
-from protocol.errors import ConfigError, InternalError, KvdError
+from protocol.errors import InternalError, KvdError
 
 _MODULE = "kvd.worker.tools.examine"
-_TIMEOUT_S = 60.0
 
 
-def ask(
-    arguments: tuple[str, ...] = (), timeout_s: float = _TIMEOUT_S
-) -> dict[str, Any] | KvdError:
+def ask(arguments: tuple[str, ...] = (), timeout_s: float = 60.0) -> dict[str, Any] | KvdError:
     """Return the findings of a process with a worker's environment, or its error."""
-    try:
-        library = blas.choose("auto")
-    except ConfigError:
-        library = None
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-P", "-m", _MODULE, *arguments],
@@ -32,14 +25,13 @@ def ask(
             text=True,
             timeout=timeout_s,
             check=False,
-            env=environment(library),
+            env=environment(blas.choose("auto")),
         )
     except subprocess.TimeoutExpired:
         return InternalError(f"no answer within {timeout_s:g} s")
     last = done.stdout.rstrip().rpartition("\n")[2]
     try:
-        found: dict[str, Any] = msgspec.json.decode(last, type=dict[str, Any])
+        return msgspec.json.decode(last, type=dict[str, Any])
     except msgspec.DecodeError:
         reason = done.stderr.strip().rpartition("\n")[2] or "no output"
         return InternalError(f"exit status {done.returncode}: {reason}")
-    return found

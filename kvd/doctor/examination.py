@@ -9,7 +9,6 @@ from kvd.doctor.finding import Finding, Section, fail
 from kvd.doctor.scene import Scene
 
 Check = Callable[[Scene], Finding | list[Finding]]
-
 CHECKS: dict[str, tuple[Check, ...]] = {
     "Installation": (
         installation.python,
@@ -33,7 +32,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 
 
 def examine(scene: Scene) -> Iterator[Section]:
-    """Yield the findings of each section."""
     for title, checks in CHECKS.items():
         yield Section(title, [finding for check in checks for finding in _run(check, scene)])
 
@@ -44,5 +42,5 @@ def _run(check: Check, scene: Scene) -> list[Finding]:
     except Exception as error:  # noqa: BLE001 - the other checks must still run
         name = check.__name__.replace("_", " ")
         said = f"the check itself failed: {type(error).__name__}: {error}"
-        return [fail(name, said, "report it: it is a bug of kvctl doctor")]
+        return [fail(name, said, "report this bug of kvctl doctor")]
     return found if isinstance(found, list) else [found]

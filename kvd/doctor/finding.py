@@ -10,6 +10,8 @@ import msgspec
 Verdict = Literal["ok", "skip", "warn", "fail"]
 """``warn``: works, but could be better; ``fail``: does not work."""
 _ORDER: tuple[Verdict, ...] = ("skip", "ok", "warn", "fail")
+REPORT = "attach the report to an issue"
+"""Advice after a failed trial of the selftest."""
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,21 +22,19 @@ _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^;\s]+)(?:\s*;\s*(.*))?$
 
 
 def python(_scene: Scene) -> Finding:
-    """Check that kvd supports the interpreter."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < _LEAST:
         return fail("python", f"{version} is too old", "install Python 3.11 or newer")
     if sys.platform == "darwin" and platform.machine() != "arm64":
         return fail(
             "python",
-            f"{version} is one for Intel, and MLX's Metal needs Apple silicon",
-            "on an Apple silicon Mac install an arm64 Python, and kvd with it",
+            f"{version} is built for Intel, but MLX's Metal backend needs Apple silicon",
+            "on an Apple silicon Mac, install an arm64 Python and reinstall kvd with it",
         )
     return ok("python", f"{version}, {sys.executable}")
 
 
 def versions(scene: Scene) -> Finding:
-    """Check that the pinned packages have the tested versions."""
     found, wrong = [], []
     for name, wanted in pins(scene.platform).items():
         try:
@@ -45,9 +43,11 @@ def versions(scene: Scene) -> Finding:
             have = "missing"
         found.append(f"{name} {have}")
         if have != wanted:
-            wrong.append(f"{name} is {have}, and kvd {kvd.__version__} is made for {wanted}")
+            wrong.append(f"{name} is {have}, but kvd {kvd.__version__} needs {wanted}")
     if wrong:
-        return fail("versions", "; ".join(wrong), "install kvd again: pip install --upgrade mlx-kvd")
+        return fail(
+            "versions", "; ".join(wrong), "install kvd again: pip install --upgrade mlx-kvd"
+        )
     if not found:
         return warn(
             "versions",
@@ -65,12 +65,10 @@ def pins(system: str) -> dict[str, str]:
         return {}
     found = {}
     for text in requirements:
-        pin = _PIN.match(text)
-        marker = (pin[3] or "") if pin else ""
-        if pin is None or "extra" in marker:
-            continue
-        if not marker or system in marker:
-            found[pin[1]] = pin[2]
+        if pin := _PIN.match(text):
+            name, version, marker = pin.groups(default="")
+            if "extra" not in marker and (not marker or system in marker):
+                found[name] = version
     return found
 
 
@@ -94,7 +92,7 @@ def device(scene: Scene) -> Finding:
         return warn(
             "device",
             f"{said}, though MLX's CUDA build is installed",
-            "install NVIDIA's driver, or see that `nvidia-smi` finds the card",
+            "install NVIDIA's driver, and check that `nvidia-smi` lists the GPU",
         )
     return ok("device", said, memory_bytes=engine["memory_bytes"])
 
@@ -107,7 +105,7 @@ def openblas(scene: Scene) -> Finding:
     try:
         library = blas.find(scene.root) if setting == "auto" else blas.choose(setting)
     except ConfigError as error:
-        return fail("openblas", error.message, "set blas to auto, or to a library that is there")
+        return fail("openblas", error.message, "set blas to auto or to an existing library")
     if library is None:
         why = 'switched off by blas = "off"' if setting == "off" else "not found"
         todo = (
@@ -116,7 +114,7 @@ def openblas(scene: Scene) -> Finding:
         return warn("openblas", f"{why}: MLX's own BLAS is 6 to 80 times slower", todo)
     engine = scene.engine
     if setting == "auto" and not isinstance(engine, KvdError) and engine["blas"] != str(library):
-        return ok("openblas", f"{library} is there; workers preload {engine['blas']}")
+        return ok("openblas", f"{library} exists; workers preload {engine['blas']}")
     return ok("openblas", f"workers preload {library}")
 
 
@@ -126,20 +124,14 @@ def native(scene: Scene) -> Finding:
     if isinstance(engine, KvdError) or not scene.computes_on_cpu:
         return skip("native", "kvd's own operations are for machines without an accelerator")
     if scene.settings.native == "off":
-        return warn(
-            "native",
-            'switched off by native = "off": decoding is some three times slower',
-            'set native = "auto"',
-        )
+        said = 'switched off by native = "off": decoding is about three times slower'
+        return warn("native", said, 'set native = "auto"')
     if engine["native_built"]:
         return ok("native", "kvd's own operations are built")
     if engine["compiler"] is None:
-        return warn(
-            "native",
-            "no C++ compiler to build kvd's own operations: decoding is some three times slower",
-            "Debian: apt install g++",
-        )
-    return ok("native", f"the first load builds them, once, with {engine['compiler']}")
+        said = "no C++ compiler for kvd's own operations: decoding is about three times slower"
+        return warn("native", said, "Debian: apt install g++")
+    return ok("native", f"the first load builds them once, with {engine['compiler']}")
 
 
 def wired_limit(scene: Scene) -> Finding:

@@ -27,7 +27,7 @@ def open_files(_scene: Scene) -> Finding:
     said = f"the daemon may have {most} at once (this shell {soft})"
     if most < _FILES:
         verdict = fail if most < _FEW_FILES else warn
-        todo = "have the hard limit raised (`ulimit -Hn`), or run it as a service"
+        todo = "raise the hard limit (`ulimit -Hn`), or run the daemon as a service"
         return verdict("open files", said, todo, soft=soft, most=most)
     return ok("open files", said, soft=soft, most=most)
 
@@ -42,7 +42,6 @@ def locked_memory(_scene: Scene) -> Finding:
 
 
 def host_memory(scene: Scene) -> Finding:
-    """Check that the budget fits the memory."""
     host = scene.host
     budget = scene.settings.budget_bytes or memory.default_budget(host)
     most = host.accelerator_limit or host.total
@@ -64,8 +63,8 @@ def host_memory(scene: Scene) -> Finding:
             **numbers,
         )
     if host.pressure != "normal":
-        todo = "end what else uses memory, or lower budget"
-        return warn("memory", f"{said}; the system says {host.pressure}", todo, **numbers)
+        todo = "end other programs that use memory, or lower budget"
+        return warn("memory", f"{said}; the system reports {host.pressure}", todo, **numbers)
     return ok("memory", said, **numbers)
 
 
@@ -74,14 +73,11 @@ def cgroup(scene: Scene) -> Finding:
     if scene.platform != "linux":
         return skip("cgroup", "only Linux has them")
     physical = _meminfo(scene.root)
-    if physical and scene.host.total < physical:
-        return ok(
-            "cgroup",
-            f"{format_bytes(scene.host.total)} of the machine's {format_bytes(physical)}; the "
-            "default budget uses it",
-            limit_bytes=scene.host.total,
-        )
-    return ok("cgroup", "no limit of memory below the machine's")
+    limit = scene.host.total
+    if limit < physical:
+        said = f"{format_bytes(limit)} of the machine's {format_bytes(physical)}"
+        return ok("cgroup", f"{said}; the default budget uses this limit", limit_bytes=limit)
+    return ok("cgroup", "no memory limit below the machine's memory")
 
 
 def _meminfo(root: Path) -> int:
@@ -102,21 +98,13 @@ def disk(scene: Scene) -> Finding:
     if limit == 0:
         return ok("disk", f"{said}; rows are not swapped out (swap_limit = 0)", free_bytes=free)
     if free < 2 * _FREE_FOR_SWAP:
-        return warn(
-            "disk",
-            f"{said}: preempted rows are computed again instead of read",
-            "make room, or give kvd a home on another disk",
-            free_bytes=free,
-        )
-    return ok(
-        "disk",
-        f"{said}; swapped-out rows take up to {format_bytes(limit)} per model",
-        free_bytes=free,
-    )
+        said += ": preempted rows are recomputed instead of read"
+        return warn("disk", said, "free disk space, or move the home", free_bytes=free)
+    said += f"; swapped-out rows take up to {format_bytes(limit)} per model"
+    return ok("disk", said, free_bytes=free)
 
 
 def hub_cache(scene: Scene) -> Finding:
-    """Check the folder of downloaded models."""
     variables = scene.environment
     home = variables.get("HF_HOME") or os.path.join(  # noqa: PTH118 - as the Hub's library does
         variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
@@ -127,7 +115,7 @@ def hub_cache(scene: Scene) -> Finding:
         return warn(
             "hub cache",
             f"{folder} cannot be written: models of the Hub cannot be downloaded",
-            "set HF_HUB_CACHE to a folder of yours, or load models by their path",
+            "set HF_HUB_CACHE to a writable folder, or load models by their path",
         )
     count = len(list(folder.glob("models--*"))) if folder.exists() else 0
     free = shutil.disk_usage(place).free

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvd.client import Client
 from kvd.config import config
-from kvd.doctor.finding import Finding, fail, ok
+from kvd.doctor.finding import REPORT, Finding, fail, ok
 from kvd.doctor.system import guarded, short_folder
 from kvd.host.environment import environment
 from kvd.host.home import Home
@@ -23,7 +23,6 @@ from kvd.service import managing
 from kvd.service.describe import describe
 from protocol.errors import KvdError, NotRunning
 
-_REPORT = "attach the report to an issue"
 _UP_S = 60.0
 _PROMPT = "To open a file,"
 _TOKENS = 96
@@ -92,13 +91,9 @@ def _load(home: Home, process: subprocess.Popen[bytes]) -> Finding:
         f"up in {up:.1f} s, demo loaded in {took:.1f} s on {model.info.device}, attention "
         f"{model.info.attention_path}"
     )
-    numbers: dict[str, float | str] = {
-        "up_s": round(up, 2),
-        "load_s": round(took, 2),
-        "daemon_bytes": status.footprint_bytes,
-        "path": model.info.attention_path,
-    }
-    return ok("load", said, **numbers)
+    numbers = {"up_s": round(up, 2), "load_s": round(took, 2)}
+    used = status.footprint_bytes
+    return ok("load", said, **numbers, daemon_bytes=used, path=model.info.attention_path)
 
 
 def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -108,9 +103,8 @@ def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -
             with Client(home=home.root):
                 return
         except NotRunning:
-            if process is not None and process.poll() is not None:
-                raise
-            if time.monotonic() > deadline:
+            ended = process is not None and process.poll() is not None
+            if ended or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
@@ -129,8 +123,8 @@ def _complete(home: Home) -> Finding:
         texts = list(threads.map(one, (7, 8, 9, 10)))  # raises the first error
     rate = 4 * _TOKENS / (time.monotonic() - started)
     if texts[0] != alone:
-        return fail("completions", "a request got other tokens in company than alone", _REPORT)
-    said = f"four at once, the same tokens as alone, {rate:.0f} tokens/s in all"
+        return fail("completions", "a request got other tokens in a batch than alone", REPORT)
+    said = f"four at once, the same tokens as alone, {rate:.0f} tokens/s in total"
     return ok("completions", said, tokens_per_s=round(rate, 1))
 
 
@@ -148,10 +142,10 @@ def _crash(home: Home) -> Finding:
                 killed = True
         after = other.status().models[0].worker_pid
     if not killed or after == pid:
-        return fail("a crash", "the completion was over before its worker could be killed", _REPORT)
+        return fail("a crash", "the completion ended before its worker could be killed", REPORT)
     if running.text != whole:
-        return fail("a crash", "after its worker's death a completion went on otherwise", _REPORT)
-    return ok("a crash", "its worker was killed, and a completion went on, token for token")
+        return fail("a crash", "after the crash, a completion continued differently", REPORT)
+    return ok("a crash", "the worker was killed, and the completion continued identically")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> Finding:
@@ -160,7 +154,7 @@ def _stop(process: subprocess.Popen[bytes]) -> Finding:
     status = process.wait(_UP_S)
     took = time.monotonic() - started
     if status:
-        return fail("SIGTERM", f"the daemon ended with {status}", _REPORT)
+        return fail("SIGTERM", f"the daemon ended with {status}", REPORT)
     return ok("SIGTERM", f"drained and exited 0 in {took:.1f} s", seconds=round(took, 2))
 
 
@@ -180,11 +174,11 @@ def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
         if time.monotonic() - started > _ORPHAN_S:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            return fail("an orphan", f"a worker outlived its daemon by {_ORPHAN_S:g} s", _REPORT)
+            return fail("an orphan", f"a worker outlived its daemon by {_ORPHAN_S:g} s", REPORT)
         time.sleep(0.01)
-    took = time.monotonic() - started
+    took = round(time.monotonic() - started, 3)
     said = f"the daemon was killed, and its worker ended within {took:.2f} s"
-    return ok("an orphan", said, seconds=round(took, 3))
+    return ok("an orphan", said, seconds=took)
 
 
 def _lives(pid: int) -> bool:
@@ -215,13 +209,13 @@ def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
             pid = client.status().pid
         state = manager.state()
         if state.status != "running" or state.pid != pid:
-            said = f"the daemon is {pid}, and {manager.name} says {state.status}, {state.pid}"
-            return fail(name, said, _REPORT)
+            said = f"the daemon's pid is {pid}, but {manager.name} reports {state}"
+            return fail(name, said, REPORT)
         manager.reload()
         manager.restart()
         _wait_until_up(home)
     except KvdError as error:
-        return fail(name, error.message, _REPORT)
+        return fail(name, error.message, REPORT)
     finally:
         managing.uninstall(manager)
-    return ok(name, f"{manager.name} had it up in {took:.1f} s, reloaded and restarted it")
+    return ok(name, f"{manager.name} started it in {took:.1f} s, and reloaded and restarted it")

@@ -23,16 +23,16 @@ def folder(scene: Scene) -> Finding:  # noqa: PLR0911 - one for each case
     try:
         found = root.stat()
     except FileNotFoundError:
-        return ok("home", f"{root} is not there yet; the first start makes it")
+        return ok("home", f"{root} does not exist; the first start creates it")
     except OSError as error:
-        return fail("home", f"cannot look at {root}: {error.strerror}", _ANOTHER)
+        return fail("home", f"cannot read {root}: {error.strerror}", _ANOTHER)
     if not stat.S_ISDIR(found.st_mode):
-        return fail("home", f"{root} is no folder", _ANOTHER)
+        return fail("home", f"{root} is not a folder", _ANOTHER)
     if found.st_uid != os.geteuid():
         return fail("home", f"{root} belongs to another user (uid {found.st_uid})", _ANOTHER)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        todo = f"chmod 700 {shlex.quote(str(root))} (the next start does it, too)"
+        todo = f"chmod 700 {shlex.quote(str(root))}, or start the daemon, which does the same"
         return warn("home", f"{root} is open to others (mode {mode:o})", todo)
     if not os.access(root, os.W_OK | os.X_OK):
         return fail("home", f"{root} cannot be written", f"chmod 700 {shlex.quote(str(root))}")
@@ -43,32 +43,25 @@ _ANOTHER = "give kvd a folder of your own with KVD_HOME or --home"
 
 
 def configuration(scene: Scene) -> Finding:
-    """Check that `config.toml` is valid."""
     path, found = scene.home.config, scene.config
     if isinstance(found, ConfigError):
         key = found.detail.get("key")
-        where = f"mend {key!r} in {path}" if key else f"mend {path}"
-        return fail("config", found.message, f"{where}; docs/configuration.md lists the keys")
+        todo = f"correct {key!r} in {path}" if key else f"correct {path}"
+        return fail("config", found.message, f"{todo}; docs/configuration.md lists the keys")
     if not path.exists():
-        return ok("config", f"no {path}: the defaults hold")
+        return ok("config", f"no {path}: the defaults apply")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o022:
         todo = f"chmod 600 {shlex.quote(str(path))}"
         return fail("config", f"others can write {path} (mode {mode:o})", todo)
-    entries = found.entries
-    missing = [one.source for one in entries if one.source.startswith(("/", "~", "."))
-               and not _there(one.source, scene.home.root)]  # fmt: skip
+    sources = [entry.source for entry in found.entries]
+    folders = [source for source in sources if source.startswith(("/", "~", "."))]
+    root = scene.home.root
+    missing = [folder for folder in folders if not (root / Path(folder).expanduser()).exists()]
     if missing:
-        return fail(
-            "config",
-            f"models that are not there: {', '.join(missing)}",
-            f"mend models in {path}",
-        )
-    return ok("config", f"{path} is understood; {len(entries)} models in it")
-
-
-def _there(source: str, root: Path) -> bool:
-    return (root / Path(source).expanduser()).exists()
+        said = f"models that do not exist: {', '.join(missing)}"
+        return fail("config", said, f"correct models in {path}")
+    return ok("config", f"{path} is valid and lists {len(sources)} models")
 
 
 def lock(scene: Scene) -> Finding:
@@ -93,19 +86,16 @@ def sockets(scene: Scene) -> list[Finding]:
 def _socket(name: str, path: Path, scene: Scene) -> Finding:  # noqa: PLR0911 - as above
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_LIMIT:
-        return fail(
-            name,
-            f"{path} has {size} bytes, and this system allows {SOCKET_PATH_LIMIT}",
-            "choose a shorter KVD_HOME",
-        )
+        said = f"{path} has {size} bytes, and this system allows {SOCKET_PATH_LIMIT}"
+        return fail(name, said, "choose a shorter KVD_HOME")
     try:
         found = path.lstat()
     except FileNotFoundError:
         return _absent(name, path, scene)
     except OSError as error:
-        return fail(name, f"cannot look at {path}: {error.strerror}", "see `home` above")
+        return fail(name, f"cannot read {path}: {error.strerror}", "see `home` above")
     if not stat.S_ISSOCK(found.st_mode):
-        return fail(name, f"{path} is in the way and no socket", "move it")
+        return fail(name, f"{path} is not a socket", "move it away")
     reason = _refusal(path)
     if reason is not None:
         return _stale(name, path, reason, scene)
@@ -113,15 +103,15 @@ def _socket(name: str, path: Path, scene: Scene) -> Finding:  # noqa: PLR0911 - 
     if mode & 0o077:
         todo = f"chmod 600 {shlex.quote(str(path))}"
         return warn(name, f"{path} is open to others (mode {mode:o})", todo)
-    return ok(name, f"{path} is listened on; {SOCKET_PATH_LIMIT - size} bytes to the path's limit")
+    left = SOCKET_PATH_LIMIT - size
+    return ok(name, f"a process listens on {path}; the path may be {left} bytes longer")
 
 
 def _absent(name: str, path: Path, scene: Scene) -> Finding:
     if name == "socket" and listen.holder(scene.home) is not None:
+        said = f"a daemon runs, but {path} was deleted, so no client can connect"
         return fail(
-            name,
-            f"a daemon runs, and {path} is gone: nobody can reach it",
-            "end it (SIGTERM) and start it again; let nothing clean up the home",
+            name, said, "stop it (SIGTERM), start it again, and exclude the home from cleanup"
         )
     return ok(name, f"{path}: none while no daemon runs")
 
@@ -133,7 +123,7 @@ def _refusal(path: Path) -> str | None:
         try:
             client.connect(str(path))
         except TimeoutError:
-            return "it does not take clients"
+            return "it accepts no clients"
         except OSError as error:
             return error.strerror or str(error)
     return None
@@ -141,21 +131,16 @@ def _refusal(path: Path) -> str | None:
 
 def _stale(name: str, path: Path, reason: str, scene: Scene) -> Finding:
     if (pid := listen.holder(scene.home)) is not None:
-        todo = f"look at the log; end it (`kill {pid}`) if it hangs" if pid else "look at the log"
-        return fail(name, f"{path}: {reason}, though a daemon lives", todo, stale="no")
-    return warn(
-        name,
-        f"{path} is stale: the daemon that made it is dead ({reason})",
-        "nothing: the next start replaces it; or `rm` it",
-        stale="yes",
-    )
+        todo = f"read the log; end it (`kill {pid}`) if it hangs" if pid else "read the log"
+        return fail(name, f"{path}: {reason}, though a daemon runs", todo, stale="no")
+    said = f"{path} is stale: the daemon that created it is dead ({reason})"
+    return warn(name, said, "nothing: the next start replaces it", stale="yes")
 
 
 def log(scene: Scene) -> Finding:
-    """Check that the log can be written."""
-    there = scene.home.logs
-    if there.exists() and not os.access(there, os.W_OK):
-        return fail("log", f"{there} cannot be written", f"chmod 700 {shlex.quote(str(there))}")
-    size = sum(file.stat().st_size for file in there.glob("*.log*")) if there.exists() else 0
+    logs = scene.home.logs
+    if logs.exists() and not os.access(logs, os.W_OK):
+        return fail("log", f"{logs} cannot be written", f"chmod 700 {shlex.quote(str(logs))}")
+    size = sum(file.stat().st_size for file in logs.glob("*.log*"))
     most = FILE_BYTES * (FILES_KEPT + 1)
-    return ok("log", f"{format_bytes(size)} of at most {format_bytes(most)} in {there}", bytes=size)
+    return ok("log", f"{format_bytes(size)} of at most {format_bytes(most)} in {logs}", bytes=size)

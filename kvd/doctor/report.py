@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import sys
@@ -48,7 +49,6 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The report as text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"kvd selftest, {self.date}: {self.verdict}",
@@ -62,16 +62,15 @@ class Report(msgspec.Struct, frozen=True):
         return "\n".join(lines) + "\n"
 
 
-def _lines(one: Finding) -> list[str]:
-    lines = [f"  {one.verdict:<4}  {one.name}: {one.said}"]
-    if one.todo is not None:
-        lines.append(f"        -> {one.todo}")
-    plain = {key: value for key, value in one.numbers.items() if key != "traceback"}
-    if plain:
-        lines.append("        " + ", ".join(f"{key} {_short(v)}" for key, v in plain.items()))
-    if "traceback" in one.numbers:
-        lines += [f"        {line}" for line in str(one.numbers["traceback"]).splitlines()]
-    return lines
+def _lines(finding: Finding) -> list[str]:
+    lines = [f"  {finding.verdict:<4}  {finding.name}: {finding.said}"]
+    if finding.todo is not None:
+        lines.append(f"        -> {finding.todo}")
+    numbers = dict(finding.numbers)
+    traceback = str(numbers.pop("traceback", "")).splitlines()
+    if numbers:
+        lines.append("        " + ", ".join(f"{key} {_short(v)}" for key, v in numbers.items()))
+    return lines + [f"        {line}" for line in traceback]
 
 
 def _short(value: float | str) -> str:
@@ -81,10 +80,8 @@ def _short(value: float | str) -> str:
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

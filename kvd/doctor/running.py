@@ -24,9 +24,9 @@ def daemon(scene: Scene) -> list[Finding]:
             status = client.status()
     except NotRunning:
         if listen.holder(scene.home) is None:
-            return [skip("daemon", "none runs here; `kvd serve` or `kvctl service install`")]
-        todo = "see `socket` above; end it and start it again"
-        return [fail("daemon", "one lives here and does not answer", todo)]
+            return [skip("daemon", "none runs; `kvd serve` or `kvctl service install` starts one")]
+        todo = "see `socket` above; stop it and start it again"
+        return [fail("daemon", "a daemon runs but does not answer", todo)]
     except KvdError as error:
         return [fail("daemon", f"it does not answer: {error.message}", "restart the daemon")]
     return [_version(status), *_complaints(status)]
@@ -46,23 +46,23 @@ def _version(status: DaemonStatus) -> Finding:
 def _complaints(status: DaemonStatus) -> list[Finding]:
     found = []
     if status.config_error is not None:
-        todo = "mend it and reload (`kvctl service reload`); the daemon runs with the one before"
+        todo = "correct it and reload (`kvctl service reload`); the previous one stays in effect"
         found.append(fail("reload", status.config_error, todo))
     elif status.config_pending:
-        waits = ", ".join(status.config_pending)
-        found.append(warn("reload", f"{waits} wait for a restart", "restart the daemon"))
+        keys = ", ".join(status.config_pending)
+        found.append(warn("reload", f"{keys} wait for a restart", "restart the daemon"))
     for model in status.models:
         name = f"model {model.name}"
         if model.state == "failed":
-            why = model.error.message if model.error else "it was given up"
+            why = model.error.message if model.error else "its load failed"
             todo = f"`kvctl unload {model.name}`, then `kvctl load` it again"
             found.append(fail(name, why, todo))
         elif model.state == "backoff":
             why = model.error.message if model.error else "its worker died"
-            found.append(warn(name, f"starts again: {why}", "`kvctl status` shows whether it does"))
+            found.append(warn(name, f"it restarts: {why}", "`kvctl status` shows its state"))
         elif model.info is not None and model.info.fused is not None and not model.info.fused.used:
-            why = f"kernels are not used: {model.info.fused.reason}"
-            todo = "load it again while nothing else computes; report it if that does not help"
+            why = f"its fused kernels are not used: {model.info.fused.reason}"
+            todo = "load it again on an idle machine; report it if that does not help"
             found.append(warn(name, why, todo))
     return found
 
@@ -74,14 +74,12 @@ def http_port(scene: Scene) -> Finding:
     if not (http.enabled and http.tcp):
         return skip("http port", "HTTP over TCP is switched off")
     if port == 0:
-        return ok("http port", "any that is free; `kvctl status` says which")
+        return ok("http port", "any free port; `kvctl status` shows it")
+    said = f"{http.host} port {port}"
     if not listen.holder(scene.home) and (taken := _taken(http.host, port)):
-        return warn(
-            "http port",
-            f"{http.host} port {port}: {taken}",
-            "end what has it, or set port under [http] in config.toml (0 takes any)",
-        )
-    return ok("http port", f"{http.host} port {port}")
+        todo = "end that program, or set port of [http] in config.toml (0 takes any free port)"
+        return warn("http port", f"{said}: {taken}", todo)
+    return ok("http port", said)
 
 
 def _taken(host: str, port: int) -> str | None:
@@ -103,23 +101,21 @@ def service(scene: Scene) -> Finding:
     from kvd.service.describe import describe  # noqa: PLC0415 - as above
 
     try:
-        described = describe(scene.home, scene.settings)
-        manager = managing.manager_of(described)
+        manager = managing.manager_of(describe(scene.home, scene.settings))
         if manager.is_on_demand():
             manager = managing.manager_of(describe(scene.home, scene.settings, on_demand=True))
         if not managing.installed(manager):
-            if theirs := managing.foreign(manager):
-                todo = "see what it is for: kvd leaves it alone"
-                return warn("service", managing.describe_foreign(theirs[0]), todo)
-            return skip("service", "not installed; `kvctl service install` has it started for you")
+            if foreign := managing.foreign(manager):
+                todo = "find out what it is for; kvd does not change it"
+                return warn("service", managing.describe_foreign(foreign[0]), todo)
+            return skip("service", "not installed; `kvctl service install` installs it")
         state = manager.state()
         if managing.outdated(manager):
-            said = "its files are not what this version and configuration would write"
-            return warn("service", said, "`kvctl service install` brings them up to date")
+            said = "its files differ from what this version and configuration would write"
+            return warn("service", said, "`kvctl service install` updates them")
     except KvdError as error:
         return warn("service", error.message, "`kvctl service status` has more")
     if state.status == "failed":
-        return fail("service", f"{manager.name}: {state.details}", "`kvctl service logs` says why")
-    return ok(
-        "service", f"{manager.name}: {state.status}{f', {state.details}' if state.details else ''}"
-    )
+        return fail("service", f"{manager.name}: {state.details}", "`kvctl service logs` shows why")
+    shown = filter(None, (state.status, state.details))
+    return ok("service", f"{manager.name}: {', '.join(shown)}")

@@ -26,13 +26,11 @@ class Scene:
 
     home: Home
     root: Path = Path("/")
-    """Root folder for system files."""
     platform: str = sys.platform
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @cached_property
     def config(self) -> Config | ConfigError:
-        """The configuration, or its error."""
         try:
             return config.load(self.home.config)
         except ConfigError as error:
@@ -49,7 +47,6 @@ class Scene:
 
     @cached_property
     def engine(self) -> dict[str, Any] | KvdError:
-        """The findings of a worker's environment, or its error."""
         return ask()
 
     @property
@@ -59,7 +56,6 @@ class Scene:
 
     @property
     def machine(self) -> str:
-        """A short description of the machine."""
         system = {"darwin": "macOS", "linux": "Linux"}.get(self.platform, self.platform)
         version = platform.mac_ver()[0] if self.platform == "darwin" else platform.release()
         return f"{system} {version}, {platform.machine()}"

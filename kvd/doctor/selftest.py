@@ -18,16 +18,14 @@ from typing import IO
 import msgspec
 
 from kvd.doctor import living, system
-from kvd.doctor.finding import Finding, Section, fail
+from kvd.doctor.finding import REPORT, Finding, Section, fail
 from kvd.doctor.scene import Scene
 from kvd.host import blas
 from kvd.host.environment import environment
-from protocol.errors import ConfigError
 
 MODULE = "kvd.worker.selftest"
 _TRIAL_S = 180.0
 """Longer than any trial takes, including the compilation of kernels."""
-_REPORT = "attach the report to an issue"
 _MOST_DEATHS = 8
 
 
@@ -82,14 +80,14 @@ def computing(
             watchdog.stop()
             status = process.wait()
             words = _last_error(errors)
+            reason = f"{_death(status)}{words and f'; {words}'}"
         if begun is None:
             if status:
-                yield fail(
-                    "worker", f"it ended by {_death(status)}{words and f'; {words}'}", _REPORT
-                )
+                yield fail("worker", f"it ended by {reason}", REPORT)
             return
-        silent = f"it took more than {most_s:g} s" if watchdog.fired else _death(status)
-        yield fail(begun, f"its process died: {silent}{words and f'; {words}'}", _REPORT)
+        if watchdog.fired:
+            reason = f"it took more than {most_s:g} s{words and f'; {words}'}"
+        yield fail(begun, f"its process died: {reason}", REPORT)
         done.append(begun)
 
 
@@ -97,10 +95,6 @@ def computing(
 def _process(
     module: str, done: list[str], errors: IO[str], *, quick: bool
 ) -> Iterator[subprocess.Popen[str]]:
-    try:
-        library = blas.choose("auto")
-    except ConfigError:
-        library = None
     arguments = [word for name in done for word in ("--skip", name)]
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-P", "-m", module, *(["--quick"] if quick else []), *arguments],
@@ -108,7 +102,7 @@ def _process(
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=environment(library) | {"PYTHONFAULTHANDLER": "1"},
+        env=environment(blas.choose("auto")) | {"PYTHONFAULTHANDLER": "1"},
     )
     with process:
         try:

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvd.config.config import Config
-from kvd.doctor.finding import Finding, fail, ok, skip
+from kvd.doctor.finding import REPORT, Finding, fail, ok, skip
 from kvd.doctor.scene import Scene
 from kvd.host import listen, memory
 from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import describe
-
-_REPORT = "attach the report to an issue"
 
 
 def trials(scene: Scene) -> Iterator[str | Finding]:
@@ -40,7 +38,7 @@ def guarded(name: str, trial: Callable[[], Finding]) -> Finding:
     try:
         return trial()
     except Exception as error:  # noqa: BLE001 - the other trials must still run
-        return fail(name, f"{type(error).__name__}: {error}", _REPORT)
+        return fail(name, f"{type(error).__name__}: {error}", REPORT)
 
 
 def unix_socket(_scene: Scene, folder: Path) -> Finding:
@@ -63,23 +61,21 @@ def unix_socket(_scene: Scene, folder: Path) -> Finding:
         if uid != os.geteuid():
             wrong.append(f"the peer's uid reads {uid}")
         if early or not late:
-            wrong.append("the end of a connection is not noticed")
+            wrong.append("a disconnect is not detected")
         if listen.holder(home) != os.getpid():
             wrong.append(f"the lock's holder reads {listen.holder(home)}")
     if listen.holder(home) is not None:
         wrong.append("the lock stays held")
     if wrong:
-        return fail("unix socket", "; ".join(wrong), _REPORT)
-    return ok(
-        "unix socket", f"mode 600, peer uid {uid}, its end is noticed; the lock tells its holder"
-    )
+        return fail("unix socket", "; ".join(wrong), REPORT)
+    said = f"mode 600, peer uid {uid}, disconnects are detected, the lock shows its holder"
+    return ok("unix socket", said)
 
 
 def other_process(_scene: Scene, _folder: Path) -> Finding:
     """Check that footprints of other processes can be read, as the daemon does for workers."""
     size = 128 * 2**20
-    code = f"b = bytearray(b'x') * {size}; print(flush=True); input()"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"b = bytearray(b'x') * {size}; print(flush=True); input()"]
     reader = memory.reader()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # noqa: S603
         assert child.stdout is not None
@@ -90,7 +86,7 @@ def other_process(_scene: Scene, _folder: Path) -> Finding:
     said = f"a process that holds {size >> 20} MiB reads {read >> 20} MiB, {gone} after its end"
     if size < read < 1.5 * size and gone == 0:
         return ok("other process", said, footprint_bytes=read)
-    return fail("other process", said, _REPORT, footprint_bytes=read)
+    return fail("other process", said, REPORT, footprint_bytes=read)
 
 
 def service_file(scene: Scene, folder: Path) -> Finding:
@@ -98,33 +94,28 @@ def service_file(scene: Scene, folder: Path) -> Finding:
     name = "service file"
     checker = _CHECKERS.get(scene.platform)
     if checker is None or shutil.which(checker[0]) is None:
-        return skip(name, "there is no checker for it here")
+        return skip(name, "this system has no checker for it")
     home = Home(folder / "h")
     home.create()
-    paths = []
+    count, said = 0, ""
     for on_demand in (False, True):
-        below = folder / str(on_demand)
+        below = folder / str(on_demand)  # checked separately: units of the same name conflict
         below.mkdir()
         manager = managing.manager_of(describe(home, Config(), on_demand=on_demand))
         for path, content in manager.files().items():
-            paths.append(below / path.name)
-            paths[-1].write_bytes(content)
-    said = "".join(_complaint([*checker, *map(str, group)]) for group in _apart(paths))
+            (below / path.name).write_bytes(content)
+        paths = sorted(below.iterdir())
+        count += len(paths)
+        said += _complaint([*checker, *map(str, paths)])
     if said:
-        return fail(name, said, _REPORT)
-    return ok(name, f"{checker[0]} finds nothing wrong in {len(paths)} files")
+        return fail(name, said, REPORT)
+    return ok(name, f"{checker[0]} finds nothing wrong in {count} files")
 
 
 _CHECKERS = {
     "darwin": ("plutil", "-lint", "-s"),
     "linux": ("systemd-analyze", "--user", "verify"),
 }
-
-
-def _apart(paths: list[Path]) -> list[list[Path]]:
-    """Group files by folder, because units of the same name conflict."""
-    folders = sorted({path.parent for path in paths})
-    return [[path for path in paths if path.parent == folder] for folder in folders]
 
 
 def _complaint(command: list[str]) -> str:

@@ -1,7 +1,6 @@
-"""The BLAS library that workers preload on Linux.
+"""The BLAS library that workers preload on Linux, if they compute on the CPU.
 
-MLX's CPU wheel contains reference BLAS. OpenBLAS is 6 to 80 times faster for the products of a
-model, so workers that compute on the CPU preload it if it is installed.
+MLX's CPU wheel contains reference BLAS. OpenBLAS is 6 to 80 times faster for a model's products.
 """
 
 from __future__ import annotations
@@ -33,14 +32,10 @@ def choose(setting: str) -> Path | None:
                 f"blas: no library at {path}; set auto, off or an existing path", key="blas"
             )
         return path
-    if nvidia.total_memory() is not None:  # workers compute on the device
-        return None
-    return find()
+    return None if nvidia.total_memory() is not None else find()
 
 
 def find(root: Path = Path("/")) -> Path | None:
     """Return the machine's OpenBLAS, searching the folders in their order."""
-    for folder in _FOLDERS:
-        for path in sorted(root.glob(f"{folder}/{_NAME}")):
-            return path
-    return None
+    found = (path for folder in _FOLDERS for path in sorted(root.glob(f"{folder}/{_NAME}")))
+    return next(found, None)

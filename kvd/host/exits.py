@@ -25,7 +25,6 @@ class Exit(enum.IntEnum):
     FAILED = 1
     """All other errors, such as a model that does not fit."""
     USAGE = 2
-    """The command line is invalid."""
     NOT_RUNNING = 3
     """No daemon answers on the socket."""
     ALREADY_RUNNING = 4
@@ -37,15 +36,12 @@ class Exit(enum.IntEnum):
     RETRY = 7
     """A retry may succeed: the worker died, the daemon drains, or the queue is full."""
     INTERRUPTED = 130
-    """Ctrl-C."""
     PIPE = 141
     """The reader of the output closed the pipe."""
     TERMINATED = 143
-    """SIGTERM."""
 
 
 def of(error: KvdError) -> Exit:
-    """Return the exit code for an error."""
     match error:
         case NotRunning():
             return Exit.NOT_RUNNING

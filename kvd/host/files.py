@@ -22,6 +22,5 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """Return the current soft limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if soft == resource.RLIM_INFINITY else soft

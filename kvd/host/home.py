@@ -1,7 +1,4 @@
-"""The daemon's home: its paths, its mode, and the limit on socket paths.
-
-`kvd.host.listen` locks the home and opens its sockets.
-"""
+"""The daemon's home: its paths, its mode, and the limit on socket paths."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ from protocol.errors import ConfigError
 
 SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Size of `sun_path` without the final zero byte: 104 on macOS, 108 on Linux."""
-
-
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
     "chat_history", "journal", "swap", ".DS_Store",
@@ -68,7 +63,6 @@ class Home:
 
     @property
     def chat_history(self) -> Path:
-        """The input history of `kvctl chat`."""
         return self.root / "chat_history"
 
     @property
@@ -96,7 +90,6 @@ class Home:
             raise unusable(self.root, error) from error
 
     def _check_root(self) -> None:
-        """Refuse a folder of another user, or one with other content."""
         if not self.root.exists():
             return
         found = self.root.stat()
@@ -119,14 +112,12 @@ class Home:
 
 
 def locate(explicit: str | os.PathLike[str] | None = None) -> Home:
-    """Return the home: ``explicit``, else ``KVD_HOME``, else ``~/.kvd``."""
     chosen = explicit or os.environ.get("KVD_HOME") or "~/.kvd"
     # os.path keeps symlinks, and leaves the names of unknown users unchanged.
     return Home(Path(os.path.abspath(os.path.expanduser(chosen))))  # noqa: PTH100, PTH111
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
-    """Return the error for an inaccessible part of the home."""
     return ConfigError(
         f"cannot use {path}: {error.strerror or error}; set KVD_HOME or --home", key="home"
     )

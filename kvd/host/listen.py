@@ -152,13 +152,10 @@ def hung_up(peer: socket.socket) -> bool:
 class Connection(Protocol):
     """A client's connection to the actors: `actors.system.Connection`."""
 
-    def receive(self, data: bytes) -> None:
-        """Handle bytes from the client."""
-        ...
+    def receive(self, data: bytes) -> None: ...
 
     def closed(self) -> None:
         """Handle the client's disconnect."""
-        ...
 
 
 class Connect(Protocol):
@@ -186,12 +183,10 @@ async def accept(
     if listener.family != socket.AF_UNIX:
         return await loop.create_server(connected, sock=listener, backlog=BACKLOG)
     if sys.version_info >= (3, 13):
-        server = await loop.create_unix_server(
+        return await loop.create_unix_server(
             connected, sock=listener, backlog=BACKLOG, cleanup_socket=False
         )
-    else:
-        server = await loop.create_unix_server(connected, sock=listener, backlog=BACKLOG)
-    return server
+    return await loop.create_unix_server(connected, sock=listener, backlog=BACKLOG)
 
 
 class ClientProtocol(asyncio.Protocol):
@@ -233,15 +228,16 @@ class ClientProtocol(asyncio.Protocol):
         """Keep a half-closed connection for a moment, so that its answers are sent."""
         if self._closing or hung_up(self._transport.get_extra_info("socket")):
             return False
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_HALF_CLOSED_S, self._close_half_closed)
+        self._call_later(_HALF_CLOSED_S, self._close_half_closed)
         return True
 
     def _close_half_closed(self) -> None:
         """Close the connection; abort it later if the client does not read."""
         self._transport.close()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_LINGER_S, self._transport.abort)
+        self._call_later(_LINGER_S, self._transport.abort)
+
+    def _call_later(self, seconds: float, work: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, work)
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._timer is not None:
@@ -260,5 +256,4 @@ class ClientProtocol(asyncio.Protocol):
         self._closing = True
         # Closing at once would reset a client that still sends, and lose the buffered bytes.
         self._transport.write_eof()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_LINGER_S, self._transport.abort)
+        self._call_later(_LINGER_S, self._transport.abort)

@@ -24,8 +24,10 @@ MAX_BYTES = 2**63 - 1
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
-    """Parse sizes such as ``8GiB``, ``500 MB`` or ``1073741824``."""
+def parse_bytes(text: str | int) -> int:
+    """Parse sizes such as ``8GiB``, ``500 MB`` or ``1073741824``; return numbers unchanged."""
+    if isinstance(text, int):
+        return text
     found = _BYTES.fullmatch(text)
     factor = _FACTORS.get(found[2].upper()) if found else None
     if found is None or factor is None:

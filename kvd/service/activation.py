@@ -23,9 +23,7 @@ _VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
 def take() -> dict[str, list[socket.socket]]:
     """Return the sockets that the manager passed, by name. The second call returns none."""
-    if sys.platform == "darwin":
-        return from_launchd()
-    return from_systemd(os.environ)
+    return from_launchd() if sys.platform == "darwin" else from_systemd(os.environ)
 
 
 def from_systemd(

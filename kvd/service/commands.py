@@ -18,7 +18,8 @@ def run(command: list[str]) -> str:
     done = _completed(command)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-        raise ServiceError(f"`{shlex.join(command)}`: {reason}", command=shlex.join(command))
+        shown = shlex.join(command)
+        raise ServiceError(f"`{shown}`: {reason}", command=shown)
     return done.stdout
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.config.config import Config
+from kvd.config.http import DEFAULT_PORT
 from kvd.host.home import Home, locate
 from protocol.errors import ConfigError
 
@@ -46,17 +47,12 @@ class Service:
 
     @property
     def command(self) -> list[str]:
-        """The whole command line."""
-        return [*self.program, *self._arguments]
-
-    @property
-    def _arguments(self) -> list[str]:
-        return ["serve", "--home", str(self.home)]
+        return [*self.program, "serve", "--home", str(self.home)]
 
     def is_run_by(self, words: Sequence[object]) -> bool:
         """Return whether a command line serves this home, from any installation of kvd."""
-        count = len(self._arguments)
-        return any(list(words[at : at + count]) == self._arguments for at in range(len(words)))
+        arguments = self.command[-3:]
+        return any(list(words[at : at + 3]) == arguments for at in range(len(words)))
 
     @property
     def stop_s(self) -> int:
@@ -76,7 +72,7 @@ def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Servic
     Raises `ConfigError` if the manager would listen on an address that this machine does not have.
     """
     http = settings.http
-    port = 11711 if http.port is None else http.port
+    port = DEFAULT_PORT if http.port is None else http.port
     tcp = on_demand and http.enabled and http.tcp and port != 0
     return Service(
         home=home.root,

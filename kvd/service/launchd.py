@@ -60,12 +60,14 @@ def agent(service: Service) -> dict[str, Any]:
 
 
 def _sockets(service: Service) -> dict[str, Any]:
-    paths = [{"SockPathName": str(path), "SockPathMode": 0o600} for path in service.sockets]
-    found: dict[str, Any] = {"kvd": paths[0]}
-    http: list[dict[str, Any]] = [*paths[1:]]
-    for address, port in service.http:
-        http.append({"SockNodeName": address, "SockServiceName": str(port), "SockType": "stream"})
-    return found | ({"http": http} if http else {})
+    protocol, *http = (
+        {"SockPathName": str(path), "SockPathMode": 0o600} for path in service.sockets
+    )
+    http += [
+        {"SockNodeName": address, "SockServiceName": str(port), "SockType": "stream"}
+        for address, port in service.http
+    ]
+    return {"kvd": protocol} | ({"http": http} if http else {})
 
 
 def render(service: Service) -> bytes:
@@ -136,17 +138,14 @@ class Launchd:
 
     def state(self) -> State:
         text = output(["launchctl", "print", self._target])
-        if text is None:
-            return State("stopped", "not loaded into launchd")
-        return parse(text)
+        return State("stopped", "not loaded into launchd") if text is None else parse(text)
 
     def hint(self) -> str | None:
         return None
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
-        home = Home(self.service.home)
-        paths = [home.logs / name for name in ("launchd.log", "kvd.log")]
-        return tail(paths, lines, follow=follow)
+        folder = Home(self.service.home).logs
+        return tail([folder / "launchd.log", folder / "kvd.log"], lines, follow=follow)
 
     def _bootstrap(self) -> None:
         run(["launchctl", "enable", self._target])

@@ -24,65 +24,49 @@ class Manager(Protocol):
     @property
     def name(self) -> str: ...
 
-    def files(self) -> dict[Path, bytes]:
-        """Return the service's files, by path."""
-        ...
+    def files(self) -> dict[Path, bytes]: ...
 
     def stale(self) -> list[Path]:
         """Return existing files of this service that `files` does not contain."""
-        ...
 
     def owns(self, path: Path) -> bool:
         """Return whether a file belongs to this home's service, from any version of kvd."""
-        ...
 
     def is_on_demand(self) -> bool:
         """Return whether the installed service starts with its first client."""
-        ...
 
     def check(self) -> None:
         """Raise `ServiceError` unless the manager answers."""
-        ...
 
     def activate(self) -> None:
         """Load the current files, and start the service."""
-        ...
 
     def deactivate(self) -> None:
         """Stop and unload the service, before its files are deleted."""
-        ...
 
     def forget(self) -> None:
         """Make the manager notice that the files are deleted."""
-        ...
 
     def start(self) -> None:
         """Start the daemon, or listen for its first client."""
-        ...
 
     def stop(self) -> None:
         """Drain and stop the daemon, and stop listening until the next session."""
-        ...
 
     def restart(self) -> None: ...
 
-    def reload(self) -> None:
-        """Make the daemon reload its configuration."""
-        ...
+    def reload(self) -> None: ...
 
     def state(self) -> State: ...
 
     def hint(self) -> str | None:
         """Return advice for the user, if any."""
-        ...
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         """Return the command that shows the log, including errors before the daemon could log."""
-        ...
 
 
 def manager_of(service: Service) -> Manager:
-    """Return this machine's manager for a service."""
     if sys.platform == "darwin":
         from kvd.service.launchd import Launchd  # noqa: PLC0415 - only on macOS
 
@@ -124,7 +108,6 @@ def uninstall(manager: Manager) -> list[Path]:
 
 
 def installed(manager: Manager) -> list[Path]:
-    """Return the service's existing files."""
     existing = [path for path in manager.files() if manager.owns(path)]
     return [*existing, *manager.stale()]
 
@@ -143,7 +126,6 @@ def refuse_foreign(manager: Manager, *, force: bool = False) -> None:
 
 
 def describe_foreign(path: Path) -> str:
-    """Return why kvd does not replace a file."""
     if path.is_symlink():
         return f"{path} is a link to {path.readlink()}, which kvd does not replace: remove it"
     return f"{path} does not belong to this home's service: move it away, or install with --force"

@@ -59,7 +59,6 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}\nEXTEND_TIMEOUT_USEC={timeout_us}")
 
     def close(self) -> None:
-        """Stop the keepalives."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -73,14 +72,12 @@ class Notifier:
             return
         # A leading @ stands for the zero byte of abstract socket names.
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
-        with contextlib.suppress(OSError), _datagrams() as sender:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
+            sender.setblocking(False)
             sender.sendto(text.encode(), address)
-
-
-def _datagrams() -> socket.socket:
-    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    sender.setblocking(False)
-    return sender
 
 
 def _line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shlex
@@ -69,6 +70,7 @@ FileDescriptorName={name}
 Service={service}
 RemoveOnStop=yes
 """
+_CTL = ["systemctl", "--user"]
 _STATUS: dict[str, Status] = {
     "active": "running",
     "reloading": "running",
@@ -89,9 +91,7 @@ def units(service: Service) -> dict[str, str]:
             for key, value in service.variables.items()
         ),
         files=files.WANTED,
-        permanent=" ".join(
-            str(int(code)) for code in (Exit.USAGE, Exit.ALREADY_RUNNING, Exit.CONFIG)
-        ),
+        permanent=f"{Exit.USAGE:d} {Exit.ALREADY_RUNNING:d} {Exit.CONFIG:d}",
         stop_s=service.stop_s,
     )
     if not service.on_demand:
@@ -217,8 +217,7 @@ class Systemd:
         run([*_CTL, "start", *self._started])
 
     def stop(self) -> None:
-        sockets = [path.name for path in self.files() if path.suffix == ".socket"]
-        run([*_CTL, "stop", *sockets, self._unit])
+        run([*_CTL, "stop", *self._sockets, self._unit])
 
     def restart(self) -> None:
         run([*_CTL, "restart", self._unit])
@@ -232,7 +231,8 @@ class Systemd:
         found = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
         pid = int(found.get("MainPID") or 0) or None
         status = _STATUS.get(found.get("ActiveState", ""), "stopped")
-        if status == "stopped" and self.service.on_demand and self._listens():
+        is_active = [*_CTL, "is-active", f"{self.service.name}.socket"]
+        if status == "stopped" and self.service.on_demand and output(is_active) is not None:
             return State("listening", "starts with the first client")
         details = found.get("StatusText", "") if pid else ""
         if status == "failed" or found.get("SubState") == "auto-restart":
@@ -240,9 +240,6 @@ class Systemd:
         if found.get("LoadState") == "not-found":
             details = "not loaded into systemd"
         return State(status, details, pid)
-
-    def _listens(self) -> bool:
-        return output([*_CTL, "is-active", f"{self.service.name}.socket"]) is not None
 
     def hint(self) -> str | None:
         user = getpass.getuser()
@@ -253,34 +250,26 @@ class Systemd:
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         journal = ["journalctl", "--user", "--quiet", "--no-pager", "--output=cat"]
         journal.append(f"--unit={self._unit}")
-        if not _has_output([*journal, "--lines=1"]):
-            # Without a persistent journal, show the daemon's own log.
-            return tail([Home(self.service.home).logs / "kvd.log"], lines, follow=follow)
-        return [*journal, f"--lines={lines}", *(["--follow"] if follow else [])]
+        with contextlib.suppress(ServiceError):  # journalctl is not installed
+            if output([*journal, "--lines=1"]):
+                return [*journal, f"--lines={lines}", *(["--follow"] if follow else [])]
+        # Without a persistent journal, show the daemon's own log.
+        return tail([Home(self.service.home).logs / "kvd.log"], lines, follow=follow)
 
     @property
     def _unit(self) -> str:
         return f"{self.service.name}.service"
 
     @property
-    def _started(self) -> list[str]:
-        """The units that start with the session."""
-        if not self.service.on_demand:
-            return [self._unit]
+    def _sockets(self) -> list[str]:
         return [path.name for path in self.files() if path.suffix == ".socket"]
 
-
-_CTL = ["systemctl", "--user"]
-
-
-def _has_output(command: list[str]) -> bool:
-    try:
-        return bool(output(command))
-    except ServiceError:  # journalctl is not installed
-        return False
+    @property
+    def _started(self) -> list[str]:
+        """The units that start with the session."""
+        return self._sockets if self.service.on_demand else [self._unit]
 
 
 def folder() -> Path:
-    """Return the folder of the user's units."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "systemd" / "user"

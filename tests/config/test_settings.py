@@ -67,7 +67,7 @@ class Live:
         self.reloader = Reloader(
             given, load(home.config), self.running, default_budget=lambda: 7, load=lambda _: None
         )
-        self.settings = LiveSettings(given, self.reloader, self.running, lambda: 7)
+        self.settings = LiveSettings(given, self.reloader)
 
     def __getitem__(self, key):
         return next(one for one in self.settings.table if one.key == key)

@@ -150,8 +150,8 @@ def test_what_nobody_needs_is_written_out_of_it(
         clock.now += 100.0  # who is over is kept for ten minutes
         live = sum(subject._sizes.values())
         assert subject._live == live
-        assert subject.size_bytes <= len(MAGIC) + 2 * live + 2500
-        assert subject.size_bytes == (tmp_path / "requests").stat().st_size
+        assert subject._size <= len(MAGIC) + 2 * live + 2500
+        assert subject._size == (tmp_path / "requests").stat().st_size
     assert len(subject._sizes) <= 5
     subject.close()
 
@@ -165,7 +165,7 @@ def test_beyond_its_limit_requests_are_served_and_not_kept(tmp_path: Path) -> No
     for number in range(100):
         subject.write(ask(f"r{number}"))
         subject.write(tokens(f"r{number}", 0, 1))
-        assert subject.size_bytes <= 2100  # who is let go is noted beyond it
+        assert subject._size <= 2100  # who is let go is noted beyond it
     subject.close()
     found = read(tmp_path)
 

@@ -19,20 +19,15 @@ class Reader(Protocol):
 
     def footprint(self, pid: int) -> int:
         """Return the bytes that a process holds; 0 if it has ended or is not readable."""
-        ...
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
         """Return the footprints of live processes, read in a thread (25 ms per GiB on Linux)."""
-        ...
 
     @property
-    def separate(self) -> bool:
-        """Whether the accelerator has memory of its own."""
-        ...
+    def separate(self) -> bool: ...
 
 
 def reader() -> Reader:
-    """Return the reader for this machine."""
     if sys.platform == "darwin":
         from kvd.host.memory.darwin import DarwinMemory  # noqa: PLC0415 - binds macOS libraries
 

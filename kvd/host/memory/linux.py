@@ -66,8 +66,7 @@ class LinuxMemory:
     def _pressure(self) -> Literal["normal", "warning", "critical"]:
         for word in _read(self._proc / "pressure/memory").split():
             if word.startswith("avg10="):  # the first is on the line `some`
-                share = float(word.removeprefix("avg10="))
-                return _level(share)
+                return _level(float(word.removeprefix("avg10=")))
         return "normal"
 
 

@@ -5,6 +5,7 @@ Only with MLX's CUDA build: a device that MLX does not use limits nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 
@@ -20,11 +21,9 @@ class _Memory(ctypes.Structure):
 def has_cuda_build() -> bool:
     """Return whether the installed MLX is a CUDA build, without importing it."""
     for name in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
+            return True
     return False
 
 
