@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import enum
 
-from protocol.errors import (
-    AlreadyRunning,
-    ConfigError,
-    InvalidRequest,
-    KvdError,
-    ModelError,
-    NotRunning,
-    UnknownRequest,
-)
+from protocol import errors
 
 
 class Exit(enum.IntEnum):
@@ -41,15 +33,15 @@ class Exit(enum.IntEnum):
     TERMINATED = 143
 
 
-def of(error: KvdError) -> Exit:
+def of(error: errors.KvdError) -> Exit:
     match error:
-        case NotRunning():
+        case errors.NotRunning():
             return Exit.NOT_RUNNING
-        case AlreadyRunning():
+        case errors.AlreadyRunning():
             return Exit.ALREADY_RUNNING
-        case ConfigError():
+        case errors.ConfigError():
             return Exit.CONFIG
-        case InvalidRequest() | ModelError() | UnknownRequest():
+        case errors.InvalidRequest() | errors.ModelError() | errors.UnknownRequest():
             return Exit.REFUSED
         case _ if error.retryable:
             return Exit.RETRY

@@ -22,58 +22,39 @@ _OURS = {
 
 
 @dataclass(frozen=True)
+class _PathBelow:
+    """A path in the home."""
+
+    name: str
+
+    def __get__(self, home: Home, _: type[Home]) -> Path:
+        return home.root / self.name
+
+
+@dataclass(frozen=True)
 class Home:
     """The home folder and the paths in it."""
 
     root: Path
 
-    @property
-    def socket(self) -> Path:
-        """The Unix socket of the protocol, mode 0600."""
-        return self.root / "kvd.sock"
-
-    @property
-    def http_socket(self) -> Path:
-        """The Unix socket of HTTP, mode 0600."""
-        return self.root / "http.sock"
-
-    @property
-    def lock(self) -> Path:
-        """The file that the daemon keeps locked while it runs."""
-        return self.root / "kvd.lock"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of `kvd.log` and its rotated files."""
-        return self.root / "logs"
-
-    @property
-    def cache(self) -> Path:
-        """Files that may be deleted while no daemon runs."""
-        return self.root / "cache"
-
-    @property
-    def journal(self) -> Path:
-        """The folder of the journal, with ``journal = "disk"``."""
-        return self.root / "journal"
-
-    @property
-    def chat_history(self) -> Path:
-        return self.root / "chat_history"
-
-    @property
-    def swap(self) -> Path:
-        """The folder of swapped-out rows, with a folder per model that its worker clears."""
-        return self.root / "swap"
-
-    @property
-    def calibration(self) -> Path:
-        """The results of `kvctl calibrate`, one file per model."""
-        return self.root / "calibration"
+    socket = _PathBelow("kvd.sock")
+    """The Unix socket of the protocol, mode 0600."""
+    http_socket = _PathBelow("http.sock")
+    """The Unix socket of HTTP, mode 0600."""
+    lock = _PathBelow("kvd.lock")
+    """The file that the daemon keeps locked while it runs."""
+    config = _PathBelow("config.toml")
+    logs = _PathBelow("logs")
+    """The folder of `kvd.log` and its rotated files."""
+    cache = _PathBelow("cache")
+    """Files that may be deleted while no daemon runs."""
+    journal = _PathBelow("journal")
+    """The folder of the journal, with ``journal = "disk"``."""
+    chat_history = _PathBelow("chat_history")
+    swap = _PathBelow("swap")
+    """The folder of swapped-out rows, with a folder per model that its worker clears."""
+    calibration = _PathBelow("calibration")
+    """The results of `kvctl calibrate`, one file per model."""
 
     def create(self) -> None:
         """Create the folders, private to the user; an existing home is made private.

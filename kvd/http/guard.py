@@ -30,7 +30,9 @@ class Guard:
         if not host:
             raise plain(400, "the Host header is missing")
         name = _name(host)
-        if name is not None and (_is_address(name) or _is_local(name)):
+        if name is not None and (
+            _is_address(name) or name == "localhost" or name.endswith(".localhost")
+        ):
             return
         if name not in {known.lower() for known in self.settings.hosts}:
             raise forbidden(
@@ -82,7 +84,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_local(name: str) -> bool:
-    return name == "localhost" or name.endswith(".localhost")

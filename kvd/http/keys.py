@@ -25,8 +25,6 @@ def hashed(key: str) -> str:
 
 def owner(key: str, keys: Mapping[str, str]) -> str | None:
     """Return the name of this key, or None, in constant time."""
-    given, found = hashed(key), None
-    for name, known in keys.items():
-        if hmac.compare_digest(given, known):
-            found = name
-    return found
+    given = hashed(key)
+    found = [name for name, known in keys.items() if hmac.compare_digest(given, known)]
+    return found[-1] if found else None

@@ -20,10 +20,10 @@ class Metric:
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
     help: str
     advice: str
     """How to interpret and use it."""
-    labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 
@@ -33,344 +33,307 @@ MODEL = ("model",)
 # -- memory ------------------------------------------------------------------------------------
 
 BUDGET = Metric(
-    "kvd_budget_bytes", "gauge",
+    "kvd_budget_bytes", "gauge", (),
     "Memory budget for all models together",
     "The limit for the sum of all grants",
 )  # fmt: skip
 GRANTED = Metric(
-    "kvd_granted_bytes", "gauge",
+    "kvd_granted_bytes", "gauge", (),
     "Sum of all grants: memory that workers may hold",
     "Near the budget, the next load or long request makes the governor reclaim memory",
 )  # fmt: skip
 VIOLATIONS = Metric(
-    "kvd_budget_violations_total", "counter",
+    "kvd_budget_violations_total", "counter", (),
     "Times that the sum of all grants exceeded the budget",
     "Any value but 0 is a bug: report it with the log",
 )  # fmt: skip
 MODEL_GRANTED = Metric(
-    "kvd_model_granted_bytes", "gauge",
+    "kvd_model_granted_bytes", "gauge", MODEL,
     "Memory that a model's worker may hold",
     "Shows which models use the budget",
-    MODEL,
 )  # fmt: skip
 MODEL_FOOTPRINT = Metric(
-    "kvd_model_footprint_bytes", "gauge",
+    "kvd_model_footprint_bytes", "gauge", MODEL,
     "Footprint of a model's process as the system counts it",
     "Memory above the grant counts against the budget; see the event excess",
-    MODEL,
 )  # fmt: skip
 MODEL_MEMORY = Metric(
-    "kvd_model_memory_bytes", "gauge",
+    "kvd_model_memory_bytes", "gauge", ("model", "kind"),
     "Memory that a worker holds or has reserved, by kind; the kinds do not overlap",
     "Shows what a model's memory is used for",
-    ("model", "kind"),
 )  # fmt: skip
 KV_LEVEL = Metric(
-    "kvd_kv_level_bytes", "gauge",
+    "kvd_kv_level_bytes", "gauge", ("model", "level"),
     "KV pages in use, by the KV scheme of their precision level",
     "Pages below the highest level belong to requests that were stepped down to free memory",
-    ("model", "level"),
 )  # fmt: skip
 KV_PAGES = Metric(
-    "kvd_kv_pages", "gauge",
+    "kvd_kv_pages", "gauge", ("model", "state"),
     "KV pages of 64 tokens, used and free",
     "Shows how full a model's cache is",
-    ("model", "state"),
 )  # fmt: skip
 START_LEVEL = Metric(
-    "kvd_kv_start_level", "gauge",
+    "kvd_kv_start_level", "gauge", MODEL,
     "Precision level of a model's new requests; 0 is the highest precision",
     "If it stays above 0, the budget is too small for the load",
-    MODEL,
 )  # fmt: skip
 RECLAIMABLE = Metric(
-    "kvd_reclaimable_bytes", "gauge",
+    "kvd_reclaimable_bytes", "gauge", ("model", "method"),
     "Memory that a worker could give back, by reclaim method; each excludes the methods "
     "before it",
     "Shows how close memory is to running short: spare costs nothing, preempt interrupts "
     "requests",
-    ("model", "method"),
 )  # fmt: skip
 ALLOCATOR_ACTIVE = Metric(
-    "kvd_allocator_active_bytes", "gauge",
+    "kvd_allocator_active_bytes", "gauge", MODEL,
     "Memory in use according to MLX's allocator",
     "The difference to the sum of the kinds is temporary memory of a step",
-    MODEL,
 )  # fmt: skip
 ALLOCATOR_PEAK = Metric(
-    "kvd_allocator_peak_bytes", "gauge",
+    "kvd_allocator_peak_bytes", "gauge", MODEL,
     "Peak memory in use according to MLX's allocator since the load",
     "Shows whether the reserved scratch memory is enough",
-    MODEL,
 )  # fmt: skip
 HOST_MEMORY = Metric(
-    "kvd_host_memory_bytes", "gauge",
+    "kvd_host_memory_bytes", "gauge", (),
     "Memory of the machine or the cgroup",
     "Compare it with the budget to see what is left for other programs",
 )  # fmt: skip
 HOST_AVAILABLE = Metric(
-    "kvd_host_memory_available_bytes", "gauge",
+    "kvd_host_memory_available_bytes", "gauge", (),
     "Available memory of the machine or the cgroup",
     "If it is low while kvd stays within its budget, another program uses the memory",
 )  # fmt: skip
 ACCELERATOR_LIMIT = Metric(
-    "kvd_accelerator_limit_bytes", "gauge",
+    "kvd_accelerator_limit_bytes", "gauge", (),
     "Maximum memory of the accelerator; absent without one",
     "Use it to choose a budget",
 )  # fmt: skip
 HOST_PRESSURE = Metric(
-    "kvd_host_memory_pressure", "gauge",
+    "kvd_host_memory_pressure", "gauge", ("pressure",),
     "1 for the memory pressure that the system reports, 0 for the other values",
     "If the machine swaps, lower the budget or end other programs",
-    ("pressure",),
 )  # fmt: skip
 ACTIONS = Metric(
-    "kvd_governor_actions_total", "counter",
+    "kvd_governor_actions_total", "counter", ("model", "kind"),
     "Actions to free memory, and refusals (docs/protocol.md lists the kinds of events)",
     "Steps down and preemptions mean that the budget is short; kvctl events lists them with "
     "their reasons",
-    ("model", "kind"),
 )  # fmt: skip
 
 # -- requests ----------------------------------------------------------------------------------
 
 REQUESTS = Metric(
-    "kvd_requests", "gauge",
+    "kvd_requests", "gauge", ("model", "state"),
     "Requests in the daemon, by state: waiting, running or paused",
     "A growing number of waiting requests means too little memory or too few rows",
-    ("model", "state"),
 )  # fmt: skip
 RECEIVED = Metric(
-    "kvd_requests_received_total", "counter",
+    "kvd_requests_received_total", "counter", MODEL,
     "Requests received; for unknown models the label model is empty",
     "The load in requests",
-    MODEL,
 )  # fmt: skip
 FINISHED = Metric(
-    "kvd_requests_finished_total", "counter",
+    "kvd_requests_finished_total", "counter", ("model", "reason"),
     "Requests that finished without an error, by reason: stop, length or cancelled",
     "Many cancelled requests mean that clients give up",
-    ("model", "reason"),
 )  # fmt: skip
 FAILED = Metric(
-    "kvd_requests_failed_total", "counter",
+    "kvd_requests_failed_total", "counter", ("model", "code"),
     "Requests that failed, by error code (docs/protocol.md)",
     "overloaded: more load than capacity. quarantined, worker_died, internal: see the log",
-    ("model", "code"),
 )  # fmt: skip
 PAUSED = Metric(
-    "kvd_requests_paused_total", "counter",
+    "kvd_requests_paused_total", "counter", ("model", "reason"),
     "Times that a request was paused, by reason: memory (preempted) or restart of its worker",
     "A rising count for memory means that requests wait because memory is short",
-    ("model", "reason"),
 )  # fmt: skip
 RESUMED = Metric(
-    "kvd_requests_resumed_total", "counter",
+    "kvd_requests_resumed_total", "counter", MODEL,
     "Times that a paused request resumed",
     "It follows the paused count; if it does not, see kvd_requests",
-    MODEL,
 )  # fmt: skip
 QUEUE_TIME = Metric(
-    "kvd_request_queue_time_seconds", "histogram",
+    "kvd_request_queue_time_seconds", "histogram", MODEL,
     "Time from a request's arrival until it is admitted, including loads of its model",
     "If the time to the first token is long, it tells waiting from prefill",
-    MODEL, bounds.QUEUE_S,
+    bounds.QUEUE_S,
 )  # fmt: skip
 FIRST_TOKEN = Metric(
-    "kvd_time_to_first_token_seconds", "histogram",
+    "kvd_time_to_first_token_seconds", "histogram", MODEL,
     "Time from a request's arrival until its first token is sent to the client",
     "The latency that users notice first",
-    MODEL, bounds.FIRST_TOKEN_S,
+    bounds.FIRST_TOKEN_S,
 )  # fmt: skip
 TOKEN_GAP = Metric(
-    "kvd_inter_token_latency_seconds", "histogram",
+    "kvd_inter_token_latency_seconds", "histogram", MODEL,
     "Time between two tokens of a completion, including pauses",
     "The smoothness of streams; long prompts of other requests and preemptions show in its tail",
-    MODEL, bounds.TOKEN_S,
+    bounds.TOKEN_S,
 )  # fmt: skip
 WHOLE_TIME = Metric(
-    "kvd_e2e_request_latency_seconds", "histogram",
+    "kvd_e2e_request_latency_seconds", "histogram", MODEL,
     "Time from a request's arrival to its end, for requests without an error",
     "Use it to choose client timeouts",
-    MODEL, bounds.REQUEST_S,
+    bounds.REQUEST_S,
 )  # fmt: skip
 
 # -- tokens ------------------------------------------------------------------------------------
 
 PROMPT_TOKENS = Metric(
-    "kvd_prompt_tokens_total", "counter",
+    "kvd_prompt_tokens_total", "counter", MODEL,
     "Prompt tokens of accepted requests",
     "The load in tokens",
-    MODEL,
 )  # fmt: skip
 COMPUTED_TOKENS = Metric(
-    "kvd_prompt_tokens_computed_total", "counter",
+    "kvd_prompt_tokens_computed_total", "counter", MODEL,
     "Prompt tokens that were prefilled, without prefix cache hits and including repetitions",
     "More than the prompts have means restarts, or preempted requests that are recomputed",
-    MODEL,
 )  # fmt: skip
 GENERATED = Metric(
-    "kvd_generation_tokens_total", "counter",
+    "kvd_generation_tokens_total", "counter", MODEL,
     "Generated tokens that were sent to clients",
     "The throughput",
-    MODEL,
 )  # fmt: skip
 PREFIX_LOOKUPS = Metric(
-    "kvd_prefix_cache_lookups_total", "counter",
+    "kvd_prefix_cache_lookups_total", "counter", MODEL,
     "Prompts that were looked up in the prefix cache",
     "Relate it to the token counts below",
-    MODEL,
 )  # fmt: skip
 PREFIX_QUERIES = Metric(
-    "kvd_prefix_cache_query_tokens_total", "counter",
+    "kvd_prefix_cache_query_tokens_total", "counter", MODEL,
     "Tokens of the prompts that were looked up",
     "The denominator of the hit ratio",
-    MODEL,
 )  # fmt: skip
 PREFIX_HITS = Metric(
-    "kvd_prefix_cache_hit_tokens_total", "counter",
+    "kvd_prefix_cache_hit_tokens_total", "counter", MODEL,
     "Tokens that were found in the prefix cache and not prefilled",
     "If it is low although prompts share beginnings, raise prefix_cache or the budget",
-    MODEL,
 )  # fmt: skip
 PREFIX_EVICTED = Metric(
-    "kvd_prefix_cache_evictions_total", "counter",
+    "kvd_prefix_cache_evictions_total", "counter", MODEL,
     "Checkpoints that were evicted from the prefix cache",
     "Many evictions mean that the cache is too small for the working set",
-    MODEL,
 )  # fmt: skip
 PREFIX_CHECKPOINTS = Metric(
-    "kvd_prefix_cache_checkpoints", "gauge",
+    "kvd_prefix_cache_checkpoints", "gauge", MODEL,
     "Checkpoints in the prefix cache",
     "If it stays 0, nothing is cached",
-    MODEL,
 )  # fmt: skip
 PREFIX_BYTES = Metric(
-    "kvd_prefix_cache_bytes", "gauge",
+    "kvd_prefix_cache_bytes", "gauge", MODEL,
     "Memory of the prefix cache; a part of the pages and tails",
     "Compare it with the setting prefix_cache",
-    MODEL,
 )  # fmt: skip
 
 # -- workers -----------------------------------------------------------------------------------
 
 STATE = Metric(
-    "kvd_model_state", "gauge",
+    "kvd_model_state", "gauge", ("model", "state"),
     "1 for the state of a model, 0 for the other states",
     "backoff and failed mean that its worker dies; unloaded models have no series",
-    ("model", "state"),
 )  # fmt: skip
 UNLOADED = Metric(
-    "kvd_models_unloaded", "gauge",
+    "kvd_models_unloaded", "gauge", (),
     "Unloaded models that requests can load",
     "Together with the loads it shows whether models displace each other",
 )  # fmt: skip
 INFO = Metric(
-    "kvd_model_info", "gauge",
+    "kvd_model_info", "gauge", ("model", "architecture", "dtype", "kv_scheme", "device"),
     "1, with the properties of a loaded model as labels",
     "Join these labels to other series",
-    ("model", "architecture", "dtype", "kv_scheme", "device"),
 )  # fmt: skip
 ATTENTION = Metric(
-    "kvd_attention_path_info", "gauge",
+    "kvd_attention_path_info", "gauge", ("model", "path"),
     "1, with the backend of decode attention that the probe chose at load",
     "If decoding is slower than expected: reference means that kernels were wrong, slow or "
     "absent",
-    ("model", "path"),
 )  # fmt: skip
 ATTENTION_CALL = Metric(
-    "kvd_attention_call_seconds", "gauge",
+    "kvd_attention_call_seconds", "gauge", ("model", "path"),
     "Time of decode attention per layer, measured at load, by path: fused or reference; "
     "absent without kernels",
     "If fused is not below reference, kernels are not used; other programs may have "
     "disturbed the measurement",
-    ("model", "path"),
 )  # fmt: skip
 LOADS = Metric(
-    "kvd_model_loads_total", "counter",
+    "kvd_model_loads_total", "counter", MODEL,
     "Times that a model became ready",
     "A rise without restarts means that models displace each other in the budget",
-    MODEL,
 )  # fmt: skip
 RESTARTS = Metric(
-    "kvd_worker_restarts_total", "counter",
+    "kvd_worker_restarts_total", "counter", ("model", "reason"),
     "Restarts of a worker after its process was lost, by reason",
     "killed: a signal from outside. For all other reasons see the log",
-    ("model", "reason"),
 )  # fmt: skip
 STEPS = Metric(
-    "kvd_worker_steps_total", "counter",
+    "kvd_worker_steps_total", "counter", MODEL,
     "Steps of a worker",
     "Tokens per step show how many requests share a step",
-    MODEL,
 )  # fmt: skip
 PHASES = Metric(
-    "kvd_step_phase_seconds", "histogram",
+    "kvd_step_phase_seconds", "histogram", ("model", "phase"),
     "Time that a worker spent in a phase of its step: tokenize, prefill, decode, flush or pools",
     "Shows what delays tokens: prefill of other requests, pools that change size, or "
     "decoding itself",
-    ("model", "phase"), SPAN_BOUNDS_S,
+    SPAN_BOUNDS_S,
 )  # fmt: skip
 FLUSHES = Metric(
-    "kvd_kv_flushes_total", "counter",
+    "kvd_kv_flushes_total", "counter", MODEL,
     "Times that full pages were written to the pools",
     "Relate it to the phase flush of kvd_step_phase_seconds",
-    MODEL,
 )  # fmt: skip
 LAUNCHES = Metric(
-    "kvd_attention_kernel_launches_total", "counter",
+    "kvd_attention_kernel_launches_total", "counter", MODEL,
     "Launches of kvd's attention kernels by decode steps",
     "If it is 0 on an accelerator, see kvd_attention_path_info",
-    MODEL,
 )  # fmt: skip
 
 # -- the daemon --------------------------------------------------------------------------------
 
 BUILD = Metric(
-    "kvd_build_info", "gauge",
+    "kvd_build_info", "gauge", ("version", "python"),
     "1, with the versions of kvd and Python as labels",
     "Shows which versions run",
-    ("version", "python"),
 )  # fmt: skip
 DRAINING = Metric(
-    "kvd_draining", "gauge",
+    "kvd_draining", "gauge", (),
     "1 while the daemon drains",
     "New requests are refused with the code draining",
 )  # fmt: skip
 LAG = Metric(
-    "kvd_event_loop_lag_seconds", "histogram",
+    "kvd_event_loop_lag_seconds", "histogram", (),
     "Delay of a timer in the daemon's event loop, measured ten times a second under load",
     "Above 50 ms in the tail, the daemon lacks CPU time and all streams are late",
-    (), bounds.LAG_S,
+    bounds.LAG_S,
 )  # fmt: skip
 HTTP = Metric(
-    "kvd_http_responses_total", "counter",
+    "kvd_http_responses_total", "counter", ("path", "code"),
     "HTTP responses by path and status; paths outside the API are empty",
     "401 and 403: refused clients. 429 and 503: overload",
-    ("path", "code"),
 )  # fmt: skip
 FOOTPRINT = Metric(
-    "kvd_process_footprint_bytes", "gauge",
+    "kvd_process_footprint_bytes", "gauge", (),
     "Footprint of the daemon's process, without workers",
     "Steady growth is a bug",
 )  # fmt: skip
 CPU = Metric(
-    "kvd_process_cpu_seconds_total", "counter",
+    "kvd_process_cpu_seconds_total", "counter", (),
     "CPU time of the daemon's process",
     "Near one second per second, the daemon is the bottleneck",
 )  # fmt: skip
 FILES = Metric(
-    "kvd_process_open_fds", "gauge",
+    "kvd_process_open_fds", "gauge", (),
     "Open files and sockets of the daemon",
     "Near kvd_process_max_fds, connections are not closed",
 )  # fmt: skip
 MOST_FILES = Metric(
-    "kvd_process_max_fds", "gauge",
+    "kvd_process_max_fds", "gauge", (),
     "Limit for open files and sockets of the daemon; absent without a limit",
     "Check it when connections are refused",
 )  # fmt: skip
 STARTED = Metric(
-    "kvd_process_start_time_seconds", "gauge",
+    "kvd_process_start_time_seconds", "gauge", (),
     "Start time of the daemon in seconds since 1970",
     "Shows restarts of the daemon",
 )  # fmt: skip

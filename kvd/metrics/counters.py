@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from actors import telemetry
 from actors.machines.process_exit import CAUSES
@@ -79,26 +79,12 @@ class Counters:
         )
         self.models = {NO_MODEL: no_model}
         self._knows = knows
-        self._count: dict[type[Observation], Callable[[ModelCounters, Any], None]] = {
-            telemetry.TokensSent: _tokens_sent,
-            telemetry.StatsReported: _stats_reported,
-            telemetry.RequestArrived: _request_arrived,
-            telemetry.RequestAccepted: _request_accepted,
-            telemetry.RequestAdmitted: _request_admitted,
-            telemetry.RequestPaused: _request_paused,
-            telemetry.RequestResumed: _request_resumed,
-            telemetry.RequestFinished: _request_finished,
-            telemetry.RequestFailed: _request_failed,
-            telemetry.ActionRecorded: _action_recorded,
-            telemetry.StateChanged: _state_changed,
-        }
 
     def __call__(self, observation: Observation) -> None:
         found = self.models.get(observation.model)
-        self._count[type(observation)](found or self._create(observation.model), observation)
+        _count(found or self._create(observation.model), observation)
 
     def name(self, model: str) -> str:
-        """Return the name under which a model is counted."""
         return model if model in self.models else NO_MODEL
 
     def _create(self, model: str) -> ModelCounters:
@@ -110,56 +96,37 @@ class Counters:
         return self.models.setdefault(model, ModelCounters())
 
 
-def _request_arrived(counters: ModelCounters, _: telemetry.RequestArrived) -> None:
-    counters.received += 1
-
-
-def _request_accepted(counters: ModelCounters, observation: telemetry.RequestAccepted) -> None:
-    counters.prompt_tokens += observation.prompt_tokens
-
-
-def _request_admitted(counters: ModelCounters, observation: telemetry.RequestAdmitted) -> None:
-    counters.queue.observe(observation.waited_s)
-
-
-def _tokens_sent(counters: ModelCounters, observation: telemetry.TokensSent) -> None:
-    """Count tokens; tokens of one event share its time equally."""
-    count = observation.tokens
-    counters.generated += count
-    if observation.gap_s is not None:
-        counters.gaps.observe(observation.gap_s / count, count)
-    elif observation.first_s is not None:
-        counters.first.observe(observation.first_s)
-
-
-def _request_paused(counters: ModelCounters, observation: telemetry.RequestPaused) -> None:
-    counters.paused[observation.reason] += 1
-
-
-def _request_resumed(counters: ModelCounters, _: telemetry.RequestResumed) -> None:
-    counters.resumed += 1
-
-
-def _request_finished(counters: ModelCounters, observation: telemetry.RequestFinished) -> None:
-    counters.finished[observation.reason] += 1
-    if observation.took_s is not None:
-        counters.whole.observe(observation.took_s)
-
-
-def _request_failed(counters: ModelCounters, observation: telemetry.RequestFailed) -> None:
-    counters.failed[observation.code] += 1
-
-
-def _action_recorded(counters: ModelCounters, observation: telemetry.ActionRecorded) -> None:
-    counters.actions[observation.kind] += 1
-
-
-def _stats_reported(counters: ModelCounters, observation: telemetry.StatsReported) -> None:
-    counters.worker.update(observation.life, observation.stats)
-
-
-def _state_changed(counters: ModelCounters, observation: telemetry.StateChanged) -> None:
-    if observation.state == "ready":
-        counters.loads += 1
-    elif observation.state == "backoff":
-        counters.restarts[observation.cause] += 1
+def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: PLR0912 - one match
+    match observation:
+        case telemetry.TokensSent(tokens=tokens, first_s=first_s, gap_s=gap_s):
+            counters.generated += tokens
+            if gap_s is not None:  # the tokens of one event share its time equally
+                counters.gaps.observe(gap_s / tokens, tokens)
+            elif first_s is not None:
+                counters.first.observe(first_s)
+        case telemetry.StatsReported(life=life, stats=stats):
+            counters.worker.update(life, stats)
+        case telemetry.RequestArrived():
+            counters.received += 1
+        case telemetry.RequestAccepted(prompt_tokens=prompt_tokens):
+            counters.prompt_tokens += prompt_tokens
+        case telemetry.RequestAdmitted(waited_s=waited_s):
+            counters.queue.observe(waited_s)
+        case telemetry.RequestPaused(reason=reason):
+            counters.paused[reason] += 1
+        case telemetry.RequestResumed():
+            counters.resumed += 1
+        case telemetry.RequestFinished(reason=reason, took_s=took_s):
+            counters.finished[reason] += 1
+            if took_s is not None:
+                counters.whole.observe(took_s)
+        case telemetry.RequestFailed(code=code):
+            counters.failed[code] += 1
+        case telemetry.ActionRecorded(kind=kind):
+            counters.actions[kind] += 1
+        case telemetry.StateChanged(state="ready"):
+            counters.loads += 1
+        case telemetry.StateChanged(state="backoff", cause=cause):
+            counters.restarts[cause] += 1
+        case telemetry.StateChanged():
+            pass

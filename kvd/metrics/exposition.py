@@ -36,17 +36,12 @@ class ObservedSystem(Protocol):
     @property
     def busy(self) -> bool:
         """Whether there are requests."""
-        ...
 
     def status(self) -> DaemonStatus: ...
 
-    def count_requests(self) -> Mapping[tuple[str, Stage], int]:
-        """Count requests by model and stage."""
-        ...
+    def count_requests(self) -> Mapping[tuple[str, Stage], int]: ...
 
-    def knows(self, model: str) -> bool:
-        """Return whether the registry has this model."""
-        ...
+    def knows(self, model: str) -> bool: ...
 
 
 class Exposition:
@@ -72,11 +67,9 @@ class Exposition:
         self._lag.stop()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an HTTP response."""
         self._answers[path, status] += 1
 
     async def text(self) -> str:
-        """Return all metrics in Prometheus's text format."""
         body, _ = await self.answer()
         return body.decode()
 

@@ -1,19 +1,11 @@
-"""Encodes samples in Prometheus's formats, with prometheus-client.
-
-Runs in a thread and uses only the samples.
-"""
+"""Encodes samples in Prometheus's formats, in a thread."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import (
-    CollectorRegistry,
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client import core
 from prometheus_client.exposition import choose_encoder
 
 from kvd.metrics.catalogue import everything
@@ -22,7 +14,6 @@ from kvd.metrics.samples import Buckets
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from prometheus_client.core import Metric as Family
     from prometheus_client.registry import Collector
 
     from kvd.metrics.catalogue import Metric
@@ -35,7 +26,7 @@ class Scrape:
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[core.Metric]:
         for metric in everything():
             if (series := self._samples.found.get(metric)) is not None:
                 yield _histogram(metric, series) if metric.bounds else _simple(metric, series)
@@ -43,7 +34,7 @@ class Scrape:
 
 def encoded(samples: Samples, accept: str = "") -> tuple[bytes, str]:
     """Return a body and its content type for an HTTP ``Accept`` header."""
-    registry = CollectorRegistry()  # the default registry has collectors for Python itself
+    registry = core.CollectorRegistry()  # the default registry has collectors for Python itself
     registry.register(Scrape(samples))
     encode, kind = _format(accept)
     return encode(registry), kind
@@ -57,9 +48,9 @@ def _format(accept: str) -> tuple[Callable[[Collector], bytes], str]:
         return choose_encoder("")
 
 
-def _simple(metric: Metric, series: Mapping[Labels, Value]) -> Family:
+def _simple(metric: Metric, series: Mapping[Labels, Value]) -> core.Metric:
     name = metric.name
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    kind = core.CounterMetricFamily if metric.kind == "counter" else core.GaugeMetricFamily
     family = kind(name, metric.help, labels=metric.labels)
     for values, value in series.items():
         assert not isinstance(value, Buckets), name
@@ -67,8 +58,8 @@ def _simple(metric: Metric, series: Mapping[Labels, Value]) -> Family:
     return family
 
 
-def _histogram(metric: Metric, series: Mapping[Labels, Value]) -> Family:
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+def _histogram(metric: Metric, series: Mapping[Labels, Value]) -> core.Metric:
+    family = core.HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     bounds = [*map(repr, metric.bounds), "+Inf"]
     for values, value in series.items():
         assert isinstance(value, Buckets), metric.name

@@ -10,7 +10,7 @@ from actors.machines.gauge import Pressure
 from actors.request_state import Stage
 from kvd.metrics import catalogue as c
 from kvd.metrics.samples import Buckets, Samples
-from protocol.types import ModelState
+from protocol import types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,27 +18,17 @@ if TYPE_CHECKING:
     from kvd.metrics.counters import Counters, ModelCounters
     from kvd.metrics.histogram import Histogram
     from kvd.metrics.process import Process
-    from protocol.types import (
-        DaemonStatus,
-        FusedAttention,
-        HostMemory,
-        MemoryUse,
-        ModelInfo,
-        ModelStatus,
-        Reclaimable,
-    )
 
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
-STAGES, STATES, PRESSURES = get_args(Stage), get_args(ModelState), get_args(Pressure)
+STAGES, STATES, PRESSURES = get_args(Stage), get_args(types.ModelState), get_args(Pressure)
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state of the daemon at a scrape."""
 
-    status: DaemonStatus
+    status: types.DaemonStatus
     requests: Mapping[tuple[str, Stage], int]
-    """By model and stage."""
     counters: Counters
     lag: Histogram
     answers: Mapping[tuple[str, int], int]
@@ -81,7 +71,7 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     to.put(c.STARTED, it.started_at)
 
 
-def _host(to: Samples, host: HostMemory) -> None:
+def _host(to: Samples, host: types.HostMemory) -> None:
     to.put(c.HOST_MEMORY, host.total)
     to.put(c.HOST_AVAILABLE, host.available)
     if host.accelerator_limit is not None:
@@ -89,7 +79,7 @@ def _host(to: Samples, host: HostMemory) -> None:
     to.put_state(c.HOST_PRESSURE, host.pressure, PRESSURES)
 
 
-def _model(to: Samples, model: ModelStatus) -> None:
+def _model(to: Samples, model: types.ModelStatus) -> None:
     name, stats = model.name, model.stats
     to.put_state(c.STATE, model.state, STATES, name)
     to.put(c.MODEL_GRANTED, model.granted_bytes, name)
@@ -110,7 +100,7 @@ def _model(to: Samples, model: ModelStatus) -> None:
             to.put_all(c.ATTENTION_CALL, _calls(info.fused), name)
 
 
-def _kinds(memory: MemoryUse) -> dict[str, int]:
+def _kinds(memory: types.MemoryUse) -> dict[str, int]:
     return {
         "weights": memory.weights,
         "kv_pages_used": memory.kv_pages_used,
@@ -121,7 +111,7 @@ def _kinds(memory: MemoryUse) -> dict[str, int]:
     }
 
 
-def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
+def _levels(memory: types.MemoryUse, info: types.ModelInfo | None) -> dict[str, int]:
     """Return the bytes on each precision level, by its KV scheme."""
     if info is None:
         return {}
@@ -130,7 +120,7 @@ def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
     return {name: held[at] if at < len(held) else 0 for at, name in enumerate(names)}
 
 
-def _methods(reclaimable: Reclaimable) -> dict[str, int]:
+def _methods(reclaimable: types.Reclaimable) -> dict[str, int]:
     return {
         "spare": reclaimable.spare,
         "prefixes": reclaimable.prefixes,
@@ -139,7 +129,7 @@ def _methods(reclaimable: Reclaimable) -> dict[str, int]:
     }
 
 
-def _calls(fused: FusedAttention) -> dict[str, float]:
+def _calls(fused: types.FusedAttention) -> dict[str, float]:
     """Return the seconds of a layer's attention by path, as measured at load."""
     timed = {"fused": fused.call_ms, "reference": fused.reference_ms}
     return {path: ms / 1e3 for path, ms in timed.items() if ms is not None}

@@ -18,7 +18,6 @@ class Process:
     cpu_s: float
     open_files: int
     most_files: int | None
-    """None without a limit."""
 
 
 def read() -> Process:

@@ -34,7 +34,6 @@ class Samples:
     found: dict[Metric, dict[Labels, Value]] = field(default_factory=dict)
 
     def put(self, metric: Metric, value: Value, *labels: str) -> None:
-        """Set the value of one series."""
         if len(labels) != len(metric.labels):
             raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
         self.found.setdefault(metric, {})[labels] = value
