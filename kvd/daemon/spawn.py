@@ -60,11 +60,7 @@ class Spawner:
         self._oom = OomWatch()
 
     async def __call__(
-        self,
-        name: str,
-        *,
-        on_report: Callable[[Report], None],
-        on_exit: Callable[[Exit], None],
+        self, name: str, *, on_report: Callable[[Report], None], on_exit: Callable[[Exit], None]
     ) -> Worker:
         daemon_end, worker_end = socket.socketpair()
         output, worker_output = os.pipe()

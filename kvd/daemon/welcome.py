@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def welcome(
-    home: Home,
-    loaded: list[ModelStatus],
-    failed: list[tuple[str, str]],
-    http: Sequence[str] = (),
+    home: Home, loaded: list[ModelStatus], failed: list[tuple[str, str]], http: Sequence[str] = ()
 ) -> str:
     """Return the models, addresses and first commands to try; ``failed``: name and reason."""
     kvctl = _command("kvctl")

@@ -112,10 +112,7 @@ def service_file(scene: Scene, folder: Path) -> Finding:
     return ok(name, f"{checker[0]} finds nothing wrong in {count} files")
 
 
-_CHECKERS = {
-    "darwin": ("plutil", "-lint", "-s"),
-    "linux": ("systemd-analyze", "--user", "verify"),
-}
+_CHECKERS = {"darwin": ("plutil", "-lint", "-s"), "linux": ("systemd-analyze", "--user", "verify")}
 
 
 def _complaint(command: list[str]) -> str:

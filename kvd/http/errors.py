@@ -80,11 +80,7 @@ _OTHER = _Form(500, _SERVER)
 
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
 """Defaults for errors without ``retry_after_s``."""
-_FIELDS = {
-    "tokens": "prompt",
-    "stop_tokens": "stop_token_ids",
-    "sampling.logit_bias": "logit_bias",
-}
+_FIELDS = {"tokens": "prompt", "stop_tokens": "stop_token_ids", "sampling.logit_bias": "logit_bias"}
 """Fields of the protocol that have another name in HTTP requests."""
 _NO_RETRY = frozenset({"deadline_exceeded"})
 """Errors that clients must not retry automatically, since the client's own deadline has passed."""

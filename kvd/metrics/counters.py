@@ -96,7 +96,7 @@ class Counters:
         return self.models.setdefault(model, ModelCounters())
 
 
-def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: PLR0912 - one match
+def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: C901, PLR0912 - one match
     match observation:
         case telemetry.TokensSent(tokens=tokens, first_s=first_s, gap_s=gap_s):
             counters.generated += tokens
