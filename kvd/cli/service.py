@@ -20,9 +20,8 @@ from kvd.host.exits import Exit
 from kvd.host.home import locate
 from kvd.host.listen import holder
 from kvd.service import managing
-from kvd.service.describe import describe
+from kvd.service.describe import State, describe
 from kvd.service.managing import Manager
-from kvd.service.state import State
 from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, ServiceError
 from protocol.types import DaemonStatus
 

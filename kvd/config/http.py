@@ -54,10 +54,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def with_command_line(settings: HttpSettings, option: str | None) -> HttpSettings:
-    """Return the settings overridden by ``--http``: ``off``, ``PORT`` or ``HOST:PORT``.
-
-    Raises ValueError for anything else.
-    """
+    """Return the settings overridden by ``--http``; raises ValueError for an invalid value."""
     if option is None:
         return settings
     if option == "off":

@@ -1,7 +1,4 @@
-"""KV settings as users write them: those of the protocol, with the first scheme given by name.
-
-The configuration and both command lines share this type.
-"""
+"""KV settings as users write them: those of the protocol, with the first scheme given by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Changes of the configuration while the daemon runs.
-
-Applies the settings that can change live, and reports the rest as pending. An invalid configuration
-is refused as a whole.
-"""
+"""Changes of the configuration while the daemon runs. An invalid one is refused as a whole."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ def absolute(text: str, base: Path | None = None) -> str:
     """Return a folder as an absolute path; names and Hub ids unchanged.
 
     A text is a folder if it starts with ``/``, ``./``, ``../`` or ``~``, or if it contains a slash
-    and exists. So ``demo`` is always the embedded model, and ``org/name`` a Hub id unless that
-    folder exists.
+    and exists. So ``demo`` is always the embedded model.
     """
     path = (base or Path.cwd()) / os.path.expanduser(text)  # noqa: PTH111 - `~nobody` stays
     is_path = text in {".", ".."} or text.startswith(_PATH_STARTS)

@@ -1,8 +1,7 @@
 """Estimates the memory of a model that is not loaded, from its files and without MLX.
 
-Weights are exact, from the headers of the safetensors files. So are pages of models with full or
-sliding-window attention, from the config. The memory of the interpreter and its libraries is a
-measured constant. Recurrent states are not covered.
+Weights and pages are exact. The memory of the interpreter and its libraries is a measured constant.
+Recurrent states are not covered.
 """
 
 from __future__ import annotations

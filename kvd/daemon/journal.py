@@ -1,14 +1,12 @@
 r"""The journal on disk: requests and their sent events survive the daemon.
 
-One file of records. Records are appended; `_compact` rewrites the file without expired ones. When
-`write` returns, the record is in the system's cache. It survives this process, but not a power
-loss, which ends the clients too::
+One file of records, which `_compact` rewrites without expired ones. When `write` returns, the
+record is in the system's cache: it survives this process, but not a power loss::
 
     kvd journal 1\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
 
 Reading stops at the first truncated or damaged record, which a dying daemon was writing. If the
 disk is full or the file reaches its limit, further requests are served but not journaled.
-`actors.request_journal` defines the records.
 """
 
 from __future__ import annotations

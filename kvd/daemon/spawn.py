@@ -1,7 +1,6 @@
-"""Worker processes: starts them, and exchanges frames with them over a socketpair.
+"""Starts worker processes, and exchanges frames with them over a socketpair.
 
-Implements `actors.ports.SpawnWorker`. A worker stays in the daemon's process group and session, so
-that launchd and the hang-up of a terminal reach it.
+A worker stays in the daemon's process group, so that the hang-up of a terminal reaches it.
 """
 
 from __future__ import annotations

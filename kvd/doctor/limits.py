@@ -124,5 +124,4 @@ def hub_cache(scene: Scene) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest existing folder."""
     return next(folder for folder in (path, *path.parents) if folder.exists())

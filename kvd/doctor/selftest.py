@@ -1,7 +1,6 @@
 """`kvctl doctor --selftest`: trials of computing, the system and a daemon, in separate processes.
 
-Yields the name of each trial that begins, and each complete section. If a process dies, its trial
-fails and the other trials continue in a new process.
+If a process dies, its trial fails and the other trials continue in a new process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The exit codes of `kvd` and `kvctl`, and their errors.
-
-Scripts rely on the numbers, so none is ever reused for another meaning.
-"""
+"""The exit codes of `kvd` and `kvctl`. Scripts rely on the numbers, so none is ever reused."""
 
 from __future__ import annotations
 

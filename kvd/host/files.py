@@ -1,7 +1,6 @@
 """The limit on open files; each connection and each worker needs one.
 
-The default soft limit is 256 (macOS) or 1024 (Linux), for programs that use `select`. Programs that
-need more raise it themselves.
+The default soft limit is 256 (macOS) or 1024 (Linux), for programs that use `select`.
 """
 
 from __future__ import annotations

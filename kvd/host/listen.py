@@ -1,7 +1,6 @@
 """The Unix socket: lock, bind, accept, and transfer bytes between clients and the actors.
 
-The lock is taken first and held while the daemon runs, because binding alone would silently replace
-a live daemon's socket.
+The lock is taken first, because binding alone would silently replace a live daemon's socket.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def bind(path: Path) -> socket.socket:
 def _is_open(path: Path) -> bool:
     """Return whether a process has this socket open, without activating its service.
 
-    A connect with another socket type never arrives. The kernel checks for a listener before it
-    checks the type.
+    The kernel checks for a listener before it rejects the wrong socket type.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         try:

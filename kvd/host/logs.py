@@ -1,8 +1,4 @@
-"""Logging: structlog over the standard library, including messages of libraries.
-
-Logs go to stderr, in colour on a terminal and else as JSON lines, and as JSON lines to a rotating
-file in the home.
-"""
+"""Logging to stderr and to a rotating file in the home, including messages of libraries."""
 
 from __future__ import annotations
 
@@ -67,10 +63,7 @@ def setup(folder: Path | None, level: str = "info", *, to_stderr: bool = True) -
 
 
 def truncate_if_large(fd: int, limit: int = FILE_BYTES) -> None:
-    """Empty the file behind a descriptor if it is a regular file larger than the limit.
-
-    For the file that launchd opens as stderr and never rotates.
-    """
+    """Empty a large regular file, such as the stderr that launchd never rotates."""
     with contextlib.suppress(OSError):
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_size > limit:

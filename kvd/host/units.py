@@ -1,7 +1,4 @@
-"""Byte counts and durations as text.
-
-Errors are `ValueError` with a message for users; callers add the option or key.
-"""
+"""Byte counts and durations as text. Errors are `ValueError` with a message for users."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Reads request bodies under two limits: per body, and for all bodies being read.
 
-Received bytes count until the body is complete. Complete requests are bounded by the queue. TCP and
-`http.sock` have separate limits.
+TCP and `http.sock` have separate limits. Complete requests are bounded by the queue.
 """
 
 from __future__ import annotations

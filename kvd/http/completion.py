@@ -101,7 +101,6 @@ class StreamedCompletion(_Completion):
         """The status line is sent."""
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield bytes, never empty ones."""
         with self._running():
             while True:
                 data = await self._buffer.take(KEEPALIVE_S)

@@ -32,9 +32,8 @@ class Refusal(Exception):
     final: bool = False
     """Close the connection afterwards, because the rest of the request is unread."""
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The object that OpenAI's clients expect."""
+    def encoded(self) -> bytes:
+        """Return the JSON object that OpenAI's clients expect."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.type,
@@ -44,10 +43,7 @@ class Refusal(Exception):
         if self.info is not None:
             own = {"code": self.info.code, "retryable": self.info.retryable}
             error["kvd"] = own | ({"detail": self.info.detail} if self.info.detail else {})
-        return {"error": error}
-
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body, enc_hook=str)
+        return msgspec.json.encode({"error": error}, enc_hook=str)
 
 
 @dataclass(frozen=True)

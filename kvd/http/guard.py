@@ -1,8 +1,7 @@
 """Access control for TCP: API keys, and the headers ``Host`` and ``Origin``.
 
 A page of any website can make its visitor's browser send requests to this machine. The browser then
-sends the page's origin (``Origin``), or the website's own name, which was made to resolve to this
-machine (``Host``, DNS rebinding). Other programs send neither. Pure functions of the headers.
+sends the page's origin, or the website's own name, resolved to this machine (DNS rebinding).
 """
 
 from __future__ import annotations

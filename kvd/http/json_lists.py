@@ -1,7 +1,7 @@
 """An object of lists, encoded as JSON piece by piece.
 
-As Python objects, the logprobs of an answer would take several times the memory. Encoding them all
-at the end would block the event loop for a second.
+Python objects would take several times the memory, and block the event loop for a second when
+they are encoded at the end.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ def make() -> str:
 
 
 def hashed(key: str) -> str:
-    """Return the hash that the configuration stores."""
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -35,9 +35,8 @@ def _model(status: ModelStatus, created: int) -> Model:
 def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, Any]]:
     """Return whether the daemon is ready for requests, and the body of ``/readyz``.
 
-    It is not ready while it drains, and while the first models load. A single ready or unloaded
-    model is enough, because requests for the others wait. The body has counts and no names, since
-    it needs no API key.
+    A single ready or unloaded model is enough, because requests for the others wait. The body
+    contains no names, since it needs no API key.
     """
     states: list[str] = [model.state for model in status.models]
     unloaded, ready = len(status.unloaded), states.count("ready")

@@ -1,7 +1,4 @@
-"""Request bodies: decodes them, checks what types cannot express, and translates to the protocol.
-
-All errors are protocol errors. Those about a field name it.
-"""
+"""Decodes request bodies, checks what types cannot express, and translates to the protocol."""
 
 from __future__ import annotations
 

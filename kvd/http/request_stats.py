@@ -1,7 +1,4 @@
-"""Usage, waiting times and precision levels of one HTTP request, from its events.
-
-Pure: each event comes with its time.
-"""
+"""Usage, waiting times and precision levels of one HTTP request, from its events. Sans-io."""
 
 from __future__ import annotations
 

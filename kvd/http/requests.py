@@ -1,8 +1,7 @@
 """OpenAI's request types, plus kvd's own settings under the names that vLLM uses.
 
 Unknown fields are refused, as OpenAI does, because a silently ignored field is noticed too late.
-Fields without effect on kvd are accepted and ignored. `UNSUPPORTED` fields are refused unless they
-have a neutral value.
+`UNSUPPORTED` fields are refused unless they have a neutral value.
 """
 
 from __future__ import annotations

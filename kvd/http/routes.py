@@ -1,7 +1,4 @@
-"""The routes and their handlers.
-
-Handlers raise a `Refusal` or a protocol error; `kvd.http.server` turns both into answers.
-"""
+"""The routes and their handlers, which raise a `Refusal` or a protocol error."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 class SendBuffer:
     """Takes bytes at any time and returns them joined; too many unsent bytes end the stream.
 
-    ``socket_backlog`` returns the bytes that wait in the transport. ``abort`` closes the client's
-    connection.
+    ``socket_backlog`` returns the bytes in the transport; ``abort`` closes the connection.
     """
 
     def __init__(

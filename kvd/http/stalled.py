@@ -42,7 +42,7 @@ def aborted_if_stalled(request: web.Request, timeout_s: float) -> Iterator[None]
     try:
         yield
     finally:
-        watch.end()
+        watch.timer.cancel()
 
 
 class _Watch:
@@ -57,10 +57,7 @@ class _Watch:
         """At the last check: bytes that the kernel had taken, and those not yet acknowledged."""
         self._since = self._loop.time()
         """When the progress last changed, or nothing was waiting."""
-        self._timer = self._schedule()
-
-    def end(self) -> None:
-        self._timer.cancel()
+        self.timer = self._schedule()
 
     def _schedule(self) -> asyncio.TimerHandle:
         return self._loop.call_later(min(_CHECK_EVERY_S, self._timeout_s / 4), self._check)
@@ -84,7 +81,7 @@ class _Watch:
             )
             self._transport.abort()
             return
-        self._timer = self._schedule()
+        self.timer = self._schedule()
 
 
 def _is_closed(transport: asyncio.BaseTransport) -> bool:

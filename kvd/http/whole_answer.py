@@ -50,10 +50,7 @@ class WholeAnswer(Answer):
         return _Part(JsonLists(self.head.format.logprobs([], 0)) if has_logprobs else None)
 
     def handle(self, number: int, event: Event, now: float) -> None:
-        """Take an event of the call with this number.
-
-        Raises `InvalidRequest` if the answer exceeds `MOST_BYTES`.
-        """
+        """Take an event of this call; raises `InvalidRequest` above `MOST_BYTES`."""
         self.stats.handle(number, event, now)
         match event:
             case messages.Tokens() if not self.wanted.prompt_only:

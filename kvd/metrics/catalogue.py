@@ -1,8 +1,6 @@
-"""All metrics: names, labels, descriptions and advice.
+"""All metrics: names, labels, descriptions and advice, also for docs/metrics.md.
 
-The exposition takes ``HELP`` and ``TYPE`` from here, and `tools.pages.metrics` generates the tables
-of docs/metrics.md. Units are base units. Labels contain only known models and values of fixed
-lists, never text of requests.
+Units are base units. Labels contain only known models and fixed values, never text of requests.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ class Metric:
 
 
 MODEL = ("model",)
-
-# -- memory ------------------------------------------------------------------------------------
 
 BUDGET = Metric(
     "kvd_budget_bytes", "gauge", (),
@@ -120,9 +116,6 @@ ACTIONS = Metric(
     "Steps down and preemptions mean that the budget is short; kvctl events lists them with "
     "their reasons",
 )  # fmt: skip
-
-# -- requests ----------------------------------------------------------------------------------
-
 REQUESTS = Metric(
     "kvd_requests", "gauge", ("model", "state"),
     "Requests in the daemon, by state: waiting, running or paused",
@@ -177,9 +170,6 @@ WHOLE_TIME = Metric(
     "Use it to choose client timeouts",
     bounds.REQUEST_S,
 )  # fmt: skip
-
-# -- tokens ------------------------------------------------------------------------------------
-
 PROMPT_TOKENS = Metric(
     "kvd_prompt_tokens_total", "counter", MODEL,
     "Prompt tokens of accepted requests",
@@ -225,9 +215,6 @@ PREFIX_BYTES = Metric(
     "Memory of the prefix cache; a part of the pages and tails",
     "Compare it with the setting prefix_cache",
 )  # fmt: skip
-
-# -- workers -----------------------------------------------------------------------------------
-
 STATE = Metric(
     "kvd_model_state", "gauge", ("model", "state"),
     "1 for the state of a model, 0 for the other states",
@@ -288,9 +275,6 @@ LAUNCHES = Metric(
     "Launches of kvd's attention kernels by decode steps",
     "If it is 0 on an accelerator, see kvd_attention_path_info",
 )  # fmt: skip
-
-# -- the daemon --------------------------------------------------------------------------------
-
 BUILD = Metric(
     "kvd_build_info", "gauge", ("version", "python"),
     "1, with the versions of kvd and Python as labels",

@@ -1,7 +1,6 @@
 """Answers scrapes: takes a snapshot of the running system and encodes it.
 
-The snapshot takes a fraction of a millisecond on the event loop. Encoding with prometheus-client
-takes about 10 ms and runs in a thread.
+The snapshot takes a fraction of a millisecond. Encoding takes about 10 ms and runs in a thread.
 """
 
 from __future__ import annotations

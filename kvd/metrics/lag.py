@@ -1,7 +1,6 @@
 """Measures the lag of the event loop: how late a timer fires.
 
-Ten times a second under load, and once a second when idle, to save power. A blocked loop delays the
-timer that was due in the meantime, so no block is missed.
+The timer is slower when idle, to save power. It misses no block, because a blocked loop delays it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The values of one scrape. `kvd.metrics.gather` fills them, `kvd.metrics.families` encodes them.
-
-The values are immutable, because a thread encodes them while the daemon continues to count.
-"""
+"""The values of one scrape. They are immutable, because a thread encodes them."""
 
 from __future__ import annotations
 

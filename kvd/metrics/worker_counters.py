@@ -1,7 +1,6 @@
 """Sums the counters of successive worker processes, so that they never fall.
 
-A worker reports its counters four times a second while it works. Work after the last report of a
-process that dies is missing.
+Work after the last report of a process that dies is missing; reports come four times a second.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class WorkerCounters:
     _stats: WorkerStats = field(default_factory=WorkerStats)
     """The newest counters of the current or last process."""
     _life: int = 0
-    """The number of that process."""
     _before: WorkerStats = field(default_factory=WorkerStats)
     """The sums of all processes before it."""
     peak: int = 0

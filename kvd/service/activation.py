@@ -1,7 +1,6 @@
 """Socket activation: the service manager binds the sockets, and the first client starts the daemon.
 
-systemd passes them as named file descriptors from 3 on (sd_listen_fds(3)). launchd returns them by
-name (launch_activate_socket(3)).
+Interfaces: sd_listen_fds(3) and launch_activate_socket(3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The service of one home, independent of launchd and systemd."""
+"""The service of one home and its state, independent of launchd and systemd."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from kvd.config.config import Config
 from kvd.config.http import DEFAULT_PORT
@@ -20,6 +21,18 @@ STOP_SLACK_S = 15
 """Seconds after the drain for workers to end, before the manager kills the rest."""
 _PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "XDG_CACHE_HOME")
 """Variables that locate models, copied to the service's file. Secrets are not copied."""
+
+Status = Literal["running", "starting", "stopping", "listening", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a service, as the service manager reports it."""
+
+    status: Status
+    """``listening``: the first client starts the daemon."""
+    details: str = ""
+    pid: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """launchd: the agent's plist, and `launchctl`.
 
-`render` is pure. launchd expands neither ``~`` nor variables, so all paths are absolute. File modes
-are decimal numbers.
+launchd expands neither ``~`` nor variables, so all paths are absolute. File modes are decimal.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from xml.parsers.expat import ExpatError
 from kvd.host import files
 from kvd.host.home import Home
 from kvd.service.commands import output, run, tail
-from kvd.service.describe import Service
-from kvd.service.state import State
+from kvd.service.describe import Service, State
 from protocol.errors import ServiceError
 
 _POLL_S = 0.2
@@ -110,13 +108,6 @@ class Launchd:
     def check(self) -> None:
         run(["launchctl", "print", self._domain])
 
-    def activate(self) -> None:
-        self._boot_out()
-        self._bootstrap()
-
-    def deactivate(self) -> None:
-        self._boot_out()
-
     def forget(self) -> None:
         """Do nothing: launchd forgets a job when it is booted out."""
 
@@ -127,11 +118,23 @@ class Launchd:
             run(["launchctl", "kickstart", self._target])
 
     def stop(self) -> None:
-        self._boot_out()
+        """Unload the job and wait for its end; the daemon finishes running requests first."""
+        if output(["launchctl", "bootout", self._target]) is None and not self._is_loaded():
+            return
+        timeout_s = self.service.stop_s + _KILL_S
+        deadline = time.monotonic() + timeout_s
+        while self._is_loaded():
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{self._target} still runs after {timeout_s} s")
+            time.sleep(_POLL_S)
+
+    deactivate = stop
 
     def restart(self) -> None:
-        self._boot_out()
+        self.stop()
         self._bootstrap()
+
+    activate = restart
 
     def reload(self) -> None:
         run(["launchctl", "kill", "SIGHUP", self._target])
@@ -150,17 +153,6 @@ class Launchd:
     def _bootstrap(self) -> None:
         run(["launchctl", "enable", self._target])
         run(["launchctl", "bootstrap", self._domain, str(self._file)])
-
-    def _boot_out(self) -> None:
-        """Unload the job and wait for its end; the daemon finishes running requests first."""
-        if output(["launchctl", "bootout", self._target]) is None and not self._is_loaded():
-            return
-        timeout_s = self.service.stop_s + _KILL_S
-        deadline = time.monotonic() + timeout_s
-        while self._is_loaded():
-            if time.monotonic() > deadline:
-                raise ServiceError(f"{self._target} still runs after {timeout_s} s")
-            time.sleep(_POLL_S)
 
     def _is_loaded(self) -> bool:
         return output(["launchctl", "print", self._target]) is not None

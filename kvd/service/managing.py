@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from protocol.errors import ServiceError
 
 if TYPE_CHECKING:
-    from kvd.service.describe import Service
-    from kvd.service.state import State
+    from kvd.service.describe import Service, State
 
 
 class Manager(Protocol):
@@ -59,8 +58,7 @@ class Manager(Protocol):
 
     def state(self) -> State: ...
 
-    def hint(self) -> str | None:
-        """Return advice for the user, if any."""
+    def hint(self) -> str | None: ...
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         """Return the command that shows the log, including errors before the daemon could log."""

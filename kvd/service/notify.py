@@ -1,7 +1,6 @@
-"""Notifies systemd that the daemon is ready, reloads, stops, or is alive.
+"""Notifies systemd that the daemon is ready, reloads, stops, or is alive: sd_notify(3).
 
-Protocol: sd_notify(3), lines of ``KEY=value`` in one datagram. Without systemd (launchd, a
-terminal) nothing is sent. Sending never blocks and never fails.
+Without systemd nothing is sent. Sending never blocks and never fails.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, variables: MutableMapping[str, str] | None = None) -> Notifier:
-        """Return the notifier for the environment, and remove its variables.
-
-        Child processes must not notify on the daemon's behalf.
-        """
+        """Return the environment's notifier, and remove its variables for child processes."""
         variables = os.environ if variables is None else variables
         address = variables.pop("NOTIFY_SOCKET", None)
         microseconds = variables.pop("WATCHDOG_USEC", "")

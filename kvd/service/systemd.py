@@ -13,8 +13,7 @@ from kvd.host import files
 from kvd.host.exits import Exit
 from kvd.host.home import Home
 from kvd.service.commands import output, run, tail
-from kvd.service.describe import Service
-from kvd.service.state import State, Status
+from kvd.service.describe import Service, State, Status
 from protocol.errors import ServiceError
 
 _SERVICE = """\

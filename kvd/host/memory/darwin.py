@@ -1,7 +1,6 @@
 """macOS: phys_footprint, the system's pressure level and Metal's recommended working set.
 
-All through libSystem with ctypes. The recommended working set is computed from sysctl values,
-because reading it requires opening the device, which the daemon does not do.
+The working set is computed from sysctl values, because reading it requires opening the device.
 """
 
 from __future__ import annotations

@@ -8,10 +8,7 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def kills(vmstat: Path = VMSTAT) -> int:
-    """Return the number of out-of-memory kills since boot; 0 if the system does not count them.
-
-    Includes all processes of the machine, also from inside a container.
-    """
+    """Return the machine's out-of-memory kills since boot; 0 if the system does not count them."""
     try:
         lines = vmstat.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -32,10 +29,7 @@ class OomWatch:
         self._seen = max(self._seen, kills(self._vmstat))
 
     def killed_process(self) -> bool:
-        """Return whether the out-of-memory killer may have killed a process that just died.
-
-        Each kill is attributed to one process.
-        """
+        """Return whether a dead process may have been killed; each kill counts once."""
         if kills(self._vmstat) <= self._seen:
             return False
         self._seen += 1
