@@ -85,7 +85,7 @@ def test_the_pins_are_those_of_the_package():
 def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
-    assert "mlx is 0.1, and kvd" in found.said
+    assert "mlx is 0.1, but kvd" in found.said
     assert examined(found) == ("fail", "install kvd again: pip install --upgrade mlx-kvd")
 
 
@@ -218,12 +218,12 @@ def test_a_bad_configuration_names_its_key_and_place(made: Home):
     assert "did you mean budget?" in found.said
     verdict, todo = examined(found)
     assert verdict == "fail"
-    assert todo.startswith(f"mend 'bugdet' in {made.config}")
+    assert todo.startswith(f"correct 'bugdet' in {made.config}")
 
 
 def test_a_configuration_of_models_that_are_gone(made: Home):
     made.config.write_text('models = ["demo", "./gone"]')
-    assert examined(place.configuration(scene(made))) == ("fail", f"mend models in {made.config}")
+    assert examined(place.configuration(scene(made))) == ("fail", f"correct models in {made.config}")
 
 
 def test_a_configuration_that_others_can_write(made: Home):
@@ -235,8 +235,8 @@ def test_a_configuration_that_others_can_write(made: Home):
 def test_a_stale_socket(made: Home):
     listen.bind(made.socket).close()
     found, other = place.sockets(scene(made))
-    assert "stale: the daemon that made it is dead (Connection refused)" in found.said
-    assert examined(found) == ("warn", "nothing: the next start replaces it; or `rm` it")
+    assert "stale: the daemon that created it is dead (Connection refused)" in found.said
+    assert examined(found) == ("warn", "nothing: the next start replaces it")
     assert other.verdict == "ok"
 
 
@@ -249,18 +249,18 @@ def test_a_live_socket(made: Home):
 
 def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
     with listen.hold_lock(made):
-        assert "is gone: nobody can reach it" in place.sockets(scene(made))[0].said
+        assert "was deleted, so no client can connect" in place.sockets(scene(made))[0].said
         listen.bind(made.socket).close()
         found = place.sockets(scene(made))[0]
         assert examined(found)[0] == "fail"
-        assert "though a daemon lives" in found.said
+        assert "though a daemon runs" in found.said
         assert place.lock(scene(made)).said.startswith("held by the daemon, pid ")
     assert place.lock(scene(made)).said == "free: no daemon runs here"
 
 
 def test_what_is_in_the_sockets_place(made: Home):
     made.socket.touch()
-    assert examined(place.sockets(scene(made))[0]) == ("fail", "move it")
+    assert examined(place.sockets(scene(made))[0]) == ("fail", "move it away")
 
 
 def test_a_path_too_long_for_a_socket(tmp_path):
