@@ -89,7 +89,6 @@ class Reloader:
         self.lock = asyncio.Lock()
         """Held while ``settings`` are read and changed, so that no change is lost."""
         self.settings = settings
-        """The settings in effect."""
         self.pending: tuple[str, ...] = ()
         """Keys of the changes that are not in effect yet."""
 
@@ -106,7 +105,9 @@ class Reloader:
         assert self.lock.locked(), "changes settings without the lock"
         blas.choose(wanted.blas)  # raises for a value that would break the next start
         http = self._change_http(wanted)  # may raise, so it comes first
-        changes = http + [await self._change(key, wanted) for key in self._differing(wanted)]
+        keys = (key for key in Config.__struct_fields__ if key not in {"models", "http"})
+        differing = [key for key in keys if getattr(self.settings, key) != getattr(wanted, key)]
+        changes = http + [await self._change(key, wanted) for key in differing]
         for change in changes[len(http) :]:
             if not change.pending:
                 after = {change.key: getattr(wanted, change.key)}
@@ -116,11 +117,6 @@ class Reloader:
         for change in changes:
             self._log_change(change)
         return changes
-
-    def _differing(self, wanted: Config) -> list[str]:
-        """Return the keys that differ, except the models and HTTP."""
-        fields = (key for key in Config.__struct_fields__ if key not in {"models", "http"})
-        return [key for key in fields if getattr(self.settings, key) != getattr(wanted, key)]
 
     async def _change(self, key: str, wanted: Config) -> Change:
         before, after = getattr(self.settings, key), getattr(wanted, key)
@@ -245,7 +241,6 @@ def _in_effect(
 
 
 def is_overridden(key: str, options: Options) -> bool:
-    """Return whether the command line sets this key."""
     if key == "budget":
         return options.budget_bytes is not None
     table, _, field = key.partition(".")

@@ -26,7 +26,6 @@ _TABLES = frozenset(
     key for key in Config.__struct_fields__ if isinstance(getattr(Config(), key), msgspec.Struct)
 )
 _MODEL_FIELDS = tuple(field for field in ModelEntry.__struct_fields__ if field != "alias")
-_DEFAULT_ENTRY = ModelEntry("")
 
 
 def flat(settings: Config) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def flat(settings: Config) -> dict[str, Any]:
 def default_of(key: str) -> Any:
     if key.startswith("models["):
         field = key.rpartition("].")[2]
-        return None if field == "source" else msgspec.to_builtins(getattr(_DEFAULT_ENTRY, field))
+        return None if field == "source" else msgspec.to_builtins(getattr(ModelEntry(""), field))
     return flat(Config())[key]
 
 

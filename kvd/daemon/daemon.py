@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from actors.status import KnownModel
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
-    from kvd.host.home import Home
     from kvd.http.listeners import Listener
     from kvd.http.server import Server
     from protocol.types import ModelStatus
@@ -117,7 +116,13 @@ class Daemon:
         budget = settings.budget_bytes if options.budget_bytes is None else options.budget_bytes
         self._budget = self._default_budget() if budget is None else budget
         self._blas = blas.choose(settings.blas)
-        self._journal = _journal(options.home, settings)
+        self._journal: DiskJournal | None = None
+        if settings.journal == "disk":
+            self._journal = DiskJournal(
+                options.home.journal,
+                limit_bytes=settings.journal_bytes,
+                keep_s=settings.journal_keep_s,
+            )
         self._metrics = Exposition(lambda: self._system)
         self._system = self._create_system()
         self._reloader = Reloader(
@@ -344,13 +349,6 @@ class Daemon:
         return await self._system.stop(force=True)
 
 
-def _journal(home: Home, settings: Config) -> DiskJournal | None:
-    if settings.journal != "disk":
-        return None
-    limit, keep = settings.journal_bytes, settings.journal_keep_s
-    return DiskJournal(home.journal, limit_bytes=limit, keep_s=keep)
-
-
 def _model_to_load(entry: ModelEntry, root: Path) -> ModelToLoad:
     return ModelToLoad(absolute(entry.source, root), entry.alias, entry.kv_spec, entry.policy)
 
@@ -369,7 +367,6 @@ def _has_terminal() -> bool:
 
 
 def _reload_status(error: str | None, pending: list[str]) -> str:
-    """Return the status line for the service manager after a reload."""
     if error is not None:
         return f"serving with the previous configuration: {error}"
     return f"serving; restart to apply {', '.join(pending)}" if pending else "serving"

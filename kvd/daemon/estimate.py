@@ -74,7 +74,6 @@ class FileEstimate:
 
 
 def machine(native: str, settings: Settings, attention: str = "auto") -> Machine:
-    """Return this machine; ``native`` and ``attention`` as in `kvd.config.config`."""
     on_cpu = sys.platform != "darwin" and not has_cuda_build()
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return Machine(

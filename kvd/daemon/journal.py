@@ -199,7 +199,6 @@ class DiskJournal:
                 yield payload
 
     def _read(self) -> dict[str, SavedRequest]:
-        """Return the requests that clients may attach to."""
         size = os.fstat(self._fd).st_size
         found: dict[str, SavedRequest] = {}
         intact, now = len(MAGIC), self._clock()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def become(options: Options) -> NoReturn:
-    """Replace this process with the daemon's."""
     # -P: do not import modules from the working folder.
     command = [sys.executable, "-P", "-m", "kvd.daemon.serve", options.packed()]
     sys.stdout.flush()

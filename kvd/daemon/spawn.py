@@ -106,8 +106,7 @@ class Worker:
         self._frames = _Frames(on_report, self._on_invalid_frame)
         self._log = structlog.get_logger("kvd.worker").bind(model=name, worker_pid=process.pid)
         self._oom = oom
-        self._killed = False
-        """Killed by the daemon."""
+        self._killed_by_daemon = False
         self._status: int | None = None
 
     @property
@@ -123,7 +122,7 @@ class Worker:
             self._process.terminate()
 
     def kill(self) -> None:
-        self._killed = True
+        self._killed_by_daemon = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -142,7 +141,7 @@ class Worker:
                 await lines.ended.wait()
         self._frames.close()
         pipe.close()
-        was_killed = returncode == -signal.SIGKILL and not self._killed
+        was_killed = returncode == -signal.SIGKILL and not self._killed_by_daemon
         status = returncode if self._status is None else self._status
         on_exit(Exit(status, was_killed and self._oom.killed_process()))
 

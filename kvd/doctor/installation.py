@@ -58,7 +58,6 @@ def versions(scene: Scene) -> Finding:
 
 
 def pins(system: str) -> dict[str, str]:
-    """Return the packages that kvd pins to one version on a system."""
     try:
         requirements = importlib.metadata.requires("mlx-kvd") or []
     except importlib.metadata.PackageNotFoundError:

@@ -65,7 +65,6 @@ def configuration(scene: Scene) -> Finding:
 
 
 def lock(scene: Scene) -> Finding:
-    """Report whether a daemon uses the home."""
     path = scene.home.lock
     if path.is_dir():
         return fail("lock", f"{path} is a folder", "move it away")

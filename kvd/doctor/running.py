@@ -14,13 +14,10 @@ from kvd.host import listen
 from protocol.errors import KvdError, NotRunning
 from protocol.types import DaemonStatus
 
-_ANSWER_S = 5.0
-
 
 def daemon(scene: Scene) -> list[Finding]:
-    """Check that the daemon answers, and report its errors."""
     try:
-        with Client(home=scene.home.root, timeout_s=_ANSWER_S) as client:
+        with Client(home=scene.home.root, timeout_s=5.0) as client:
             status = client.status()
     except NotRunning:
         if listen.holder(scene.home) is None:
@@ -68,7 +65,6 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
 
 
 def http_port(scene: Scene) -> Finding:
-    """Check that HTTP has its port, or can bind it."""
     http = scene.settings.http
     port = DEFAULT_PORT if http.port is None else http.port
     if not (http.enabled and http.tcp):

@@ -15,11 +15,8 @@ class Exit(enum.IntEnum):
     """All other errors, such as a model that does not fit."""
     USAGE = 2
     NOT_RUNNING = 3
-    """No daemon answers on the socket."""
     ALREADY_RUNNING = 4
-    """Another daemon uses the home."""
     CONFIG = 5
-    """The configuration or the home is invalid."""
     REFUSED = 6
     """The request is invalid, such as an unknown model or a prompt that is too long."""
     RETRY = 7

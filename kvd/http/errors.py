@@ -15,7 +15,6 @@ from protocol.errors import ErrorInfo
 
 INVALID = "invalid_request_error"
 _SERVER = "server_error"
-_LONGEST_ECHO = 40
 
 
 @dataclass(eq=False)
@@ -72,10 +71,8 @@ _FORMS = {
     "numerical_error": _Form(500, _SERVER),
     "slow_reader": _Form(500, _SERVER),
 }
-_OTHER = _Form(500, _SERVER)
 
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
-"""Defaults for errors without ``retry_after_s``."""
 _FIELDS = {"tokens": "prompt", "stop_tokens": "stop_token_ids", "sampling.logit_bias": "logit_bias"}
 """Fields of the protocol that have another name in HTTP requests."""
 _NO_RETRY = frozenset({"deadline_exceeded"})
@@ -83,7 +80,7 @@ _NO_RETRY = frozenset({"deadline_exceeded"})
 
 
 def of(info: ErrorInfo) -> Refusal:
-    form = _FORMS.get(info.code, _OTHER)
+    form = _FORMS.get(info.code, _Form(500, _SERVER))
     again = info.retryable and info.code not in _NO_RETRY
     # OpenAI's clients read this header before the status.
     headers = {"x-should-retry": "true" if again else "false"}
@@ -122,7 +119,7 @@ def too_slow(seconds: float) -> Refusal:
 
 def encoded(coding: str) -> Refusal:
     """Return the answer to a compressed body, whose decompressed size would be unbounded."""
-    message = f"Content-Encoding {coding[:_LONGEST_ECHO]!r} is not supported: send it uncompressed"
+    message = f"Content-Encoding {coding[:40]!r} is not supported: send it uncompressed"
     return Refusal(415, message, INVALID, "unsupported_encoding", final=True)
 
 

@@ -172,7 +172,6 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
 
 
 def _token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
-    """Return the token limit, and the field that sets it."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens, "max_completion_tokens"
     return request.max_tokens, "max_tokens"

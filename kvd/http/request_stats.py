@@ -64,7 +64,6 @@ class RequestStats:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the calls that are done."""
         usages = [call.usage for call in self._calls if call.usage is not None]
         prompt = sum(usage.prompt_tokens for usage in usages)
         completion = sum(usage.completion_tokens for usage in usages)

@@ -120,7 +120,6 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
     """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]
-    """A text, tokens, or a list of either, each with its own completions."""
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """0 requires ``echo``: the answer has only the prompt and its logprobs."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

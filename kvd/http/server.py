@@ -42,13 +42,11 @@ _SHUTDOWN_S = 1.0
 _LINGER_S = 2.0
 """Seconds for a client that still sends to read why it was refused."""
 _LONGEST_ECHO = 100
-"""Characters of a path that an error shows."""
 _ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _ORIGIN = web.RequestKey("origin", str)
 """The foreign origin whose page may read the answer."""
 _OWNER = web.RequestKey("owner", str)
-"""The name of the request's API key."""
 _BEGUN = web.RequestKey("begun", bool)
 """The status line is sent, so no other answer can follow."""
 
@@ -222,7 +220,6 @@ def _route_path(request: web.Request) -> str:
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers that every answer has, including streams."""
     request[_BEGUN] = True
     if (request_id := request.get(_REQUEST_ID)) is not None:  # absent if aiohttp refused it itself
         response.headers[_ID_HEADER] = request_id

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _CHECK_EVERY_S = 1.0
 _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP  # macOS has one flag for both
-_SO_NWRITE = 0x1024
-"""A socket option of macOS."""
+_SO_NWRITE = 0x1024  # of macOS
 
 
 @contextlib.contextmanager

@@ -38,7 +38,6 @@ ACTIONS = (
     "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed", "replay", "requeue",
     "start_level",
 )  # fmt: skip
-"""Governor actions on one model."""
 GLOBAL_ACTIONS = ("budget", "calm", "excess", "tight", "violation")
 """Governor actions that do not concern a single model."""
 

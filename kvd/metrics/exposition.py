@@ -75,21 +75,18 @@ class Exposition:
     async def answer(self, accept: str = "") -> Answer:
         """Return all metrics in the format of an HTTP ``Accept`` header."""
         async with self._lock:
-            samples = self._gather()
+            system = self._system()
+            snapshot = Snapshot(
+                status=system.status(),
+                requests=system.count_requests(),
+                counters=self.counters,
+                lag=self._lag.seen,
+                answers=self._answers,
+                process=process.read(),
+                started_at=self._started_at,
+            )
+            samples = samples_of(snapshot)
             return await self._run_in_thread(lambda: _encoded(samples, accept))
-
-    def _gather(self) -> Samples:
-        system = self._system()
-        snapshot = Snapshot(
-            status=system.status(),
-            requests=system.count_requests(),
-            counters=self.counters,
-            lag=self._lag.seen,
-            answers=self._answers,
-            process=process.read(),
-            started_at=self._started_at,
-        )
-        return samples_of(snapshot)
 
 
 def _encoded(samples: Samples, accept: str) -> Answer:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 KVD, HTTP = "kvd", "http"
 NAMES = (KVD, HTTP)
 """The names of the protocol's Unix socket and of the HTTP sockets."""
-_FIRST_FD = 3
 _VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
 
@@ -26,7 +25,7 @@ def take() -> dict[str, list[socket.socket]]:
 
 
 def from_systemd(
-    variables: MutableMapping[str, str], first: int = _FIRST_FD
+    variables: MutableMapping[str, str], first: int = 3
 ) -> dict[str, list[socket.socket]]:
     """Return systemd's sockets and remove its variables, which child processes must not see."""
     values = {name: variables.pop(name, "") for name in _VARIABLES}

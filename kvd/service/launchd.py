@@ -23,11 +23,10 @@ from protocol.errors import ServiceError
 _POLL_S = 0.2
 _KILL_S = 10
 """Seconds after the stop timeout for launchd to kill the job and notice its end."""
-_PREFIX = "dev.kvd."
 
 
 def label(service: Service) -> str:
-    return _PREFIX + service.name
+    return f"dev.kvd.{service.name}"
 
 
 def agent(service: Service) -> dict[str, Any]:
@@ -168,7 +167,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str) -> State:
-    """Parse the output of `launchctl print` for a job."""
     found = dict(re.findall(r"^\t([a-z ]+) = (.+)$", text, re.MULTILINE))
     pid = int(found["pid"]) if found.get("pid", "").isdigit() else None
     if pid is not None:

@@ -139,7 +139,6 @@ def _words(line: str) -> list[str]:
 
 
 def _escaped(path: str) -> str:
-    """Escape a path for a line without quotes."""
     return path.replace("%", "%%")
 
 
@@ -265,7 +264,6 @@ class Systemd:
 
     @property
     def _started(self) -> list[str]:
-        """The units that start with the session."""
         return self._sockets if self.service.on_demand else [self._unit]
 
 

@@ -38,7 +38,6 @@ class LinuxMemory:
         return _table(self._proc / str(pid) / "smaps_rollup").get("Pss", 0)
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
-        """Read in a thread, because the kernel walks the page tables of each process."""
         return await in_thread.footprints(self.footprint, pids)
 
     @property
@@ -49,19 +48,12 @@ class LinuxMemory:
         """Return limit and use of this process's cgroup and its ancestors (v2, then v1)."""
         own = _read(self._proc / "self/cgroup")
         path = next((x[3:] for x in own.splitlines() if x.startswith("0::")), "/").strip("/")
-        folder, levels = self._cgroup / path, []
-        while folder.is_relative_to(self._cgroup):
-            limit = _number(folder / "memory.max")
-            if limit is not None:
-                levels.append((limit, _number(folder / "memory.current") or 0))
-            if folder == self._cgroup:
-                break
-            folder = folder.parent
-        v1 = self._cgroup / "memory"
-        limit = _number(v1 / "memory.limit_in_bytes")
-        if limit is not None:
-            levels.append((limit, _number(v1 / "memory.usage_in_bytes") or 0))
-        return levels
+        own_folder, v1 = self._cgroup / path, self._cgroup / "memory"
+        folders = [f for f in (own_folder, *own_folder.parents) if f.is_relative_to(self._cgroup)]
+        files = [(folder / "memory.max", folder / "memory.current") for folder in folders]
+        files.append((v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes"))
+        levels = [(_number(limit), _number(used) or 0) for limit, used in files]
+        return [(limit, used) for limit, used in levels if limit is not None]
 
     def _pressure(self) -> Literal["normal", "warning", "critical"]:
         for word in _read(self._proc / "pressure/memory").split():
