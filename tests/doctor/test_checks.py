@@ -209,7 +209,7 @@ def test_a_home_that_is_not_there_yet_is_no_fault(home: Home):
 def test_a_home_that_others_can_read(made: Home):
     made.root.chmod(0o755)
     assert examined(place.folder(scene(made))) == (
-        "warn", f"chmod 700 {made.root} (the next start does it, too)")  # fmt: skip
+        "warn", f"chmod 700 {made.root}, or start the daemon, which does the same")  # fmt: skip
 
 
 def test_a_bad_configuration_names_its_key_and_place(made: Home):
