@@ -223,7 +223,8 @@ def test_a_bad_configuration_names_its_key_and_place(made: Home):
 
 def test_a_configuration_of_models_that_are_gone(made: Home):
     made.config.write_text('models = ["demo", "./gone"]')
-    assert examined(place.configuration(scene(made))) == ("fail", f"correct models in {made.config}")
+    advice = f"correct models in {made.config}"
+    assert examined(place.configuration(scene(made))) == ("fail", advice)
 
 
 def test_a_configuration_that_others_can_write(made: Home):
