@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from actors.ports import Notice
-    from actors.status import KnownModel
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
     from kvd.http.listeners import Listener
