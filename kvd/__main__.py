@@ -63,8 +63,8 @@ def serve(
     """Serve in the foreground. Ctrl-C or SIGTERM drains and exits 0; a second one exits at once."""
     if kv and not models:
         raise click.BadParameter(
-            "the KV cache options apply to models of --model; those of config.toml have their "
-            "own setting, kv"
+            "the KV cache options apply only to models given with --model, and none was given; "
+            "for a model in config.toml, use its setting kv"
         )
     options = Options(
         home=locate(home),

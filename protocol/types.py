@@ -16,7 +16,7 @@ from protocol.fields import LogitBias, Penalty
 from protocol.kv import KVSpec
 
 TimeSlicesMode = Literal["auto", "on", "off"]
-"""Whether models that compute at the same time use time slices; ``auto``: on accelerators."""
+"""Whether models with work share the device in time slices; ``auto``: only on accelerators."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -26,9 +26,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
-    """Divisor of the remaining logits; 0 takes the likeliest token after bias and penalties."""
+    """Divisor of the logits; 0 takes the token with the highest logit after bias and penalties."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """Share of the probability that the remaining likeliest tokens have together."""
+    """Keeps the likeliest tokens until their probabilities add up to this; 1 keeps all."""
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Number of likeliest tokens that remain; 0 keeps all."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
@@ -96,7 +96,7 @@ class KVPart(msgspec.Struct, frozen=True, kw_only=True):
     """Kind: ``full``, ``window 1024``, ``window 8192 keep 4``, ``chunk 8192`` or ``recurrent``."""
     layers: int
     path: Literal["pages", "dequantize-on-read", "dense", "state"]
-    """How attention reads them."""
+    """How attention reads the keys and values, or the state, of these layers."""
     scheme: str
     """KV scheme such as ``k8v8``, or ``dense``."""
     batched: bool
@@ -114,7 +114,7 @@ class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     used: bool
     reason: str | None = None
-    """Why the kernels are not used: wrong results, slower, or their error."""
+    """Why the kernels are not used: wrong results, lower speed, or the error they raised."""
     compile_s: float = 0.0
     """Seconds spent compiling the kernels that were checked."""
     call_ms: float | None = None
@@ -167,7 +167,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     native: str | None = None
     """State of kvd's own CPU operations: ``on``, or why they are off; absent on accelerators."""
     costs: Costs | None = None
-    """Costs of rows; absent if no formula gives them."""
+    """Memory that rows need, as formulas; absent if the model has none."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_tails: int = 0
     """Bytes of tails, including copies in snapshots."""
     scratch: int = 0
-    """Bytes reserved for dequantized layers, flushes and growth."""
+    """Bytes reserved for dequantized layers, for flushes, and for growing pools."""
     active: int = 0
     """Bytes in use according to MLX's allocator."""
     peak: int = 0
@@ -211,19 +211,19 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of its grant that a worker could give back, each in addition to those before."""
+    """Granted bytes that a worker could give back; each method counts on top of those before it."""
 
     spare: int = 0
-    """Bytes granted, but neither held nor reserved; includes pools that can shrink."""
+    """Bytes granted and neither held nor reserved, and bytes by which pools can shrink."""
     prefixes: int = 0
     """Bytes of checkpoints that no row uses."""
     levels: tuple[int, ...] = ()
-    """Bytes that stepping all rows down to each lower precision level frees.
+    """Bytes freed by stepping all rows down, one entry for each lower precision level.
 
-    Each entry is in addition to the previous one; the last is the model's quality floor.
+    An entry counts what its level frees beyond the one before. The last level is the quality floor.
     """
     preempt: int = 0
-    """Bytes that preempting all rows frees which can be preempted now."""
+    """Bytes freed by preempting all rows that can be preempted now."""
     rows: int = 0
     """Requests that hold memory."""
     waiting: int = 0

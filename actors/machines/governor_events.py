@@ -20,7 +20,7 @@ class LoadRequested(Record, frozen=True):
     model: str
     policy: ModelPolicy = ModelPolicy()
     patient: bool = True
-    """The load waits for memory that models in use hold; otherwise it is refused."""
+    """True: the load waits until models in use free memory. False: it is refused at once."""
 
 
 class PolicyChanged(Record, frozen=True):
@@ -35,7 +35,7 @@ class ModelReady(ModelRecord, frozen=True):
 
 
 class ServingChanged(Record, frozen=True):
-    """The process got its first request or finished its last one. Arrives before its own report."""
+    """The daemon gave the process its first request, or its last request ended."""
 
     model: str
     busy: bool
@@ -124,7 +124,7 @@ class Evict(Record, frozen=True):
 
     model: str
     requeue: bool = False
-    """The worker has requests but runs none: they return to the daemon and load the model later."""
+    """True if the worker only has queued requests: they return to the daemon and load it again."""
 
 
 class HoldRequests(Record, frozen=True):

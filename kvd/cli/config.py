@@ -34,7 +34,7 @@ _key_argument: Decorator = click.argument(
     "key", help="Such as budget or watchdog.decode_s.", shell_complete=setting_keys
 )
 _save_option: Decorator = click.option(
-    "--save", "-s", is_flag=True, help="Write it to config.toml too; comments there stay."
+    "--save", "-s", is_flag=True, help="Change config.toml as well; its comments stay."
 )
 
 
@@ -78,7 +78,7 @@ def set_value(common: CommonOptions, key: str, value: str, *, save: bool) -> Non
 @_save_option
 @common_options()
 def unset(common: CommonOptions, key: str, *, save: bool) -> None:
-    """Return to the value in config.toml; --save removes that too, and the default applies."""
+    """Undo a live change. With --save, remove the key from config.toml as well."""
     _change(common, key, None, save=save)
 
 
@@ -131,7 +131,7 @@ def page(settings: list[Setting]) -> Table:
         fixed_column("KEY", style="bold"),
         text_column("VALUE"),
         fixed_column("FROM"),
-        text_column("CHANGES", style="dim"),
+        text_column("CAN CHANGE", style="dim"),
     )
     for setting in settings:
         value = Text(format_value(setting.value), "" if setting.origin != "default" else "dim")
@@ -145,11 +145,13 @@ def _changes(setting: Setting) -> Text:
         return Text(f"at the next restart: {format_value(setting.next)}", "yellow")
     if setting.live:
         return Text("live")
-    return Text("while not loaded" if setting.key.startswith("models[") else "at a restart")
+    return Text(
+        "while the model is not loaded" if setting.key.startswith("models[") else "at a restart"
+    )
 
 
 def format_value(value: Any) -> str:
-    """Return a value as `config.toml` has it; a dash without a value."""
+    """Return a value as in `config.toml`, strings without quotes; a dash for no value."""
     if value is None:
         return "-"
     if isinstance(value, str):

@@ -34,7 +34,7 @@ from protocol.worker import RowFailed, RowFinished
 
 MAGIC = b"kvd journal 1\n"
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
-"""The file is compacted when its dead bytes exceed this and the live bytes."""
+"""The file is compacted when its dead bytes exceed both this and its live bytes."""
 _HEADER = struct.Struct(">II")
 _MAX_RECORD = 64 * 1024 * 1024
 """Larger than any frame of a worker, so a longer record is damaged."""
@@ -108,7 +108,7 @@ class DiskJournal:
             self._live += len(frame)
 
     def _stop_keeping(self, rid: str) -> None:
-        """Drop a request that misses a record."""
+        """Drop a request, because one of its records could not be written."""
         frame = _frame(_encode(RequestDropped(rid)))
         if rid in self._sizes and self._append(frame):
             self._size += len(frame)
@@ -131,7 +131,7 @@ class DiskJournal:
         self._expire()
         dead = self._size - self._live
         full = self._size + size > self._limit
-        # Not for a few bytes, because compaction writes the whole file.
+        # Compact only if that frees many bytes, because it rewrites the whole file.
         if dead > max(LEAST_DEAD_BYTES, self._live) or (full and dead > self._limit // 8):
             with contextlib.suppress(OSError):  # the old file stays intact
                 self._compact()

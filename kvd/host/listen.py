@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvd.host.home import Home
 
 BACKLOG = 512
-"""Connections that may wait for accept. asyncio treats a connect to a full queue as successful."""
+"""Connections that may wait for accept. Clients on asyncio do not notice that the queue is full."""
 _HALF_CLOSED_S = 0.5
 """Seconds to answer a client that has closed its writing side (`nc -N`)."""
 _LINGER_S = 2.0
@@ -109,7 +109,8 @@ def bind(path: Path) -> socket.socket:
 def _is_open(path: Path) -> bool:
     """Return whether a process has this socket open, without activating its service.
 
-    The kernel checks for a listener before it rejects the wrong socket type.
+    It connects with the wrong socket type. The kernel looks for a listener before it checks the
+    type, so `EPROTOTYPE` means that there is one.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         try:
@@ -136,7 +137,7 @@ def peer_uid(peer: socket.socket) -> int:
 
 
 def is_ours(uid: int) -> bool:
-    """Return whether this user may use the daemon; root could become the user anyway."""
+    """Return whether this uid may connect: the daemon's own user, or root, which can become it."""
     return uid in {os.geteuid(), 0}
 
 

@@ -104,4 +104,4 @@ def test_kv_options_without_a_model_are_refused(home: Home):
         kvd_app, ["serve", "--home", str(home.root), "--kv", "k4v4"], env={"COLUMNS": "400"}
     )
     assert done.exit_code == Exit.USAGE
-    assert "apply to models of --model" in done.output
+    assert "apply only to models given with --model" in done.output

@@ -280,5 +280,5 @@ def test_the_page_shows_keys_values_and_what_waits(home: Home):
     assert lines["budget"] == "8GiB file live"
     assert lines["max_rows"] == "32 default at the next restart: 8"
     assert lines["models[q].priority"] == "2 file live"
-    assert lines["models[q].source"] == "/m/qwen file while not loaded"
+    assert lines["models[q].source"] == "/m/qwen file while the model is not loaded"
     assert lines["prefill_chunk"] == "- default at a restart"

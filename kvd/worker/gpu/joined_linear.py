@@ -128,8 +128,8 @@ class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
 def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
-    ``product`` replaces MLX's product for few rows. Only layers whose class is exactly MLX's own are
-    changed. Those with no partner multiply alone, with weights stored as above.
+    ``product`` replaces MLX's product for few rows. Only layers of exactly MLX's own classes
+    are changed. Those with no partner multiply alone, with weights stored as above.
     """
     for module in list(model.modules()):
         if isinstance(module, JoinedLinear):

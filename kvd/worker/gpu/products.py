@@ -232,7 +232,7 @@ class _Variant:
 
     @property
     def name(self) -> str:
-        # MLX finds a compiled kernel by its name, so the name covers all that the source depends on.
+        # MLX finds a compiled kernel by its name: the name covers all that the source depends on.
         eps = "" if self.eps is None else float(self.eps).hex().replace(".", "_")
         eps = eps.replace("-", "m").replace("+", "p")
         parts = ["gated"] if self.gated else []

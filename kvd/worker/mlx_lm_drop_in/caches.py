@@ -23,7 +23,7 @@ from kvd.worker.mlx_lm_drop_in.shared_store import Reading, SharedRow, SharedSto
 
 
 def schemes_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -> list[Scheme]:
-    """Return the schemes of a row: with ``quantized_kv_start``, it starts without quantization."""
+    """Return the schemes that a row passes through; with ``quantized_kv_start``, 16 bits first."""
     if isinstance(scheme, str):
         scheme = Scheme.parse(scheme, k_group=min(group_size, PAGE_TOKENS), v_group=group_size)
     return [Scheme(16, 16), scheme] if quantized_kv_start else [scheme]
@@ -62,7 +62,7 @@ class DropInKVCache:
         self.padding = Padding.none(len(rows))
         self._batched = batched
         self._reading: Reading | None = None
-        # It references the list itself, so the list must be changed in place.
+        # The finalizer holds this list object, so later changes must be made in place.
         self._finalizer = weakref.finalize(self, shared.drop, self.rows)
         self._finalizer.atexit = False
 
@@ -174,7 +174,7 @@ class DropInKVCache:
     # Removing tokens.
 
     def is_trimmable(self) -> bool:
-        """Return whether any number of tokens can be removed: no token has left a window."""
+        """Return whether `trim` works for every ``n``: no token has left a window."""
         return not any(one.row is not None and one.row.skipped for one in self.rows)
 
     def trim(self, n: int) -> int:
@@ -194,8 +194,8 @@ class DropInKVCache:
     def merge(cls, caches: Sequence[Any]) -> Self:
         """Return a batch of all these caches' sequences. The caches do not change.
 
-        Sequences of other stores are copied to one (`convert.together`). Raises ``TypeError`` for
-        caches of another class, ``ValueError`` for another window or other key shapes.
+        Caches of different stores are first copied into one (`convert.together`). Raises
+        ``TypeError`` for caches of another class, ``ValueError`` for another window or key shape.
         """
         for cache in caches:
             cls._check(cache)
@@ -248,8 +248,8 @@ class DropInKVCache:
         """Announce a padded batch. Its padding is neither stored nor attended to.
 
         ``left_padding`` has the padding tokens before each sequence's own tokens, for empty caches
-        only. If ``right_padding`` has any, ``lengths`` has the number of each sequence's own tokens
-        among the next ones.
+        only. With ``right_padding``, ``lengths`` says how many of each sequence's next tokens are
+        its own.
         """
         if left_padding is not None and any(left_padding):
             if not self.empty():

@@ -1,7 +1,7 @@
 """Builds the library once per machine, in seconds, with the compiler that MLX's own JIT uses too.
 
-Distributions of MLX include headers and a library, but the binary interface changes with the
-version, and the code runs fastest if compiled for the exact processor. So kvd ships no binary.
+kvd ships no binary: MLX's binary interface changes with its version, and the code runs fastest if
+compiled for the exact processor. MLX's distributions include the headers that the build needs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _loaded(path: Path) -> ModuleType:
     # Fail now if arrays do not pass from MLX to the library and back.
     found = module.rms_norm(mx.ones((2, 8)), None, 0.0)
     if not bool(mx.array_equal(found, mx.ones((2, 8))).item()):
-        raise RuntimeError("a row of ones has no norm of 1")
+        raise RuntimeError("a test call of rms_norm returned wrong values")
     return module
 
 
@@ -136,7 +136,7 @@ def _key() -> str:
 
 
 def _processor() -> str:
-    """Return the processor's features: home folders are shared between machines."""
+    """Return the processor's features. Machines with other processors may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

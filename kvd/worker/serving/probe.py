@@ -166,8 +166,9 @@ def serve(
 ) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
 
-    ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. Raises `UnsupportedModel` if mlx-lm itself cannot run the model, if its logits are not finite,
-    or if even mlx-lm's own caches do not give the same logits twice.
+    ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. Raises `UnsupportedModel`
+    if mlx-lm itself cannot run the model, if its logits are not finite, or if mlx-lm's own caches
+    do not give the same logits twice.
     """
     try:
         layout = find_layout(model)
