@@ -81,7 +81,7 @@ def test_pools_that_are_copied_are_found(monkeypatch):
     right = KVStore.flush
 
     def held(self: KVStore) -> None:
-        """Somebody else has the pools' arrays, as a step in flight would."""
+        """Another holder keeps the pools' arrays, as a step in flight would."""
         pools = [pool for layer in self.layers for pool in layer.pools]
         views = [array.reshape(-1) for pool in pools for array in pool.arrays()]
         mx.eval(views)
