@@ -73,6 +73,7 @@ async def check(client: AsyncClient, source: str, scheme: str, lower: dict[str, 
     await client.unload("m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schemes"), [("demo", ("k8v8", "k4v4")), ("wide", ("k8v4",))], ids=["demo", "wide"]
 )

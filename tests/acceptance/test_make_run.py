@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.process]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_serves_the_embedded_model_and_says_what_to_try(home: Home) -> None:
     process = subprocess.Popen(
         ["make", "--no-print-directory", "run", f"VENV={sys.prefix}"],

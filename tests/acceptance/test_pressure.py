@@ -79,5 +79,6 @@ async def main() -> None:
     assert max(one.footprint for one in watch.samples) <= 1.03 * budget
 
 
+@pytest.mark.slow
 def test_streams_under_pressure_finish_with_the_same_tokens():
     asyncio.run(main())

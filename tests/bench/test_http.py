@@ -27,6 +27,7 @@ def test_a_broken_limit_is_reported():
     assert [fault.split()[0] for fault in http.faults(late)] == ["x", "lag", "memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 async def test_two_hundred_streams_of_each_kind_and_flat_memory():
     options = argparse.Namespace(

@@ -158,6 +158,7 @@ def test_kvctl_prints_them(served: Served):
     assert "no metric" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_prometheus_scrapes_it_and_every_panel_has_something_to_show(
     served: Served, tmp_path: Path

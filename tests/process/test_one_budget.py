@@ -34,6 +34,7 @@ def home_with_models(home: Home) -> Home:
     return home
 
 
+@pytest.mark.slow
 def test_models_evict_each_other_and_are_loaded_again_on_request(home_with_models, make_daemon):
     daemon = make_daemon().start()
     with daemon.client() as client:

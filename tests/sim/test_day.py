@@ -7,6 +7,7 @@ import pytest
 from tests.sim.day import Day
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 4])
 def test_a_day_of_mixed_traffic(seed: int) -> None:
     day = Day(seed)

@@ -145,10 +145,11 @@ class Preemption:
     def _writer(self, request: Request) -> SnapshotWriter | None:
         """Return a writer of a request's snapshots; None if recomputing its rows is better."""
         batch = self._batch
-        if not isinstance(batch.cache, ModelCache):
+        folder = self._transfers.folder
+        if not isinstance(batch.cache, ModelCache) or not folder.has_room(0):
             return None
         writer = SnapshotWriter(batch.cache, [owner.snapshot for owner in request.preempted_owners])
-        if not self._transfers.folder.has_room(writer.nbytes):
+        if not folder.has_room(writer.nbytes):
             return None
         position = batch.scheduler.find(request.rid).prefilled
         prefilled = len(request.prompt) if request.begun else position

@@ -153,6 +153,7 @@ def share_of_growth(cache: ModelCache) -> int:
     return cache.charged_bytes - cache.usage.pages_bytes
 
 
+@pytest.mark.slow
 def test_growth_takes_a_copy_of_one_layers_pool() -> None:
     loop = Loop()
     rows = [loop.fill(220), loop.fill(100)]
@@ -174,6 +175,7 @@ def test_growth_takes_a_copy_of_one_layers_pool() -> None:
     assert abs(watch.end - grown) <= alone + NOISE
 
 
+@pytest.mark.slow
 def test_flushes_copy_nothing() -> None:
     loop = Loop()
     rows = [loop.fill(220), loop.fill(20), loop.fill(70)]
@@ -217,6 +219,7 @@ def test_shrinking_takes_a_copy_of_one_layers_pool_and_gives_the_rest_back() -> 
     assert abs(watch.end + freed) <= alone + NOISE
 
 
+@pytest.mark.slow
 def test_stepping_down_stays_within_the_scratch() -> None:
     loop = Loop()
     rows = [loop.fill(150), loop.fill(150), loop.fill(20)]
@@ -251,6 +254,7 @@ def test_stepping_down_stays_within_the_scratch() -> None:
     assert watch.end < -0.35 * held + alone
 
 
+@pytest.mark.slow
 def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> None:
     """The scratch covers both what a step-down adds and a chunk's dense copies."""
     loop = Loop()
@@ -292,6 +296,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
     assert max(peaks) <= SCRATCH + tails + NOISE
 
 
+@pytest.mark.slow
 def test_a_group_stays_within_the_memory_of_a_single_chunk() -> None:
     """Each row needs memory for its tail and for dense copies of its pages, so only 5 rows fit."""
     loop = Loop()

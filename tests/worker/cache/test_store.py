@@ -274,6 +274,7 @@ def test_pages_do_not_depend_on_chunks() -> None:
         bench.check()
 
 
+@pytest.mark.slow
 def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     """Peak memory shows no second pool, so the arrays' buffers are written in place."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)

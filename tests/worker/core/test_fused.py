@@ -93,6 +93,7 @@ class Sides:
             assert np.abs(other - plain).max() <= 1e-4 * np.abs(plain).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_logits_match_plain_operations_through_joins_leaves_commits_and_levels(name: str) -> None:
     eager, traced = StandIn(), StandIn()
@@ -119,6 +120,7 @@ def test_logits_match_plain_operations_through_joins_leaves_commits_and_levels(n
     assert 1 < len(compiled._traces) < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "events"), [("qwen3", "flush"), ("gpt_oss", "all")])
 def test_the_time_of_flushes_changes_no_bit(name: str, events: str) -> None:
     """Other rows trigger flushes at any time, and rows are restored: kernels return the same."""
@@ -172,6 +174,7 @@ class Shimmed(Fused):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no g++ on Linux")
 def test_metals_own_kernels_serve_a_model() -> None:
     """Windows and full attention, rows of unequal lengths, two levels, a join and a leave."""

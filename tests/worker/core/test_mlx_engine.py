@@ -284,6 +284,7 @@ def test_info_describes_what_was_loaded(demo: Driver) -> None:
     assert demo.total < 2 * GIB
 
 
+@pytest.mark.slow
 def test_recall_agrees_with_dense(demo: Driver) -> None:
     """Quantized pages answer twelve recall tasks of 1024 tokens as dense pages do."""
     dense = Driver("demo", kv=KVSpec(16, 16))

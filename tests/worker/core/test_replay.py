@@ -90,6 +90,7 @@ def undisturbed(demo: Driver) -> list[Report]:
     return reports_of(demo, asked())
 
 
+@pytest.mark.slow
 def test_streams_continue_after_any_report(demo: Driver, undisturbed: list[Report]) -> None:
     right = {rid: received.all() for rid, received in transcripts_of(undisturbed).items()}
     assert {reasons[0] for _, _, _, reasons, _, _ in right.values()} >= {"stop", None}

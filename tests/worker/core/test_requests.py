@@ -115,6 +115,7 @@ def test_bias_penalties_and_min_tokens_affect_the_draw(demo: Driver) -> None:
     assert end not in least.tokens[:10]
 
 
+@pytest.mark.slow
 def test_a_shared_beginning_is_prefilled_once(demo: Driver) -> None:
     shared = prompt_of(1500, 6)
     prompts = [shared + prompt_of(40, 10 + index) for index in range(3)]
@@ -147,6 +148,7 @@ def test_other_salts_share_nothing_and_scored_prompts_are_prefilled_completely(
     assert tree.counts.hit_tokens == before + 512
 
 
+@pytest.mark.slow
 def test_checkpoints_are_evicted_for_requests_under_a_tight_budget() -> None:
     driver = Driver("demo")
     for index in range(4):

@@ -171,6 +171,7 @@ def test_only_as_many_rows_step_down_as_needed_and_new_ones_start_there(pressed:
     assert scheduler.find("e").level == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_fits_only_at_a_lower_level_runs_there(stepping: Driver) -> None:
     stepping.outcomes.clear()
     prompt = periodic_prompt(9000, 7)

@@ -85,6 +85,7 @@ def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
 def test_kernels_match_dense_attention(number):

@@ -61,6 +61,7 @@ def test_they_are_short_and_take_the_same_arguments(short: list[Launch]) -> None
         assert wrap(one, "cuda").buffers == wrap(long, "cuda").buffers
 
 
+@pytest.mark.slow
 def test_they_are_the_same_kernels(short: list[Launch]) -> None:
     for one, long in zip(short, launches(), strict=True):
         outputs = (run(each, "cuda", races=False) for each in (one, long))

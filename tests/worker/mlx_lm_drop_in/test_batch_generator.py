@@ -94,6 +94,7 @@ def test_batch_generator_gives_the_engines_tokens(scheme, quantized) -> None:
     assert [tokens[: len(true)] for tokens, true in zip(got, wanted, strict=True)] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "gemma4_text", "olmo3"]
 )
@@ -238,6 +239,7 @@ def test_merging_and_splitting_copies_no_key(quantized) -> None:
     assert grown == [0, 0]
 
 
+@pytest.mark.slow
 def test_pipelined_decoding_holds_no_second_copy(quantized) -> None:
     """mlx-lm launches a step before it reads the previous one. Flushes must not copy pools then."""
     model, config = build("qwen3")

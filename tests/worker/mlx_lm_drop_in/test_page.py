@@ -17,6 +17,7 @@ pytestmark = pytest.mark.mlx
 PAGE = (ROOT / "docs" / "mlx-lm.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     example += "\nassert type(model.make_cache()[0]).__name__ == 'DropInKVCache'\n"

@@ -42,6 +42,7 @@ print(json.dumps([driver.asked[0][0], loading, base, rest, most, driver.total, s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
 def test_the_process_takes_no_more_memory_than_it_is_charged_for() -> None:
     done = subprocess.run(

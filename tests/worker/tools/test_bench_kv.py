@@ -71,6 +71,7 @@ def test_half_precision_has_half_the_scales() -> None:
     assert one["share_of_fp16"] == (1 + 4 / 64) / 2
 
 
+@pytest.mark.slow
 def test_never_more_than_one_dense_layer_is_alive() -> None:
     shape = Shape(heads=4, kv_heads=4, head_dim=128, layers=40, dtype="float32")
     tokens = 16384
