@@ -3,7 +3,7 @@ r"""The journal on disk: requests and their sent events survive the daemon.
 One file of records, which `_compact` rewrites without expired ones. When `write` returns, the
 record is in the system's cache: it survives this process, but not a power loss::
 
-    kvd journal 1\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
+    kvd journal 2\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
 
 Reading stops at the first truncated or damaged record, which a dying daemon was writing. If the
 disk is full or the file reaches its limit, further requests are served but not journaled.
@@ -32,7 +32,7 @@ from actors.request_journal import (
 from kvd.host.home import unusable
 from protocol.worker import RowFailed, RowFinished
 
-MAGIC = b"kvd journal 1\n"
+MAGIC = b"kvd journal 2\n"
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
 """The file is compacted when its dead bytes exceed both this and its live bytes."""
 _HEADER = struct.Struct(">II")
