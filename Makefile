@@ -37,7 +37,7 @@ test: check
 
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
 test-%: $(VENV)/.dev
-	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -213,6 +213,7 @@ def test_a_client_that_goes_away_ends_its_request(client: httpx.Client, live: Li
     assert live.model("slow").stats.generated_tokens - before < 100
 
 
+@pytest.mark.slow
 def test_a_stream_outlives_its_worker(live: Live, ai: openai.OpenAI):
     live.load(source(tps=100), "mortal")
     settings = {"model": "mortal", "messages": HELLO, "max_tokens": 60, "seed": 4}
@@ -230,6 +231,7 @@ def test_a_stream_outlives_its_worker(live: Live, ai: openai.OpenAI):
     assert extension["paused_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_drain_finishes_streams_and_refuses_what_is_new(live_alone: Live):
     live = live_alone
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as ai:

@@ -113,6 +113,7 @@ def test_a_hundred_megabytes_are_refused(raw, live: Live):
     assert footprint(live) - before < 30e6
 
 
+@pytest.mark.slow
 def test_chunks_without_end_are_refused(raw, live: Live):
     before = footprint(live)
     raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -225,6 +226,7 @@ def test_what_hostile_clients_send_is_what_friendly_ones_may():
     assert read(request(CHAT, asked()).partition(b"\r\n\r\n")[2], ChatRequest).model == "fast"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of others can be set")
 def test_connections_without_end_leave_the_other_sockets_and_workers_alone(home: Home):
     """With so few files that they would be used up: a fourth of them is all that a door has."""

@@ -59,6 +59,7 @@ def test_a_name_that_the_configuration_could_not_have(kvctl, name):
     assert "letters, digits" in err
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(home: Home):
     open_to_all = '[http]\nhost = "0.0.0.0"\nport = 0\n'

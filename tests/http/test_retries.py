@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import openai
+import pytest
 
 from tests.http.live import Live
 from tests.process.helpers import source, wait_for
@@ -50,6 +51,7 @@ class Visits:
         return 1 <= int(reported) <= self.asked[1] - at
 
 
+@pytest.mark.slow
 async def test_openai_retries_by_itself(live: Live):
     """The package obeys 429 and Retry-After without a loop."""
     live.load(source(tps=20), MODEL)

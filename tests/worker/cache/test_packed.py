@@ -40,6 +40,7 @@ def index() -> PageIndex:
     return PageIndex(rows * HEADS + heads, slots * HEADS + heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [pk.page_product, pk.page_product_by_copy])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_products_agree_with_dense_ones(product, transpose: bool):

@@ -197,6 +197,7 @@ def test_flushes_copy_nothing() -> None:
     assert watch.peak <= waiting + alone + NOISE
 
 
+@pytest.mark.slow
 def test_shrinking_takes_a_copy_of_one_layers_pool_and_gives_the_rest_back() -> None:
     loop = Loop()
     rows = [loop.fill(100), loop.fill(100), loop.fill(100)]
@@ -356,6 +357,7 @@ def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
     assert watch.peak > 0.5 * reserved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 7])
 def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -> None:
     alone = of_steps(quiet := Loop(), [quiet.fill(2) for _ in range(4)])
@@ -421,6 +423,7 @@ def run_latent(runner: Runner, lengths: list[int], chunk: int) -> list[mx.array]
     return found
 
 
+@pytest.mark.slow
 def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
     """Rows of very different lengths. The longest alone needs more than the scratch."""
     chunk, lengths = 512, [4096] + [512] * 7
@@ -468,6 +471,7 @@ def test_steps_over_rectangles_do_not_add_up() -> None:
     assert mx.get_peak_memory() - start <= 12 * MIB + NOISE
 
 
+@pytest.mark.slow
 def test_the_watch_detects_a_copied_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch detects a flush that does not wait for the step in flight."""
     loop = Loop()

@@ -123,6 +123,7 @@ def test_a_removed_sequence_loses_its_place_with_the_next_pass() -> None:
     assert total(states, 0) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 3, 12])
 def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int) -> None:
     """With sequences that join and leave, padded or not. Only the rows' own states stay."""

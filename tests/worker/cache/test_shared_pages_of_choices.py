@@ -36,6 +36,7 @@ def branches(runner: Runner, start: int) -> list[Row]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [60, 330])
 @pytest.mark.parametrize(
     ("model", "settings"),

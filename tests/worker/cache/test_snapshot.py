@@ -148,6 +148,7 @@ def test_every_kind_of_cache_continues_bit_for_bit(
     goes_on(runner, prompt, decoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dense at first", "bounded"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_every_setting_continues_bit_for_bit(name: str, how: str) -> None:

@@ -68,6 +68,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     assert cache.nbytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_cache_is_read_back(name: str) -> None:
     runner = alone(name)
@@ -82,6 +83,7 @@ def test_every_kind_of_cache_is_read_back(name: str) -> None:
     both_go_on(runner, [row, other])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dense at first", "bounded"])
 def test_every_setting_is_read_back(how: str) -> None:
     runner = alone("gpt_oss", how)
@@ -118,6 +120,7 @@ def test_a_row_about_to_leave_the_dense_start_is_read_back(length: int) -> None:
     np.testing.assert_array_equal(decode(runner, loader.sequences, ids(10, 8))[0], want)
 
 
+@pytest.mark.slow
 def test_pages_are_read_back_on_their_levels() -> None:
     runner = alone("qwen3")
     row = runner.cache.new_row()

@@ -216,6 +216,7 @@ def heavy() -> tuple[Bench, list[DenseRow]]:
     return bench, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scratch", [12 * MIB, 64 * MIB])
 @pytest.mark.parametrize("lowered", [[0, 1, 2], [0, 1], [1]])
 def test_memory_is_freed_and_the_peak_stays_within_the_scratch(
@@ -244,6 +245,7 @@ def test_memory_is_freed_and_the_peak_stays_within_the_scratch(
     assert mx.get_peak_memory() - before <= scratch
 
 
+@pytest.mark.slow
 def test_a_small_scratch_makes_small_rounds() -> None:
     bench, rows = heavy()
     down = StepDown(bench.store, [row.row for row in rows], 2, scratch=0)
@@ -257,6 +259,7 @@ def test_a_small_scratch_makes_small_rounds() -> None:
     assert sum(steps) == 59 * 3
 
 
+@pytest.mark.slow
 def test_every_piece_copies_one_side_of_one_layer_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, rows = heavy()
     sizes: list[list[int]] = []
@@ -304,6 +307,7 @@ def test_a_failed_resize_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     bench.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 3, 8, 20])
 def test_rows_that_end_during_a_step_down_free_their_memory(pieces: int) -> None:
     bench, rows = heavy()
@@ -423,4 +427,5 @@ class StepDowns(RuleBasedStateMachine):
 
 
 TestSchemes = StepDowns.TestCase
+TestSchemes.pytestmark = [pytest.mark.slow]
 TestSchemes.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

@@ -79,6 +79,7 @@ def test_the_content_of_a_row_does_not_depend_on_flushes() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(*read, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1], [1, 12, 40, 65, 66, 100, 127, 191, 300]])
 def test_rows_of_any_length_flush_once_in_64_tokens(lengths: list[int]) -> None:
     bench = Bench(layers=1)

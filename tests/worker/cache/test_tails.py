@@ -15,6 +15,7 @@ from tests.worker.cache.test_snapshot import SETTINGS, decode, ids, prefill
 pytestmark = pytest.mark.mlx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 def test_tails_and_states_are_cut_to_the_running_rows(name: str) -> None:
     model, _ = build(name)
