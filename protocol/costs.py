@@ -1,7 +1,8 @@
 """What rows of a model cost in bytes, for workers and forecasts.
 
 A loaded worker reports `Costs` of its arrays; before that the daemon estimates them. Totals are
-worst cases: what a row may hold at any time until it ends. Workers request them from the budget.
+worst cases: what a row may hold at any time until it ends. Workers request these totals from the
+budget.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ class KVCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of all layers of one kind."""
 
     window: int | None = None
-    """Newest tokens that the layers attend to; absent: no such limit."""
+    """Number of tokens that the layers attend to: the first `keep`, and the newest; absent: all."""
     keep: int = 0
-    """First tokens that the layers attend to in addition to the window."""
+    """First tokens of a row that the window includes."""
     chunk: int | None = None
     """Tokens of a chunk, if the layers attend within chunks only."""
     layers: int
     page_bytes: tuple[int, ...]
     """Bytes of one page in all these layers, by precision level.
 
-    Models with rows that are not quantized yet have one more entry, the first.
+    With a dense start there is one more entry in front, for rows that are not quantized yet.
     """
     charges: tuple[int, ...]
     """`page_bytes` plus a page's share of the copy that is made when a pool grows."""
@@ -41,7 +42,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     base_bytes: int
     """Bytes held permanently: weights, scratch, interpreter and the allocator's cache."""
     unit_bytes: int
-    """Bytes of the unit that rows are counted in: one page with its charge."""
+    """Bytes of the unit in which rows are counted: a page's charge, if rows grow without bound."""
     row_bytes: int
     """Bytes that a row of any length takes: its tail, its states and its first checkpoint."""
     first_units: int
@@ -89,7 +90,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, units // self.row_units(length, level))
 
     def token_bytes(self, level: int = 0) -> float:
-        """Return the bytes of a token of a long row, in the layers without a window or chunks."""
+        """Return the bytes by which each token makes a long row grow.
+
+        Layers with a window or chunks are left out, because their part of a row is bounded.
+        """
         if self.own_token_bytes:
             return float(self.own_token_bytes)
         growing = [kind for kind in self.kinds if kind.window is None and kind.chunk is None]
@@ -103,5 +107,5 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     costs: Costs
     schemes: list[str]
-    """By precision level."""
+    """KV schemes by precision level."""
     context_length: int

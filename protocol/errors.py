@@ -17,7 +17,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     retryable: bool = False
     """Whether the same request may succeed later."""
     detail: dict[str, Any] = {}
-    """Further values, by error."""
+    """Further values; the code decides which."""
 
 
 _BY_CODE: dict[str, type[KvdError]] = {}
@@ -54,7 +54,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError, code="malformed_frame"):
-    """A violation by the peer: it gets the error, and loses its connection at most."""
+    """A violation by the peer. The peer gets the error, and at worst loses its connection."""
 
 
 class MalformedFrame(RemoteProtocolError, code="malformed_frame"):

@@ -20,7 +20,7 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 """Most likely tokens reported per position; OpenAI's limit."""
 MAX_LOGIT_BIASES = 1024
-"""Entries of ``logit_bias``, which are sent to the device whenever a row joins the batch."""
+"""Maximum entries of ``logit_bias``, which are sent to the device when a row joins the batch."""
 NO_LOGPROB = -9999.0
 """Logprob for a probability of 0, because JSON has no infinity; as in OpenAI and vLLM."""
 

@@ -1,4 +1,4 @@
-"""The reply to `explain`: what rows of a model would take, and how their memory would be freed."""
+"""The reply to `explain`: how much memory rows of a model would need, and how it would be freed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     scheme: str
     token_bytes: float
-    """Bytes of a token of a long row; 0 if a row's bytes are bounded."""
+    """Bytes by which each token makes a long row grow; 0 if a row's bytes are bounded."""
     row_bytes: int
     """Bytes reserved for one row: its worst case."""
     total_bytes: int
-    """Grant that the model needs for all rows, in addition to the rows that it has."""
+    """Grant that the model needs for these rows and those that it already has."""
     max_rows: int
     """Rows that the whole budget holds without other models."""
 
@@ -38,7 +38,8 @@ class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
     see docs/operations.md."""
     model: str
     nbytes: int
-    """Bytes freed, as far as needed; a model that is evicted frees everything."""
+    """Bytes that the step frees: at most those still missing, except that an evicted model frees
+    everything."""
     level: int = 0
     """Precision level that rows step down to."""
 
@@ -49,7 +50,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     source: str
     state: str
-    """State as in `status`; ``not loaded`` for a model without a worker."""
+    """State as in `status`. Without a worker: ``comes on demand`` if requests load the model, else
+    ``not loaded``."""
     measured: bool
     """Whether the costs come from the worker; if not, they are estimated from the model's files."""
     context: int
@@ -71,7 +73,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
     """Bytes granted to this model now."""
     missing_bytes: int
-    """Bytes needed in addition to `available_bytes`."""
+    """Bytes needed in addition to `held_bytes` and `available_bytes`."""
     steps: list[ReclaimStep]
     """Steps that would free the missing bytes, in order."""
     shortfall_bytes: int

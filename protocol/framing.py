@@ -1,7 +1,7 @@
 """Framing: lines of JSON for clients, length-prefixed msgpack for workers.
 
 Sans-io: bytes are arguments, and messages are return values. Invalid input raises
-`RemoteProtocolError` and nothing else.
+`RemoteProtocolError`; only `decode_request` also raises `msgspec.ValidationError`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Decoder(ABC):
         return frames
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Call `feed`; raise the fault if there is one, which loses the frames before it."""
+        """Like `feed`, but raise the fault if there is one; the frames before it are then lost."""
         frames = self.feed(data)
         if self.fault is not None:
             raise self.fault
@@ -68,7 +68,7 @@ class LineDecoder(_Decoder):
     def __init__(self, limit: int = messages.MAX_FRAME_BYTES) -> None:
         super().__init__(limit)
         self._searched = 0
-        """Index without a newline before it, so that long lines are searched once."""
+        """Bytes at the start of the buffer without a newline; they are not searched again."""
 
     def _split(self) -> tuple[list[bytes], bool]:
         lines: list[bytes] = []
@@ -88,7 +88,7 @@ class FrameDecoder(_Decoder):
     """Splits a byte stream into frames of a four-byte length and that many bytes."""
 
     def __init__(self, limit: int | None = None) -> None:
-        from protocol.worker import MAX_FRAME_BYTES  # noqa: PLC0415 - as below
+        from protocol.worker import MAX_FRAME_BYTES  # noqa: PLC0415 - clients do not need it
 
         super().__init__(MAX_FRAME_BYTES if limit is None else limit)
 
@@ -112,7 +112,7 @@ _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
 
 
-# Each decoder takes milliseconds to construct, and a client needs only one of them.
+# Constructed at first use: each decoder takes milliseconds, and a client needs only one.
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def encode_frame(message: Command | Report) -> bytes:
 
 
 def decode_request(line: bytes) -> Request:
-    """Decode a client's line; `msgspec.ValidationError` means valid JSON, but no request."""
+    """Decode a client's line; raises `msgspec.ValidationError` if it is JSON, but no request."""
     _check_utf8(line)
     return _guard(_requests().decode, line, let_through=msgspec.ValidationError)
 

@@ -14,8 +14,9 @@ from protocol.schemes import Bits, KeyGroup, Scheme, ValueGroup
 
 SCHEMES = ("k8v8", "k8v4", "k4v4")
 MIN_KV_SIZE = 256
-"""The newest 64 to 127 tokens of a row are dense, its first tokens take a page, and so do the next
-tokens that leave the window. A smaller limit would save nothing."""
+"""Minimum of ``max_kv_size``. A smaller limit would save nothing: the newest 64 to 127 tokens of a
+row are dense, its first tokens keep a page, and the tokens that leave the window next keep another
+one."""
 MAX_LAYERS = 4096
 
 
@@ -28,7 +29,8 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     schemes: Annotated[tuple[str, ...], Meta(max_length=8)] = SCHEMES
     """Schemes to step down to, each below the previous one.
 
-    Schemes that are not below the initial one are skipped. Names without a group use its groups.
+    Schemes that are not below the initial scheme are skipped. Names without a group size use the
+    initial scheme's.
     """
     floors: dict[Annotated[int, Meta(ge=-MAX_LAYERS, lt=MAX_LAYERS)], str] = {}
     """Lowest scheme of a layer, by layer number; negative numbers count from the end.
@@ -36,11 +38,11 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     A layer with ``k16v16`` is never quantized.
     """
     quantized_kv_start: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """Tokens from which on a row is quantized; shorter rows stay dense."""
+    """Length in tokens from which a row is quantized; shorter rows stay dense."""
     max_kv_size: Annotated[int, Meta(ge=MIN_KV_SIZE, le=MAX_INT)] | None = None
     """Maximum tokens that a row attends to: the first ``keep`` and the newest; absent: all."""
     keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
-    """First tokens of a row among ``max_kv_size``; must leave 128 for the newest."""
+    """First tokens of a row that ``max_kv_size`` includes; must leave 128 for the newest tokens."""
     prefix_cache: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 256 * 1024 * 1024
     """Bytes of the budget for the prefix cache; 0 disables it."""
     prefix_every: Annotated[int, Meta(ge=0, le=MAX_INT)] = 1024
@@ -49,13 +51,13 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_kv_size is not None and self.keep > self.max_kv_size - TAIL_TOKENS:
             raise ValueError(
-                f"keep: must leave {TAIL_TOKENS} of max_kv_size for the newest tokens, so be at "
-                f"most {self.max_kv_size - TAIL_TOKENS}"
+                f"keep: must be at most {self.max_kv_size - TAIL_TOKENS}, because {TAIL_TOKENS} of "
+                "max_kv_size are for the newest tokens"
             )
 
 
 class KVSpec(KVRules, frozen=True):
-    """How a model's KV cache is stored: bits of keys and values, and the rules below.
+    """How a model's KV cache is stored: bits of keys and values, and further rules.
 
     16 bits mean "not quantized".
     """
@@ -77,7 +79,7 @@ class KVSpec(KVRules, frozen=True):
             if above is not None and not scheme.is_below(above):
                 raise ValueError(
                     "schemes: must go down: each scheme takes less than the one before it for keys "
-                    f"or for values, and more for neither; {name} does not after {above.name}"
+                    f"or for values, and more for neither; {name} cannot follow {above.name}"
                 )
             above = scheme
         for name in self.floors.values():
@@ -87,7 +89,7 @@ class KVSpec(KVRules, frozen=True):
         try:
             return self.scheme_of(name)
         except ValueError as error:
-            raise ValueError(f"{field}: must hold KV schemes, and {error}") from None
+            raise ValueError(f"{field}: must hold KV schemes, but {error}") from None
 
     def scheme_of(self, name: str) -> Scheme:
         """Return the scheme of this name, with the spec's groups if the name has none."""

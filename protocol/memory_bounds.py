@@ -8,28 +8,28 @@ from __future__ import annotations
 from typing import Any
 
 FREED_BYTES_ON_CPU = 2 * 1024 * 1024
-"""Freed buffers that MLX keeps for reuse on the CPU.
+"""Bytes of freed buffers that MLX keeps for reuse on the CPU.
 
-There malloc keeps freed memory too, and joins adjacent blocks. With 128 MiB a worker held 90 MB
-more, and decoding and prefill took more processor time.
+Few, because malloc keeps freed memory as well, and joins adjacent blocks. With 128 MiB a worker
+held 90 MB more, and decoding and prefill took more processor time.
 """
 FREED_BYTES = 128 * 1024 * 1024
-"""Freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
+"""Bytes of freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
 MAX_TRACES = 64
-"""Compiled functions kept; the least recently used one is dropped first."""
+"""Maximum number of compiled functions; the least recently used one is dropped first."""
 TRACE_BYTES = 160 * 1024
 """Host memory of a compiled step's graph, per layer (measured: 140 KB)."""
 NATIVE_TRACE_BYTES = 24 * 1024
-"""`TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
+"""Replaces `TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
 ROW_SPLITS = 65
 """Maximum parts per row in attention kernels (`kvd.worker.cache.splits`)."""
 SPLIT_TOKENS = 4096
 PARTS_ALIVE = 6
-"""Layers whose parts exist at once (measured with lazy copies: 5.6 of 12 layers)."""
+"""Layers whose partial results exist at once (measured with lazy copies: 5.6 of 12 layers)."""
 LOOSE_BYTES = 32 * 1024 * 1024
-"""Holes in malloc's heap, requests, and what libraries load at their first use."""
+"""Bytes for holes in malloc's heap, for requests, and for what libraries load at first use."""
 
 
 def freed_bytes(*, on_cpu: bool) -> int:
@@ -54,7 +54,7 @@ def parts_bytes(config: dict[str, Any], rows: int, context: int) -> int:
     size = text.get("head_dim") or width // max(1, heads)
     splits = (rows * ROW_SPLITS + context // SPLIT_TOKENS) * 5 // 4
     layers = min(PARTS_ALIVE, text.get("num_hidden_layers") or PARTS_ALIVE)
-    # Per channel a sum, the largest logit, and the sum of weights, in float32.
+    # In float32 per part and head: a sum for each channel, the largest logit, the sum of weights.
     return layers * splits * heads * (size + 2) * 4
 
 

@@ -97,7 +97,7 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     ignore_eos: bool = False
     """Whether the model's end token is treated as any other token."""
     min_tokens: Count = 0
-    """Tokens of a choice before which end tokens are not drawn and stop texts are ignored."""
+    """Minimum tokens of a choice. Earlier, end tokens are not drawn and stop texts are ignored."""
     logprobs: fields.TopLogprobs | None = None
     """Number of likeliest tokens to report with each token's logprob; absent: no logprobs."""
     prompt_logprobs: fields.TopLogprobs | None = None
@@ -105,7 +105,8 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     priority: fields.Priority = 0
     """Priority in the queue; higher values are admitted first."""
     deadline_s: fields.DeadlineSeconds | None = None
-    """Seconds from arrival after which the request ends with ``deadline_exceeded``, even queued."""
+    """Seconds from arrival after which the request ends with ``deadline_exceeded``, even if it is
+    still queued."""
     prefix_salt: fields.Salt | None = None
     """Isolation key: prompts share cached prefixes only with prompts of the same salt."""
 
@@ -135,7 +136,7 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
 
 
 class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
-    """Cancel another request of this connection, which ends with reason ``cancelled``."""
+    """Cancel another request of this connection; the other one ends with reason ``cancelled``."""
 
     target: RequestId
     """Id of the other request."""
@@ -154,7 +155,7 @@ class Unpin(_Request, tag="unpin", frozen=True, kw_only=True):
 
 
 class Configure(_Request, tag="config", frozen=True, kw_only=True):
-    """Change settings until the daemon ends; without fields, return the budget."""
+    """Change settings until the daemon ends or reloads its file; no fields: return the budget."""
 
     budget_bytes: Annotated[int, Meta(ge=1, le=fields.MAX_BYTES)] | None = None
     """New memory budget. A lower budget ends no requests; memory is reclaimed over time."""
@@ -168,7 +169,7 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
     """Return what the governor and other parts did, and why: the newest 4096 records."""
 
     model: fields.Name | None = None
-    """Filter: records about this model, or on its behalf."""
+    """Filter: only records about this model, on its behalf, or about no model; absent: all."""
     since: Count = 0
     """Number of the last record that the client has."""
     follow: bool = False
@@ -176,10 +177,10 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
 
 
 class Explain(_Request, tag="explain", frozen=True, kw_only=True):
-    """Return what rows of a model would take, and how their memory would be freed."""
+    """Return how much memory rows of a model would need, and how it would be freed."""
 
     model: fields.Name
-    """Name of a loaded or known model, or the source of another one."""
+    """Name of a loaded or known model, or the source of any other model."""
     rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
     """Number of rows."""
     context: PositiveCount | None = None
@@ -350,7 +351,8 @@ class Done(_Event, tag="done", frozen=True, kw_only=True):
     """The request ended, with all its choices."""
 
     reason: FinishReason
-    """Reason; with several choices ``cancelled`` or ``length`` if any of them ended so."""
+    """Reason; of several choices' reasons, ``cancelled`` precedes ``length``, which precedes
+    ``stop``."""
     usage: Usage
     """Tokens of all choices together; the prompt counts once."""
 
@@ -367,7 +369,7 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
 
     budget_bytes: int
     granted_bytes: int
-    """Bytes granted. After the budget was lowered, more than that until memory is reclaimed."""
+    """Bytes granted. After the budget was lowered, they exceed it until memory is reclaimed."""
     settings: list[Setting] = []
     """Every setting, if requested."""
     changes: list[Changed] = []
@@ -378,7 +380,7 @@ class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
     """One record of what was done or observed."""
 
     seq: int
-    """Number of the record, from 1 without gaps; older records than the first were dropped."""
+    """Number of the record among all records, from 1 without gaps. Only the newest are kept."""
     at: float
     """Seconds since 1970."""
     kind: str
@@ -387,7 +389,7 @@ class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
     """Model that was affected."""
     reason: str = ""
     requester: str | None = None
-    """Model on whose behalf it was done."""
+    """Model on whose behalf the action was taken."""
     numbers: dict[str, int] = {}
     """Bytes (``_bytes``), levels and counts that the decision used."""
 

@@ -96,9 +96,10 @@ def max_pages(
     """Return the maximum pages that a row holds while it grows to ``length`` tokens.
 
     Without a window or chunk these are the pages of `full_pages`, and one that is written ahead
-    while its tokens are still in the tail. ``window`` counts the newest tokens that a layer attends
-    to, including the first ``keep`` tokens of the row. ``chunk`` is the size of attention chunks.
-    Pages outside are freed once in 64 decoded tokens, and after each ``step`` prefilled tokens.
+    while its tokens are still in the tail. ``window`` is the number of tokens that a layer attends
+    to: the first ``keep`` tokens of the row, and the newest ones. ``chunk`` is the size of
+    attention chunks. Pages outside of the window or chunk are freed after every 64 decoded tokens,
+    and after every ``step`` prefilled tokens.
     """
     pages = length // PAGE_TOKENS
     if window is None and chunk is None:

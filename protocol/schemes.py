@@ -85,22 +85,23 @@ class Scheme:
         return _cost(self.k_bits, self.k_group), _cost(self.v_bits, self.v_group)
 
     def is_below(self, other: Scheme) -> bool:
-        """Return whether this scheme takes fewer bytes, and more on neither side.
+        """Return whether this scheme takes fewer bytes for keys or values, and more for neither.
 
-        Raising the bits of one side would cost bytes and restore nothing.
+        A step down that gave keys or values more bits would cost bytes, and the precision that they
+        have lost would not come back.
         """
         (k, v), (other_k, other_v) = self.costs, other.costs
         return k <= other_k and v <= other_v and (k, v) != (other_k, other_v)
 
     def at_least(self, floor: Scheme) -> Scheme:
-        """Return this scheme with each side raised to the floor's, where it is below that."""
+        """Return this scheme, with the floor's keys or values where those take more bits."""
         (k, v), (floor_k, floor_v) = self.costs, floor.costs
         keys, values = (self if k >= floor_k else floor), (self if v >= floor_v else floor)
         return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
 
 
 def groups_in(name: str) -> tuple[int, int] | None:
-    """Return the group sizes of keys and values in a scheme's name, or None without any."""
+    """Return the group sizes of keys and values in a scheme's name; None if it names none."""
     found = _NAME.fullmatch(name)
     return (int(found[2] or found[4]), int(found[4])) if found and found[4] else None
 

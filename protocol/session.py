@@ -4,8 +4,8 @@ The server distinguishes two kinds of faults:
 
 * faults of a *frame* (too large, not UTF-8, not JSON, not an object, no usable id). The error has
   an empty id and `ServerSession.closing` becomes true: send the error, then close;
-* faults of a *message* (unknown op, invalid field, other version, id in use). The error has the
-  request's id, and the connection continues.
+* faults of a *message* (unknown op, invalid field, unsupported version, id in use). The error has
+  the request's id, and the connection continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
 
 
 class _Envelope(msgspec.Struct):
-    """The readable part of an invalid request."""
+    """The fields of an invalid request that its error refers to."""
 
     id: RequestId
     v: int = VERSION
@@ -41,7 +41,7 @@ class ServerSession:
     def __init__(self) -> None:
         self.closing = False
         self.open: dict[str, Request] = {}
-        """Requests without their last event, by id."""
+        """Requests whose last event has not been sent, by id."""
         self._lines = LineDecoder()
 
     def receive(self, data: bytes) -> list[Request | Error]:
@@ -157,7 +157,7 @@ def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
     except msgspec.ValidationError as fault:
         return errors.MalformedFrame(f"not a request: {describe_error(str(fault), _Envelope)[1]}")
     except (ValueError, RecursionError) as fault:
-        # Bytes after the first error may be invalid JSON.
+        # The error above ended the decoding, so the bytes after it may still be invalid JSON.
         return errors.MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))

@@ -167,7 +167,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     native: str | None = None
     """State of kvd's own CPU operations: ``on``, or why they are off; absent on accelerators."""
     costs: Costs | None = None
-    """Memory that rows need, as formulas; absent if the model has none."""
+    """Formulas for the memory that rows need; absent for models without formulas."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +211,10 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
-    """Granted bytes that a worker could give back; each method counts on top of those before it."""
+    """Granted bytes that a worker could give back, by reclaim method.
+
+    The bytes of a method do not include those of the methods before it.
+    """
 
     spare: int = 0
     """Bytes granted and neither held nor reserved, and bytes by which pools can shrink."""
@@ -220,7 +223,8 @@ class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[int, ...] = ()
     """Bytes freed by stepping all rows down, one entry for each lower precision level.
 
-    An entry counts what its level frees beyond the one before. The last level is the quality floor.
+    An entry counts what its level frees beyond the level before it. The last level is the quality
+    floor.
     """
     preempt: int = 0
     """Bytes freed by preempting all rows that can be preempted now."""

@@ -13,7 +13,7 @@ from msgspec import inspect
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
 
 _MAX_ECHO = 40
-"""Characters; a longer value would hide the rest of the message."""
+"""Maximum characters of a value in a message; a longer value would hide the rest of it."""
 
 _TYPES = {
     "int": "a whole number",
@@ -35,8 +35,8 @@ _PATH_STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[[^\]]*\]")
 def describe_error(message: str, kind: Any) -> tuple[str, str]:
     """Return the field that msgspec's message is about, and the message as a sentence.
 
-    `kind` is the type that msgspec decoded to, which says what is allowed. A message of unknown
-    form is returned unchanged.
+    `kind` is the type to which msgspec decoded; hints about allowed values come from it. A message
+    of unknown form is returned unchanged.
     """
     found = _AT_PATH.fullmatch(message)
     reason, path = (found["reason"], found["path"]) if found else (message, "")
@@ -71,7 +71,7 @@ def _choice(match: re.Match[str], path: str, kind: Any) -> tuple[str, str]:
         if isinstance(found, inspect.LiteralType)
         for value in found.values
     ]
-    known = ", ".join(map(str, dict.fromkeys(values)))  # several messages may have such a field
+    known = ", ".join(map(str, dict.fromkeys(values)))  # several types may have this field
     allowed = f"must be one of {known}" if known else "has an unknown value"
     return path, allowed + _echo(match["value"])
 

@@ -15,14 +15,14 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that a change of dtype converts; packed weights and their 8-bit scales stay."""
 _HALVES = {"F16", "BF16"}
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format."""
+"""Limit of the safetensors format."""
 
 Tensors = dict[str, dict[str, Any]]
 """The header's entries by tensor name: ``dtype``, ``shape`` and ``data_offsets``."""
 
 
 class BrokenFileError(Exception):
-    """The file is incomplete or no safetensors file. The text continues after the file's name."""
+    """The file is incomplete or no safetensors file. Put its name before the message."""
 
 
 @dataclass(frozen=True)

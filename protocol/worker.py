@@ -26,7 +26,8 @@ from protocol.types import (
 )
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
-"""Exceeds the client's limit, because a prompt of that size must fit into a command."""
+"""Larger than a client's limit (`protocol.messages.MAX_FRAME_BYTES`), because a prompt of that size
+must fit into a command."""
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_defaults=True):
@@ -42,12 +43,13 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     max_rows: int = 32
     """Maximum rows in one decode step."""
     prefill_chunk: int = 256
-    """Tokens between cuts of the chunk grid, a multiple of 64; affects the output."""
+    """Prompt tokens per step, a multiple of 64: the spacing of the chunk grid. Another value rounds
+    differently, so outputs may differ."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
     swap_folder: str | None = None
-    """Folder for this worker's preempted rows, emptied at the load; absent: no swapping."""
+    """Folder for this worker's preempted rows, emptied at load; absent: no swapping."""
     swap_bytes: int = 0
     time_slices: TimeSlicesMode = "auto"
 
@@ -56,7 +58,8 @@ class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """How far a choice was when its worker died; none of it is reported again."""
 
     tokens: list[int] = []
-    """Tokens that were sent; the new worker feeds them in the same steps as the old one."""
+    """Tokens that were sent. The new worker feeds them to the model in the same chunks and steps as
+    the old worker did."""
     text_bytes: int = 0
     """Bytes in UTF-8 of the text that was sent, which may lag behind the tokens."""
     reason: FinishReason | None = None
@@ -111,7 +114,7 @@ class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
 class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     """The bytes that the worker may hold from now on; answers the memory request ``seq``.
 
-    Seq 0 answers no request: the budget changed, and `total_bytes` did not.
+    Seq 0 answers no request: it reports a new `budget_bytes`, and `total_bytes` is unchanged.
     """
 
     seq: int
@@ -133,15 +136,16 @@ ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]
 class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
     """Give back at least ``wanted_bytes`` by this method, in pieces between steps.
 
-    Smaller `MemoryRequested` reports give the bytes back, and `Reclaimed` ends the command. At
-    most one is in progress.
+    The worker gives the bytes back with `MemoryRequested` reports of smaller totals, and ends the
+    command with `Reclaimed`. It carries out one `Reclaim` at a time.
     """
 
     seq: int
     method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
-    """For ``precision``: the level of all rows, and of new rows until `StartLevel`."""
+    """For ``precision``: the level to which existing rows are lowered, as many as needed; new rows
+    start at it too, until the next `StartLevel`."""
 
 
 class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
@@ -205,14 +209,14 @@ class LoadFailed(_Report, tag="load_failed", frozen=True, kw_only=True):
 
 
 class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True):
-    """The worker asks to hold ``total_bytes`` in total; less than before gives memory back."""
+    """The worker asks to hold ``total_bytes``; a smaller total than before gives bytes back."""
 
     seq: int
     total_bytes: int
     reason: str
     reclaimable: Reclaimable = Reclaimable()
     resuming: bool = False
-    """Whether the memory is for a preempted row, for which no other row is preempted."""
+    """Whether the memory is for resuming a preempted request. No rows are preempted to free it."""
 
 
 class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
@@ -250,18 +254,18 @@ class RowResumed(_RowReport, tag="resumed", frozen=True, kw_only=True):
 
 
 LONG_STEP_S = 0.05
-"""Seconds of a time slice at weight 1. Workers whose steps together take less need no time slices:
-no worker waits longer for another's step than it would for a slice."""
+"""Length of a time slice at weight 1, in seconds. Workers whose steps together take less time need
+no time slices: waiting for one step of every other worker is shorter than waiting for a slice."""
 
 
 class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_only=True):
     """The worker has work, and has begun it unless the last `TimeSlice` forbids that.
 
-    Sent again when prefill work begins or ends.
+    Sent again when prefill work begins or ends, and after a long step without a time limit.
     """
 
     step_s: float | None = None
-    """Step time in seconds while no other worker computes; absent: unknown."""
+    """Seconds of one step while no other worker computes; absent: unknown."""
 
 
 class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
@@ -269,12 +273,15 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
 
     seq: int
     used_s: float
-    """Seconds of the time slice used, up to the end of its last step."""
+    """Seconds used since the slice began, plus those of the step that the previous slice's `left_s`
+    estimated."""
     more: bool
     """Whether work is left; if not, the next report about time slices is `TimeSliceRequested`."""
     step_s: float | None = None
+    """See `TimeSliceRequested`."""
     left_s: float = 0.0
-    """Estimated seconds of a last step that is reported at the end of the next slice."""
+    """Estimated seconds of one more step, which the worker runs after this report. `used_s` of its
+    next slice includes the measured time."""
 
 
 class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
@@ -343,9 +350,10 @@ Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
 
 
 class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
-    """The worker begins this phase; sent before the phase begins, if it differs from the last.
+    """The worker is about to begin this phase.
 
-    Each phase has its own timeout (`actors.machines.watchdog.WatchdogTimeouts`).
+    A repeat of the last reported phase is reported only once in a few seconds. Each phase has its
+    own timeout (`actors.machines.watchdog.WatchdogTimeouts`).
     """
 
     phase: Phase

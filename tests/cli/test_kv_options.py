@@ -86,10 +86,10 @@ def test_options_become_settings(run, options: str, spec: KVSpec):
         ("--kv-floor 0", "--kv-floor is not LAYER=SCHEME, such as 0=k8v8: 0"),
         ("--kv-floor 1=k8v8 --kv-floor 1=k4v4", "--kv-floor names a layer twice: 1=k4v4"),
         ("--kv-floor 99999=k8v8", "a key of --kv-floor must be at most 4095"),
-        ("--kv-floor 1=k9v9", "--kv-floor must hold KV schemes, and 'k9v9' is no KV scheme"),
+        ("--kv-floor 1=k9v9", "--kv-floor must hold KV schemes, but 'k9v9' is no KV scheme"),
         ("--quantized-kv-start -1", "--quantized-kv-start must be at least 0"),
         ("--max-kv-size 255", "--max-kv-size must be at least 256"),
-        ("--max-kv-size 256 --kv-keep 200", "--kv-keep must leave 128 of max_kv_size"),
+        ("--max-kv-size 256 --kv-keep 200", "--kv-keep must be at most 128, because"),
         ("--max-kv-size many", "--max-kv-size"),
     ],
 )

@@ -108,7 +108,7 @@ def kv(settings: str) -> str:
         (kv("schemes = ['k4v4', 'k8v4']"), "models[0].kv.schemes", "must go down"),
         (kv("floors = {x = 'k8v8'}"), "models[0].kv.floors", "must be a whole number, not a text"),
         (kv("max_kv_size = 100"), "models[0].kv.max_kv_size", "must be at least 256"),
-        (kv("max_kv_size = 512, keep = 500"), "models[0].kv.keep", "so be at most 384"),
+        (kv("max_kv_size = 512, keep = 500"), "models[0].kv.keep", "must be at most 384, because"),
         ("models = [1]", "models[0]", "must be a text or an object, not a number"),
         ("prefill_chunk = 65", "prefill_chunk", "multiple of 64"),
         ("max_rows = 0", "max_rows", "must be at least 1"),

@@ -35,12 +35,12 @@ def test_scheme_names_without_a_group_use_the_settings():
         ({"group_size": 128}, "group_size", "must be one of 32, 64, not 128"),
         ({"value_group_size": 16}, "value_group_size", "must be one of 32, 64, 128, not 16"),
         ({"schemes": ["k4v5", "k8v4"]}, "schemes", "must go down: each scheme takes less than"),
-        ({"schemes": ["k4v4", "k4v4"]}, "schemes", "k4v4 does not after k4v4"),
-        ({"schemes": ["k4v4", "k4v4g32"]}, "schemes", "k4v4g32 does not after k4v4"),
+        ({"schemes": ["k4v4", "k4v4"]}, "schemes", "k4v4 cannot follow k4v4"),
+        ({"schemes": ["k4v4", "k4v4g32"]}, "schemes", "k4v4g32 cannot follow k4v4"),
         (
             {"schemes": ["k8"]},
             "schemes",
-            "must hold KV schemes, and 'k8' is no KV scheme; write it",
+            "must hold KV schemes, but 'k8' is no KV scheme; write it",
         ),
         ({"schemes": ["k7v4"]}, "schemes", "'k7v4' is no KV scheme: key bits must be one of 2, 3"),
         ({"schemes": ["k4v4"] * 9}, "schemes", "must have at most 8 items"),
@@ -50,7 +50,7 @@ def test_scheme_names_without_a_group_use_the_settings():
         ({"quantized_kv_start": -1}, "quantized_kv_start", "must be at least 0"),
         ({"max_kv_size": 255}, "max_kv_size", "must be at least 256"),
         ({"max_kv_size": 2**31}, "max_kv_size", "must be at most 2147483647"),
-        ({"max_kv_size": 300, "keep": 173}, "keep", "for the newest tokens, so be at most 172"),
+        ({"max_kv_size": 300, "keep": 173}, "keep", "must be at most 172, because 128 of"),
     ],
 )
 def test_errors_name_the_field(kv: dict[str, object], field: str, says: str):
@@ -69,5 +69,5 @@ def test_keep_is_bounded_only_with_max_kv_size():
 
 
 def test_constructors_raise_the_same_errors():
-    with pytest.raises(ValueError, match="keep: must leave 128"):
+    with pytest.raises(ValueError, match="keep: must be at most 128"):
         KVSpec(max_kv_size=256, keep=200)
