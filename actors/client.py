@@ -95,7 +95,7 @@ class Client(Actor[mail.ClientMail]):
         self._rids: dict[str, str] = {}
         """The daemon's ids of running requests by the client's ids."""
         self._following: dict[str, str | None] = {}
-        """The model filter of each ``events`` request that follows, by its id."""
+        """The model filter of each open ``events`` request with ``follow``, by request id."""
         self._count = 0
         self._has_texts = False
         """Whether the client sent ``tokenize`` requests, which may still wait."""

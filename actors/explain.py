@@ -1,7 +1,7 @@
 """Answers `explain`: collects the numbers of a forecast.
 
-The worker of a loaded model reports what its rows cost. Otherwise the costs are estimated from the
-model's files. That also applies to a worker that has no formula for its model.
+The worker of a loaded model reports what its rows cost. Without a worker, or if it has no formulas
+for its model, the costs are estimated from the model's files.
 """
 
 from __future__ import annotations

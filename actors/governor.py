@@ -41,9 +41,9 @@ class GovernorActorState:
     hold: Callable[[str, bool], None] = lambda _model, _held: None
     """Tell the router to hold new requests for a model, or to release them."""
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
-    """By model, the worker that requested last, and the number of its process."""
+    """By model, the worker that last requested memory, and the number of its process."""
     limits: dict[str, int] = field(default_factory=dict)
-    """By model, the most bytes that it can have according to the last message to its worker."""
+    """By model, the most bytes that it can have, as last sent to its worker."""
     violations: int = 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Messages between actors: those of each actor, then their union. They stay inside the process."""
+"""Messages between actors, grouped by receiver. Each group ends with the union of its messages.
+
+Messages stay inside the process.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ class SendCommand(_Message, frozen=True):
 
 
 class GrantPending(_Message, frozen=True):
-    """The governor has not answered process `life` yet, so its silence is no fault."""
+    """The process `life` waits for the governor, so the silence of the process is no fault."""
 
     life: int
 
@@ -289,11 +292,11 @@ class EnsureLoaded(_Message, frozen=True):
 
 
 class EvictModel(_Message, frozen=True):
-    """Unload a model to free its memory; its requests wait in the daemon meanwhile."""
+    """Unload a model to free its memory; meanwhile new requests for it wait in the daemon."""
 
     name: str
     requeue: bool
-    """Whether the model runs none of its requests, so that all of them can wait elsewhere."""
+    """Whether the model runs none of its requests; all of them then return to the daemon."""
 
 
 class SetPinned(Ask[None], frozen=True):
@@ -304,9 +307,10 @@ class SetPinned(Ask[None], frozen=True):
 
 
 class AddConfiguredModel(Ask[bool], frozen=True):
-    """Register a model of the configuration, and set these fields of its policy.
+    """Register a model of the configuration, and set the fields that `policy` contains.
 
-    Answered with whether `known` is in force; it is not while the model is loaded differently.
+    Answered with whether `known` is in force; it is not while the model is loaded with different
+    settings.
     """
 
     name: str

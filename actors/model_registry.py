@@ -85,7 +85,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     # -- load -------------------------------------------------------------------------------------
 
     def _load(self, load: mail.LoadModel) -> DeferredReply[ModelStatus] | ModelStatus:
-        """Return the status of a ready model; otherwise load the model, and answer then."""
+        """Return the status of a ready model; otherwise load it, and answer when it is ready."""
         state = self._state
         name = load.alias or short_name(load.source)
         check_name(name, load)
@@ -175,7 +175,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         self._tell_governor(governor_events.PolicyChanged(name, policy))
 
     def _change_known(self, name: str, change: Callable[[KnownModel], KnownModel]) -> KnownModel:
-        """Change what is known of a model, also for the time after a refused load."""
+        """Change how a model is known, and how it will be known if its current load is refused."""
         known = self._known_models[name] = change(self._known(name))
         if (entry := self._state.entries.get(name)) is not None:
             entry.known = known
@@ -327,7 +327,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                 if change.refused:
                     self._on_refused(entry, change.error, change.freed_bytes)
             case "backoff" if change.error and change.error.code == errors.InsufficientMemory.code:
-                # The memory may never become free.
+                # Do not let the replies wait: the memory may never become free.
                 self._fail_replies(entry, errors.from_info(change.error))
             case "stopped" if entry.leaving:
                 self._remove(entry, freed_bytes=change.freed_bytes)
@@ -337,9 +337,10 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _on_refused(self, entry: RegistryEntry, error: errors.ErrorInfo, freed_bytes: int) -> None:
         """Undo a refused load.
 
-        A model that ran before keeps its entry, which shows why it does not run. A model that was
-        known is known as before, and requests that arrived meanwhile load it once memory is free.
-        They end instead if an unload was ordered that the worker did not receive in time.
+        A model that was ready before keeps its entry, whose error shows why it does not run. A
+        model that was known before the load is known as before, and requests that arrived during
+        the load cause another load, which waits for memory. If an unload was ordered too late to
+        reach the worker, these requests end instead.
         """
         if entry.served:
             self._tell_router(admission_events.ModelChanged(entry.name, "failed", error))

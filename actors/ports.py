@@ -84,9 +84,10 @@ class Configuration(Protocol):
         """
 
     async def budget_changed(self, total_bytes: int) -> None:
-        """Note that a client sets the budget, after earlier changes are applied.
+        """Wait until earlier changes are applied; then record a budget that a client sets.
 
-        The caller tells the governor without a pause, so that both see budgets in one order.
+        The caller sends it to the governor without another ``await`` in between, so that the
+        configuration and the governor apply budgets in the same order.
         """
 
 

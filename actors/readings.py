@@ -2,9 +2,9 @@
 
 Grants say what a worker may hold; measurements catch what exceeds them. A worker measures its own
 footprint and its allocator's bytes and sends them with its counters. Only if a worker has reported
-nothing for a while, because it loads or hangs, its process is read from here. For that the kernel
-walks all page tables of the process, so it happens outside the event loop, and rarely if it takes
-long.
+nothing for a while, because it loads or hangs, this actor reads the footprint of its process. Then
+the kernel walks all page tables of the process, so reading happens outside the event loop, and
+rarely if it takes long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReadingsState:
     seen: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
     """The last counters of each model, and when they were first seen."""
     footprints: dict[int, int] = field(default_factory=dict)
-    """By process id, as read from here."""
+    """Footprints by process id, as this actor read them."""
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None

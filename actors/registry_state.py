@@ -34,7 +34,7 @@ class RegistryEntry:
     )
     unload_replies: list[DeferredReply[int]] = field(default_factory=list)
     before: KnownModel | None = None
-    """How the model was known before a user's load, which is refused if memory is short."""
+    """How the model was known before a client's load; restored if that load is refused."""
     requested: bool = False
     """Whether a request or a text caused the load; the model stays known if the load fails."""
     texts: list[tuple[DeferredReply[wire.Tokenized], mail.TokenizeText]] = field(
@@ -83,7 +83,9 @@ def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
 def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:
     other = ""
     if known.source == load.source and known.kv.name == load.kv.name:
-        other = " and another max_context" if known.kv == load.kv else " and other KV settings"
+        other = (
+            " but a different max_context" if known.kv == load.kv else " but different KV settings"
+        )
     return ModelExists(
         f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
         "unload it first, or load under another alias",

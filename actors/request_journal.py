@@ -71,7 +71,7 @@ class SavedRequest:
     model: str
     submit: wire.Submit
     deadline_s: float | None = None
-    """Seconds left until its deadline, when it was read back."""
+    """Seconds that were left until the request's deadline when it was read from the journal."""
     prompt_tokens: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     choices: list[SavedChoice] = field(default_factory=list)

@@ -29,7 +29,7 @@ class SentChoice:
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     text_bytes: int = 0
-    """In UTF-8."""
+    """Bytes of text in UTF-8."""
     reason: FinishReason | None = None
 
 
@@ -43,7 +43,7 @@ class RequestState:
     submit: wire.Submit
     timing: Timing
     deadline: float | None = None
-    """On the event loop's clock."""
+    """Time of the deadline on the event loop's clock."""
     attach_name: str = ""
     """Name to attach by; empty without a journal."""
     journaled: bool = True
@@ -58,7 +58,7 @@ class RequestState:
     paused: bool = False
     """Whether the client has received `Paused`, and no `Resumed` since."""
     replayed: bool = False
-    """Whether a worker died with the request."""
+    """Whether an earlier worker had the request, so that the next one replays what was sent."""
     choices: list[SentChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class RequestState:
     def worker_died(self) -> Event | None:
         """Prepare for another worker; return the client's event, if there is one."""
         self.replayed, self.running = True, False
-        if self.prompt_tokens is None:  # the client has not heard of a worker yet
+        if self.prompt_tokens is None:  # the client has not received `Accepted` yet
             return None
         return self._pause("restart")
 

@@ -35,7 +35,7 @@ from protocol.messages import Event
 TOKEN_BYTES = 36
 """Bytes of a token id in a list: the integer and the pointer to it."""
 _MIN_DEADLINE_S = 0.001
-"""Sent for a deadline that has just passed; the worker then ends the request as usual."""
+"""Seconds sent for a deadline that has passed, so that the worker ends the request as usual."""
 _SHARED_FIELDS = sorted(
     set(wire.Submit.__struct_fields__) & set(messages.Generate.__struct_fields__)
 )
@@ -70,7 +70,9 @@ class RouterState:
 
     def check(self) -> None:
         self.machine.check()
-        assert self.requests.keys() == self.machine.requests.keys(), "requests without a client"
+        assert self.requests.keys() == self.machine.requests.keys(), (
+            "the machine has different requests"
+        )
 
 
 class Router(Actor[mail.RouterMail]):
@@ -164,7 +166,7 @@ class Router(Actor[mail.RouterMail]):
             state.saved.record_request(rid, request.model, submit)
 
     def _attach(self, message: mail.AttachRequest) -> None:
-        """Send a client the events that it lacks of a saved request, and run that again."""
+        """Send a client the events that it lacks of a saved request, and continue the request."""
         request, state = message.request, self._state
         rid = request.request
         try:

@@ -19,7 +19,8 @@ from protocol import worker as wire
 from protocol.errors import UnknownRequest
 
 KEEP_S = 600.0
-"""Enough for a person to restart a daemon; each saved request holds its text in memory."""
+"""Seconds: enough for a person to restart a daemon. More would cost memory, because each saved
+request holds its text in memory."""
 _JOURNALED = (
     wire.RowAccepted,
     wire.RowPrompt,

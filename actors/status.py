@@ -1,7 +1,7 @@
 """Known models, and the newest status of those with a worker.
 
-Each worker writes its own status, and anyone may read. Statuses are immutable, so a reader never
-waits and never sees half an update.
+Each worker writes its own status, and any code on the event loop may read it. Statuses are
+immutable, so a reader never waits and never sees half an update.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Settings:
     max_queue: int = 1024
     """Maximum requests per model, queued and running; more end with ``overloaded``."""
     max_queue_bytes: int = 64 * 1024 * 1024
-    """Maximum bytes of those requests in the daemon; most of them are prompts."""
+    """Maximum bytes that those requests take in the daemon, mostly for prompts."""
     swap_folder: str | None = None
     """Folder for preempted rows, with one subfolder per model; None disables swapping."""
     swap_bytes: int = 0
@@ -116,9 +116,10 @@ class System:
     configuration: ports.Configuration
     """Port for clients that read and change the configuration; set it before `start`."""
     finished: asyncio.Future[None]
-    """Created by `start`, and done when everything has stopped. It has a result after `stop` or a
-    client's ``shutdown``, whose reply is written by then. It has the exception `SystemFault` after
-    the loss of a core actor, and workers have been killed by then. Shield it when you await it."""
+    """Created by `start`, and done when everything has stopped. After `stop` or a client's
+    ``shutdown`` it has a result, and the reply to ``shutdown`` is already written. After the loss
+    of a core actor it has the exception `SystemFault`, and the workers are already killed. Shield
+    it when you await it."""
 
     def __init__(
         self,
@@ -225,8 +226,8 @@ class System:
         `write` buffers bytes, always whole lines, and must not block or raise. `close` ends the
         connection after the buffered bytes were sent; it must cut off a client that does not read
         within a second or two. `backlog` returns the bytes buffered and not yet taken by the
-        kernel. The system may call all three until the loop's pass after `Connection.closed`; they
-        must be harmless until then.
+        kernel. The system may still call all three until the event loop's next pass after
+        `Connection.closed`; these calls must be harmless.
         """
         number = next(self._numbers)
         socket = Socket(write, close, backlog)
@@ -239,9 +240,9 @@ class System:
     def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
         """Run a request from inside this process.
 
-        Events go to `deliver` on the event loop, never before this returns. The last event is
-        always delivered, unless `Call.cancel` comes first; then nothing more is. `deliver` must
-        not block: a slow reader must limit what it buffers, and cancel.
+        Calls `deliver` with each event on the event loop, never before this method returns. After
+        `Call.cancel` no more events are delivered; otherwise the last event always is. `deliver`
+        must not block: a caller that reads slowly must limit what it buffers, and cancel.
         """
         number = next(self._numbers)
         rid = f"{self._client_services.rid_prefix}{number}.1"

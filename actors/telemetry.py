@@ -87,7 +87,8 @@ class StateChanged(_Observation, frozen=True):
 
     state: ModelState
     cause: str = ""
-    """Why it does not run, if that was not ordered (`actors.machines.process_exit.cause_of`)."""
+    """Why the worker does not run; empty if it runs or was ordered to stop
+    (`actors.machines.process_exit.cause_of`)."""
 
 
 Observation = (
@@ -115,7 +116,7 @@ class Timing:
     admitted: bool = False
     """Whether the request was admitted before; a later admission follows a restart."""
     tokens_at: dict[int, float] = field(default_factory=dict)
-    """By choice."""
+    """Time of the newest tokens, by choice."""
 
     def observe_admission(self, now: float) -> Observation | None:
         """Return an observation for the first admission only."""

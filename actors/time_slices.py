@@ -24,7 +24,7 @@ class TimeSlicesState:
 
     machine: time_slices.TimeSlices = field(default_factory=time_slices.TimeSlices)
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
-    """By model, the worker that requested last, and the number of its process."""
+    """By model, the worker that last requested a time slice, and the number of its process."""
 
     def __post_init__(self) -> None:
         self.history = EventHistory(self.machine)

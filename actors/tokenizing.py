@@ -13,7 +13,7 @@ from protocol.errors import Overloaded
 from protocol.framing import encode_frame
 
 MAX_WAITING_BYTES = 32 * 1024 * 1024
-"""Bytes of four messages of the maximum size; a waiting text is held several times over."""
+"""Bytes of four client messages of the maximum size. A waiting text exists in several copies."""
 
 
 class TokenizeRequests:

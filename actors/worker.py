@@ -187,7 +187,7 @@ class Worker(Actor[mail.WorkerMail]):
         def on_report(report: wire.Report) -> None:
             try:
                 ref.tell(mail.ProcessReported(report, life))
-            except MailboxFull:  # one read of the socket cannot hold as many: the process floods
+            except MailboxFull:  # one read of the socket holds fewer: the process floods the daemon
                 if state.process is not None:
                     state.process.kill()
 

@@ -1,4 +1,4 @@
-"""Assigns requests to workers, and decides what becomes of them when a worker goes. Pure.
+"""Assigns requests to workers, and decides what happens to them when a worker ends. Pure.
 
 A request waits while its model loads or restarts, and goes to the worker as soon as the model is
 ready. The worker's own scheduler decides about rows. Each request ends exactly once: in its worker,
@@ -9,11 +9,12 @@ The first rule that applies to an arriving request decides:
 1. The daemon drains, or the model is being unloaded: ``draining``.
 2. The model was given up: the model's own error.
 3. The model has the maximum number or bytes of requests: ``overloaded``.
-4. The model is ready: the request goes to the worker, unless suspects are tried there
-   (`actors.machines.suspects`).
-5. Otherwise the request waits, until its deadline at most: ``deadline_exceeded``. (The worker
-   enforces the deadlines of the requests that it has.) If the model is not loaded, `EnsureLoaded`
-   asks for it. If the name is unknown, `ModelRemoved` ends the requests that wait.
+4. The model is ready: the request goes to the worker, unless the model is held, or suspects are
+   tried there (`actors.machines.suspects`).
+5. Otherwise the request waits. If its deadline passes meanwhile: ``deadline_exceeded``. (The
+   worker enforces the deadlines of the requests that it has.) If the model is not loaded,
+   `EnsureLoaded` requests the load. If the name is unknown, `ModelRemoved` ends the requests that
+   wait.
 
 Requests that a process had when it died wait again in their old order and go to the next process.
 Only a request that kills a process on its own ends: ``quarantined``.
@@ -280,13 +281,13 @@ class Admission(msgspec.Struct):
     def _model_changed(self, event: ev.ModelChanged) -> list[ev.Command]:
         model, error = event.model, event.error
         if model in self.evicting and event.availability != "failed" and not self.draining:
-            return []  # a step of the eviction
+            return []  # a state change that the eviction causes
         self.models[model] = event
         self.requested_loads.discard(model)
         match event.availability:
             case "waiting" if error and error.code == errors.InsufficientMemory.code:
                 # The model restarts when there is memory, which may be never. Only requests that
-                # a process already had wait on.
+                # a process already had continue to wait.
                 fresh = [rid for rid in self._waiting(model) if not self.requests[rid].lost]
                 return [self._fail(rid, error) for rid in fresh]
             case "waiting":

@@ -8,7 +8,7 @@ from actors.machines.machine import ModelRecord, Record, RequestRecord
 from protocol.errors import ErrorInfo
 
 Availability = Literal["waiting", "ready", "closing", "failed"]
-"""What a model's worker can do with a request: wait for it, run it, or refuse it."""
+"""What happens to a request for a model: it waits for the worker, goes to it, or is refused."""
 
 
 # -- events -----------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class ModelEvicted(ModelRecord, frozen=True):
 
 
 class ModelHeld(Record, frozen=True):
-    """New requests for a model wait in the daemon so that other models get memory; or no longer."""
+    """New requests for a model are held in the daemon from now on, or no longer."""
 
     model: str
     held: bool
@@ -54,7 +54,7 @@ class RequestArrived(Record, frozen=True):
     size: int = 0
     """Bytes that the daemon holds for the request until it is over."""
     deadline: float | None = None
-    """Latest time to reach a worker, on the machine's clock."""
+    """Latest time to reach a worker, on the event loop's clock."""
 
 
 class RequestReturned(RequestRecord, frozen=True):
@@ -72,7 +72,7 @@ class RequestsLost(Record, frozen=True):
 
 
 class RequestProgressed(RequestRecord, frozen=True):
-    """The request got its first new token since the process got it."""
+    """The current process generated its first token for the request."""
 
 
 class QueuedInWorker(RequestRecord, frozen=True):

@@ -138,8 +138,8 @@ def _view(
 ) -> MemoryView:
     """Return a copy of the governor's view, in which the model waits for memory.
 
-    ``savings``: by level, what its new rows would free by a step down. They step down like rows
-    that run.
+    ``savings``: by level, what the question's rows would free by stepping down. They step down like
+    running rows.
     """
     current = governor.view(now)
     accounts = deepcopy(dict(current.accounts))

@@ -23,9 +23,10 @@ class Marks(msgspec.Struct, frozen=True):
     high: float = 0.95
     low: float = 0.85
     cool_s: float = 10.0
-    """Seconds between two steps of the same kind, and before the state is calm again."""
+    """Minimum seconds between two rises of the start level, between two reactions to the system's
+    pressure, and below the low watermark before memory is calm again."""
     horizon_s: float = 10.0
-    """How far growth is extrapolated: about as long as a model's rows take to step down."""
+    """Seconds by which growth is extrapolated: about what a model's rows take to step down."""
     smooth_s: float = 30.0
     """Seconds over which growth is averaged: one large request is no trend."""
 
@@ -41,7 +42,8 @@ class MemorySample(msgspec.Struct, frozen=True):
     """Use of all workers, as measured by the system or the accelerator; 0: not known."""
     budget: int
     waits: bool = False
-    """A request waits, and only methods that cost quality could serve it."""
+    """A loaded model's request has waited so long that methods without a cost cannot serve it, or
+    grants and excess are clearly above the budget."""
 
 
 class Gauge(msgspec.Struct):
@@ -78,7 +80,7 @@ class Gauge(msgspec.Struct):
 
     @property
     def predicted_growth(self) -> int:
-        """Bytes that rows will have in addition after `Marks.horizon_s`."""
+        """Bytes by which rows will have grown after `Marks.horizon_s`."""
         return int(max(0.0, self.trend) * self.marks.horizon_s)
 
     def _update_trend(self, rows: int, now: float) -> None:

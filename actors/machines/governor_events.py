@@ -124,7 +124,8 @@ class Evict(Record, frozen=True):
 
     model: str
     requeue: bool = False
-    """True if the worker only has queued requests: they return to the daemon and load it again."""
+    """True if the worker has only queued requests. They return to the daemon and load the model
+    again."""
 
 
 class HoldRequests(Record, frozen=True):

@@ -25,7 +25,7 @@ class MemoryRequest(Record, frozen=True):
     resuming: bool = False
     """The memory is for a preempted row."""
     since: float | None = None
-    """When an earlier request began to wait that this one continues; None: it is new."""
+    """When the wait began, if this request continues an earlier one; None: it is new."""
 
 
 class WorkerExited(ModelRecord, frozen=True):
@@ -53,7 +53,7 @@ class Ledger(msgspec.Struct):
     budget_bytes: int
     grants: dict[str, int] = msgspec.field(default_factory=dict)
     waiting: dict[str, MemoryRequest] = msgspec.field(default_factory=dict)
-    """The request of each model that waits, with the time since when."""
+    """Waiting requests by model; their ``since`` is set."""
     first: str | None = None
     """The model whose request is granted before any other model grows."""
     exempt: set[str] = msgspec.field(default_factory=set)
@@ -123,7 +123,7 @@ class Ledger(msgspec.Struct):
             if self._fits(request):
                 self.withdraw(request.model)
                 decisions.append(self._grant(request))
-        # Granting the first request may let older ones go that it had kept back.
+        # Once the first request is granted, older ones that it kept back may be granted as well.
         return decisions + self.grant_waiting() if decisions else decisions
 
     def _request(self, request: MemoryRequest, now: float) -> list[GrantDecision]:

@@ -127,7 +127,7 @@ def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, _now: float) -> Comm
 
 
 def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) -> Commands:
-    # If the model was loaded before, other models hold its memory for now only.
+    # A model that was loaded before fits: other models hold its memory only for now.
     then: Literal["restart", "failed"]
     then = "restart" if m.loaded_once and lacks_memory(e.error) else "failed"
     m.state = ev.Stopping(state.pid, "asked", now + m.timeouts.asked_s, then, e.error)
@@ -238,7 +238,7 @@ def _exited(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: fl
             lost = DrainingError(f"{m.name} was being unloaded, and {died.message}").info()
             return [*_lose_requests(m, lost), ev.ReleaseMemory()]
         case _:
-            # A process that ran out of memory would do so again.
+            # The next process may run out of memory again, so such a death counts.
             attributable = e.out_of_memory or is_self_inflicted(e.returncode)
             return _restart_or_give_up(m, died.info(), now, attributable=attributable)
 

@@ -54,7 +54,7 @@ class Stopping(Record, frozen=True):
     error: ErrorInfo | None = None
     """Why the process is stopped; None if the stop was ordered."""
     reason: str = ""
-    """Reason of the order, for the error of the requests that it ends."""
+    """Reason for an ordered stop, for the error of the requests that the stop ends."""
 
 
 class Backoff(Record, frozen=True):
@@ -95,7 +95,7 @@ class Halt(Event, frozen=True):
     """Order: stop now."""
 
     reason: str = ""
-    """Reason for the error of the requests that this ends; empty: the model is unloaded."""
+    """Reason for the error of the requests that the stop ends; empty: the model is unloaded."""
 
 
 class Spawned(Event, frozen=True):
@@ -151,7 +151,7 @@ class RequestFinished(Event, frozen=True):
 
 
 class RequestBlamed(Event, frozen=True):
-    """The router found a request that kills the process. Other requests may do the same."""
+    """The router found a request that kills the process. The restart budget counts it."""
 
 
 class Exited(Event, frozen=True):
@@ -163,7 +163,7 @@ class Exited(Event, frozen=True):
 
 
 class Fault(Event, frozen=True):
-    """The process broke the protocol, or handling its reports failed: its state is unknown."""
+    """The process broke the protocol, or handling its report failed, so its state is unknown."""
 
     reason: str
 
@@ -173,7 +173,7 @@ class AlarmFired(Event, frozen=True):
 
 
 FREQUENT = (SignOfLife, PhaseEntered, TokenGenerated)
-"""Events of which a journal keeps only the last in a row (`actors.runtime.history`)."""
+"""Events that `actors.runtime.history` merges if equal ones follow each other."""
 
 # -- commands ---------------------------------------------------------------------------------
 

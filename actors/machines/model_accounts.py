@@ -14,7 +14,8 @@ from protocol.types import Reclaimable
 from protocol.worker import ReclaimMethod
 
 GRACE_S = 1.0
-"""Seconds that a request, or the report of it, may be on its way. A model counts as idle after."""
+"""Seconds that a request, or a report about it, may be on its way. A model is evicted only after
+it has been idle for this time."""
 
 
 class OpenReclaim(msgspec.Struct, frozen=True):
@@ -25,11 +26,11 @@ class OpenReclaim(msgspec.Struct, frozen=True):
     wanted_bytes: int
     level: int
     until: float
-    """When it counts as over without a report."""
+    """Time at which it counts as over even without a report."""
 
 
 class ModelAccount(msgspec.Struct):
-    """One model. Times are on the machine's clock."""
+    """One model. Times are on the event loop's clock."""
 
     name: str
     policy: ModelPolicy = ModelPolicy()
@@ -48,16 +49,17 @@ class ModelAccount(msgspec.Struct):
     """The daemon has given the process requests that are not over."""
     open: OpenReclaim | None = None
     barren: dict[str, float] = msgspec.field(default_factory=dict)
-    """By method: the worker had nothing to give, and is not asked again before this time."""
+    """By method that gave too little or nothing, the time before which it is not tried again."""
     level: int = 0
     """Precision level at which new rows start."""
     kept_since: float | None = None
-    """Age that the model's next memory request inherits. The model gave memory to others before its
-    request was granted, or was loaded for requests that do not run yet."""
+    """Time since which the model's next memory request counts as waiting; None: since it arrives.
+    Set if the model gave memory to others before its request was granted, or was loaded for
+    requests that do not run yet."""
     measured_bytes: int = 0
     held: bool = False
     evicting: bool = False
-    """The governor evicts the model, which finishes its running requests."""
+    """The governor evicts the model, after it has finished its running requests."""
 
     @property
     def is_idle(self) -> bool:
@@ -77,9 +79,9 @@ class ModelAccount(msgspec.Struct):
         return unpinned and since is not None and now >= since + seconds
 
     def worth(self, granted_bytes: int, now: float) -> tuple[int, float, str]:
-        """Return a sort key of what it is worth to keep the model; the lowest is evicted first.
+        """Return a sort key for the benefit of keeping the model; the lowest is evicted first.
 
-        The priority counts first. Then the seconds of a load, per byte and idle second.
+        The key is the priority, then the seconds of a load per granted byte and idle second.
         """
         idle_s = 1.0 + now - (now if self.idle_since is None else self.idle_since)
         return self.policy.priority, self.load_s / (max(1, granted_bytes) * idle_s), self.name
@@ -107,7 +109,7 @@ class ModelAccount(msgspec.Struct):
             self.reclaimable = msgspec.structs.replace(reclaimable, **{method: rest})
 
     def reset(self) -> None:
-        """Forget what the process reported: it is gone."""
+        """Forget what the process reported, because it is gone."""
         self.state = "loading"
         self.reclaimable = Reclaimable()
         self.idle_since = self.open = self.kept_since = None

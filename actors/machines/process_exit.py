@@ -19,7 +19,7 @@ def exit_cause(returncode: int, *, out_of_memory: bool) -> str:
 
 
 def cause_of(error: ErrorInfo | None) -> str:
-    """Return why a worker does not run: one of `CAUSES`, or the error's code without a cause."""
+    """Return why a worker does not run: one of `CAUSES`, or the error's code if it has none."""
     if error is None:
         return ""
     return str(error.detail.get("cause", "no_memory" if lacks_memory(error) else error.code))

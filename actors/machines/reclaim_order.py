@@ -13,8 +13,9 @@ The methods, cheapest first, with what they cost::
     stalled    models whose requests wait while no row     a load; prompts are read again
                runs: the requests return to the daemon
 
-A method is not used while a cheaper one can still help. Within a method the lowest priority gives
-first. `kvctl explain` (`actors.machines.forecast`) and the governor use the same functions.
+A method is not used while a cheaper one can still help. Within a method, models of the lowest
+priority give first. `kvctl explain` (`actors.machines.forecast`) and the governor use the same
+functions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ FREE: Methods = ("spare", "prefixes", "expired")
 """The methods that cost neither quality nor a model in use."""
 WITHOUT_PREEMPTION: Methods = (*FREE, "precision", "idle")
 WITH_STALLED: Methods = (*RECLAIM_ORDER, "stalled")
-"""For the first request after it has waited for long: other models may wait for it in a cycle."""
+"""For the first request once it has waited for long: models that wait behind it may hold the memory
+that it needs."""
 EVICTING: frozenset[Method] = frozenset({"expired", "idle", "stalled"})
 """The methods that unload a whole model. Workers carry out the others."""
 
@@ -160,7 +162,10 @@ def _priority(action: ReclaimAction, view: MemoryView) -> int:
 
 
 def _step_downs(view: MemoryView) -> list[ReclaimAction]:
-    """Return the step to the next level that frees memory, for the models with the highest one."""
+    """Return each model's next step down that frees memory.
+
+    Only steps to the highest level among them: every model reaches it before any steps further.
+    """
     found = []
     for account in view.accounts.values():
         if account.state != "ready" or account.is_idle:

@@ -2,7 +2,7 @@
 
 An *attributable* death is one that the process may have caused itself; a kill from outside is not.
 If the process had requests, they are suspected first (`actors.machines.suspects`): such a death
-counts only once a request is blamed for it. A generated token resets the budget.
+counts only once a request is blamed for it. A generated token resets the restart budget.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class RestartBudget(msgspec.Struct):
     """Gives a model up after three attributable deaths without a generated token in between.
 
     Plain crashes count for `period_s`. Deaths during the load, hangs and blamed requests count
-    regardless of their distance: a model that takes a minute to load and then crashes would
-    otherwise be loaded forever.
+    until a token is generated: a model that takes a minute to load and then crashes would otherwise
+    be loaded again and again.
     """
 
     limit: int = 3

@@ -4,17 +4,19 @@ There is one `Suspects` per model. Requests enter the process, may be proven har
 token, and leave. The first rule that applies to a death decides about the requests inside:
 
 1. The process was killed from outside: no request is suspected, and all enter again.
-2. All requests had produced new tokens: all enter again. A death that takes this long to happen is
-   survived by continuing.
+2. All requests had produced new tokens: none is suspected, and all enter again. Such deaths do not
+   prevent progress.
 3. The only request inside was suspected before: it is to blame and does not enter again.
 4. Otherwise the requests without a new token are suspected. If other requests produced tokens, the
-   suspects are tried without them first; if not, in halves. A request that waited in the worker's
-   queue at its first death is tried last, so that a long queue does not delay running requests.
+   suspects are tried without them first; if not, in halves. A request is tried last if it waited
+   in the worker's queue when the process first died with it. So a long queue does not delay
+   running requests.
 
 While groups wait for their trial, one group is inside. The next one joins when each request inside
-has produced a new token, which clears it, or is over. Requests that arrived since wait until no
-group is left. So between two deaths either a token is produced or the suspects become fewer: some
-request dies alone at most ``3 + log2(n)`` deaths after the last token.
+has produced a new token, which clears it, or has ended. Requests that arrive meanwhile wait until
+no group is left. So between two deaths either a token is produced, or the group on trial becomes
+smaller. At most ``3 + log2(n)`` deaths after the last token, the process dies with a single request
+inside.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 MAX_LINES = 20
-"""Deaths that a story keeps, the newest ones."""
+"""Maximum deaths in a story; the newest are kept."""
 
 
 class Suspects(msgspec.Struct):
@@ -42,7 +44,7 @@ class Suspects(msgspec.Struct):
     queued: set[str] = msgspec.field(default_factory=set)
     """Requests inside that waited in the worker's queue according to its last report."""
     careful: bool = False
-    """Only the group on trial may enter."""
+    """Whether only the group on trial may enter."""
 
     @property
     def trying(self) -> bool:
@@ -88,8 +90,8 @@ class Suspects(msgspec.Struct):
     ) -> list[str] | None:
         """Note that the process died with the requests ``present``.
 
-        Returns the story of the request to blame, which is then the only one in ``present``, or
-        None. All other requests wait to enter again.
+        Returns the story of the request to blame, or None. A request to blame is the only one in
+        ``present``. Requests that are not to blame wait to enter again.
         """
         dead = {rid: self.inside.pop(rid) for rid in list(self.inside) if rid in present}
         unproven = [rid for rid, proven in dead.items() if not proven]

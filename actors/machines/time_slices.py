@@ -1,18 +1,18 @@
 """Which worker computes now: time slices on the one accelerator, by weight. Pure.
 
-Processes that compute at the same time share an accelerator badly. The launches of one queue behind
-everything that another has launched, so a decode step waits for whole chunks of another model's
-prompt. So one worker computes at a time, for a slice, then the next. The order is deficit round
-robin over the time that each worker really used: a step cannot be interrupted, so a slice is
-overrun by up to one step, and a worker that overran waits until the others had the same time.
+Processes that compute at the same time share an accelerator badly. Each launch waits for everything
+that other processes have launched before, so a decode step waits for whole chunks of another
+model's prompt. Therefore one worker computes at a time, for a slice, then the next. The order is
+deficit round robin over the time that each worker really used. A step cannot be interrupted, so a
+slice is overrun by up to one step. A worker that overran waits until the others had the same time.
 
 Time slices are in force only where they help. A worker that is the only one with work computes
 without them. So do several workers of equal weight whose steps together are shorter than a slice,
 once they have measured their steps in time slices. Waiting for one step of every worker is then
 shorter than waiting for a slice, and the accelerator has fewer gaps.
 
-Only workers that have work get time slices. A holder that reports nothing for too long loses its
-slice, and gets no other until it reports.
+Only workers that have work get time slices. A worker that does not report the end of its slice in
+time loses the slice, and gets none until it reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocol.worker import LONG_STEP_S
 SLICE_S = LONG_STEP_S
 """A slice at weight 1: long compared to the cost of a switch, too short for a reader to notice."""
 MIN_SHARE = 0.2
-"""Part of a slice. A worker with less credit keeps it for the next round."""
+"""Smallest part of a slice that is given. A worker with less credit keeps it for the next round."""
 GRACE_S = 1.0
 """Seconds by which a slice may be overrun: the chunk of a long prompt takes that long."""
 MAX_DEBT_S = 5.0
@@ -40,7 +40,7 @@ class TimeSliceRequested(Record, frozen=True):
     model: str
     weight: float = 1.0
     step_s: float | None = None
-    """Seconds that its steps take alone; None: not measured."""
+    """Seconds of one step while no other worker computes; None: not measured."""
 
 
 class TimeSliceEnded(Record, frozen=True):
@@ -52,11 +52,11 @@ class TimeSliceEnded(Record, frozen=True):
     more: bool
     step_s: float | None = None
     left_s: float = 0.0
-    """Expected seconds of a last step that it has begun. The next worker waits for it."""
+    """Expected seconds of one more step, which the worker has begun and the next one waits for."""
 
 
 class WeightChanged(Record, frozen=True):
-    """A model has another weight, whether it computes or not."""
+    """The weight of a model changed. The model need not have work."""
 
     model: str
     weight: float
@@ -91,9 +91,10 @@ class Member(msgspec.Struct):
     credit_s: float = 0.0
     """Seconds that it may use; negative after an overrun."""
     silent: bool = False
-    """It lost a slice and has reported nothing since."""
+    """Whether it lost a slice and has reported nothing since."""
     step_s: float | None = None
-    """While time slices are in force, a shorter step takes effect at the end of the next slice."""
+    """Seconds of one step while no other worker computes; None: not measured. While time slices are
+    in force, a shorter value takes effect only at the end of the next slice."""
     unlimited: bool | None = None
     """Whether its last command has no time limit; None: no command yet."""
 
@@ -150,12 +151,14 @@ class TimeSlices(msgspec.Struct):
         able = self._able
         if self._is_shared:
             assert self.holder is None, "a slice although all compute"
-            assert all(member.unlimited for member in able.values()), "a worker waits for no slice"
+            assert all(member.unlimited for member in able.values()), (
+                "a worker waits although all compute"
+            )
         else:
             assert self.holder is not None, "no worker computes"
             assert self.holder.model in able, "the holder is silent or has no work"
             limited = all(member.unlimited is False for member in able.values())
-            assert limited, "a worker ignores slices"
+            assert limited, "an unlimited worker while slices are in force"
         assert not self.debts.keys() & self.members.keys(), "a debt of a member"
         assert all(debt.seconds > 0 for debt in self.debts.values()), "an empty debt"
         for member in self.members.values():
@@ -188,7 +191,7 @@ class TimeSlices(msgspec.Struct):
         member.silent = False
         known_s = member.step_s
         longer = known_s is not None and (event.step_s is None or event.step_s > known_s)
-        # In time slices a shorter step waits for the end of the slice: long steps have to be paid.
+        # A shorter step time counts from the end of the slice, after its long steps were charged.
         if member.unlimited is not False or longer:
             member.step_s = event.step_s
         if debt is not None:  # the time without work has paid a part
@@ -223,7 +226,8 @@ class TimeSlices(msgspec.Struct):
     def _assign(self, now: float, last_step_s: float) -> list[Command]:
         """Let all workers compute, or make them wait and give one of them a slice.
 
-        ``last_step_s``: how long a new holder waits for the one before. It does not pay for that.
+        ``last_step_s``: seconds that a new holder waits for the previous one's last step. They are
+        added to its slice.
         """
         able = self._able
         if self._is_shared:

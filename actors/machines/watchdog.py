@@ -26,21 +26,21 @@ class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_s: Seconds = 120.0
     """While the worker waits for a grant or a time slice. It sends counters every few seconds."""
     tokenize_s: Seconds = 300.0
-    """While it tokenizes a prompt. Covers the largest prompt that fits into a frame."""
+    """While the worker tokenizes a prompt. Covers the largest prompt that fits into a frame."""
     prefill_s: Seconds = 600.0
-    """For one chunk: 80 s for 8B parameters without an accelerator, after compiling the kernels."""
+    """For one chunk, and compiling its kernels. A chunk of an 8B model on a CPU takes 80 s."""
     decode_s: Seconds = 300.0
     """For one step. Some steps are traced or compiled first."""
     flush_s: Seconds = 300.0
-    """While it writes all full pages of all rows and finishes earlier launches."""
+    """While the worker writes all full pages of all rows and finishes earlier launches."""
     pools_s: Seconds = 300.0
     """For copying one slice of pages, or all pools once."""
     asked_s: Seconds = 10.0
-    """From the request to exit to SIGTERM."""
+    """Between asking the worker to exit and sending SIGTERM."""
     halted_s: Seconds = 2.0
-    """From the request to exit to SIGTERM if the worker must not finish its requests."""
+    """Like `asked_s`, if the worker must not finish its requests."""
     terminated_s: Seconds = 5.0
-    """From SIGTERM to SIGKILL, and between SIGKILLs: a process inside a driver call exits late."""
+    """Between SIGTERM and SIGKILL, and between SIGKILLs: a process in a driver call exits late."""
 
     def of(self, phase: WatchedPhase) -> float:
         return getattr(self, f"{phase}_s")  # type: ignore[no-any-return]

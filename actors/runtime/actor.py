@@ -125,7 +125,8 @@ class Actor(ABC, Generic[M]):
     """Base of all actors: implement `receive`, and `check` if there are invariants."""
 
     mailbox_limit = 16_384
-    """Messages. More than one read of a socket can produce: it bounds memory, not traffic."""
+    """Maximum waiting messages. One read of a socket produces fewer: the limit bounds memory, not
+    traffic."""
     messages_per_pass = 1_000_000
     """Messages handled before other actors run; small for messages that cause many others."""
 
@@ -140,7 +141,7 @@ class Actor(ABC, Generic[M]):
         """Initialize a new or restarted actor."""
 
     def on_restart(self, error: BaseException) -> None:
-        """Recover after `on_start`, in place of an actor that failed with `error`."""
+        """Recover from the previous actor's failure with `error`; called after `on_start`."""
 
     def on_stop(self) -> None:
         """Clean up at the end, also after a failure without a restart."""

@@ -11,10 +11,10 @@ slack the deadline would not have passed yet, and the alarm would fire again and
 
 
 class Alarm:
-    """Calls `callback` when its time comes.
+    """Calls `callback` at the time that was `set`, or earlier.
 
-    Deadlines move with every heartbeat, so `set` keeps a timer that is too early. The alarm then
-    fires early, the state machine ignores that, and the actor sets the next deadline.
+    Deadlines move with every heartbeat, so `set` does not replace a timer that is due earlier. When
+    that timer fires early, the state machine ignores it, and the actor sets the next deadline.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:

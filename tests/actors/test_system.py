@@ -366,7 +366,7 @@ async def test_another_model_under_the_same_name_is_refused():
             await client.ask(messages.Load, model="/models/demo")
         with pytest.raises(errors.ModelExists):
             await client.ask(messages.Load, model="demo", kv={"k_bits": 4, "v_bits": 4})
-        with pytest.raises(errors.ModelExists, match="with k8v8 and other KV settings; unload"):
+        with pytest.raises(errors.ModelExists, match="with k8v8 but different KV settings; unload"):
             await client.ask(messages.Load, model="demo", kv={"max_kv_size": 512})
         await client.ask(messages.Load, model="/models/demo", alias="demo2")
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def choose_first(m: GovernorState, now: float) -> list[Command]:
-    """Make the oldest due request the first. A request that inherits its age may replace it."""
+    """Make the oldest due request the first; one that inherits a greater age may replace it."""
     ledger, before = m.ledger, m.ledger.first
     due = [it for it in ledger.queue if now - (it.since or 0.0) >= m.times.due_s]
     possible = [it for it in due if m.is_needed(it) and it.total_bytes <= m.limit_of(it.model)]
@@ -51,7 +51,7 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
             break
         missing -= _yield_bytes(m, account)
         account.held = True
-        reason = f"{request.model} waits for its memory; its requests are finished first"
+        reason = f"finishes its requests and gets no new ones: {request.model} waits for memory"
         commands += [
             m.record("hold", account.name, reason, requester=request.model),
             HoldRequests(account.name, held=True),
@@ -71,6 +71,8 @@ def _release(m: GovernorState) -> list[Command]:
     for account in m.accounts.values():
         if account.held:
             account.held = False
-            event = m.record("let_go", account.name, "the request that waited was granted")
+            event = m.record(
+                "let_go", account.name, "the request that waited was granted or has ended"
+            )
             commands += [event, HoldRequests(account.name, held=False)]
     return commands

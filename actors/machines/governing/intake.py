@@ -82,7 +82,7 @@ def _request(m: GovernorState, event: MemoryRequest, now: float) -> list[ev.Comm
     before = ledger.waiting.get(event.model)
     shrinks = ledger.growth(event) <= 0
     if shrinks and before is not None and account.open is not None:
-        # The worker shrinks because of a reclaim command. Its next request keeps its age.
+        # The worker shrinks because of a reclaim command: its next request inherits the old age.
         account.kept_since = before.since
     if account.state == "loading" and event.model in ledger.grants:
         # A load that has a part of its memory goes on, whatever request is the first.

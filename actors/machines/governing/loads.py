@@ -1,7 +1,8 @@
 """Refuses loads that cannot get their memory, with the numbers. Pure.
 
 A load that a request triggered is patient: it is refused only if pinned models leave too little
-memory for it. A load that a user ordered is also refused if idle models cannot make room for it.
+memory for it. A load that a user ordered is also refused if all reclaim methods together cannot
+free enough memory for it.
 """
 
 from __future__ import annotations

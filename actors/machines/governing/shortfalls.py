@@ -52,7 +52,7 @@ def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfal
         request.model,
         account.policy.priority + int((now - since) / m.times.hold_s),
         request.total_bytes,
-        # A model that leaves finishes its requests before any other: stalled models make room.
+        # The request of a leaving model counts as the oldest: stalled models make room for it.
         since if account.state != "leaving" else -1.0,
         request.resuming,
     )

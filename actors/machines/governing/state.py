@@ -15,15 +15,15 @@ class Times(msgspec.Struct, frozen=True):
     """Intervals, in seconds."""
 
     settle_s: float = 0.25
-    """Age at which a request may cost other models something. Workers first request more than they
-    need, then only what they need."""
+    """Age at which a request may cost other models something. A younger one may be for more than
+    the worker needs: workers request less only after a denial."""
     due_s: float = 10.0
     """Age at which a request becomes the first one, which no other request overtakes."""
     hold_s: float = 30.0
     """Age at which models are held for the first request. Also the waiting time that raises a
     request's priority by one."""
     reclaim_s: float = 60.0
-    """Longest time until a worker reports the end of a `Reclaim`."""
+    """Time after which a `Reclaim` counts as over even if the worker has not reported its end."""
     barren_s: float = 5.0
     """Time until a worker is asked again for a method that gave too little."""
     tick_s: float = 1.0
@@ -37,7 +37,7 @@ MIN_ACTION_PARTS = 4096
 
 
 class GovernorState(msgspec.Struct):
-    """The state of `actors.machines.governor.Governor`, and questions about it."""
+    """The state of `actors.machines.governor.Governor`, and what follows from it."""
 
     ledger: Ledger
     gauge: Gauge = msgspec.field(default_factory=Gauge)
