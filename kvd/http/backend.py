@@ -13,7 +13,7 @@ class Call(Protocol):
     """A running completion."""
 
     def cancel(self) -> None:
-        """End it within a step; no further events are delivered. Idempotent."""
+        """Cancel the completion within a step; no further events are delivered. Idempotent."""
 
 
 class Backend(Protocol):

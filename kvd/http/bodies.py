@@ -1,6 +1,6 @@
 """Reads request bodies under two limits: per body, and for all bodies being read.
 
-TCP and `http.sock` have separate limits. Complete requests are bounded by the queue.
+TCP and `http.sock` have separate limits. The queue bounds complete requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MOST_BYTES = 128 * 1024 * 1024
-"""Limit for all bodies being read over one kind of socket, beyond the free bytes of each."""
+"""Limit for all bodies being read over one kind of socket, without `FREE_BYTES` of each."""
 FREE_BYTES = 64 * 1024
 """The first bytes of each body do not count, so that small requests pass at any load."""
 

@@ -74,7 +74,7 @@ _FORMS = {
 
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
 _FIELDS = {"tokens": "prompt", "stop_tokens": "stop_token_ids", "sampling.logit_bias": "logit_bias"}
-"""Fields of the protocol that have another name in HTTP requests."""
+"""Protocol fields that have a different name in HTTP requests, with that name."""
 _NO_RETRY = frozenset({"deadline_exceeded"})
 """Errors that clients must not retry automatically, since the client's own deadline has passed."""
 

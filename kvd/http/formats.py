@@ -17,7 +17,7 @@ Logprobs = list[types.TokenLogprob]
 
 
 class Format(ABC):
-    """One of the two."""
+    """Base of both response formats."""
 
     prefix: str
     whole_object: str
@@ -120,7 +120,7 @@ class TextFormat(Format):
 
 
 def text_of(tokens: Logprobs) -> str:
-    """Return the text of these tokens joined: one of them may be half a character."""
+    """Return the text of these tokens, joined as bytes: a token may end within a character."""
     return bytes_of(tokens).decode("utf-8", "replace")
 
 

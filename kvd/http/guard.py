@@ -1,7 +1,8 @@
 """Access control for TCP: API keys, and the headers ``Host`` and ``Origin``.
 
-A page of any website can make its visitor's browser send requests to this machine. The browser then
-sends the page's origin, or the website's own name, resolved to this machine (DNS rebinding).
+A page of any website can make its visitor's browser send requests to this machine. Their ``Origin``
+then names the page's origin. If the website's own name resolves to this machine (DNS rebinding),
+their ``Host`` has that name.
 """
 
 from __future__ import annotations

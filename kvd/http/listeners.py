@@ -1,4 +1,4 @@
-"""The listening sockets of HTTP. Needs no HTTP library, so errors appear before it is imported."""
+"""The listening sockets of HTTP. Needs no HTTP library, so errors appear before one is imported."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def open_listeners(
 ) -> list[Listener]:
     """Open the configured sockets; raises `ConfigError` if one cannot be opened.
 
-    A socket that the service manager has ``given`` replaces the one of its kind. If another program
-    has the default port, TCP is skipped with a warning. The caller holds the home's lock.
+    A Unix or TCP socket that the service manager has ``given`` replaces the configured one of the
+    same kind. If another program has the default port, TCP is skipped with a warning. The caller
+    must hold the home's lock.
     """
     if not settings.enabled:
         return []
@@ -95,7 +96,7 @@ def _unix(home: Home) -> list[Listener]:
     try:
         check_socket_path(path)
     except ConfigError as error:
-        # This path is one letter longer than kvd.sock's; that must not prevent the start.
+        # The path of kvd.sock is one letter shorter and may fit: start without http.sock.
         structlog.get_logger("kvd.http").warning("no http.sock", reason=error.message)
         return []
     return [Listener(listen.bind(path), f"unix:{path}", path)]

@@ -15,13 +15,13 @@ from protocol import fields
 from protocol.fields import MAX_INT, MAX_LOGPROBS, TokenId
 
 MOST_PROMPTS = 64
-"""Limit per request for text completions."""
+"""Maximum prompts of one request for text completions."""
 
 MOST_TOKENS = 1_000_000
-"""Limit for all prompts of a request that are given as tokens; larger than any model's context."""
+"""Maximum tokens of all prompts of a request that are token ids; above any model's context."""
 
 ABSENT = Raw()
-"""The default of fields that are not decoded. Decoded, they would take 20 times the memory."""
+"""The default of fields that stay JSON. Decoded, their values would take 20 times the memory."""
 
 Tokens = Annotated[list[TokenId], Meta(max_length=MOST_TOKENS)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -84,7 +84,8 @@ class Part(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True):
     """One message of a chat.
 
-    Other fields are ignored, because clients send back the messages that they received unchanged.
+    Unknown fields are ignored, because clients send back earlier answers unchanged, with fields
+    such as ``refusal``.
     """
 
     role: Literal["system", "developer", "user", "assistant"]

@@ -106,7 +106,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
-    """kvd's own fields; unknown ones are absent."""
+    """kvd's own fields; those without a known value are absent."""
 
     seed: int | UnsetType = UNSET
     """The sampling seed: the same request with this seed returns the same tokens."""
@@ -115,9 +115,9 @@ class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
     levels: list[int] | UnsetType = UNSET
     """All precision levels of the request in order, if it was stepped down."""
     queued_ms: int | UnsetType = UNSET
-    """From arrival until a worker accepted the request, including the load of its model."""
+    """Milliseconds from arrival until a worker accepted the request, including its model's load."""
     paused_ms: int | UnsetType = UNSET
-    """Total time preempted, or waiting for a restart of the worker."""
+    """Milliseconds that the request was preempted, or waited for a restart of its worker."""
     resumed: int | UnsetType = UNSET
 
 

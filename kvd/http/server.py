@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MOST_CONNECTIONS = 2048
-"""Per listener, so that a flood on one does not block the other. A connection takes 20 KiB."""
+"""Limit per listener, so that a flood on one does not block the other; 20 KiB per connection."""
 _SHARE_OF_FILES = 4
 """Connections use at most a fourth of the daemon's file limit, which its other sockets share."""
 _OPENING_S = 1.0
@@ -91,7 +91,7 @@ class Server:
         )
         self._servers: list[asyncio.Server] = []
         self._opening: list[tuple[float, Listener, asyncio.BaseProtocol]] = []
-        """Accepted connections that aiohttp may not list yet, with time and listener."""
+        """Accepted connections that aiohttp may not list yet, with the time and the listener."""
 
     async def start(self) -> None:
         await self._runner.setup()
@@ -258,7 +258,7 @@ def _preflight(request: web.Request) -> web.Response:
         "Access-Control-Allow-Headers": wanted,
         "Access-Control-Max-Age": "600",
     }
-    # A public page calls this local server.
+    # Browsers ask this before a page of a public website may call a local server.
     if "Access-Control-Request-Private-Network" in request.headers:
         headers["Access-Control-Allow-Private-Network"] = "true"
     return web.Response(status=204, headers=headers)

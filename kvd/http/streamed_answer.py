@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class _Prompt:
-    """A prompt, as an echo needs it."""
+    """The parts of a prompt that an echo needs."""
 
     text: str | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -102,7 +102,7 @@ class StreamedAnswer(Answer):
         return b"".join(self._chunk([piece]) for piece in pieces)
 
     def _choice_finished(self, number: int, choice: int, reason: FinishReason) -> bytes:
-        """Return the ending of a choice; that of the last one is sent with the usage."""
+        """Return the ending of a choice; nothing for a call's last choice, which `_done` ends."""
         self._choice(number, choice).reason = reason
         if len(self._running(number)) == 1:
             return b""

@@ -40,7 +40,7 @@ GRANTED = Metric(
 )  # fmt: skip
 VIOLATIONS = Metric(
     "kvd_budget_violations_total", "counter", (),
-    "Times that the sum of all grants exceeded the budget",
+    "Times that an invariant of the budget was violated, such as a sum of grants above it",
     "Any value but 0 is a bug: report it with the log",
 )  # fmt: skip
 MODEL_GRANTED = Metric(
@@ -144,12 +144,12 @@ PAUSED = Metric(
 RESUMED = Metric(
     "kvd_requests_resumed_total", "counter", MODEL,
     "Times that a paused request resumed",
-    "It follows the paused count; if it does not, see kvd_requests",
+    "Follows kvd_requests_paused_total; if it falls behind, requests are paused: see kvd_requests",
 )  # fmt: skip
 QUEUE_TIME = Metric(
     "kvd_request_queue_time_seconds", "histogram", MODEL,
     "Time from a request's arrival until it is admitted, including loads of its model",
-    "If the time to the first token is long, it tells waiting from prefill",
+    "If the time to the first token is long, shows whether waiting or prefill is the cause",
     bounds.QUEUE_S,
 )  # fmt: skip
 FIRST_TOKEN = Metric(
@@ -178,7 +178,8 @@ PROMPT_TOKENS = Metric(
 COMPUTED_TOKENS = Metric(
     "kvd_prompt_tokens_computed_total", "counter", MODEL,
     "Prompt tokens that were prefilled, without prefix cache hits and including repetitions",
-    "More than the prompts have means restarts, or preempted requests that are recomputed",
+    "Above kvd_prompt_tokens_total, requests were replayed after a restart, or recomputed after "
+    "they were preempted",
 )  # fmt: skip
 GENERATED = Metric(
     "kvd_generation_tokens_total", "counter", MODEL,
@@ -218,7 +219,7 @@ PREFIX_BYTES = Metric(
 STATE = Metric(
     "kvd_model_state", "gauge", ("model", "state"),
     "1 for the state of a model, 0 for the other states",
-    "backoff and failed mean that its worker dies; unloaded models have no series",
+    "backoff and failed mean that the worker died or could not load; unloaded models are absent",
 )  # fmt: skip
 UNLOADED = Metric(
     "kvd_models_unloaded", "gauge", (),
@@ -293,7 +294,7 @@ LAG = Metric(
 )  # fmt: skip
 HTTP = Metric(
     "kvd_http_responses_total", "counter", ("path", "code"),
-    "HTTP responses by path and status; paths outside the API are empty",
+    "HTTP responses by path and status; the label path is empty outside the API",
     "401 and 403: refused clients. 429 and 503: overload",
 )  # fmt: skip
 FOOTPRINT = Metric(

@@ -1,7 +1,7 @@
 """Counts the actors' observations (`actors.telemetry`) by model, in about a microsecond each.
 
-Only known models have their own counters; all other names count under ``""``. An unloaded model
-that is no longer known keeps its counters until `KEPT_AFTER_UNLOAD` others have followed.
+Only known models have their own counters; all other names count under ``""``. Models that are no
+longer known keep their counters, up to `KEPT_AFTER_UNLOAD` of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from actors.telemetry import Observation
 
 KEPT_AFTER_UNLOAD = 16
-"""Number of unknown models whose counters are kept."""
+"""Number of models that are no longer known and whose counters are kept."""
 NO_MODEL = ""
 """The label of observations without a known model."""
 FAILURES = (

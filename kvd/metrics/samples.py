@@ -36,7 +36,7 @@ class Samples:
         self.found.setdefault(metric, {})[labels] = value
 
     def put_all(self, metric: Metric, values: Mapping[str, float], *labels: str) -> None:
-        """Set several series whose last label is the key."""
+        """Set one series for each value, with its key as the last label."""
         for name, value in values.items():
             self.put(metric, value, *labels, name)
 

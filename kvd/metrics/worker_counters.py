@@ -25,9 +25,10 @@ class WorkerCounters:
     """The newest counters of the current or last process."""
     _life: int = 0
     _before: WorkerStats = field(default_factory=WorkerStats)
-    """The sums of all processes before it."""
+    """The sums of all earlier processes."""
     peak: int = 0
-    """Peak bytes of that process's allocator, which resets its own peak with each report."""
+    """Peak bytes of the current or last process's allocator. Each report has the peak since the one
+    before it."""
 
     def update(self, life: int, stats: WorkerStats) -> None:
         """Store the newest counters of the process with the number ``life``."""

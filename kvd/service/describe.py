@@ -44,11 +44,11 @@ class Service:
     """The command of `kvd` with an absolute path."""
     drain_s: float = Config().drain_timeout_s
     on_demand: bool = False
-    """Started by the first client instead of with the session."""
+    """Whether the first client starts the daemon, instead of the session."""
     http: tuple[tuple[str, int], ...] = ()
     """Addresses and ports that the manager listens on; only with ``on_demand``."""
     http_socket: bool = False
-    """Whether the manager listens on ``http.sock`` too."""
+    """Whether the manager also listens on ``http.sock``; used only with ``on_demand``."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property

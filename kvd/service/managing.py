@@ -79,7 +79,7 @@ def manager_of(service: Service) -> Manager:
 
 
 def install(manager: Manager, *, force: bool = False) -> list[Path]:
-    """Write the files and start the service; return the files. Repeated: update and restart it.
+    """Write the files and start the service; return the files. Updates an installed service.
 
     ``force`` also replaces files that are not kvd's, but never links.
     """
@@ -117,7 +117,7 @@ def foreign(manager: Manager) -> list[Path]:
 
 
 def refuse_foreign(manager: Manager, *, force: bool = False) -> None:
-    """Raise `ServiceError` if such files exist; with ``force``, only for links."""
+    """Raise `ServiceError` if there are `foreign` files; with ``force``, only for links."""
     for path in foreign(manager):
         if path.is_symlink() or not force:
             raise ServiceError(describe_foreign(path))
@@ -130,7 +130,7 @@ def describe_foreign(path: Path) -> str:
 
 
 def outdated(manager: Manager) -> list[Path]:
-    """Return the files that differ from those that this version would write."""
+    """Return installed files that this version would write differently, or not at all."""
     wanted = manager.files()
     differ = [path for path in wanted if manager.owns(path) and path.read_bytes() != wanted[path]]
     return [*differ, *manager.stale()]

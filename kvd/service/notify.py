@@ -30,7 +30,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, variables: MutableMapping[str, str] | None = None) -> Notifier:
-        """Return the environment's notifier, and remove its variables for child processes."""
+        """Return a notifier; remove systemd's variables, which child processes must not see."""
         variables = os.environ if variables is None else variables
         address = variables.pop("NOTIFY_SOCKET", None)
         microseconds = variables.pop("WATCHDOG_USEC", "")

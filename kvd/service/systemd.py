@@ -129,7 +129,7 @@ def _quoted(word: str, *, commands: bool = True) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """Return the words of an ``ExecStart=`` line, unquoted; of other lines none."""
+    """Return the words of an ``ExecStart=`` line, unquoted; an empty list for other lines."""
     key, _, value = line.partition("=")
     try:
         words = shlex.split(value) if key == "ExecStart" else []
@@ -243,7 +243,7 @@ class Systemd:
         user = getpass.getuser()
         if Path("/var/lib/systemd/linger", user).exists():
             return None
-        return f"it ends with your last session; `loginctl enable-linger {user}` keeps it running"
+        return f"kvd ends with your last session; `loginctl enable-linger {user}` keeps it running"
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         journal = ["journalctl", "--user", "--quiet", "--no-pager", "--output=cat"]
