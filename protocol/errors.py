@@ -1,4 +1,4 @@
-"""All errors of kvd, with their codes in messages."""
+"""All errors of kvd, and their codes in protocol messages."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
 
 
 class RowQueued(_RowReport, tag="queued", frozen=True, kw_only=True):
-    """The request waits for a place or for memory; replaces the previous position."""
+    """The request waits for a place or for memory; ``position`` replaces the previous one."""
 
     position: int
 
