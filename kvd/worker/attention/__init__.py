@@ -1,1 +1,1 @@
-"""Attention over pages: decode and prefill, in plain operations and in kernels."""
+"""Attention over pages: prefill and decode in plain MLX operations, decode also in GPU kernels."""

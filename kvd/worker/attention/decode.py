@@ -5,7 +5,7 @@ on all precision levels and its dense tail (flash decoding, arXiv 2311.01282, wi
 split). Maximum and sum are accumulated in float32.
 
 The work is proportional to the number of tokens. Every operation is per page or per row, so on the
-CPU a row's output does not depend on the other rows of its batch, to the bit.
+CPU a row's output is the same to the bit, whatever other rows are in its batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def decode_attention(
         return step.backend.attend(queries, layer, scale, sinks)
     batch, q_heads, _, k_dim = queries.shape
     rows, heads = len(step.rows), layer.geometry.kv_heads
-    # Half-precision scores are wrong by several per cent where attention is sharp.
+    # In float32: half-precision scores are wrong by several per cent where attention is sharp.
     q = queries[:rows].astype(mx.float32).reshape(rows, heads, -1, k_dim) * scale
 
     tail_keys, tail_values = step.tails(layer)

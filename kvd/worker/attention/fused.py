@@ -1,4 +1,4 @@
-"""The backend that runs decode attention as kernels; prefill uses plain operations."""
+"""The backend that runs decode attention as GPU kernels; prefill uses plain operations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from kvd.worker.cache.steps import DecodeStep
 
 OWN_BUFFERS = 7
-"""Arrays that the larger kernel reads or writes besides the pools."""
+"""Arrays that the split kernel (`kernels.decode`) reads or writes besides the pools."""
 MIN_SPLITS = 16
-"""Compiled steps reserve at least this many splits. Shorter lists would take as long."""
+"""Minimum length of a compiled step's list of splits, with padding. A shorter list would take as
+long to process."""
 
 
 class Kernels(Protocol):
     """The interface of `kvd.worker.attention.kernels.launch.Fused`."""
 
     launches: int
-    """Kernels that were added to graphs, or replayed with a compiled step."""
+    """Kernels that were added to graphs so far, or replayed by compiled steps."""
 
     def decode_attention(self, given: Attention) -> mx.array:
         """Attend the newest token of each row; return ``[batch, q_heads, 1, v_dim]``, lazy."""
@@ -44,7 +45,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RotarySettings:
-    """A layer's norms and RoPE of queries and keys."""
+    """The norms and the RoPE that a layer applies to its queries and keys."""
 
     rotation: Rotation
     q_heads: int
@@ -56,11 +57,11 @@ class RotarySettings:
 
 @dataclass(frozen=True)
 class FusedBackend:
-    """Runs decode attention as kernels."""
+    """Runs decode attention as GPU kernels."""
 
     kernels: Kernels
     most_buffers: int
-    """Arrays that a kernel may read and write on this device."""
+    """Most arrays that one kernel may read and write on this device."""
 
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
@@ -74,7 +75,7 @@ class FusedBackend:
         return FusedStep.of(self.kernels, kind, rows, pages)
 
     def prefill(self, _kind: Kind, _row: Row, _count: int) -> None:
-        """Return None: plain operations do it."""
+        """Return None, so that plain operations attend to the chunk."""
 
     def launched(self, more: int = 0) -> int:
         """Add ``more`` kernels that a compiled step launched; return the count so far."""
@@ -84,15 +85,15 @@ class FusedBackend:
 
 @dataclass(frozen=True)
 class FusedStep:
-    """A decode step for the kernels."""
+    """A decode step's arguments for the kernels: those that are the same in all layers."""
 
     kernels: Kernels
     kind: Kind
     pages: PageList
     splits: Splits
     rows: mx.array
-    """``[rows, 8]`` int32: the six numbers of `rows_of`, then the row's first split and its end
-    split."""
+    """``[rows, 8]`` int32: the six numbers of `rows_of`, then the indices of the row's first split
+    and after its last."""
     moves_tails: ClassVar[bool] = True
 
     @staticmethod
@@ -112,7 +113,8 @@ class FusedStep:
     ) -> mx.array:
         """Append keys that still need RMS norm and RoPE; return the rotated queries; lazy.
 
-        ``qkv``: queries, keys and values side by side, as the layer's first product returns them.
+        ``qkv``: queries, keys and values side by side, as the layer's joined projection returns
+        them.
         """
         tails, places = (layer.tail_keys, layer.tail_values), (step.token_places, step.token_rows)
         rotation = how.q_heads, step.offsets, how.frequencies, how.weights
@@ -140,7 +142,8 @@ class FusedStep:
         )
 
     def padded(self) -> FusedStep:
-        return replace(  # splits cost work, so they get less padding
+        # Padding splits cost work, unlike padding pages, so fewer are added.
+        return replace(
             self,
             pages=self.pages.padded(padded_length(self.pages.count)),
             splits=self.splits.padded(padded_work(max(MIN_SPLITS, self.splits.count))),

@@ -1,13 +1,15 @@
 """Prefill attention of several rows that share a forward pass.
 
 Each row attends as if it were alone: to its pages, its tail and its own chunk. Rows without earlier
-tokens can share one call of the dense kernel: the rectangle is padded on the right, and the causal
-mask hides the padding.
+tokens can share one call of the dense kernel (`mx.fast.scaled_dot_product_attention`). Their chunks
+are padded on the right, and the causal mask hides the padding.
 
-On the CPU that call requires rows of equal length. Sums over longer rows are rounded in another
-order, and a row's result would depend on the rows that share its pass. If the device plans for each
-shape, rows attend with their padding: passes have few widths (`kvd.worker.serving.runner`), so
-their attention has few shapes.
+On the CPU only chunks of equal length share a call. The order of the kernel's sums depends on the
+padded length, so with padding a row's result would depend on the rows that share its pass.
+
+Some devices make a plan for each new shape of attention (`attention_is_planned`), which takes long.
+There, rows that attend one by one keep their padding: passes have few widths
+(`kvd.worker.serving.runner`), so attention has few shapes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def _on_cpu() -> bool:
 def _in_one_call(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
     """Return whether one call of the dense kernel suffices; if so, reserve its scratch."""
     store, group = handle.store, handle.step
-    if len(group.steps) == 1 or group.steps[0].backend is not None:  # a row at a time is as fast
+    if len(group.steps) == 1 or group.steps[0].backend is not None:  # row by row is as fast
         return False
     fresh = all(step.offset == 0 for step in group.steps)
     if not fresh or store.kind.low(group.width - 1) > 0:  # a window hides something

@@ -8,8 +8,8 @@ import mlx.core as mx
 class OnlineSoftmax:
     """Attention of query heads that share their keys, over any number of tiles.
 
-    ``queries``: ``[heads, count, k_dim]``, scaled here. ``sinks``: ``[heads]`` logits that take
-    part in the softmax once and have no value.
+    ``queries``: ``[heads, count, k_dim]``, not yet scaled. ``sinks``: ``[heads]`` logits that count
+    in the softmax's sum once and have no value vector.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Prefill attention: dequantizes one layer of one row for the dense kernel, in parts if needed.
 
-The chunk attends to its own tokens exactly, and to earlier tokens as the cache stores them. The
-memory in use at once stays within the store's ``prefill_scratch``, however long the row is
-(`tiles`).
+The dense kernel is `mx.fast.scaled_dot_product_attention`. The chunk attends to its own tokens
+unquantized, and to earlier tokens as the cache stores them. The memory in use at once stays within
+the store's scratch, however long the row is (`tiles`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 Tile = tuple[mx.array, mx.array, mx.array | None]
-"""Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of what each query sees."""
+"""Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of the keys that each query
+sees, ``[queries, n]``; None: all."""
 
 
 def prefill_attention(
@@ -42,12 +43,12 @@ def prefill_attention(
     Returns ``[1, q_heads, count, v_dim]``: lazy if everything fits the scratch at once, otherwise
     evaluated part by part.
     """
-    if handle.step.backend is not None:  # needs no scratch that depends on lengths
+    if handle.step.backend is not None:  # backends need no scratch that grows with the row
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.scratch.limit
     task = _Task.of(queries, handle, scale, sinks, pending)
     cut = plan(task.work, scratch)
-    # Without a matrix of scores, more layers fit the scratch before an evaluation.
+    # A fused kernel makes no matrix of scores, so more lazy layers fit the scratch.
     if (
         not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
     ) and task.is_fused_available():
@@ -56,7 +57,7 @@ def prefill_attention(
     if task.fits_one_call(cut):
         task.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
         return _dense(task, slice(0, task.work.kv_heads))
-    if task.padding and cut.keys is not None:  # tiles have their own shapes
+    if task.padding and cut.keys is not None:  # only the dense kernel needs few shapes
         own = queries[:, :, : handle.step.count]
         attended = prefill_attention(own, handle, scale, sinks, pending=pending)
         return mx.pad(attended, [(0, 0), (0, 0), (0, task.padding), (0, 0)])
@@ -133,16 +134,16 @@ class _Task:
 
     @property
     def padding(self) -> int:
-        """Queries, and as many keys, after the chunk."""
+        """Number of padding queries, and of padding keys, that follow the chunk."""
         return self.work.queries - self.handle.step.count
 
     def is_fused_available(self) -> bool:
-        """Return whether MLX's dense kernel works without a matrix of scores here."""
+        """Return whether MLX's dense kernel can do this task without a matrix of scores."""
         work, dtype = self.work, self.queries.dtype
         keys, values = (
             mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
         )
-        try:  # never evaluated
+        try:  # raises when the graph is built; nothing is evaluated
             mx.fast.scaled_dot_product_attention(
                 self.queries,
                 keys,
@@ -160,7 +161,7 @@ class _Task:
         return cut.keys is None and cut.heads == self.work.kv_heads
 
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
-        """Evaluate lazy arrays if another part besides them would exceed the scratch."""
+        """Evaluate ``lazy`` and `pending` if another part of the work would exceed the scratch."""
         if self.handle.store.scratch.add(cut.nbytes):
             mx.eval(*lazy, *self.pending)
             self.handle.store.scratch.add(cut.nbytes)
@@ -204,7 +205,7 @@ def _dense(task: _Task, heads: slice) -> mx.array:
 
 
 def _padding(task: _Task, dense: mx.array) -> list[mx.array]:
-    """Return keys or values after all others, which no query of the chunk sees."""
+    """Return the padding after all keys or values, which no query of the chunk sees."""
     heads, _, dim = dense.shape
     return [mx.zeros((heads, task.padding, dim), dense.dtype)] if task.padding else []
 
@@ -221,7 +222,10 @@ def _mask(task: _Task) -> mx.array | str:
 
 
 def _in_parts(task: _Task, cut: Plan) -> mx.array:
-    """Attend some KV heads at a time, or some queries of one; lazy after the last evaluation."""
+    """Attend with some KV heads at a time, or with some queries of one KV head at a time.
+
+    Parts are evaluated when the scratch is full; the last ones stay lazy.
+    """
     work = task.work
     output = mx.zeros((1, task.queries.shape[1], work.queries, work.v_dim), task.queries.dtype)
     lazy = [task.queries, task.handle.chunk.keys, task.handle.chunk.values]
@@ -230,7 +234,7 @@ def _in_parts(task: _Task, cut: Plan) -> mx.array:
         heads_queries = task.query_heads(heads)
         if cut.keys is None:
             task.make_room(cut, output, *lazy)
-            output[:, heads_queries] = _dense(task, heads)  # in place: nothing else holds it
+            output[:, heads_queries] = _dense(task, heads)  # in place: no other reference exists
             continue
         for first in range(0, work.queries, cut.queries):
             some = slice(first, min(first + cut.queries, work.queries))
@@ -270,7 +274,7 @@ def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
 
 
 def _visible(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:
-    """Return which keys each query sees, ``[queries, keys]``, from positions; None: all."""
+    """Return which keys each query sees, by positions, as ``[queries, keys]``; None: all."""
     low = kind.low(queries[-1])
     if all(one[-1] <= queries[0] and (one[0] >= low or one[-1] < kind.keep) for one in keys):
         return None

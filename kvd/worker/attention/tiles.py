@@ -1,6 +1,8 @@
-"""Cuts prefill attention so that it fits the scratch. Integers only, no tensors.
+"""Cuts prefill attention into parts that fit the scratch. Integers only, no tensors.
 
-1. One call of the dense kernel for everything, if that fits.
+The first of these ways that fits is taken:
+
+1. One call of the dense kernel for everything.
 2. If the dense kernel works without a matrix of scores: some KV heads per call, with all keys.
    Heads are independent of each other.
 3. Otherwise tiles: one KV head and some keys. If a tile of few keys is still too large with all
@@ -14,21 +16,21 @@ from dataclasses import dataclass
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 MOST_SCORES = 1 << 32
-"""Query-key pairs of one call of a fused kernel.
+"""Most query-key pairs in one call of a fused kernel.
 
-Metal kills commands that run for seconds, such as 65K keys and 2048 queries of many heads. MLX
-leaves it to callers to split them (mlx#3302)."""
+Metal kills commands that run for seconds, such as attention of 2048 queries to 65K keys with many
+heads. MLX leaves it to callers to split such work (mlx#3302)."""
 TILE_SCORES = 1 << 22
-"""Query-key pairs of a tile. Larger tiles exceed the CPU's caches and are slower."""
+"""Most query-key pairs in a tile. Larger tiles exceed the CPU's caches and are slower."""
 FEW_KEYS = 4 * PAGE_TOKENS
-"""A tile keeps at least this many keys; below that, it is cut to fewer queries instead."""
+"""Keys that a tile should have at least. If fewer fit, the tile gets fewer queries instead."""
 
 DENSE_COPIES = 4
 """Copies of keys and values for the dense kernel: packed, unpacked, by head, concatenated."""
 TILE_COPIES = 3
 """Copies of keys and values in a tile: packed, unpacked, concatenated."""
 MASK_BYTES = 4
-"""Bytes per query and key: a mask, and its intermediate arrays."""
+"""Bytes that a mask and its intermediate arrays take per query-key pair."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class Work:
     v_dim: int
     itemsize: int
     unpacking: int = 0
+    """Bytes per element that dequantizing takes, besides its input and output."""
     masked: bool = False
-    """Whether more than the future is hidden, so that every mask is an array."""
+    """Whether earlier tokens are hidden too (window or chunk), so that the mask is an array."""
     sinks: bool = False
     fused: bool = False
     """Whether the dense kernel works without a matrix of scores."""
@@ -55,7 +58,7 @@ class Work:
         return (self.k_dim + self.v_dim) * (copies * self.itemsize + self.unpacking)
 
     def dense_bytes(self, heads: int) -> int:
-        """Bound the dense kernel's memory for this many KV heads, without its output."""
+        """Return an upper bound of the dense kernel's memory for some KV heads, without output."""
         queries = heads * self.repeats * self.queries
         # With sinks: the scores, the scores with sinks appended, and their softmax.
         scores = 0 if self.fused else queries * self.itemsize * (3 if self.sinks else 1)
@@ -79,7 +82,7 @@ class Work:
         return PAGE_TOKENS * max(0, pages)
 
     def _fixed_bytes(self, queries: int) -> int:
-        # Scaled queries; the output before and after, and the addend; maximum and sum.
+        # Scaled queries; the output before and after the tile, and what is added; maximum and sum.
         return 4 * queries * self.repeats * (2 * self.k_dim + 4 * self.v_dim + 8)
 
     def _bytes_per_key(self, queries: int) -> int:
@@ -90,7 +93,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """The part of the work that one call covers."""
+    """Size of the parts of the work: of one call of the dense kernel, or of one tile."""
 
     heads: int
     queries: int
@@ -116,7 +119,7 @@ def plan(work: Work, scratch: int) -> Plan:
 
 
 def _heads(work: Work, scratch: int) -> int:
-    """Return the KV heads per call of the dense kernel, in even shares; 0: none fit."""
+    """Return the KV heads per call of the dense kernel, spread evenly over calls; 0: none fit."""
     if not work.fused:  # tiles are at least as fast as some heads at a time
         return work.kv_heads if work.dense_bytes(work.kv_heads) <= scratch else 0
     scores = work.repeats * work.queries * work.keys

@@ -1,1 +1,1 @@
-"""Fused decode attention: split-K flash decoding straight from the page table."""
+"""Kernels of decode steps for Metal and CUDA: flash decoding over pages, RoPE, tail updates."""

@@ -1,7 +1,7 @@
 """The kernel that writes a step's tokens into tails: one launch for keys and values of a layer.
 
 A kernel's output is a new array, so this one copies the tails, which are small. MLX's own
-operations would copy them too, in two launches. `rotate` does this and more.
+operations would copy them too, in two launches. The `rotate` kernel includes this work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from protocol.pages import TAIL_TOKENS
 
 THREADS = 256
 PIECE = 16
-"""Bytes per thread."""
+"""Bytes that one thread copies."""
 
 
 def append_source(
@@ -44,11 +44,11 @@ def token_row_of(tail: str, *, token_rows: bool) -> str:
 
 
 def add_copies(text: Text, language: Language, rows: dict[str, str], *, token_rows: bool) -> None:
-    """Add the code that copies piece ``at``.
+    """Add the code that copies piece ``at`` of the new tails, from the old tails or a new token.
 
-    ``rows``: where a ``giver``'s new keys and new values begin. A side that is not in it is written
-    elsewhere. When a row commits its oldest 64 tail tokens to a page, the copy starts after those
-    tokens.
+    ``rows``: for keys and for values, the expression of the address at which batch row ``giver``'s
+    new ones begin. If one is missing, other code writes the new tokens of that side. When a row
+    commits its oldest 64 tail tokens to a page, the copy starts after those tokens.
     """
     for side, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
         condition = "at < keys_end" if side == "keys" else f"at < tails * HEADS * TAIL * {pieces}"

@@ -15,8 +15,8 @@ class Attention:
     """Arguments of decode attention."""
 
     queries: mx.array
-    """``[batch, q_heads, L, k_dim]`` of the newest tokens, which are all in the tails; rows first,
-    then padding."""
+    """``[batch, q_heads, L, k_dim]`` of each row's ``L`` newest tokens, which are all in its tail.
+    The batch consists of the rows, then padding."""
     pages: mx.array
     """``[n, 3]`` int32: level, slot, position of the first token."""
     tail_keys: mx.array
@@ -24,13 +24,16 @@ class Attention:
     tail_values: mx.array
     """``[tails, kv_heads, 128, v_dim]``."""
     rows: mx.array
-    """``[rows, 8]`` int32: tail slot, tokens in the tail, position of its first token, first page,
-    end page, first visible position of the newest token besides the first `keep` ones (each earlier
-    query sees one more), first split, end split."""
+    """``[rows, 8]`` int32. The tail: its slot, its length, and the position of its first token.
+    Indices into ``pages``: of the row's first page, and after its last. The first position that the
+    newest query sees, apart from the first ``keep`` tokens; for each earlier query it is one lower.
+    Indices into ``splits``: of the row's first split, and after its last."""
     splits: mx.array
-    """``[n, 4]`` int32: row or -1, first page, end page, whether it is the tail."""
+    """``[n, 4]`` int32: row (-1: padding), indices of the first page and after the last, and 1 if
+    the split is the row's tail."""
     pools: Sequence[mx.array]
-    """The arrays of each level, packed as ``key_packings`` and ``value_packings`` describe."""
+    """The pool arrays of the levels that occur in ``pages``, packed as ``key_packings`` and
+    ``value_packings`` describe."""
     key_packings: LevelPackings
     value_packings: LevelPackings
     schemes: tuple[LevelPackings, LevelPackings]
@@ -42,7 +45,7 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Append:
-    """Arguments of appending one token of each row to its tail (shapes: `Attention`)."""
+    """Arguments of appending one token of each row to its tail. Tails are as in `Attention`."""
 
     tail_keys: mx.array
     tail_values: mx.array
@@ -51,11 +54,12 @@ class Append:
     values: mx.array
     """``[rows or more, kv_heads, 1, v_dim]``."""
     token_places: mx.array
-    """``[tails]`` int32: the place of each tail's new token, or -1. 128 is added if the tokens
-    after the tail's first 64 move to the front before."""
+    """``[tails]`` int32: index at which each tail takes its new token, or -1. If the tail's first
+    64 tokens become a page in this step, 128 is added: the tokens after them move to the front
+    first."""
     token_rows: mx.array | None
-    """``[tails]``: the row that each tail's token comes from; None if rows are the tails in their
-    order."""
+    """``[tails]``: index of the batch row whose token each tail takes; None if the rows are exactly
+    the tails, in order."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +67,24 @@ class Rotation:
     """RoPE and norms of a layer's queries and keys."""
 
     dims: int
-    """Rotated channels, from the first."""
+    """Number of channels that are rotated, from the first on."""
     traditional: bool
-    """Whether pairs are neighbours, instead of one channel from each half."""
+    """Whether adjacent channels form pairs, instead of one channel from each half."""
     normed: bool = False
     eps: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Rotate:
-    """Arguments of norm and RoPE of queries and keys, and of appending a token of each row."""
+    """Arguments of the kernel that applies norms and RoPE, and appends one token of each row."""
 
     rotation: Rotation
     qkv: mx.array
-    """``[batch, ..., q_heads * k_dim + kv_heads * (k_dim + v_dim)]``: queries, keys and values as
-    the layer's first product returns them."""
+    """``[batch, ..., q_heads * k_dim + kv_heads * (k_dim + v_dim)]``: queries, keys and values side
+    by side, as the layer's joined projection returns them."""
     q_heads: int
     offsets: mx.array
-    """``[batch]`` int32: positions."""
+    """``[batch]`` int32: positions of the new tokens."""
     frequencies: mx.array
     """``[dims / 2]`` float32, radians per position."""
     weights: tuple[mx.array, mx.array] | None
@@ -88,5 +92,5 @@ class Rotate:
     tail_keys: mx.array
     tail_values: mx.array
     token_places: mx.array
-    """Tails as in `Attention`, places as in `Append`."""
     token_rows: mx.array | None
+    """Tails are as in `Attention`, ``token_places`` and ``token_rows`` as in `Append`."""

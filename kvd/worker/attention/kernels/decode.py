@@ -8,7 +8,8 @@ warps share the pages. Each warp has a *tile* of up to four query vectors (query
 the KV head, times queries), so each page is loaded once for all of them. A page of 64 tokens takes
 three steps:
 
-1. The queries are multiplied with the channels' scales, so that integers are summed (`scores`).
+1. The queries are multiplied with the channels' scales, and then with the packed integers, which
+   need not be dequantized (`scores`).
 2. Scores become weights, with the running maximum and sum (`scores`).
 3. The weights are multiplied with the tokens' scales, and values are summed in registers
    (`values`).
@@ -35,10 +36,10 @@ from protocol.pages import TAIL_TOKENS
 
 _LOG2_E = 1.4426950408889634
 _LEAST = "-1e30f"
-"""Below all scores, and finite, so that the difference of two is a number."""
+"""Less than any score; finite, so that its difference from itself is 0 instead of NaN."""
 _FOLD = 75
-"""Numbers that arrive as denormal floats have their weights multiplied by 2 to this power, so that
-sums have a normal size."""
+"""On CUDA, packed numbers are read as denormal floats (`Language.unit`). Their factors are scaled
+by 2 to this power, so that the sums are normal floats."""
 
 
 def split_source(shape: Shape, language: Language) -> str:

@@ -5,9 +5,10 @@ MLX 0.32.4 hashes a kernel's whole text at each launch, also in replays of compi
 hash, and MLX gets one line that includes the file. Metal's compiler reads no files at run time and
 gets the text itself.
 
-The folder belongs to the user and stays, for all processes. Workers end without the interpreter's
-shutdown, or by a signal, and would leave private folders behind. A file whose content has changed
-is written again. If the folder is not writable, MLX gets the text itself.
+All of the user's processes share one folder, which is never removed. A folder per process would be
+left behind, because workers are ended by signals or skip the interpreter's shutdown. A file with
+any other content than its text is written again. If the text cannot be stored, or if other users
+could change the file, MLX gets the text itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import mlx.core as mx
 import platformdirs
 
 _PROPERTIES = ("shape", "strides", "ndim")
-"""MLX passes these properties of an input if its source text contains ``{input}_{property}``."""
+"""MLX passes these properties of an input if the kernel's text contains ``{input}_{property}``."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def cuda_kernel(
 ) -> Any:
     """Return `mx.fast.cuda_kernel` of the same arguments, with the text in files if possible.
 
-    MLX reads the files when it compiles, once per template: call this again for each template.
+    MLX reads the files when it compiles the kernel, once per template. Call this for each template,
+    so that the files are checked before.
     """
     try:
         source, header = _included(source) + _named(source, input_names), _included(header)
@@ -55,10 +57,10 @@ def folder() -> Path:
 
 
 def _included(text: str) -> str:
-    """Return the line that includes a text; raises ``OSError`` if it cannot be stored in a file."""
+    """Return the line that includes a text; raises ``OSError`` if the text cannot be stored."""
     path = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.inc"
     if '"' in str(path) or not str(path).isprintable():
-        raise OSError(f"{path} cannot be named in a kernel")
+        raise OSError(f"{path} contains characters that an #include line cannot contain")
     if not _is_sound(path, text):
         _write(path, text)
     return f'#include "{path}"\n'
@@ -99,7 +101,7 @@ def _check_owner(path: Path) -> None:
 def _named(source: str, input_names: Sequence[str]) -> str:
     """Return a comment with the inputs' properties that the text uses.
 
-    MLX searches the text that it gets for these names.
+    MLX looks for these names only in the text that it gets, not in the file.
     """
     names = (f"{name}_{what}" for name in input_names for what in _PROPERTIES)
     used = [name for name in names if name in source]

@@ -1,7 +1,8 @@
 """The primitives that Metal and CUDA name differently.
 
-The kernels' text (`kvd.worker.attention.kernels.decode`) is the same for both. It uses these names,
-and gets MLX's names for threads and buffers through the prologue.
+The kernels' text (`kvd.worker.attention.kernels.decode`) is the same for both. It uses kvd's names
+for primitives, which `Language.header` defines, and for thread indices, which `Language.prologue`
+declares.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """A table of primitives, as the header of a kernel."""
+    """One language's definitions of the primitives, and its limits."""
 
     name: str
     prologue: str
@@ -23,15 +24,15 @@ class Language:
     dense: dict[mx.Dtype, str]
     """For each dtype of activations, how two elements in one 32-bit word become floats."""
     unit: int
-    """Packed numbers arrive as floats times ``2 ** -unit``."""
+    """``NUMBER`` turns a packed number ``n`` into the float ``n * 2 ** -unit``."""
     most_shared: int
     """Bytes of memory that the threads of a block may share."""
     most_buffers: int
-    """Arrays that one kernel may take."""
+    """Most arrays that one kernel may read and write."""
     output: str
     """Address space of the pointers that a kernel writes to."""
     matrix: bool
-    """Whether there are tensor cores (`kvd.worker.attention.kernels.matrix`)."""
+    """Whether kernels use tensor cores (`kvd.worker.attention.kernels.matrix`)."""
 
 
 METAL = Language(

@@ -235,7 +235,7 @@ _rotate_text = lru_cache(64)(rotate.rotate_source)
 
 
 def _header(shape: Shape, language: Language, threads: int = 0) -> str:
-    """Return the text before a kernel; ``threads``: of a block that attends to pages."""
+    """Return the text before a kernel. ``threads``: per block, given for the split kernel only."""
     header = language.header + language.dense[shape.dtype]
     if threads and matrix.fits(shape, language):
         header += matrix.header(threads)

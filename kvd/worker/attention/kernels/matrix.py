@@ -3,8 +3,9 @@
 ``mma.m16n8k16`` multiplies 16 x 16 half floats with 16 x 8 and sums in float32. Packed numbers are
 its left side: small integers are exact as half floats. Its right side has two columns for each of a
 tile's four query vectors: a float rounded to half, and the remainder, so that nothing is lost to
-rounding. Both sides may be permuted alike along the summed dimension, so a lane reads whole runs.
-Lane ``4 g + t`` reads those from token ``8 g`` on (keys) or from channel ``8 g`` on (values). ::
+rounding. Both sides may be permuted alike along the summed dimension, so a lane reads whole *runs*
+of eight packed numbers. Lane ``4 g + t`` reads the runs that begin at token ``8 g`` (keys) or at
+channel ``8 g`` (values). ::
 
     scores   16 tokens x 16 channels   times   16 channels x 8 columns
     outputs  16 channels x 16 tokens   times   16 tokens   x 8 columns
@@ -28,10 +29,10 @@ from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _KEYS_UP = 6
-"""Queries are scaled to at most 1, and by 2 to this power: half floats lose little at the low end,
-and scales up to 1000 do not overflow."""
+"""Queries are scaled to at most 1, and then by 2 to this power. So small ones lose little precision
+as half floats, and products with key scales up to 1000 do not overflow."""
 _WEIGHTS_UP = 7
-"""The power of two that weights, also at most 1, are scaled by."""
+"""Weights, which are at most 1, are scaled by 2 to this power for the same reasons."""
 _IN_FLIGHT = 16
 """Registers per lane for runs that are being loaded."""
 _STRIDE = FLOATS // 4
@@ -99,13 +100,13 @@ __device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
 
 
 _RESIDENT = 512
-"""Threads whose registers a multiprocessor holds at once. They hide each other's memory latency."""
+"""Threads whose registers must fit a multiprocessor, so that they hide each other's latency."""
 
 
 def header(threads: int) -> str:
     """Return the text before a kernel whose blocks have this many threads."""
     blocks = max(1, _RESIDENT // threads)
-    # MLX writes the kernel's first line, and the attribute must precede it.
+    # MLX writes the kernel's first line. Redefining `__global__` adds the launch bounds to it.
     return f"""{_HEADER}
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
@@ -120,7 +121,7 @@ def fits(shape: Shape, language: Language) -> bool:
         and shape.dtype != mx.float32
         and shape.k_dim % 16 == 0
         and shape.v_dim % 64 == 0
-        and shape.v_dim <= 128  # outputs need a quarter of that in registers
+        and shape.v_dim <= 128  # sums of outputs take `v_dim / 4` registers
         and all(_fits(keys) and keys.along_tokens for keys, _ in shape.every_level)
         and all(_fits(values) and not values.along_tokens for _, values in shape.every_level)
     )
@@ -131,7 +132,7 @@ def _fits(side: Side) -> bool:
 
 
 def add_pages(text: Text, shape: Shape) -> None:
-    """Attend to the split's pages; leave maxima, totals and outputs as `decode` leaves them."""
+    """Add the code for the split's pages. Its results are where those of `decode._attend` are."""
     sets = shape.v_dim // 64
     text.add(f"""
 constexpr int SETS = {sets};
@@ -251,7 +252,7 @@ MULTIPLY(scores[m], left, right0, right1);
 
 
 def _softmax(text: Text) -> None:
-    """Turn scores into weights.
+    """Add the code that turns scores into weights.
 
     Pages precede all queries, so only a window hides some of their tokens.
     """
@@ -361,9 +362,9 @@ const float4 w = *reinterpret_cast<const float4*>(
 
 
 def _multiply_set(text: Text, sets: int, number: int, kind: str) -> None:
-    """Add the products for 64 channels; a *set* is that many."""
+    """Add the products for set ``number``; a *set* is 64 channels."""
     parts = ["x", "y", "z", "w"][: 2 * sets]
-    # With two sets, a word of scales has both sets of one token, otherwise two tokens.
+    # A 32-bit word has the scales of two sets for one token, or of the only set for two tokens.
     if sets == 2:
         half = ("LOW", "HIGH")[number]
         words = [f"{half}({{}}.{part})" for part in parts]

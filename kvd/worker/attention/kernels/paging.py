@@ -1,4 +1,4 @@
-"""The part of the split kernel that goes from page to page."""
+"""The part of the split kernel that finds a warp's next page and prefetches pages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _LINE = 128
+"""Bytes per cache line."""
 
 
 def find_first_page(text: Text) -> None:
-    """Find the warp's first page; everything else depends on it."""
+    """Add the code that finds the warp's first page; all reads of pages wait for it."""
     text.add("int level = -1, start = 0;\nsize_t page = 0;\nif (!is_tail && first + part < last) {")
     _find(text, "first + part", "level", "page", "start")
     text.add("}")

@@ -1,9 +1,9 @@
-"""The kernel between a layer's first product and its attention: one launch instead of five.
+"""The kernel between a layer's joined projection and its attention: one launch instead of five.
 
-Queries and keys of a step get their norms and RoPE; keys and values go into tails. All three arrive
-in one array, as their product returns them: each row holds its queries, then its keys, then its
-values. A warp processes one vector. A query head's result is an input of attention; a KV head's
-result goes to its place in the tail. Other blocks copy the earlier contents of the tails
+It applies norms and RoPE to queries and keys, and puts keys and values into tails. All three arrive
+in one array, the joined projection's result: each row holds its queries, then its keys, then its
+values. A warp processes one query or key vector. Queries go to an array for attention, keys to
+their places in the tails. Other blocks copy new values and the earlier contents of the tails
 (`append`).
 """
 

@@ -40,7 +40,7 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level})
 
 
 def _fold_queries(text: Text, shape: Shape, level: int, fold: int) -> None:
-    """Multiply queries with the page's scales, once for all its tokens, and with its biases."""
+    """Add the code that multiplies queries with a page's scales and biases, once for all tokens."""
     groups = shape.keys[level].groups(shape.k_dim)
     text.zero(*(f"bias{group}" for group in range(groups)))
     text.add(f"""
@@ -75,7 +75,11 @@ def _query(shape: Shape, side: Side) -> str:
 
 
 def _share_out(text: Text) -> None:
-    """Exchange half the tokens with the lane 8 further, then half of the rest with lane + 16."""
+    """Add the code that exchanges sums between lanes, so that each keeps two complete ones.
+
+    A lane exchanges half of its sums with lane ``lane ^ 8``, then half of the rest with
+    ``lane ^ 16``.
+    """
     for bit, half, name in ((8, 4, "acc"), (16, 2, "score")):
         for number in range(half):
             text.add(f"""
@@ -89,7 +93,7 @@ other@ = lane & {bit} ? acc{number}@ : acc{number + half}@;
 
 
 def add_tail_scores(text: Text, shape: Shape) -> None:
-    """Add the scores of 64 tail tokens, which lie one after another."""
+    """Add the code for the scores of 64 tail tokens, whose keys lie one after another."""
     run = dense_run(shape.dtype)
     text.add("""
 GLOBAL uint4* runs = (GLOBAL uint4*)(tail_keys
@@ -116,7 +120,7 @@ constexpr int from = 0;
 
 
 def add_softmax(text: Text, shape: Shape, sums: list[str]) -> None:
-    """Replace scores by weights, and rescale the sums so far."""
+    """Add the code that replaces scores by weights, and rescales the sums so far."""
     text.add(f"""
 const int position = start + token;
 {text.integers} ago;  // how far a query is behind the row's newest

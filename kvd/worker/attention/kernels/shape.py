@@ -1,4 +1,4 @@
-"""What a pair of kernels is compiled for, and how its work is divided among threads."""
+"""What the two attention kernels are compiled for, and how work is divided among threads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 LANES = 32
 """Threads of a warp (CUDA) or simdgroup (Metal)."""
 WARPS = 4
-"""Warps of a block. More tiles need more; scarce shared memory allows fewer."""
+"""Usual warps per block. More tiles need more warps; scarce shared memory allows fewer."""
 MOST_WARPS = 8
-"""256 threads can start with 255 registers each, CUDA's most. A larger block is silently not run if
-its threads use many (480 with 186 were too many)."""
+"""Most warps per block: 256 threads can use 255 registers each, CUDA's maximum. A larger block is
+silently not run if its threads use too many registers (480 threads with 186 each were too many)."""
 FLOATS = 4 * 72
-"""Least floats of shared memory per warp: weights of four vectors, see `matrix`."""
+"""Minimum floats of shared memory per warp: room for the weights of four vectors in `matrix`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shape:
     repeats: int
     """Query heads per KV head."""
     queries: int
-    """Newest tokens of a row that attend, each to the tokens before it."""
+    """Newest tokens of a row that attend, each to itself and the tokens before it."""
     keys: tuple[Side, ...]
     values: tuple[Side, ...]
     scale: float
@@ -62,12 +62,13 @@ class Shape:
     """First tokens that every query sees, whatever its window."""
     sinks: bool = False
     schemes: tuple[tuple[Side, Side], ...] = ()
-    """Keys and values of all levels that the layer has. They decide how work is divided, instead of
-    the levels that occur, so that a row gets the same numbers whatever rows share its batch."""
+    """How keys and values are packed on all levels that the layer has. How work is divided depends
+    on these instead of the levels that occur in the batch, so that a row gets the same numbers
+    whatever rows share its batch."""
 
     @cached_property
     def every_level(self) -> tuple[tuple[Side, Side], ...]:
-        """All levels, or the levels that occur if the layer's are not given."""
+        """`schemes`, or the levels that occur in the batch if `schemes` is empty."""
         return self.schemes or tuple(zip(self.keys, self.values, strict=True))
 
     @property
@@ -81,7 +82,7 @@ class Shape:
 
     @property
     def by_token(self) -> list[tuple[int, Side]]:
-        """Levels that occur and whose values are quantized per token."""
+        """Levels that occur in the batch and whose values are quantized per token."""
         return [(n, s) for n, s in enumerate(self.values) if s.packed and not s.along_tokens]
 
     @cached_property
@@ -113,7 +114,7 @@ class Shape:
         return 4 * self.tile * (tiles * self.k_dim + warps * (self.region + 2))
 
     def plan(self, language: Language) -> tuple[int, int]:
-        """Return the tiles and warps of a block. Raises ``ValueError`` if none fits."""
+        """Return the tiles and warps of a block. Raises ``ValueError`` if no block fits."""
         tiles = self.tiles
         while tiles > MOST_WARPS:
             tiles = -(-tiles // 2)
@@ -124,5 +125,7 @@ class Shape:
             elif tiles > 1:
                 tiles = warps = -(-tiles // 2)
             else:
-                raise ValueError(f"heads of {self.k_dim} and {self.v_dim} exceed shared memory")
+                raise ValueError(
+                    f"heads of {self.k_dim} and {self.v_dim} channels do not fit into shared memory"
+                )
         return tiles, warps

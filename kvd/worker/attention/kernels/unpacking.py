@@ -1,8 +1,8 @@
-"""The text that turns eight packed numbers into floats.
+"""The part of a kernel's text that turns eight packed numbers into floats.
 
 MLX packs numbers of 2, 3, 4, 5, 6 or 8 bits one after another, little-endian. So eight of them, a
-*run*, have as many bytes as a number has bits. One mask takes a number where it lies in its word.
-The number is then multiplied by a power of two, which is divided out where that costs least.
+*run*, have as many bytes as a number has bits. A number is masked out of its word, usually without
+a shift. The result is the number times a power of two, which is divided out where that costs least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.text import RUN, Text
 
 _EXACT = 23
-"""Low bits of a word that convert to a float exactly, also to a denormal one."""
+"""A number within this many low bits of a word converts to a float exactly, even to a denormal one.
+"""
 _LOADS = {
     2: ("ushort", 1),
     3: ("uchar", 3),
@@ -38,18 +39,18 @@ class Run:
     """Statements that combine the loaded elements (``now[from]`` and following) into words."""
     numbers: tuple[str, ...]
     shifts: tuple[int, ...]
-    """Each number is multiplied by 2 to this power, besides the language's unit; 0 for dense
-    elements."""
+    """For each number, the exponent of the power of two that it arrives multiplied by, apart from
+    the language's unit; 0 for dense elements."""
     packed: bool
 
     @property
     def batch(self) -> int:
-        """Runs that a lane loads at once: 64 bytes, or fewer if badly aligned."""
+        """Runs that a lane loads at once: 64 bytes, fewer if runs are not aligned to words."""
         size = {"uint": 4, "uint2": 8, "uint4": 16}.get(self.kind, 8)
         return max(2, 64 // (size * self.count))
 
     def add_to(self, text: Text, use: Callable[[int, str], str]) -> None:
-        """Add code that reads the numbers; ``use`` returns code for a number's index and name."""
+        """Add the code that reads a run; ``use`` returns code for a number's index and name."""
         for line in self.setup:
             text.add(line)
         for number, expression in enumerate(self.numbers):
@@ -61,8 +62,8 @@ class Run:
     ) -> None:
         """Add a loop over runs that loads the next ones while it computes with the current ones.
 
-        ``runs`` is the lane's first run; the others follow at distances of ``stride``. ``first``
-        precedes the code of ``use`` in each ``step``.
+        The kernel's ``runs`` points to the lane's first run; the next ones follow at distances of
+        ``stride``. ``first`` is the code before that of ``use`` in each ``step``.
         """
         batch = max(size for size in range(1, self.batch + 1) if steps % size == 0)
         text.add(f"""
@@ -124,7 +125,7 @@ def packed_run(bits: int) -> Run:
 
 
 def _place(bit: int, bits: int) -> tuple[str, int]:
-    """Return a word that contains the number, and the number's lowest bit in it."""
+    """Return an expression for a word that contains a number, and the number's lowest bit in it."""
     word, shift = divmod(bit, 32)
     if shift + bits <= 32:
         return f"word{word}", shift

@@ -1,8 +1,8 @@
-"""The part of the split kernel that sums values by the weights of their tokens.
+"""The part of the split kernel that sums values, multiplied with the weights of their tokens.
 
-Values per token: lane ``RUNS * pass + run`` reads eight channels of every token assigned to its
-``pass``, and keeps their sums in registers. Values per channel are read like keys, with a sum per
-channel and lane.
+If values are quantized per token, lane ``RUNS * pass + run`` reads eight channels of every token
+assigned to its ``pass``, and keeps the channels' sums in registers. Values that are quantized per
+channel are read like keys, with a sum per channel and lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ SYNC_WARP();
 
 
 class Values:
-    """Writes this part, and tracks the power of two that sums are scaled by meanwhile."""
+    """Writes the text of this part.
+
+    Packed numbers arrive multiplied by powers of two (`Run.shifts`), so their sums are scaled, too.
+    The kernel's ``form`` says which scaling is in force; 0: none.
+    """
 
     def __init__(self, text: Text, shape: Shape, fold: int, unfold: int) -> None:
         self._text = text
@@ -32,12 +36,11 @@ class Values:
         """Tokens that a warp reads at once."""
         shifts = (side.run(shape.dtype).shifts for _, side in shape.by_token)
         self._forms = list(dict.fromkeys(shifts))
-        """Powers of two that sums of eight channels may be scaled by: one entry per kind of
-        packing."""
+        """Scalings that occur, numbered from 1: for each channel of a run, a power of two."""
 
     @property
     def spreads(self) -> list[tuple[str, int, int]]:
-        """Sums of the biases, shared by some channels: name, first channel, end."""
+        """Sums of biases, one per group of channels: name, first channel, index after the last."""
         return [
             (f"spread{level}_{group}", group * side.group, (group + 1) * side.group)
             for level, side in self._shape.by_token
@@ -167,7 +170,7 @@ found@ = 0;
         text.add("channel[step]@ += found@ * scale + all@ * bias;\n}")
 
     def _switch_form(self, form: int) -> None:
-        """Scale the sums as the numbers of a packing are scaled."""
+        """Add the code that changes the sums' scaling to ``form``."""
         if not self._forms:
             return
         self._text.add(f"if (form != {form}) {{")
@@ -185,7 +188,7 @@ found@ = 0;
             self._text.add("}")
 
     def gather(self) -> None:
-        """Write the lanes' sums, times ``share``, into the warp's ``work``."""
+        """Add the code that writes the lanes' sums, times ``share``, into the warp's ``work``."""
         text = self._text
         for name, *_ in self.spreads:
             text.add(f"{name}@ = SUM({name}@);")
