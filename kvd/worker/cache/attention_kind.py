@@ -19,11 +19,12 @@ Position = TypeVar("Position", int, mx.array)
 
 @dataclass(frozen=True)
 class Kind:
-    """What the layers of one kind attend to, including the query's own token.
+    """Which tokens the queries of some layers see. By default, all up to the query's own.
 
-    ``window``: a number of tokens. The first ``keep`` tokens of the sequence take ``keep`` of them,
-    and the newest tokens the rest (a sliding window, or `max_kv_size` with attention sinks, arXiv
-    2309.17453). ``chunk``: the tokens of the query's own chunk, on an absolute grid (Llama 4).
+    ``window``: how many tokens a query sees, its own included: the first ``keep`` tokens of the
+    sequence, and the newest ones (a sliding window, or `max_kv_size` with attention sinks, arXiv
+    2309.17453). ``chunk``: tokens per attention chunk, on an absolute grid; a query sees only its
+    own chunk (Llama 4).
     """
 
     window: int | None = None
@@ -58,14 +59,17 @@ class Kind:
         return position - position
 
     def visible(self, queries: mx.array, keys: mx.array) -> mx.array:
-        """Return which keys each query sees, as bool. Positions ``[n]`` and ``[m]`` broadcast."""
+        """Return which keys each query sees, as bool. The arrays of positions are broadcast."""
         seen = keys <= queries
         if self.bounded:
             seen = seen & ((keys >= self.low(queries)) | (keys < self.keep))
         return seen
 
     def max_pages(self, length: int, chunk: int = 0) -> int:
-        """Return the most pages that a row ever holds on its way to ``length`` tokens."""
+        """Return the most pages that a row ever holds on its way to ``length`` tokens.
+
+        ``chunk`` is the number of prompt tokens that are prefilled at once.
+        """
         return pages.max_pages(
             length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk
         )

@@ -1,7 +1,7 @@
 """The interface of attention backends: attention over pages as one operation per layer.
 
-A store without a backend attends with plain operations (`kvd.worker.attention`). Steps that a
-backend declines do so too.
+A store without a backend attends with plain operations (`kvd.worker.attention`). So does a store
+whose backend declines the step.
 """
 
 from __future__ import annotations
@@ -26,20 +26,27 @@ class Backend(Protocol):
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
     ) -> BackendStep | None:
-        """Describe a step whose new tokens the lengths already count, or return None to decline."""
+        """Return the description of a decode step, or None to decline the step.
+
+        The rows' lengths already count the new tokens.
+        """
 
     def prefill(self, kind: Kind, row: Row, count: int) -> BackendPrefill | None:
-        """Describe a chunk that the row's length does not count yet, or return None to decline."""
+        """Return the description of a chunk of ``count`` tokens, or None to decline the chunk.
+
+        The row's length does not count the chunk yet.
+        """
 
     def launched(self, more: int = 0) -> int:
-        """Add kernel launches that happened without a call; return the total so far."""
+        """Add ``more`` kernel launches by replayed compiled steps; return the total so far."""
 
 
 def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:
-    """Return six integers for each row of a decode step, whose length counts the new token.
+    """Return six integers for each row of a decode step. Lengths already count the new tokens.
 
-    The slot, length and start of its tail. The first and end index of its pages in the list. The
-    first position that the query sees apart from the kept ones.
+    The tail: its slot, its length, and the position of its first token. Indices into ``pages``: of
+    the row's first page, and after its last. The first position that the new token's query sees,
+    apart from the first tokens that a window keeps.
     """
     return [
         (
@@ -61,7 +68,7 @@ LevelPackings = list[tuple[int, int, bool]]
 def pools_of(
     layer: LayerStore, pages: PageList
 ) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
-    """Return the pool arrays of the levels in a list, and how keys and values are packed."""
+    """Return the pool arrays of the levels in ``pages``, and how keys and values are packed."""
     pools = [layer.pools[level] for level in pages.levels]
     return [array for pool in pools for array in pool.arrays()], *schemes_of(pools)
 

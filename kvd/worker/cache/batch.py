@@ -1,6 +1,8 @@
 """What a model sees as its cache of one attention layer, for the rows of the current step.
 
-Both classes have the interface of mlx-lm's caches, as far as a forward pass uses it.
+`BatchQuantizedKVCache` returns handles, on which only kvd's attention can compute.
+`RectangleKVCache` returns dense arrays. Both have the interface of mlx-lm's caches, as far as a
+forward pass uses it.
 """
 
 from __future__ import annotations
@@ -56,20 +58,26 @@ KVHandle = DecodeHandle | PrefillHandle | GroupHandle
 
 
 class OpaqueKV(ABC):
-    """Keys and values of one forward pass, on which `kvd.worker.serving.seam` calls `attend`."""
+    """Keys and values of one forward pass of the drop-in's caches.
+
+    `kvd.worker.serving.seam` calls `attend` instead of mlx-lm's attention.
+    """
 
     kind: Kind
 
     @abstractmethod
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend ``[batch, query heads, tokens, key size]`` causally; same shape, value size."""
+        """Attend queries ``[batch, q_heads, tokens, k_dim]`` causally.
+
+        Returns ``[batch, q_heads, tokens, v_dim]``.
+        """
 
 
 class BatchQuantizedKVCache:
     """A cache that returns handles which only attention can use (`kvd.worker.serving.seam`).
 
-    The probe detects models that use them in any other way. ``batched``: positions are arrays with
-    one entry per row. Otherwise they are ints, for models that take one row per pass.
+    The probe detects models that use handles in any other way. ``batched``: positions are arrays
+    with one entry per row. Otherwise they are ints, for models that take one row per pass.
     """
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
@@ -81,12 +89,15 @@ class BatchQuantizedKVCache:
     @property
     def step(self) -> DecodeStep | PrefillStep | PrefillGroup:
         if self._store.step is None:
-            raise RuntimeError("begin a step before the forward pass")
+            raise RuntimeError("no step has begun: call begin_decode or begin_prefill first")
         return self._store.step
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the first new token: ``[batch]`` int32 if rows share the pass, else int."""
+        """Position of each row's first new token: ``[batch]`` int32.
+
+        For a prompt that is prefilled alone, and if not ``batched``, it is an int.
+        """
         step = self.step
         if isinstance(step, PrefillGroup):
             return step.offsets if len(step.steps) > 1 else step.steps[0].offset
@@ -96,7 +107,10 @@ class BatchQuantizedKVCache:
 
     @property
     def start_position(self) -> int:
-        """First position that a model with chunked attention sees; for one row per pass."""
+        """First position that the pass's first query sees; read by models with chunked attention.
+
+        Such models take one row per pass.
+        """
         step = self.step
         if isinstance(step, PrefillGroup):
             step = step.steps[0]
@@ -132,11 +146,14 @@ class BatchQuantizedKVCache:
         return tuple(parts)
 
     def forget(self) -> None:
-        """Drop what the finished pass fetched: it references pools that a flush must write."""
+        """Drop what the finished pass fetched.
+
+        It may reference pools, and a flush writes these in place only if nothing else does.
+        """
         self._fetched = None
 
     def keys_and_values(self) -> Any:
-        """Return the result of the step's `update_and_fetch`, for layers that share it."""
+        """Return the step's keys and values again, for layers that reuse them."""
         return self._fetched
 
     def make_mask(
@@ -172,9 +189,10 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def keys(self) -> mx.array | None:
-        """Keys of this pass; lazy. Kept, the arrays of all layers would stay alive until its end.
+        """Keys of this pass, gathered at each access; lazy.
 
-        Models assign to this attribute for mlx-lm's caches; the assigned value is dropped.
+        If they were kept, the arrays of all layers would stay alive until the end of the pass. Some
+        models assign to this attribute of mlx-lm's caches. Here, the assigned value is dropped.
         """
         return self._gathered()[0] if self._taken else None
 
@@ -200,9 +218,12 @@ class RectangleKVCache(BatchQuantizedKVCache):
         return cast("Rectangle", step.shared["rectangle"])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Append the new tokens; return all keys and values, ``[batch, heads, most, dim]``."""
+        """Append the new tokens; return all keys and values, ``[batch, heads, most, dim]``.
+
+        ``most`` is the number of tokens in the row that has the most.
+        """
         step, geometry = self.step, self.layer.geometry
-        if values.shape[-1] != geometry.v_dim:  # the model reads none
+        if values.shape[-1] != geometry.v_dim:  # the model reads no values (`probe`)
             values = mx.zeros((*keys.shape[:-1], geometry.v_dim), keys.dtype)
         self._make_room(keys, values)
         self._taken = True
@@ -220,7 +241,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         return self._fetched
 
     def _make_room(self, *lazy: mx.array) -> None:
-        """Evaluate earlier layers if their copies and this layer's exceed the scratch."""
+        """Evaluate earlier layers if their copies and this layer's would exceed the scratch."""
         step = self.step
         paged = PAGE_TOKENS * sum(len(table.starts) for table in step.tables)
         loose = (
@@ -265,7 +286,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         kind, positions = self._store.kind, self._rectangle().positions
         seen: np.ndarray = (positions >= 0) & (positions <= queries)
         if window_size is not None:
-            # As in mlx-lm's caches, the model's window applies to what the cache still has.
+            # As in mlx-lm, the window that the model asks for applies to what the cache still has.
             return seen & ((positions > queries - window_size) | (positions < kind.keep))
         if kind.bounded:
             lows = np.vectorize(kind.low)(queries)

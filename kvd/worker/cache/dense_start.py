@@ -1,4 +1,4 @@
-"""Rows that start without quantization, on the top level, and leave it at a given length."""
+"""The dense start: rows begin without quantization, on level 0, until they have a given length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DenseStart:
         return 1 if 0 < self._quantized_start <= length else 0
 
     def outgrown(self, row: Row) -> bool:
-        """Return whether a row must leave the top level before its next step."""
+        """Return whether a row must move from level 0 to level 1 before its next step."""
         return row.level < self.level(row.length)
 
     def unlowered(self, row: Row) -> bool:
@@ -30,7 +30,10 @@ class DenseStart:
         return row.level == level and all(page.level == level for page in row.pages)
 
     def leave(self, rows: list[Row]) -> None:
-        """Quantize the pages of these rows. Other rows that share them keep the dense pages."""
+        """Move rows to level 1 and quantize their pages.
+
+        A row that is not in ``rows`` and shares a page keeps the dense page.
+        """
         if not rows:
             return
         self._pages.make_ready({1: len(_dense_pages(rows))})

@@ -20,7 +20,8 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 
 TOGETHER_BYTES = 16 * 1024 * 1024
-"""Bytes written together on an accelerator. On CPUs each layer is written alone: no wait."""
+"""Bytes that are written together on an accelerator. On CPUs there is no wait to save, so each
+layer is written alone."""
 
 
 @dataclass
@@ -29,7 +30,9 @@ class _NewPages:
 
     level: int
     filled: list[Row]
+    """The row of each page that a chunk has filled."""
     ahead: list[Row]
+    """Rows whose next page is written ahead."""
     pages: list[PageId] = field(default_factory=list)
 
     @property
@@ -61,7 +64,7 @@ class Flusher:
         self._dense_start = dense_start
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
-        """Write the pages that are due for ``rows``, all running rows. The device must be idle.
+        """Write the pages that are due. The device must be idle. ``rows`` are all running rows.
 
         ``filled`` has the row of each page that a chunk has filled, in the order of the layers'
         pending pages. Rows in ``prefilled`` get new tails and no page written ahead.
@@ -104,7 +107,8 @@ def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: i
 
 
 def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> None:
-    # Evaluated first, so that nothing except the write references a pool: it is in place then.
+    # Evaluated first, so that nothing except the write references a pool: only then is the write
+    # in place.
     mx.eval([writes.arrays() for _, writes in together])
     for layer, writes in together:
         layer.put(writes)

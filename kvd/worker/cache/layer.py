@@ -99,7 +99,7 @@ class LayerStore:
         self.tail_values = mx.where(places, values, self.tail_values)
 
     def remove_committed(self, slots: mx.array) -> None:
-        """Move the tokens after the first 64 of these tails to the front; lazy."""
+        """In each of these tails, move the tokens after the first 64 to the front; lazy."""
         first = (slots, slice(None), slice(PAGE_TOKENS))
         _put(self.tail_keys, first, self.tail_keys[slots, :, PAGE_TOKENS:])
         _put(self.tail_values, first, self.tail_values[slots, :, PAGE_TOKENS:])
@@ -117,7 +117,7 @@ class LayerStore:
     ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
-        New pages and the new tail wait for the flush. Returns the chunk with the tail before it.
+        New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
         """
         chunk = Chunk(keys[0], values[0])
         if tail_length:
@@ -160,7 +160,7 @@ class LayerStore:
         return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
 
     def put(self, writes: FlushWrites) -> None:
-        """Write what was gathered and evaluated. Lazy; in place once `written` is evaluated."""
+        """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
         for level, slots, keys, values in writes.pages:
             self.pools[level].write(mx.array(slots), keys, values)
         for slot, tail in writes.tails:
@@ -181,7 +181,7 @@ class LayerStore:
         mx.eval(pool.arrays())
 
     def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
-        """Convert pages to another level, or move them to other slots of their own; evaluates."""
+        """Convert pages to another level, or move them to other slots of their level; evaluates."""
         self.write(target, new, *self.pools[source].converted(mx.array(old), self.pools[target]))
 
     # Single tails.

@@ -1,4 +1,4 @@
-"""What a model keeps for a sequence, as `kvd.worker.serving.probe` finds it out: data only."""
+"""What a model keeps for a sequence: data only. `kvd.worker.serving.probe` finds it out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvd.worker.cache.scheme import LayerGeometry
 
 
 class Access(Enum):
-    """How a model reads the keys and values of one kind."""
+    """How a model reads the keys and values of one attention kind."""
 
     PAGES = "pages"
     """Through kvd's attention, directly from the pages."""
@@ -31,7 +31,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A recurrent layer's state: arrays of fixed size, ``[1, ...]`` each for one sequence."""
+    """A recurrent layer's state: arrays of fixed size, each ``[1, ...]`` for one sequence."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
@@ -58,6 +58,7 @@ class Entry:
 
     parts: tuple[Part, ...]
     composed: bool = False
+    """Whether the parts are in one `CacheList`."""
 
 
 @dataclass(frozen=True)

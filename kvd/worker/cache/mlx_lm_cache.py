@@ -1,7 +1,7 @@
 """mlx-lm's own caches, one set per sequence, for models that kvd's stores cannot serve.
 
-Same interface as `ModelCache`. Nothing is quantized, and each sequence takes a forward pass of its
-own. Its costs are measured, not computed.
+`MlxLmCache` has the interface of `ModelCache`. Nothing is quantized, and each sequence takes a
+forward pass of its own. The bytes that sequences take are measured, not computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _arrays(caches: list[Any]) -> Iterator[mx.array]:
 
 
 class MlxLmCosts:
-    """Upper bounds for sequences (`kvd.worker.cache.sequence_costs.SequenceCosts`)."""
+    """Interface of `kvd.worker.cache.sequence_costs.SequenceCosts`: upper bounds of bytes."""
 
     def __init__(self, fixed_bytes: int, token_bytes: int) -> None:
         self.row_bytes = fixed_bytes
@@ -62,7 +62,7 @@ class MlxLmCosts:
 
 @dataclass(frozen=True)
 class MlxLmUsage:
-    """Counters for statistics (`kvd.worker.cache.usage.CacheUsage`): there are no pages."""
+    """Interface of `kvd.worker.cache.usage.CacheUsage`: counters; those of pages are 0."""
 
     tails_bytes: int
     flushes: int = 0
@@ -75,7 +75,7 @@ class MlxLmUsage:
 
 
 class MlxLmSnapshots:
-    """Whole copies of sequences (`kvd.worker.cache.sequence_snapshots.SequenceSnapshots`)."""
+    """Interface of `kvd.worker.cache.sequence_snapshots.SequenceSnapshots`, with whole copies."""
 
     def __init__(self) -> None:
         self.all: list[MlxLmSnapshot] = []
@@ -95,7 +95,7 @@ class MlxLmSnapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshots. Until a copy is written to, it shares its arrays."""
+        """Bytes of the snapshots, including arrays that they still share with running sequences."""
         return sum(snapshot.nbytes for snapshot in self.all)
 
     def held_bytes(self, snapshots: Collection[MlxLmSnapshot]) -> int:
@@ -108,7 +108,7 @@ class MlxLmSnapshots:
 
 
 class MlxLmCache:
-    """Sequences with mlx-lm's caches, which take ``fixed_bytes``, and ``token_bytes`` per token."""
+    """Sequences with mlx-lm's caches. Each takes ``fixed_bytes``, and ``token_bytes`` per token."""
 
     batched = False
     scheme = Scheme(16, 16)
@@ -183,7 +183,7 @@ class MlxLmCache:
         self._prefilling = sequence, count
 
     def end_pass(self) -> None:
-        """Do nothing: the caches have their tokens."""
+        """Do nothing: mlx-lm's caches already have the new tokens."""
 
     def finish_prefill(self) -> None:
         if self._prefilling is None:
@@ -204,7 +204,7 @@ class MlxLmCache:
     def flush(self) -> None:
         """Do nothing."""
 
-    # Giving memory back: sequences that end free everything that they held.
+    # Giving memory back: nothing to do, because sequences that end free everything that they held.
 
     def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - interface
         return 0

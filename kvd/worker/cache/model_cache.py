@@ -1,7 +1,7 @@
 """The whole cache of one model: a store per attention kind, and the recurrent states.
 
-A sequence is a row in each store and a state, and they change together. The life of a step is that
-of `kvd.worker.cache.store`; the model is called with `ModelCache.views`.
+A sequence consists of a row in each store and a state, which change together. Steps take the course
+that `kvd.worker.cache.store` describes. The model is called with `ModelCache.views`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvd.worker.cache.usage import CacheUsage
 class ModelCache:
     """Keys, values and states of all sequences of a model.
 
-    ``access`` says for each attention kind of the layout how the model reads it (default: pages).
+    ``access`` says how the model reads each attention kind of the layout (default: as pages).
     ``batched`` says whether the model takes several rows in one pass.
     """
 
@@ -63,7 +63,8 @@ class ModelCache:
         self.sequences: list[SequenceRow] = []
         self.snapshots = SequenceSnapshots(self.stores, self.states)
         self.limit_bytes: int | None = None
-        """Limit of growth ahead of need, for `charged_bytes`, tails, states and snapshots."""
+        """Bytes of pools, tails, states and snapshots up to which pools may grow ahead of need.
+        None: no limit."""
         self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
         self._prefilling: list[tuple[SequenceRow, int]] = []
@@ -108,7 +109,7 @@ class ModelCache:
         return views
 
     def views(self, _sequences: Sequence[SequenceRow]) -> list[Any]:
-        """Return the caches with which the model is called, one object per cache entry."""
+        """Return the caches with which the model is called, one object per entry of the layout."""
         return self._views
 
     # Byte counts.
@@ -120,7 +121,7 @@ class ModelCache:
 
     @property
     def tail_slots(self) -> int:
-        """Sequences for which there are tails or states."""
+        """Number of sequences for which tails or states are allocated."""
         tails = (store.tails.count for store in self.stores)
         return max(len(self.sequences), self.states.places, *tails)
 
@@ -201,7 +202,7 @@ class ModelCache:
         """Start a forward pass of ``count`` tokens of one sequence; `finish_prefill` ends it."""
         self._widest = max(self._widest, count)
         if self.rectangles.stores and self._spare_bytes() < 0:
-            self._cut_to_used()  # the rectangle needs what pools grew ahead of need
+            self._cut_to_used()  # growth ahead of need took memory that the rectangle needs
         for store, row in zip(self.stores, sequence.rows, strict=True):
             store.begin_prefill(row, count)
         self.states.begin([sequence], 1)
@@ -221,7 +222,7 @@ class ModelCache:
         self._prefilling = list(zip(sequences, counts, strict=True))
 
     def end_pass(self) -> None:
-        """Take over the states that the forward pass left. Call it after every pass."""
+        """Take over the states that the forward pass left. Must be called after every pass."""
         self.states.end()
         for view in self._attention_views:
             view.forget()
@@ -238,7 +239,7 @@ class ModelCache:
             sequence.length += count
 
     def undo_prefill(self) -> bool:
-        """Drop a failed prefill pass. Returns whether its sequences, with states, are unchanged."""
+        """Drop a failed prefill pass. Returns whether sequences and their states are unchanged."""
         for view in self._attention_views:
             view.forget()
         self._prefilling = []
@@ -274,7 +275,7 @@ class ModelCache:
         return any(lacks_room(store) for store in self.stores)
 
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
-        """Attend with a backend, and with this page product where the backend does not attend."""
+        """Set the backend, and the page product for attention that the backend does not do."""
         for store, access in zip(self.stores, self.access.values(), strict=True):
             store.page_product = page_product
             store.backend = backend if access is Access.PAGES else None
@@ -285,7 +286,7 @@ class ModelCache:
     def compact(self, pages: int = 0) -> int:
         """Cut pools to the pages in use. Returns the bytes freed.
 
-        Kinds without a window keep room for ``pages`` pages.
+        Kinds without a window or chunk keep room for ``pages`` pages.
         """
         return sum(store.pages.compact(0 if store.kind.bounded else pages) for store in self.stores)
 
@@ -300,7 +301,7 @@ class ModelCache:
         self.states.drop_gone()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except snapshots and ``pages`` (`compact`). No sequence may run."""
+        """Free all memory except snapshots and room for ``pages`` pages. No sequence may run."""
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()

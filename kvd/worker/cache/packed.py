@@ -17,8 +17,8 @@ from kvd.worker.cache.scheme import Packing
 Packed = tuple[mx.array, ...]
 """Words, scales and biases of pages; at 16 bits only the dense elements.
 
-Words are ``[pages, heads, a, b * bits / 32]`` uint32 (dense: ``[pages, heads, a, b]``), scales and
-biases ``[pages, heads, a, b / group]``.
+Dense elements are ``[pages, heads, a, b]``. Words are ``[pages, heads, a, b * bits / 32]`` uint32,
+scales and biases ``[pages, heads, a, b / group]``.
 """
 
 
@@ -121,8 +121,8 @@ def page_product_by_copy(
 def unpacking_bytes(bits: int, itemsize: int) -> int:
     """Return the bytes per element that `mx.dequantize` takes besides its input and output.
 
-    On the CPU it is a graph of 32-bit operations. If elements cross word boundaries, it has one
-    entry per bit (measured, mlx 0.32.4).
+    On the CPU, dequantizing is a graph of 32-bit operations: with one temporary value per element,
+    or one per bit if elements cross word boundaries (measured, mlx 0.32.4).
     """
     if bits == 16 or mx.default_device().type != mx.DeviceType.cpu:
         return 0

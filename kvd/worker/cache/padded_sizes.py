@@ -1,4 +1,7 @@
-"""Sizes of lists and passes: few, since compiling and planning of attention are per shape."""
+"""Padded sizes of lists and passes.
+
+Steps are compiled, and attention is planned, for each shape. Padding leaves few shapes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import mlx.core as mx
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 SIZES_PER_DOUBLING = 4
-"""Sizes between a number and its double: at most a quarter is padding."""
+"""Padded sizes between a power of two and the next, so that padding adds less than a quarter."""
 
 
 def padded_work(count: int) -> int:
@@ -25,7 +28,10 @@ def padded_length(count: int) -> int:
 
 
 def attention_is_planned() -> bool:
-    """Return whether each shape of dense attention is planned: cuDNN takes 50 to 100 ms for it."""
+    """Return whether the device makes a plan for each new shape of dense attention.
+
+    cuDNN takes 50 to 100 ms for a plan.
+    """
     return bool(mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
 
 

@@ -31,11 +31,12 @@ class PageStore:
         self.levels = range(levels)
         self.allocators = [PageAllocator(level) for level in self.levels]
         self.spare: Callable[[], int] | None = None
-        """Bytes, as `charge` counts, that pools may grow ahead of need; None: no limit."""
+        """Returns by how many bytes, as `charge` counts, pools may grow ahead of need. None: no
+        limit."""
         self.reclaim: Callable[[], None] = self.cut_to_used
-        """Called when pools must grow and `spare` has no room for it."""
+        """Called when pools must grow by more bytes than `spare` returns."""
         self.goals: dict[int, int] = {}
-        """By level, the capacity that its pools are growing to (`kvd.worker.cache.pool_growth`)."""
+        """The capacity that a level's pools are growing to, by level (`pool_growth`)."""
         self._layers = layers
         self._holders = holders
         self._tables = tables
@@ -47,7 +48,7 @@ class PageStore:
 
     @cached_property
     def layer_page_bytes(self) -> list[tuple[int, ...]]:
-        """Bytes of one page in each layer, by level. Memory accounting reads it in every step."""
+        """Bytes of one page in each layer, by level. Cached, because every step reads them."""
         return [
             tuple(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self._layers)
             for level in self.levels
@@ -66,7 +67,7 @@ class PageStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pools, also while one of them is being resized."""
+        """Bytes of the pools. Exact even while one of them is being resized."""
         return sum(pool.nbytes for layer in self._layers for pool in layer.pools)
 
     @property
@@ -90,7 +91,7 @@ class PageStore:
             self.allocators[page.level].release(page, snapshot=snapshot)
 
     def release_written_ahead(self, row: Row) -> None:
-        """Release the page that was written ahead of its commit: the tail has its tokens."""
+        """Release the page that was written ahead of its commit. The tail still has its tokens."""
         self.release(row.written_ahead)
         row.written_ahead = []
 
@@ -110,7 +111,7 @@ class PageStore:
             more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
             missing += max(0, more) * self.charge(level)
         tight = self.spare is not None and missing > max(0, self.spare())
-        if tight:  # admission counts only the pages that rows need, not growth ahead of need
+        if tight:  # admission reserves nothing for growth ahead of need, so that is undone
             self.reclaim()
         for level, count in wanted.items():
             allocator = self.allocators[level]
@@ -130,7 +131,7 @@ class PageStore:
     def _grow_to(self, allocator: PageAllocator, capacity: int) -> None:
         for layer in self._layers:
             layer.pools[allocator.level].grow(capacity)
-        allocator.grow(capacity)  # last: if memory is short, no slot is without storage
+        allocator.grow(capacity)  # last, so that every slot has storage even if a pool cannot grow
 
     def grow_piece(self, level: int, capacity: int) -> bool:
         """Grow the keys or values of one layer. Returns True once ``capacity`` is reached."""
@@ -155,9 +156,9 @@ class PageStore:
     def convert(
         self, source: int, target: int, pages: list[PageId], rows: Iterable[Row] | None = None
     ) -> None:
-        """Convert pages of one level to another, for these rows or for all that reference them.
+        """Convert pages of one level to another, for ``rows`` or for all that reference the pages.
 
-        The device must be idle. If it fails, every page is still on one level or the other.
+        The device must be idle. If this fails, rows and snapshots keep their pages.
         """
         new = self.take(target, len(pages))
         try:
@@ -186,8 +187,8 @@ class PageStore:
     def compact(self, pages: int = 0) -> int:
         """Pack the pages of every level and cut its pools. Returns the bytes freed.
 
-        The top level keeps room for ``pages`` pages, less the bytes that lower levels use. The
-        device must be idle.
+        Level 0 keeps room for ``pages`` pages, or for fewer if lower levels have pages: their bytes
+        are subtracted. The device must be idle.
         """
         before = self.nbytes
         self.goals.clear()
@@ -214,7 +215,7 @@ class PageStore:
                 self._cut(allocator, allocator.used)
 
     def grow_top(self, capacity: int) -> None:
-        """Grow the pools of the top level to ``capacity`` pages, if they are smaller."""
+        """Grow the pools of level 0 to ``capacity`` pages, if they are smaller."""
         if self.allocators[0].capacity < capacity:
             self._grow_to(self.allocators[0], capacity)
 

@@ -1,6 +1,6 @@
 """Flat tables of the pages that a batch reads, reused between steps.
 
-Plain attention uses one table per precision level, a backend one list of all pages.
+Plain attention uses one table per precision level. Backends use one list of all pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class PageList:
     """The pages of a batch, row by row. Valid until a row gains, loses or moves pages."""
 
     array: mx.array
-    """``[pages or more, 3]`` int32: index into `levels`, slot in its pools, position of the first
-    token."""
+    """``[pages or more, 3]`` int32: index into `levels`, slot in that level's pools, position of
+    the page's first token."""
     count: int
     ends: tuple[int, ...]
     """Index after each row's last page."""
@@ -88,6 +88,7 @@ class LevelTable:
     owners: tuple[int, ...]
     """`rows` on the host."""
     starts: tuple[int, ...]
+    """Position of each page's first token."""
     padding: int = 0
     """Entries at the end that repeat the last page, so that compiled steps have few shapes.
 
@@ -97,7 +98,10 @@ class LevelTable:
     _padded: dict[int, LevelTable] = field(default_factory=dict)
 
     def padded(self, pages: int) -> LevelTable:
-        """Pad to ``pages`` entries with the last page and its row: no other row can see it."""
+        """Return the table with ``pages`` entries: the last page and its row are repeated.
+
+        So no other row can see the padding.
+        """
         missing = pages - len(self.owners)
         if not missing:
             return self
@@ -124,7 +128,7 @@ class LevelTable:
         return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
-        """Return the indices to multiply a level's pages with queries, and with attention weights.
+        """Return the indices for products of pages with queries, and with attention weights.
 
         Queries have one entry per row and KV head, weights one per page and KV head.
         """

@@ -1,6 +1,6 @@
 """Page allocation and reference counts: integers only.
 
-A page has the same slot in every layer: slot 17 of level 1 is that place in each layer's pool of
+A page has the same slot in every layer: slot 17 of level 1 is place 17 in each layer's pool of
 level 1. Rows that share a prefix reference the same page; it is free when nothing references it.
 """
 
@@ -93,7 +93,10 @@ class PageAllocator:
             heapq.heappush(self._free, page.slot)
 
     def release_running(self) -> None:
-        """Remove all references except those of snapshots, also to pages that no row has."""
+        """Remove all references except those of snapshots.
+
+        This includes references to pages that a failed step had not yet given to a row.
+        """
         for slot in list(self._references):
             for _ in range(self._references[slot] - self._snapshot.get(slot, 0)):
                 self.release(PageId(self.level, slot))

@@ -2,7 +2,7 @@
 
 MLX updates an array in place only if nothing else references its buffer. An operation in flight
 that reads the buffer references it, and then the update silently copies the whole pool. Callers of
-`write` and `grow` must therefore wait until the device is idle: pools are written in flushes.
+`write` and `grow` must therefore wait until the device is idle, as a flush does.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PagePool:
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
     def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
-        """Return some heads of these pages dense, both sides ``[pages, heads, 64, dim]``; lazy."""
+        """Return keys and values of some heads, dense ``[pages, heads, 64, dim]``; lazy."""
         keys, values = (
             pk.take(tuple(array[:, heads] for array in side), slots)
             for side in (self.keys, self.values)
@@ -107,7 +107,8 @@ class PagePool:
         keys, values = self.copy(slots)
         dense_keys, dense_values = self.unpack(keys, values)
         new_keys, new_values = target.pack(dense_keys, dense_values)
-        # Quantizing a side again whose packing stays the same would lose precision.
+        # Keys or values whose packing stays the same are not quantized again: precision would be
+        # lost.
         return (
             keys if self.key_packing == target.key_packing else new_keys,
             values if self.value_packing == target.value_packing else new_values,
@@ -121,13 +122,13 @@ class PagePool:
                     target[slots] = source
 
     def grow(self, capacity: int) -> None:
-        """Add zeroed pages up to ``capacity``; evaluates one side after the other."""
+        """Add zeroed pages up to ``capacity``; evaluates keys, then values."""
         for side in (0, 1):
             if self.capacities[side] < capacity:
                 self.resize(side, capacity)
 
     def cut(self, capacity: int) -> None:
-        """Keep only the first ``capacity`` pages; evaluates one side after the other."""
+        """Keep only the first ``capacity`` pages; evaluates keys, then values."""
         for side in (0, 1):
             if self.capacities[side] > capacity:
                 self.resize(side, capacity)

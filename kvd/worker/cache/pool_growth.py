@@ -1,8 +1,8 @@
 """Growth of pools ahead of need, one piece at a time, so that no flush copies all of them at once.
 
-A pool grows by a copy. A flush that lacked room would copy every layer of a level in one step: 4.2
-median steps, measured on 8 rows of 8192 tokens. Instead, the keys or values of one layer are copied
-between two steps, as soon as the next flush may lack room.
+A pool grows by a copy. A flush that lacked room would copy every layer of a level in one step,
+which takes as long as 4.2 median steps (measured on 8 rows of 8192 tokens). Instead, the keys or
+values of one layer are copied between two steps, as soon as the next flush may lack room.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from kvd.worker.cache.store import KVStore
 
 
 def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> None:
-    """Grow the pools whose room the next flush may exceed, for about ``seconds``.
+    """Grow pools in which the next flush may lack room, for about ``seconds``.
 
-    Does at least one piece, if there is one. The device must be idle, and no step-down may be under
-    way, because it sizes the pools itself. The capacity that pools grow to is charged at once.
+    Grows at least the keys or values of one layer, if any must grow. The device must be idle. No
+    step-down may be under way, because step-downs resize pools themselves. The capacity that pools
+    grow to is charged when their growth begins.
     """
     end = clock() + seconds
     pages = store.pages

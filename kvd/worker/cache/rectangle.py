@@ -1,8 +1,8 @@
 """Rectangles: pages and tails gathered into dense arrays ``[rows, most]``.
 
-They are for models that compute with keys and values as plain arrays. Rows are padded on the left,
-like mlx-lm's batches, so that the newest tokens are at the end. The layout is computed once per
-step, on the host.
+Rectangles are for models that compute with keys and values as plain arrays. ``most`` is the number
+of tokens of the longest row. Others are padded on the left, like mlx-lm's batches, so that the
+newest tokens are at the end. The layout is computed once per step, on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rectangle:
     """An index into all tokens of a step: pages table by table, then tails or a chunk."""
 
     index: mx.array
-    """``[rows, most]`` uint32. The padding points after the last token."""
+    """``[rows, most]`` uint32. Entries of the padding point to one place after the last token."""
     positions: np.ndarray
     """``[rows, most]``, -1 in the padding."""
 
@@ -43,9 +43,10 @@ class Rectangle:
 def gathering_bytes(layers: Sequence[LayerStore], paged: int, loose: int, cells: int) -> int:
     """Return the most bytes that one of these layers takes while its rectangle is gathered.
 
-    That is the rectangle of ``cells`` tokens with padding, and temporary copies: the ``paged``
-    tokens dequantized, then paged and ``loose`` tokens (of tails or a chunk) twice, once transposed
-    and once concatenated. Measured peaks never exceed this, and are often a tenth lower.
+    These are a rectangle of ``cells`` tokens, including padding, and temporary copies. The
+    ``paged`` tokens and the ``loose`` ones (of tails or a chunk) are copied three times:
+    dequantized or taken from the tails, transposed, and concatenated. Measured peaks never exceed
+    the sum, and are often a tenth lower.
     """
     return max(
         layer.geometry.dense_bytes(1) * (3 * (paged + loose) + cells) + paged * _unpacking(layer)
@@ -63,7 +64,7 @@ def _unpacking(layer: LayerStore) -> int:
 
 
 def rectangle_of(step: DecodeStep | PrefillStep, kind: Kind) -> Rectangle:
-    """Lay out the tokens that any query of each row sees, including new ones."""
+    """Lay out, for each row, the tokens that at least one of its queries sees, and new tokens."""
     if isinstance(step, PrefillStep):
         tokens = _Tokens()
         base = _add_pages([tokens], step.tables)
@@ -91,7 +92,7 @@ class _Tokens:
 
     def seen(self, low: int, keep: int) -> tuple[np.ndarray, np.ndarray]:
         index, positions = np.concatenate(self._index), np.concatenate(self._positions)
-        order = np.argsort(positions)  # pages are grouped by level
+        order = np.argsort(positions)  # pages were added by level
         index, positions = index[order], positions[order]
         visible = (positions >= low) | (positions < keep)
         return index[visible], positions[visible]
@@ -118,7 +119,10 @@ def _rectangle(rows: list[_Tokens], lows: list[int], kind: Kind, padding: int) -
 
 
 class RectangleScratch:
-    """Scratch of the stores that are read as rectangles, by their index in the model's cache."""
+    """Decides what fits the scratch of stores that are read as rectangles.
+
+    ``stores``: by their index in the model's cache.
+    """
 
     def __init__(self, stores: dict[int, KVStore]) -> None:
         self.stores = stores
@@ -134,10 +138,10 @@ class RectangleScratch:
         return most
 
     def passes(self, sequences: Sequence[SequenceRow]) -> list[list[int]]:
-        """Return which sequences decode in one pass, as lists of indices.
+        """Return the passes in which sequences decode, as lists of indices of sequences.
 
-        One pass, unless the rectangles would exceed the scratch. Then sequences of similar length
-        share a pass: they are sorted by length, and each pass is filled before the next one.
+        There is one pass, unless the rectangles would exceed the scratch. Then sequences of similar
+        length share a pass: they are sorted by length, and each pass is filled before the next one.
         """
         indices = list(range(len(sequences)))
         if not self.stores or self._fits(sequences):

@@ -1,10 +1,11 @@
 """Recurrent states of running sequences: Mamba, gated delta nets, RWKV, short convolutions.
 
 Models get mlx-lm's `ArraysCache`, unchanged: one object per layer goes into every forward pass, and
-holds the states of that pass's sequences. States are replaced and never written to, so a copy is a
-reference. Sequences that share passes have their states in one *block*, row by row. When other
-sequences share a pass, blocks are rebuilt, which waits for the device. Only the sequences' own
-states stay alive after a step: no padding, and no larger array that a slice would reference.
+holds the states of that pass's sequences. States are replaced and never written to, so a reference
+serves as a copy. Sequences that share passes have their states in one *block*, row by row. When
+different sequences share a pass than before, blocks are rebuilt, which waits for the device. After
+a step only the sequences' own states stay alive: padding is dropped, and a state that is a slice of
+a larger array is copied.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class _Block:
 
     members: list[Any]
     state: State
-    """``[members, ...]`` each."""
+    """Each array is ``[members, ...]``."""
 
 
 COPIES = 3
 """Copies of a sequence's states that a pipelined loop keeps alive (measured): the input and output
-of the step in flight, and the output of the next one, which starts before the first is freed."""
+of the step in flight, and the output of the next step, which starts before the input is freed."""
 
 
 class StateStore:
-    """The states of all sequences, by any hashable name, in all recurrent layers."""
+    """The states of all sequences in all recurrent layers. Any hashable object names a sequence."""
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self.parts = list(parts)
@@ -60,7 +61,7 @@ class StateStore:
 
     @property
     def places(self) -> int:
-        """Sequences whose states exist. Those of removed sequences go with the next pass."""
+        """Number of sequences whose states exist. A removed one may count until the next pass."""
         return sum(len(block.members) for block in self._blocks)
 
     @property
@@ -92,7 +93,7 @@ class StateStore:
         return self._joined([name])
 
     def snapshot(self, name: Any) -> State:
-        """Return a sequence's state, evaluated; by reference if it has a block of its own."""
+        """Return a sequence's state, evaluated; by reference if it is alone in its block."""
         state = self.state_of(name)
         mx.eval(list(_present(state)))
         return state
@@ -121,8 +122,8 @@ class StateStore:
             found: list[mx.array | None] = cache.cache
             self._current.state[part] = [_own(array, rows) for array in found]
             padded = any(array is not None and array.shape[0] > rows for array in found)
-            found = cache.cache = [None] * len(found)  # else it would keep replaced states alive
-            if padded:  # layer by layer, since the padding of all layers would exist at once
+            found = cache.cache = [None] * len(found)  # both would keep replaced states alive
+            if padded:  # layer by layer: otherwise the padding of all layers would exist at once
                 mx.eval([array for array in self._current.state[part] if array is not None])
 
     def drop_gone(self) -> None:
@@ -131,7 +132,7 @@ class StateStore:
         self._regroup([block for block in self._blocks if _GONE in block.members], [])
 
     def _arrange(self, names: list[Any]) -> None:
-        """Ensure that one block has exactly these members, and no block a removed one."""
+        """Ensure that one block has exactly these members, and that no block has a removed one."""
         whole = self._block_of[names[0]].members == names
         mine = set() if whole else set(names)
         changing = [
@@ -150,7 +151,7 @@ class StateStore:
         ]
         groups = [group for group in (names, *rest) if group]
         blocks = [_Block(list(group), self._joined(group)) for group in groups]
-        if blocks:  # evaluated, since in a step in flight these would be one more copy
+        if blocks:  # evaluated: as part of the step in flight they would be one more copy
             mx.eval([array for block in blocks for array in _present(block.state)])
         for block in blocks:
             self._block_of.update(dict.fromkeys(block.members, block))
@@ -198,7 +199,7 @@ def _present(state: State) -> Iterable[mx.array]:
 
 
 def _own(array: mx.array | None, rows: int) -> mx.array | None:
-    """Return the first rows of what a pass left, without the array it may be a slice of; lazy."""
+    """Return a copy of a state's first rows that keeps no larger array alive; lazy."""
     if array is None or array.shape[0] == rows:
         return array if array is None else mx.contiguous(array)
     return mx.take(array, mx.arange(rows), 0)

@@ -34,7 +34,7 @@ class RowSnapshot(Row):
 
 
 class RowSnapshots:
-    """Takes and drops snapshots. `KVStore.restore` makes rows of them."""
+    """Takes and drops snapshots. `KVStore.restore` creates rows from them."""
 
     def __init__(self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart) -> None:
         self.all: list[RowSnapshot] = []

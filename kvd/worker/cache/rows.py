@@ -1,4 +1,4 @@
-"""One request's place in the cache: integers only."""
+"""One sequence's place in the cache: integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.pages import TAIL_TOKENS
 
 @dataclass(eq=False)
 class Row:
-    """The keys and values of one request, ``length`` tokens long.
+    """The keys and values of one sequence, ``length`` tokens long, in one store.
 
     ::
 
@@ -21,8 +21,8 @@ class Row:
 
     The number of quantized tokens follows from the length alone (`full_pages`). It never depends on
     when a flush runs or on the rest of the batch. A flush writes the next page ahead of the commit;
-    until the commit, attention reads those tokens from the tail. With a window, the pages between
-    the first ``anchored`` ones and the newest ones are freed; ``skipped`` counts them.
+    until the commit, attention reads the page's tokens from the tail. With a window, the pages
+    between the first ``anchored`` ones and the newest ones are freed; ``skipped`` counts them.
     """
 
     is_snapshot: ClassVar[bool] = False
@@ -39,7 +39,8 @@ class Row:
     skipped: int = 0
     """Pages that left a window, after the anchored ones."""
     trimmed: bool = False
-    """Whether tokens were taken back. More may then be quantized than `full_pages` says."""
+    """Whether tokens were removed (`KVStore.trim`). More tokens than `full_pages` says may then be
+    quantized."""
     alive: bool = True
 
     def copy_from(self, other: Row) -> None:
@@ -91,7 +92,7 @@ class Row:
 
 @dataclass(eq=False)
 class SequenceRow:
-    """One request's rows, in all stores."""
+    """One sequence's rows, one in each store."""
 
     rows: list[Row]
     length: int = 0

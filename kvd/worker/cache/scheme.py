@@ -1,6 +1,6 @@
-"""How pages are stored and what they cost, for the worker's modules.
+"""KV schemes, page geometry and page sizes, imported from `protocol` for the worker's modules.
 
-`protocol.pages` defines it, because the daemon's forecasts use the same arithmetic.
+`protocol` defines them, because the daemon's forecasts use the same arithmetic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that sequences take at most, by their lengths: admission reserves them."""
+"""The most bytes that sequences of given lengths take. Admission reserves these bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.pages import TAIL_TOKENS
 
 
 class SequenceCosts:
-    """Upper bounds for the sequences of one model. Pages count as `PageStore.charge`."""
+    """Upper bounds for the sequences of one model. A page counts as `PageStore.charge` bytes."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SequenceCosts:
         self._rectangles = rectangles
         self._tail_bytes = sum(store.tails.row_bytes for store in stores)
         self.row_bytes = self._tail_bytes + states.charged_row_bytes
-        """Bytes of every sequence: its tails, and all copies of its states that steps keep."""
+        """Bytes that a sequence takes at any length: tails, and the copies of states in steps."""
         growing = next((store for store in stores if not store.kind.bounded), None)
         self.unit_bytes = growing.pages.charge() if growing else max(1, self.row_bytes)
         """Unit of reservations: a page of a kind that grows without bound, else `row_bytes`."""
@@ -44,10 +44,10 @@ class SequenceCosts:
         return pages + self._rectangles.excess_bytes(length, chunk)
 
     def continued_bytes(self, start: int, length: int, chunk: int = 0, level: int = 0) -> int:
-        """Return the most bytes of pages that another sequence uses which shares a beginning.
+        """Return the most bytes of pages that a sequence adds to those of a snapshot it continues.
 
-        It continues from a snapshot at ``start`` tokens up to ``length``. Quantized pages of the
-        beginning stay shared, except in windows and where a dense start converts pages later.
+        The snapshot has ``start`` tokens, and the sequence grows to ``length`` tokens. It shares
+        the snapshot's pages, except in windows and where a dense start converts pages later.
         """
         shared = sum(
             full_pages(start) * store.pages.charge(self._settings.store_level(level))
@@ -58,14 +58,17 @@ class SequenceCosts:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a snapshot's tails and states, taken where prefill has reached a page's end."""
+        """Bytes of tails and states in a snapshot that is taken when prefill has filled a page.
+
+        Every tail then has 64 tokens.
+        """
         return self._tail_bytes * PAGE_TOKENS // TAIL_TOKENS + self._states.row_bytes
 
     def checkpoint_charge(self, length: int) -> int:
-        """Return the bytes that a checkpoint at ``length`` may hold beyond its sequence's own.
+        """Return the most bytes that a checkpoint at ``length`` tokens adds to its sequence's.
 
-        Its tails and states, the pages that the sequence's windows will pass, and the dense pages
-        that the sequence will replace.
+        These are its tails and states, pages that will leave the sequence's windows, and dense
+        pages that the sequence will replace by quantized ones.
         """
         leaving = sum(
             store.kind.max_pages(length) * store.pages.charge()

@@ -1,4 +1,4 @@
-"""Snapshots of sequences: for the prefix cache, preempted requests, and several choices."""
+"""Snapshots of sequences: for the prefix cache, preempted requests, and a request's choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvd.worker.cache.store import KVStore
 
 @dataclass(eq=False)
 class SequenceSnapshot:
-    """One sequence. It can be restored any number of times."""
+    """A snapshot of one sequence. It can be restored any number of times."""
 
     rows: list[RowSnapshot]
     state: State
@@ -32,7 +32,7 @@ class SequenceSnapshot:
 
 
 class SequenceSnapshots:
-    """Takes and drops snapshots. `ModelCache.restore` makes sequences of them."""
+    """Takes and drops snapshots. `ModelCache.restore` creates sequences from them."""
 
     def __init__(self, stores: Sequence[KVStore], states: StateStore) -> None:
         self.all: list[SequenceSnapshot] = []
@@ -40,9 +40,12 @@ class SequenceSnapshots:
         self._states = states
 
     def take(self, sequence: SequenceRow) -> SequenceSnapshot:
-        """Return pages and states by reference, and copies of tails. The device must be idle."""
+        """Return a snapshot: pages and states by reference, tails as copies.
+
+        The device must be idle.
+        """
         rows = []
-        with ExitStack() as undo:  # if memory is short in one store, none keeps a part
+        with ExitStack() as undo:  # if one store's part fails, the other parts are dropped
             for store, row in zip(self._stores, sequence.rows, strict=True):
                 rows.append(store.snapshots.take(row))
                 undo.callback(store.snapshots.drop, rows[-1])
@@ -90,7 +93,7 @@ class SequenceSnapshots:
         return pages + snapshot.nbytes
 
     def held_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
-        """Return the bytes that these reference; pages that they share count once."""
+        """Return the bytes that these snapshots reference; pages that they share count once."""
         pages = sum(
             _bytes_of(store, {page for one in snapshots for page in one.rows[index].pages})
             for index, store in enumerate(self._stores)
@@ -98,6 +101,7 @@ class SequenceSnapshots:
         return pages + sum(snapshot.nbytes for snapshot in snapshots)
 
     def freed_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
+        """Return the bytes that are freed if all these snapshots are dropped."""
         freed = sum(snapshot.nbytes for snapshot in snapshots)
         for index, store in enumerate(self._stores):
             counts = Counter(page for one in snapshots for page in one.rows[index].pages)

@@ -18,21 +18,22 @@ class CacheSettings:
     """Settings of a `kvd.worker.cache.model_cache.ModelCache`."""
 
     schemes: tuple[Scheme, ...] = (Scheme(),)
-    """One per precision level. Rows start with the first."""
+    """One per precision level. Quantized rows start with the first."""
     floors: Callable[[int], Sequence[Scheme | None]] = no_floors
-    """Returns, for a number of layers, the scheme of each layer below which it does not go."""
+    """Returns one scheme, or None, for each of a given number of layers. On no level does the layer
+    get fewer bits than that."""
     quantized_start: int = 0
     """Rows shorter than this many tokens are not quantized."""
     max_size: int | None = None
-    """Full attention sees only the newest ``max_size`` tokens, including the first ``keep``."""
+    """Tokens that full attention sees: the first ``keep``, and the newest ones. None: all."""
     keep: int = 0
     scratch: int = 256 * 1024 * 1024
-    """Bytes that a step may hold in addition to the cache. Three quarters are for dense copies. One
-    quarter is for stepping down, whose pools may exceed their size while prompts are prefilled."""
+    """Bytes that may be in use in addition to the cache. Three quarters are for dense copies in a
+    step. One quarter is for a step-down, which keeps larger pools from step to step."""
 
     @property
     def store_schemes(self) -> tuple[Scheme, ...]:
-        """Schemes of the stores' levels: with `quantized_start`, one more level comes first."""
+        """Schemes of the stores' levels: with `quantized_start`, a dense level comes first."""
         return ((Scheme(16, 16),) if self.quantized_start else ()) + self.schemes
 
     @property
@@ -60,7 +61,7 @@ class Scratch:
     used: int = 0
 
     def add(self, nbytes: int) -> bool:
-        """Count a dense copy. Returns whether the limit is reached: the caller evaluates then."""
+        """Count a dense copy. Returns whether the limit is reached; if so, the caller evaluates."""
         self.used += nbytes
         if self.used < self.limit:
             return False
@@ -68,7 +69,7 @@ class Scratch:
         return True
 
     def reserve(self, nbytes: int) -> bool:
-        """Count copies to come. Returns whether the readers of earlier ones must end first."""
+        """Count copies that will be made. Returns whether earlier ones must be evaluated first."""
         exceeds = self.used > 0 and self.used + nbytes > self.limit
         self.used = nbytes if exceeds else self.used + nbytes
         return exceeds

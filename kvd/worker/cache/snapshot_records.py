@@ -90,7 +90,7 @@ class _PageIndex:
     def __init__(self, sequences: Sequence[SequenceSnapshot | SequenceRow], stores: int) -> None:
         self._sequences = sequences
         self.numbers: list[dict[PageId, int]] = [{} for _ in range(stores)]
-        """For each store, the number of each page. Keys are the pages' original places."""
+        """For each store, the number of each page. Keys are the pages' places at the start."""
         self._holders: list[list[tuple[int, int]]] = [[] for _ in range(stores)]
         """For each store and page number: index of a sequence, and of the page in its row."""
         for index, numbers in enumerate(self.numbers):
@@ -157,9 +157,9 @@ class SnapshotWriter:
 class SnapshotReader:
     """Reads records into `sequences`, which are complete after the last record.
 
-    They get their places and pages with the first record, so their reservation suffices. No step
-    may use them before the last record. Pools may grow at once; raises MLX's errors when memory is
-    short. Call `forget` if a record is missing or damaged.
+    Their tails and pages are allocated together, before the first record of pages is read. No step
+    may use the sequences before the last record. Pools may grow when `run` starts, and it raises
+    MLX's errors if memory is short. Call `forget` if a record is missing or damaged.
     """
 
     def __init__(self, cache: ModelCache, records: Iterator[bytes]) -> None:
@@ -168,7 +168,10 @@ class SnapshotReader:
         self.sequences: list[SequenceRow] = []
 
     def run(self) -> Iterator[None]:
-        """Read one record between two yields. The device must be idle."""
+        """Read everything except pages, then one record of pages after each yield.
+
+        The device must be idle.
+        """
         outline = self._read_outline()
         rests = [self._read_rest(sequence) for sequence in outline.sequences]
         self._make(outline, rests)

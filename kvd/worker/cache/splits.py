@@ -19,7 +19,7 @@ LEAST, MOST = 4, 64
 With fewer, combining costs more than it saves. With more, a long row keeps too few groups busy.
 """
 WANTED = 64
-"""Splits of a row, within these limits, in addition to its tail."""
+"""Splits that a row's pages are divided into, as far as the limits above allow."""
 PADDING = -1
 """Row index of splits that pad the list."""
 
@@ -73,5 +73,5 @@ class Splits:
         return self._padded[splits]
 
     def with_array(self, array: mx.array) -> Splits:
-        """Return the list over another array, such as one of a function that is being traced."""
+        """Return a copy with another array, such as the input of a compiled step."""
         return Splits(array, self.ends)

@@ -1,7 +1,7 @@
 """What one forward pass does to the cache, computed once for all layers.
 
-A step consists of host integers and a few small index arrays. Rows are never padded to a rectangle:
-the pages of a batch form a flat list, each with the index of its row.
+A step consists of host integers and a few small index arrays. Rows of different lengths need no
+padding: the pages of a batch form a flat list, each with the index of its row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BackendStep(Protocol):
 
     @property
     def moves_tails(self) -> bool:
-        """Whether `append` also moves up the tail tokens after a committed page."""
+        """Whether `append` also moves the tail tokens after a committed page to the front."""
 
     @property
     def pages(self) -> PageList: ...
@@ -51,7 +51,7 @@ class BackendStep(Protocol):
         """Return the arrays that this step reads, except tails and pools."""
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
-        """Return the step over other `arrays`."""
+        """Return the step with the next arrays of ``given`` instead of its own `arrays`."""
 
 
 class BackendPrefill(Protocol):
@@ -115,11 +115,11 @@ class DecodeStep:
     all_tails: bool
     """Whether ``slots`` is 0, 1, 2 ... to the end of the tail arrays."""
     token_places: mx.array
-    """``[tails]`` int32: index at which each tail takes its new token, or -1. In tails of
-    `committed` rows, `TAIL_TOKENS` more."""
+    """``[tails]`` int32: index at which each tail takes its new token, or -1. For rows in
+    `committed`, `TAIL_TOKENS` is added."""
     committed: tuple[Row, ...]
-    """Rows that commit a page with this step. The tail tokens after that page move up before the
-    new token is written."""
+    """Rows that commit a page with this step. The tail tokens after that page move to the front
+    before the new token is written."""
     token_rows: mx.array | None
     """``[tails]``: index of the batch row whose token each tail takes. None if the rows are exactly
     the tails, in order."""
@@ -270,7 +270,7 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """New tokens of several rows, or of one row that is padded: one right-padded rectangle.
+    """Chunks of several rows, or of one row with padding, in one pass. Padding is on the right.
 
     ::
 
@@ -279,8 +279,8 @@ class PrefillGroup:
         row 2   t t t t t t t
                 |<- width ->|
 
-    The model's matrix products see one large batch of tokens. Each row attends, fills pages and
-    writes its tail by its own `PrefillStep`, as if it were prefilled alone.
+    The model's matrix products see one large batch of tokens. Each row has its own `PrefillStep`
+    and attends, fills pages and writes its tail as if it were prefilled alone.
     """
 
     steps: tuple[PrefillStep, ...]

@@ -8,9 +8,9 @@ The life of a step::
     ...                                                 up to 64 decode steps
     flush()                                             device idle: pools are written
 
-A row switches from tail to page when its own length reaches the switch point. The flush that the
-first such row triggers also writes the pages of all other rows that have one due, so every page is
-written before it is read.
+A row commits a page when its own length calls for it (`rows`). If the page is not written yet, a
+flush must come before the step. The flush also writes the next page of every other row whose tail
+has the tokens for it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class KVStore:
         return row
 
     def restore(self, snapshot: RowSnapshot) -> Row:
-        """Return a row with the same bits as the original. The device must be idle."""
+        """Return a new row that equals the snapshot bit for bit. The device must be idle."""
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")
         row = self.new_row()
@@ -195,7 +195,7 @@ class KVStore:
     # Steps.
 
     def begin_decode(self, rows: list[Row], batch: int | None = None) -> DecodeStep:
-        """Start a forward pass of one token for each row. Lengths count it from now on.
+        """Start a forward pass of one token for each row. Lengths count the token from now on.
 
         ``batch`` is the number of sequences that the model sees: the rows, then padding. Raises
         ``ValueError``, with nothing changed, if a row needs a flush first (`needs_flush`).
@@ -203,8 +203,9 @@ class KVStore:
         tables = partial(self.tables.by_level, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self.tails.count, self.kind)
         if step.committed:
-            # Each row drops pages at its own lengths only: the number of its pages decides how
-            # attention splits them among threads, and so affects rounding.
+            # Only rows that commit a page drop pages, so a row's length alone decides when it does.
+            # The number of its pages decides how attention splits them among threads, and so
+            # affects rounding.
             self._drop_unseen(step.committed, 1)
             self.tables.invalidate(step.committed)
         if self.backend is not None:
@@ -231,7 +232,7 @@ class KVStore:
         return replace(step, backend=self.backend.prefill(self.kind, step.row, step.count))
 
     def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-        """Start a pass over chunks of rows, padded to ``width`` tokens, up to `finish_prefill`."""
+        """Start a pass over chunks, each padded to ``width`` tokens; `finish_prefill` ends it."""
         for row in rows:
             self.pages.release_written_ahead(row)
         if not all(0 < count <= width for count in counts):
@@ -270,7 +271,8 @@ class KVStore:
 
     def _drop_unseen(self, rows: Iterable[Row], new_tokens: int = 0) -> None:
         """Free the pages that the ``new_tokens`` newest tokens and later ones do not see."""
-        # Steps in flight may still read them. Nothing is written there before the device is idle.
+        # Steps in flight may still read these pages. Nothing overwrites them before the device is
+        # idle.
         if not self.kind.bounded:
             return
         for row in rows:
@@ -289,14 +291,17 @@ class KVStore:
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether a row commits an unwritten page, or leaves the dense start."""
+        """Return whether these rows need a flush before their next step.
+
+        They do if a row commits a page that is not written, or must leave the dense start.
+        """
         return any(
             (row.commits_next and not row.written_ahead) or self.dense_start.outgrown(row)
             for row in rows
         )
 
     def flush(self) -> None:
-        """Write the next page of all rows that have its tokens. The device must be idle."""
+        """Write the next page of every row whose tail has the tokens. The device must be idle."""
         self._write([])
 
     def _write(self, filled: list[Row], prefilled: Collection[Row] = ()) -> None:
@@ -313,7 +318,10 @@ class KVStore:
             self.tables.invalidate()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory but ``pages`` pages, or those of snapshots. No row may be running."""
+        """Free all memory except snapshots and room for ``pages`` pages. No row may be running.
+
+        Pages of snapshots count towards ``pages``.
+        """
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")
         self.step = None

@@ -1,4 +1,7 @@
-"""The slots of the tail arrays: which row has which, in all layers alike."""
+"""The slots of the tail arrays: which are free, and which must be cleared before use.
+
+A row has the same slot in all layers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class TailSlots:
         return self.count * self.row_bytes
 
     def take(self) -> int:
-        """Return a free slot, added to the arrays if there is none."""
+        """Return a free slot. If there is none, the arrays grow by one slot."""
         if not self._free:
             for layer in self._layers:
                 layer.add_tail()
@@ -48,9 +51,9 @@ class TailSlots:
         self._free.sort()
 
     def cut(self, rows: Sequence[Row]) -> bool:
-        """Free the tails that none of ``rows``, all running rows, uses. Rows may change slots.
+        """Free the tails that no row uses. ``rows`` are all running rows; their slots may change.
 
-        The device must be idle. Returns whether there were such tails.
+        The device must be idle. Returns whether any tail was free.
         """
         if not self._free:
             return False
@@ -70,7 +73,7 @@ class TailSlots:
         return True
 
     def clear(self) -> None:
-        """Free all tails, when no row is left."""
+        """Free all tails. No row may be left."""
         self.count = 0
         self._free = []
         self._dirty = set()
