@@ -1,1 +1,1 @@
-"""Linear layers and decoder layers with fewer operations, for accelerators."""
+"""Linear layers and decoder layers that launch fewer operations, for GPUs."""

@@ -2,8 +2,8 @@
 
 On a GPU, a step of a small model takes as long as the host needs to launch it, and each operation
 costs the host 2 to 8 µs. A common layer has these parts: norm; joined queries, keys and values;
-norms of heads and RoPE; attention; residual; norm; gated MLP; residual. If its rows attend with
-kernels (`kvd.worker.attention.fused`), it becomes ::
+norms of heads and RoPE; attention; residual; norm; gated MLP; residual. If the step attends with
+kernels (`kvd.worker.attention.fused`), the layer becomes ::
 
     product      of normed inputs: queries, keys, values                      `products`
     rotate       norms of heads, RoPE, keys and values into tails             `kernels.rotate`
@@ -12,9 +12,9 @@ kernels (`kvd.worker.attention.fused`), it becomes ::
     product      of normed inputs, gated                                      `products`
     product      plus the MLP's input                                         `products`
 
-A layer is recognized by its submodules. The probe shows that it also computes in this order: it
-compares the model's logits with those over mlx-lm's caches, where layers run their own code. They
-also run their own code in prefill.
+A layer is recognized by its submodules. Whether its own code computes in this order, too, is left
+to the probe: it compares the model's logits with those over mlx-lm's caches, with which layers run
+their own code. In prefill, layers run their own code as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block:
 
     before: products.Norm
     qkv: mx.array
-    """``[outputs of all three, inputs]``."""
+    """``[outputs of all three, inputs]``: joined weights of queries, keys and values."""
     bias: mx.array | None
     rotary: RotarySettings
     scale: float
@@ -58,7 +58,7 @@ class Block:
     def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
         """Return the layer's output for one token of each row, ``[batch, 1, dim]``; lazy.
 
-        None if this is no such step; then the layer's own code runs.
+        Returns None if blocks do not fit this step; the layer's own code runs then.
         """
         step = cache.step
         if not isinstance(step, DecodeStep) or not isinstance(step.backend, FusedStep):
@@ -80,9 +80,9 @@ class Block:
 
 
 def fuse(model: Any) -> int:
-    """Run decode steps of a model's layers as blocks; return the number of layers.
+    """Make a model's layers run decode steps as blocks; return the number of changed layers.
 
-    The layers must have been joined (`kvd.worker.gpu.joined_linear`) with kvd's own products.
+    Weights must have been joined (`kvd.worker.gpu.joined_linear`) with kvd's own products.
     """
     count = 0
     for layer in list(model.modules()):
@@ -156,7 +156,7 @@ def _norm(module: Any) -> products.Norm | None:
 
 
 def _joined(parent: Any, *names: str) -> Any:
-    """Return the joined weights of exactly these layers; None if not joined or unfit."""
+    """Return the joined weights of exactly these layers; None if not joined, or of odd sizes."""
     parts = [parent[name] for name in names]
     if not all(type(part) is JoinedLinear for part in parts):
         return None
@@ -168,7 +168,7 @@ def _joined(parent: Any, *names: str) -> Any:
 
 
 def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
-    """Return what a layer does to queries and keys if it is norms and RoPE only."""
+    """Return a layer's norms and RoPE of queries and keys; None if the kernel does not fit them."""
     heads, kv_heads = getattr(attention, "n_heads", 0), getattr(attention, "n_kv_heads", 0)
     found = _frequencies(attention["rope"])
     if found is None or not heads or not kv_heads or sizes[0] % heads:
@@ -189,7 +189,10 @@ def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
 
 
 def _frequencies(rope: Any) -> tuple[int, bool, mx.array] | None:
-    """Return RoPE's channels, pairing, and radians per position ``[dims / 2]`` float32."""
+    """Return `Rotation.dims`, `Rotation.traditional`, and radians per position ``[dims / 2]``.
+
+    Returns None for kinds of RoPE that the kernel does not compute.
+    """
     if type(rope) is nn.RoPE:
         half = rope.dims // 2
         each = rope.scale * np.power(float(rope.base), -np.arange(half) / half)

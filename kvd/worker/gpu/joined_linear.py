@@ -1,12 +1,13 @@
-"""Linear layers that read the same input multiply with joined weights.
+"""Joins the weights of linear layers that read the same input, so that one product serves them all.
 
 A decode step of few rows launches its products one by one, and on a GPU launching a product takes
-longer than computing it (9.6 µs with MLX on CUDA; 1.7 to 2.6 µs for a norm). Queries, keys and
-values are products of one input, and so are the two halves of a gated MLP. Their weights are
-joined. The first of the layers to be called multiplies for all, and the others take their parts of
-the result.
+longer than computing it (9.6 µs with MLX on CUDA; launching a norm takes 1.7 to 2.6 µs). Queries,
+keys and values are products of one input, and so are the two halves of a gated MLP. Their weights
+are joined. The first of the layers to be called multiplies for all, and the others take their parts
+of the result.
 
-A weight is stored as ``[1, inputs, outputs]``, which saves MLX three shape operations per product.
+MLX multiplies with a view of the weights as ``[1, inputs, outputs]``, which saves three shape
+operations per product.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ JOINED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Joined:
-    """The weights of some layers, and parts of the last product for layers not yet called."""
+    """The joined weights of some layers, and the parts of the last product not yet taken."""
 
     def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
         self._product = product
@@ -38,7 +39,7 @@ class _Joined:
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
         self._separate = False
-        """Whether each layer multiplies alone, because the model does not call all of them alike.
+        """Whether each layer multiplies alone, because the model gave the layers different inputs.
         """
         self._input: mx.array | None = None
         self._left: dict[int, mx.array] = {}
@@ -57,7 +58,7 @@ class _Joined:
         if self._separate:
             return self._multiply_alone(x, member)
         if x is not self._input or member not in self._left:
-            if self._left:  # the model did not call all of them with the same input
+            if self._left:  # the model did not call all layers with the same input
                 self._separate, self._input, self._left = True, None, {}
                 return self._multiply_alone(x, member)
             self._input, self._left = x, dict(enumerate(self._all(x)))
@@ -110,7 +111,7 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
 
 
 class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
-    """`nn.Embedding` that computes few rows of logits with kvd's own product."""
+    """`nn.Embedding` that computes the logits of few rows with kvd's own product."""
 
     def __init__(self, embedding: nn.Embedding, product: Product) -> None:
         nn.Module.__init__(self)  # MLX's own initializer creates random weights
@@ -129,7 +130,7 @@ def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
     ``product`` replaces MLX's product for few rows. Only layers of exactly MLX's own classes
-    are changed. Those with no partner multiply alone, with weights stored as above.
+    are changed. A layer without a partner becomes a `JoinedLinear` that multiplies alone.
     """
     for module in list(model.modules()):
         if isinstance(module, JoinedLinear):

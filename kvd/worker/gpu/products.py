@@ -4,15 +4,16 @@ The kernel can include the layer's work before and after: the norm of its inputs
 residual, the gate of an MLP.
 
 MLX calls cuBLASLt for each product, which costs the host 9.6 µs. A custom kernel is launched in a
-third of that. It gives each of several joined layers its own output. It sums in one order for any
-number of rows, so a row's numbers do not depend on its batch.
+third of that. This one writes a separate output for each of several joined layers. It sums in one
+order for any number of rows, so a row's numbers do not depend on its batch.
 
 A block of warps computes 16 outputs. The tensor cores' ``m16n8k16`` takes weights as its left side
 and 8 rows as its right side, so weights are read once, straight into registers. Both sides may be
-permuted alike along the inputs, so each lane reads 16 bytes at a time. ::
+permuted alike along the inputs, so each lane reads 16 bytes at a time. Of each block of 32 inputs,
+lane ``4 g + t`` reads eight, of outputs ``g`` and ``g + 8`` and of row ``g``::
 
-    inputs   0..7     8..15    16..23   24..31      of a block of 32
-    lane t   0        1        2        3           reads them, of outputs g and g + 8, and of row g
+    inputs   0..7     8..15    16..23   24..31
+    t        0        1        2        3
 
 Sums are float32. The kernel is used only if `find` has verified it.
 """
@@ -47,7 +48,7 @@ _PAIRS = {
     "f16": {"pair": "__half2", "widen": "__half22float2", "narrow": "__float22half2_rn"},
 }
 _TOLERANCE = {mx.bfloat16: 2.0**-7, mx.float16: 2.0**-10}
-"""Half an ulp of the output, and as much again for the order of sums."""
+"""Half an ulp of the output, and as much again for sums in a different order."""
 
 Product = Callable[[mx.array, mx.array, Sequence[int]], list[mx.array]]
 """Multiplies ``[batch, 1, inputs]`` with weights ``[outputs, inputs]``; returns an array
@@ -97,7 +98,7 @@ _NORM = """
   for (int tile = 0; tile < TILES; ++tile) factors[tile] = norms[tile * 8 + g];
   const uint4* weights = reinterpret_cast<const uint4*>(norm) + t;
 """
-"""Before the product: the factor that normalizes each row."""
+"""The text before the product: computes the factor that normalizes each row."""
 
 _SCALE = """
       const uint4 by = weights[block * 4];
@@ -161,7 +162,7 @@ class Norm:
 
 
 def find(dtype: mx.Dtype | None) -> Product | None:
-    """Return the kernel for weights of this dtype, if the device has it and its results are right.
+    """Return the kernel for weights of this dtype, if it works on the device with right results.
 
     ``KVD_NATIVE=off`` in the environment disables it.
     """
@@ -198,8 +199,8 @@ def multiply(
 ) -> list[mx.array]:
     """Multiply ``[batch, ..., inputs]`` with weights ``[outputs, inputs]``; see `Product`.
 
-    ``norm`` is applied before; ``bias``, ``[outputs]``, and ``residual``, ``[batch, 1, outputs]``
-    of one layer, are added.
+    ``norm`` is applied to ``x`` before. ``bias``, ``[outputs]``, and ``residual``,
+    ``[batch, 1, outputs]``, are added after; with a residual there may be only one size.
     """
     extra = {"norm": None if norm is None else norm.weight, "bias": bias, "residual": residual}
     given = {name: array for name, array in extra.items() if array is not None}
@@ -211,8 +212,8 @@ def multiply(
 def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
     """Return ``silu(gate) * up`` of normed inputs, ``[batch, 1, size]``.
 
-    ``weight``: ``[2 * size, inputs]``, the gate's rows and then the other's; the size is a multiple
-    of 8.
+    ``weight``: ``[2 * size, inputs]``, the gate's rows, then those of ``up``. The size must be a
+    multiple of 8.
     """
     size = weight.shape[0] // 2
     variant = _Variant(weight.dtype, (size,), ("norm",), norm.eps, gated=True)
@@ -298,7 +299,7 @@ def _kernel(variant: _Variant, _template: tuple[tuple[str, int], ...]) -> Any:
 
 
 def _is_right(dtype: mx.Dtype, rows: int, inputs: int) -> bool:
-    """Compare with the product in float32, for three layers of different sizes."""
+    """Compare the kernel with a product in float32, for three layers of different sizes."""
     keys = mx.random.split(mx.random.key(rows * inputs))
     sizes = (48, 16, 32)
     x = mx.random.normal((rows, 1, inputs), key=keys[0]).astype(dtype)

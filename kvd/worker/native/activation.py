@@ -15,7 +15,7 @@ from kvd.worker.native import build, operations
 
 @dataclass(frozen=True)
 class Activation:
-    """The library, or the reason why there is none."""
+    """The library, or the reason why it is not used. Neither if MLX computes on a GPU."""
 
     library: ModuleType | None
     reason: str | None = None
@@ -53,7 +53,10 @@ def thread_count() -> int:
 
 
 def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the processors that a container may keep busy (cgroup v2): ``max 100000``."""
+    """Return how many processors a container may keep busy, by cgroup v2.
+
+    The file contains a quota and a period, such as ``200000 100000``, or ``max`` without a limit.
+    """
     try:
         quota, period = file.read_text("utf-8").split()
         return -(-int(quota) // int(period))

@@ -1,4 +1,4 @@
-"""Builds the library once per machine, in seconds, with the compiler that MLX's own JIT uses too.
+"""Builds the native library once per machine, in seconds, with the compiler that MLX's JIT uses.
 
 kvd ships no binary: MLX's binary interface changes with its version, and the code runs fastest if
 compiled for the exact processor. MLX's distributions include the headers that the build needs.
@@ -96,7 +96,9 @@ def library() -> Path:
             built.chmod(0o700)  # whatever the umask
             digest = built.with_suffix(".sha256")
             digest.write_text(_digest(built))
-            # Atomic, also if two processes build at once.
+            # Each rename is atomic, so nothing loads half a library. If two builds interleave, one
+            # build's digest may stay beside the other's library. If it does not match, the next
+            # process builds again.
             digest.replace(path.with_suffix(".sha256"))
             built.replace(path)
     _check_owner(path)
@@ -136,7 +138,10 @@ def _key() -> str:
 
 
 def _processor() -> str:
-    """Return the processor's features. Machines with other processors may share a home folder."""
+    """Return the processor's features.
+
+    They are part of the file's name, because different machines may share a home folder.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

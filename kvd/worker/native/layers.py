@@ -1,11 +1,11 @@
 """Linear layers and embeddings over weights in the library's own order.
 
 A weight ``[outputs, inputs]`` is stored in panels of 16 outputs, ``[panels, inputs, 16]``, in the
-checkpoint's dtype. Half floats need half the memory and half its bandwidth, and are widened exactly
-during the product. Many float32 checkpoints were converted from half floats: if all elements of a
-weight are exact half floats, it is stored as half floats.
+checkpoint's dtype. Half floats take half the memory and bandwidth of float32, and are widened
+exactly during the product. Many float32 checkpoints were converted from half floats. So a float32
+weight is stored as half floats if none of its elements changes.
 
-Outputs are summed over the inputs one after another, so a row's numbers are the same to the bit in
+Each output is summed over the inputs in their order, so a row's numbers are the same to the bit in
 any batch.
 """
 
@@ -24,8 +24,8 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 class _Packed(nn.Module):  # type: ignore[misc]
     """A weight in panels.
 
-    The attribute's name begins with an underscore, so that MLX does not convert its dtype like a
-    parameter's.
+    The name ``_panels`` begins with an underscore, so that MLX does not take the array for a
+    parameter and convert its dtype.
     """
 
     def __init__(self, library: ModuleType, layer: nn.Linear | nn.Embedding) -> None:
@@ -103,7 +103,7 @@ def pack_weights(model: Any, library: ModuleType) -> None:
         kind = PackedLinear if type(child) is nn.Linear else PackedEmbedding
         replaced[id(child)] = kind(library, child)
         originals.append(child)
-        child.pop("weight")  # otherwise all of them would stay in memory besides the packed ones
+        child.pop("weight")  # otherwise unpacked weights would stay in memory until the end
         return replaced[id(child)]
 
     for module in list(model.modules()):

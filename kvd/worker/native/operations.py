@@ -85,7 +85,7 @@ def _rotation_rates(
 
 
 def _positions(offset: Any, batch: int) -> mx.array | None:
-    """Return positions as one int32 or one per sequence; None for anything else."""
+    """Return positions as int32 ``[1]`` or ``[batch]``; None if the offset has another form."""
     if not isinstance(offset, mx.array):
         return mx.array([int(offset)], mx.int32)
     if not mx.issubdtype(offset.dtype, mx.integer) or offset.shape not in {(), (1,), (batch,)}:
@@ -95,7 +95,7 @@ def _positions(offset: Any, batch: int) -> mx.array | None:
 
 @cache
 def _frequencies(dims: int, base: float) -> mx.array:
-    """Return MLX's radians per position, to the bit."""
+    """Return the radians per position that MLX uses, equal to the bit."""
     half = dims // 2
     found = mx.exp(mx.arange(0, -half, -1, mx.float32) * (math.log(base) / half))
     mx.eval(found)

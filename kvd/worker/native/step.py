@@ -1,4 +1,4 @@
-"""The backend that attends with the library."""
+"""The backend that attends with the native library, in decode steps and in prefill."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class Library:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """A decode step for the library."""
+    """A decode step's arguments for the library: those that are the same in all layers."""
 
     library: ModuleType
     kind: Kind
     pages: PageList
     rows: mx.array
+    """``[rows, 6]`` int32: the numbers of `rows_of`."""
     moves_tails: ClassVar[bool] = False
 
     @staticmethod
@@ -83,7 +84,7 @@ class NativeStep:
 
 @dataclass(frozen=True)
 class NativePrefill:
-    """A chunk of one row's prompt for the library."""
+    """A prefill chunk's arguments for the library: those that are the same in all layers."""
 
     library: ModuleType
     kind: Kind
