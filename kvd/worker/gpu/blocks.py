@@ -156,7 +156,7 @@ def _norm(module: Any) -> products.Norm | None:
 
 
 def _joined(parent: Any, *names: str) -> Any:
-    """Return the joined weights of exactly these layers; None if not joined, or of odd sizes."""
+    """Return the joined weights of exactly these layers; None if not joined or not of fit sizes."""
     parts = [parent[name] for name in names]
     if not all(type(part) is JoinedLinear for part in parts):
         return None
@@ -168,7 +168,7 @@ def _joined(parent: Any, *names: str) -> Any:
 
 
 def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
-    """Return a layer's norms and RoPE of queries and keys; None if the kernel does not fit them."""
+    """Return a layer's norms and RoPE; None if the `rotate` kernel does not compute such ones."""
     heads, kv_heads = getattr(attention, "n_heads", 0), getattr(attention, "n_kv_heads", 0)
     found = _frequencies(attention["rope"])
     if found is None or not heads or not kv_heads or sizes[0] % heads:
