@@ -1,8 +1,9 @@
-"""Kill and stop a model's worker at random times under many streams; no client may notice.
+"""Kill and stop a model's worker at random times during many streams, and compare the streams.
 
-A real daemon serves the embedded model twice. ``struck`` loses its worker repeatedly, to
-``SIGKILL`` and to ``SIGSTOP``, which the watchdog ends; ``spared`` never does. Every stream must
-have the tokens and the text of an undisturbed run, and streams of ``spared`` no event of it.
+A real daemon serves the embedded model under two names. The worker of ``struck`` repeatedly gets
+``SIGKILL``, or ``SIGSTOP``, after which the watchdog ends it. The worker of ``spared`` is left
+alone. Every stream must have the tokens and the text of an undisturbed run, and a stream of
+``spared`` must have no event that the kills and stops caused.
 
     python -m bench.chaos --kills 30 --stops 6 --out bench/results/chaos-linux-cpu.json
 
@@ -46,29 +47,29 @@ idle_s = 12
 loading_s = 60
 terminated_s = 0.3
 """
-"""Ample for the embedded model on two busy cores, and short for a test."""
+"""Deadlines that are ample for the embedded model on two busy cores, and short for a test."""
 WORDS = "To open a file, call open() with its name. The garden was quiet, and the"
 START_S = 60.0
 GAP_S = 2.0
-"""The longest time from a model's return to the next strike."""
+"""Most seconds from a model's return to the next kill or stop."""
 ON_ITS_WAY_S = 0.2
-"""Tokens that come so soon after a strike were made before it."""
+"""Seconds after a kill or stop in which arriving tokens still count as generated before it."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, and what an undisturbed run gave."""
+    """One request, with its results in an undisturbed run."""
 
     prompt: str
     options: dict[str, Any]
     tokens: tuple[tuple[int, ...], ...] = ()
-    """By choice."""
+    """Tokens of each choice."""
     texts: tuple[str, ...] = ()
 
 
 @dataclass
 class Found:
-    """The outcome."""
+    """What the run counted."""
 
     kills: int = 0
     stops: int = 0
@@ -84,7 +85,7 @@ class Found:
 
 
 def requests(count: int, tokens: int, seed: int) -> list[Asked]:
-    """Return requests of all kinds: long and short prompts, greedy and drawn, several answers."""
+    """Return varied requests: short and long prompts, greedy and sampled, one or two choices."""
     rng = random.Random(seed)
     words = WORDS.split()
     made = []
@@ -104,7 +105,7 @@ def requests(count: int, tokens: int, seed: int) -> list[Asked]:
 
 @contextlib.contextmanager
 def daemon() -> Iterator[Path]:
-    """Start a daemon with both models at a home of its own; return the home."""
+    """Run a daemon in a temporary home; yield the home."""
     root = Path(tempfile.mkdtemp(prefix="kvd-chaos-"))
     home = root / "h"
     home.mkdir(mode=0o700)
@@ -138,7 +139,7 @@ async def connected(home: Path) -> AsyncClient:
 
 
 class Storm:
-    """The streams of one run, and what strikes them."""
+    """The streams of one run, and the kills and stops during them."""
 
     def __init__(self, client: AsyncClient, asked: list[Asked], seed: int) -> None:
         self.client = client
@@ -149,7 +150,7 @@ class Storm:
         self._last_token = 0.0
 
     async def undisturbed(self) -> None:
-        """Learn what each request gives: of the model that is spared, in company."""
+        """Record the results of all requests, run at the same time on ``spared``."""
         ends = [self._run("spared", one) for one in self.asked]
         records = await asyncio.gather(*ends)
         self.asked = [
@@ -163,7 +164,7 @@ class Storm:
         ]
 
     async def run(self, kills: int, stops: int, streams: int, spared: int) -> Found:
-        """Let streams follow each other until all strikes have fallen, and end them whole."""
+        """Run streams until all kills and stops are done, then let the last streams finish."""
         queue = itertools.cycle(self.asked)
         players = [self._play("struck", queue) for _ in range(streams)]
         players += [self._play("spared", queue) for _ in range(spared)]
@@ -185,7 +186,7 @@ class Storm:
             record, events = await self._run(model, one)
             for choice, tokens, text in zip(record.choices, one.tokens, one.texts, strict=True):
                 if (tuple(choice.tokens), choice.text) != (tokens, text):
-                    self.found.wrong.append(f"{model}: other tokens for {one.options}")
+                    self.found.wrong.append(f"{model}: different tokens for {one.options}")
             if model == "spared":
                 self.found.spared_streams += 1
                 others = {type(event).__name__ for event in events} - _ORDINARY
@@ -210,7 +211,7 @@ class Storm:
         pid = None
         while pid is None:
             model = await self._model()
-            # A worker that is stopped while it loads is ended after the patience for loads.
+            # Only ready workers are stopped: the watchdog ends a loading one after 60 s only.
             pid = model.worker_pid if blow == "kill" or model.state == "ready" else None
             await asyncio.sleep(0.01)
         struck = time.monotonic()
@@ -221,10 +222,10 @@ class Storm:
         else:  # the watchdog ends it
             self.found.stops += 1
         seen = struck + ON_ITS_WAY_S
-        # Where that is the short one, the next strike falls while the model is not back yet.
+        # With the short patience, the next kill or stop may come before the model is back.
         patience = struck + self.rng.choice([1.0, START_S])
         while self._last_token < seen and time.monotonic() < patience:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # what another process does has no event here
+            await asyncio.sleep(0.01)  # polled, because 10 ms is exact enough
         if self._last_token >= seen:
             self.found.back_s.append(round(self._last_token - struck, 2))
 
@@ -239,7 +240,7 @@ _ORDINARY = {kind.__name__ for kind in (Accepted, Tokens, Done)} | {"ChoiceFinis
 async def storm(
     *, kills: int, stops: int, streams: int, spared: int, kinds: int, tokens: int, seed: int
 ) -> Found:
-    """Run it all: a daemon, both models, the undisturbed run, the strikes."""
+    """Start a daemon, load both models, make the undisturbed run, then the disturbed one."""
     with daemon() as home:
         client = await connected(home)
         try:
@@ -253,7 +254,7 @@ async def storm(
 
 
 def main() -> int:
-    """Run it as the command line says; 1 if anything was not as in the undisturbed run."""
+    """Run with the command line's options; return 1 if any stream was wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--stops", type=int, default=6)

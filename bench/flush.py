@@ -1,10 +1,10 @@
-"""What a flush costs: a pool of 2 MB and one of 0.5 GB, side by side, under a pipelined loop.
+"""Time of a flush into a pool of 2 MB and into one of 0.5 GB, in alternation.
 
     python -m bench.flush [--json FILE]
 
-One layer; each round decodes until rows have a page to write, drains, and times the flush alone.
-If a flush copied the pool that it writes into, the large one would take hundreds of times longer
-and peak memory would rise by the pool's size.
+There is one layer. Each round launches decode steps until rows have a page to write, waits for the
+steps, and times the flush alone. If a flush copied the pool that it writes into, the large pool
+would take hundreds of times longer, and peak memory would rise by the pool's size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 15
 
 @dataclass
 class Result:
-    """One pool's numbers."""
+    """Measurements of one pool."""
 
     pool_bytes: int
     flush_ms: float
@@ -67,13 +67,13 @@ class Pool:
         return row
 
     def step(self) -> None:
-        """Launch a decode step; nothing waits for it."""
+        """Launch a decode step without waiting for it."""
         self.store.begin_decode(self.rows)
         handle, _ = self.cache.update_and_fetch(self.token, self.token)
         mx.async_eval(decode_attention(self.queries, handle, 0.1), self.store.arrays())
 
     def round(self) -> None:
-        """Decode up to a page's tokens a row, then write the page of each."""
+        """Decode until a row needs a page to be written, then flush; record both times."""
         start = time.perf_counter()
         steps = 0
         while not self.store.needs_flush(self.rows):
@@ -86,7 +86,7 @@ class Pool:
         done = time.perf_counter()
         self.steps.append((drained - start) / max(1, steps) * 1e3)
         self.flushes.append((done - drained) * 1e3)
-        for row in self.rows:  # keep the rows, and so the steps, as short as they were
+        for row in self.rows:  # back to their first length, so that every round is the same
             self.store.pages.release_written_ahead(row)
             row.length = PAGE_TOKENS
 

@@ -1,14 +1,14 @@
 """Many HTTP and socket streams at once, and the daemon's memory over many requests.
 
-A real daemon on the fake engine. First `--streams` streams by HTTP (half by TCP, half by
-`http.sock`) and as many by the protocol's socket, all at once, each with the same seed: all must
-say the same, token for token, and the daemon tells by its own metrics how late its event loop was.
-Then `--requests` short requests, streams and not, over connections that stay and such that do not:
-the daemon's footprint after each tenth of them must be flat.
+Runs a real daemon with the fake engine. First, `--streams` streams over HTTP (half over TCP, half
+over `http.sock`) and as many over the protocol's socket run at once, all with the same seed. Their
+texts must be equal, and the daemon's metrics show how late its event loop was. Then `--requests`
+short requests run, streamed and not, over kept and over new connections. The daemon's footprint
+must stay flat; it is read after each tenth of the requests.
 
     python -m bench.http --json bench/results/http-linux-cpu.json
 
-Clients run on the same machine, in one other process: what they take, the daemon has not.
+All clients run in this process, on the same machine as the daemon, and compete with it for the CPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ CONFIG = 'max_rows = 512\nbudget = "8GiB"\n[http]\nport = 0\n'
 PROMPT = "To open a file,"
 START_S = 60.0
 LAG_LIMIT_S = 0.05
-"""Limit of the 99th percentile, in seconds."""
+"""Limit of the event loop lag's 99th percentile, in seconds."""
 
 
 # -- the daemon ---------------------------------------------------------------------------------
 
 
 class Served:
-    """A daemon of the bench's own; its end is the block's."""
+    """A temporary daemon, as a context manager.
+
+    ``first`` gives it real-time priority, so that it runs before other processes.
+    """
 
     def __init__(self, *, first: bool = False) -> None:
         self._before = ["chrt", "--rr", "10"] if first else []
@@ -88,7 +91,7 @@ class Served:
 
     @property
     def footprint(self) -> int:
-        """What the daemon's own process takes, in bytes."""
+        """Footprint of the daemon's process in bytes."""
         with self.client() as kvd:
             return kvd.status().footprint_bytes
 
@@ -136,7 +139,7 @@ async def exchange(pair: Pair, method: str, path: str, body: bytes, *, close: bo
 
 
 async def chunks(pair: Pair, path: str, body: bytes) -> bytes:
-    """Send a request and return the whole of the stream that answers it."""
+    """Send a request and return the complete streamed answer."""
     await head(pair, "POST", path, body, close=True)
     reader, writer = pair
     found = bytearray()
@@ -147,7 +150,7 @@ async def chunks(pair: Pair, path: str, body: bytes) -> bytes:
 
 
 def text_of(stream: bytes) -> str:
-    """Return the text of a stream; it must have ended as it should."""
+    """Return the text of a stream. Raises ``RuntimeError`` if the stream is incomplete."""
     lines = [line for line in stream.split(b"\n\n") if line.startswith(b"data: ")]
     if lines[-1] != b"data: [DONE]":
         raise RuntimeError(f"a stream ended with {lines[-1]!r}")
@@ -156,13 +159,13 @@ def text_of(stream: bytes) -> str:
 
 
 async def by_http(pair: Pair, model: str, tokens: int) -> str:
-    """Return the text of a stream by HTTP."""
+    """Stream a completion over HTTP; return its text."""
     request = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": 1, "stream": True}
     return text_of(await chunks(pair, "/v1/completions", msgspec.json.encode(request)))
 
 
 async def by_socket(pair: Pair, model: str, tokens: int) -> str:
-    """Return the text of the same by the protocol's socket."""
+    """Stream the same completion over the protocol's socket; return its text."""
     reader, writer = pair
     request = {"v": 1, "id": "1", "op": "generate", "model": model, "prompt": PROMPT}
     sampling = {"temperature": 1.0, "seed": 1}
@@ -182,12 +185,13 @@ async def by_socket(pair: Pair, model: str, tokens: int) -> str:
 
 @dataclass
 class Lag:
-    """How late the daemon's loop was, by its own histogram."""
+    """How late the timer of an event loop or a process fired."""
 
     looks: int = 0
+    """Number of measurements."""
     p50_s: float = 0.0
     p99_s: float = 0.0
-    """The upper bound of the bucket that it lies in."""
+    """99th percentile; the daemon's is the upper bound of its histogram bucket."""
     mean_s: float = 0.0
 
 
@@ -205,7 +209,7 @@ while not over.is_set():
 
 
 class Sleeper:
-    """A process that only sleeps and says how late it woke."""
+    """A process that only sleeps; on exit, ``lag`` holds how late it woke."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -232,7 +236,7 @@ class Sleeper:
 
 @dataclass
 class Found:
-    """What came of it."""
+    """Results of the benchmark."""
 
     streams: int = 0
     tokens: int = 0
@@ -242,28 +246,28 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     lag: Lag = field(default_factory=Lag)
     machine_lag: Lag = field(default_factory=Lag)
-    """The lag of a process that only slept meanwhile: the effect of the machine's other work."""
+    """Lag of a process that only slept meanwhile, which shows the effect of other processes."""
     requests: int = 0
     requests_per_s: float = 0.0
     footprint_bytes: list[int] = field(default_factory=list)
-    """Before the requests, and after each tenth of them."""
+    """Daemon's footprint before the requests, and after each tenth of them."""
 
 
 def buckets(text: str) -> dict[float, int]:
-    """Return the histogram of the loop's lag: how many looks were at most so late."""
+    """Return the histogram of the event loop's lag: measurements up to each bound in seconds."""
     found = re.findall(r'kvd_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
     return {float(bound): int(float(count)) for bound, count in found}
 
 
 def value(text: str, name: str) -> float:
-    """Return a metric without labels."""
+    """Return the value of a metric that has no labels."""
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     assert found, f"no {name} in the metrics"
     return float(found[1])
 
 
 def lag_between(before: str, after: str) -> Lag:
-    """Return what came between two readings of the metrics."""
+    """Return the event loop's lag between two readings of the metrics."""
     was, now = buckets(before), buckets(after)
     counts = {bound: now[bound] - was[bound] for bound in now}
     looks = counts[float("inf")]
@@ -304,7 +308,7 @@ async def measure_streams(served: Served, found: Found, *, each: int, tokens: in
 
 
 async def measure_memory(served: Served, found: Found, *, requests: int, at_once: int) -> None:
-    """Run many short requests, and look at the daemon's footprint."""
+    """Run many short requests, and record the daemon's footprint."""
     numbers = iter(range(requests))
     done, began = 0, time.monotonic()
     found.footprint_bytes.append(served.footprint)
@@ -330,7 +334,7 @@ async def measure_memory(served: Served, found: Found, *, requests: int, at_once
 
 
 async def run(options: argparse.Namespace) -> Found:
-    """Measure both."""
+    """Measure streams, then memory."""
     found = Found()
     with Served(first=options.first) as served:
         served.load("steady", tps=options.tps)
@@ -343,7 +347,7 @@ async def run(options: argparse.Namespace) -> Found:
 
 
 def faults(found: Found) -> list[str]:
-    """Return which promise was not kept."""
+    """Return a message for each limit that was exceeded and each wrong stream."""
     broken = list(found.wrong)
     if found.lag.p99_s > LAG_LIMIT_S:
         broken.append(f"lag p99 {found.lag.p99_s} s")
@@ -355,18 +359,18 @@ def faults(found: Found) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it from the command line; 1 if a promise was not kept."""
+    """Run with the command line's options; return 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--streams", type=int, default=200, help="of each kind")
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--streams", type=int, default=200, help="streams of each kind")
+    parser.add_argument("--tokens", type=int, default=200, help="length of each stream")
     parser.add_argument("--tps", type=float, default=10.0, help="tokens a second of each stream")
-    parser.add_argument("--rounds", type=int, default=1, help="the last one counts")
+    parser.add_argument("--rounds", type=int, default=1, help="repeats; the last one is reported")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument(
         "--first",
         action="store_true",
-        help="the daemon runs before all others (Linux, root), as on a machine without other work",
+        help="give the daemon real-time priority over other processes (Linux, needs root)",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -1,15 +1,15 @@
-"""The KV cache beside mlx-lm's: bytes, attention time by length, joins.
+"""Compares kvd's KV cache with mlx-lm's: bytes, attention time by length, time to add a row.
 
     python -m bench.kv [--json FILE] [--plot FILE] [--quick]
 
-* Memory: bytes per token in the pools' real arrays, against fp16, for each scheme and dtype.
-* Linearity: decode attention of one row at 1K to 32K tokens, medians, and the fit's r2.
-* Side by side, alternating in one process: a batch of equal rows and a very unequal one, over our
-  pages, mlx-lm's QuantizedKVCache (equal rows only: it has no batch form) and its BatchKVCache. A
-  step is the append of one token and the attention, evaluated; and what a join of one more row
-  costs in time and in peak memory.
+* Memory: bytes per token of the pools' arrays, relative to fp16, for each scheme and dtype.
+* Linearity: median time of one row's decode attention at 1K to 32K tokens, and a linear fit's r2.
+* Side by side: steps of a batch of equally long rows, and of a batch of very unequal ones. The
+  caches alternate in one process: kvd's pages, mlx-lm's BatchKVCache, and for equally long rows
+  its QuantizedKVCache, which has no batched form. A step appends one token to each row, attends and
+  evaluates. Afterwards a row is added to each batch; its time and peak memory are measured.
 
-One layer, random keys and values, float32. Nothing here is a model's speed.
+Everything is one layer of random float32 keys and values, so no time is a model's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def draw_pair(rows: int, tokens: int) -> tuple[mx.array, mx.array]:
 
 
 class Ours:
-    """Rows in our pages."""
+    """Rows in kvd's pages."""
 
     def __init__(self, lengths: tuple[int, ...], scheme: Scheme) -> None:
         self.name = f"kvd {scheme.name}"
@@ -87,7 +87,7 @@ class Ours:
         return self.store.nbytes
 
     def join(self) -> None:
-        """Take in a row whose prompt has been read: into pages as it is read, so only this."""
+        """Add a row. Prefill writes its pages into the pools, so nothing has to be merged."""
         self.rows.append(self.row(JOINER))
 
 
@@ -119,7 +119,7 @@ class Quantized:
 
 
 class Batched:
-    """Rows of any length in mlx-lm's BatchKVCache, as its BatchGenerator makes it."""
+    """Rows of any length in mlx-lm's BatchKVCache, created as its BatchGenerator does."""
 
     name = "mlx-lm BatchKVCache"
 
@@ -128,7 +128,7 @@ class Batched:
         mx.eval(self.cache.keys, self.cache.values)
 
     def single(self, tokens: int) -> KVCache:
-        """Prefill a row of its own."""
+        """Prefill one row in its own cache."""
         cache = KVCache()
         for start in range(0, tokens, CHUNK):
             cache.update_and_fetch(*draw_pair(1, min(CHUNK, tokens - start)))
@@ -147,7 +147,7 @@ class Batched:
         return int(self.cache.nbytes)
 
     def join(self) -> None:
-        """Take in a row whose prompt has been read."""
+        """Add a row: prefill it in its own cache, then merge."""
         self.cache.extend(BatchKVCache.merge([self.single(JOINER)]))
         mx.eval(self.cache.keys, self.cache.values)
 
@@ -156,7 +156,7 @@ Held = Ours | Quantized | Batched
 
 
 def memory() -> list[dict[str, Any]]:
-    """Return bytes per token of real pools against fp16, by scheme and dtype of the scales."""
+    """Return bytes per token of a pool, relative to fp16, by scheme and dtype of the scales."""
     found = []
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
         for name in LIMITS:
@@ -173,14 +173,14 @@ def memory() -> list[dict[str, Any]]:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that it takes."""
+    """Return the seconds that ``work`` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def linearity(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """Time the attention of one row at each length, lengths alternating; fit a line."""
+    """Time the attention of one row at each length, in alternation; fit a line."""
     held = [Ours((length,), Scheme(8, 8)) for length in lengths]
     queries, token = mx.random.normal((1, HEADS, 1, DIM)), draw_pair(1, 1)
     seconds: list[list[float]] = [[] for _ in held]
@@ -202,7 +202,7 @@ def linearity(lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
 
 
 def side_by_side(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    """Time steps of the caches in turn; then let a row join."""
+    """Time steps of the caches in alternation; then time adding a row."""
     makers: list[Callable[[], Held]] = [
         lambda: Ours(lengths, Scheme(8, 8)),
         lambda: Ours(lengths, Scheme(4, 4)),
@@ -260,7 +260,7 @@ def _cell(value: object) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw time by length, and bytes of the two batches."""
+    """Plot time against length, and the bytes of the two batches."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -281,7 +281,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Run everything; ``quick`` at lengths that show nothing but that it runs."""
+    """Run all measurements; ``quick`` uses short lengths, only to see that they run."""
     mx.random.seed(0)
     rounds = 3 if quick else 9
     result: dict[str, Any] = {
@@ -299,7 +299,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the tables; write what is asked for."""
+    """Measure, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

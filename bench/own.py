@@ -1,4 +1,4 @@
-"""A daemon of our own for a measurement: a temporary home, a configuration, and its end."""
+"""Starts a daemon with a temporary home for a measurement, and stops it afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _POLL_S = 0.05
 
 @contextlib.asynccontextmanager
 async def daemon(config: str) -> AsyncIterator[AsyncClient]:
-    """Run `kvd serve` with this ``config.toml``; a connection to it. The log goes with the home."""
+    """Run `kvd serve` with this ``config.toml``; yield a connected client.
+
+    The home and the log in it are deleted at the end.
+    """
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         home = Path(folder)
         (home / "config.toml").write_text(config)

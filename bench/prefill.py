@@ -1,9 +1,10 @@
-"""What tiles cost: one chunk's attention over a long context, in tiles and in one call.
+"""Cost of tiles: the attention of one chunk over a long context, in tiles and in one call.
 
     python -m bench.prefill [--json FILE]
 
-One layer, K8V8 pages, a chunk of 256 tokens. "Untiled" is one call of the dense kernel with no
-limit of scratch; "tiled" the same chunk in a given scratch. The two alternate; medians.
+There is one layer with K8V8 pages, and a chunk of 256 tokens. "Untiled" is one call of the dense
+kernel with unlimited scratch; "tiled" is the same chunk with limited scratch. The two alternate,
+and times are medians.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROUNDS = 5
 
 @dataclass
 class Result:
-    """One context and one scratch."""
+    """Measurements with one context length and one limit of scratch bytes."""
 
     context: int
     scratch: int
@@ -42,12 +43,12 @@ class Result:
     ratio: float
     """Ratio of the times; above 1, tiles are slower."""
     peak_bytes: int
-    """Over what was there before, the output aside."""
+    """Peak memory above that before the call, without the output."""
     untiled_peak_bytes: int
 
 
 class Case:
-    """A chunk under way behind a context of random keys and values."""
+    """A chunk in prefill, after a context of random keys and values."""
 
     def __init__(self, context: int) -> None:
         self.context = context
@@ -84,7 +85,7 @@ class Case:
         return ms, mx.get_peak_memory() - before - output.nbytes
 
     def compare(self, scratch: int) -> Result:
-        """Time both in alternation."""
+        """Time the chunk tiled and untiled, in alternation."""
         tiled, untiled = [], []
         for _ in range(ROUNDS):
             tiled.append(self.run(scratch))

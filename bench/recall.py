@@ -1,11 +1,11 @@
-"""Recall through the daemon: quantized pages against dense ones, digit by digit.
+"""Recall through the daemon: compares quantized pages with dense ones, digit by digit.
 
     kvd serve &                       # or `make run`
     python -m bench.recall [--kv k8v8] [--prompts 100] [--json FILE]
 
-Loads the embedded model a second time with dense pages (k16v16), asks both models the same
-recall prompts of 2048 to 8192 tokens, greedily, and counts the digits on which they agree, and
-those that are right.
+Loads the embedded model twice, with dense pages (k16v16) and with ``--kv``. Sends both the same
+recall prompts of 2048 to 8192 tokens, greedily. Counts the digits on which they agree, and those
+that are right.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvd.demo.recall import DIGITS, RecallTask, make_recall_prompt
 from protocol.kv import KVSpec
 
 LENGTHS = (2048, 2048, 4096, 4096, 8192)
-"""Cycled through."""
+"""Prompt lengths, used in turn."""
 DENSE = "recall-dense"
 QUANTIZED = "recall-quantized"
 
 
 class _Encoder:
-    """The model's tokenizer with the interface of the tasks."""
+    """The embedded model's tokenizer with the interface that `make_recall_prompt` needs."""
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
@@ -97,7 +97,7 @@ async def _run(kv: KVSpec, prompts: int, parallel: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", default="k8v8")
     parser.add_argument("--prompts", type=int, default=100)

@@ -1,12 +1,12 @@
-"""Stepping down under decode: eight rows of 8192 tokens go from K8V8 to K4V4 while all decode on.
+"""Cost of stepping down during decode: eight rows of 8192 tokens go from K8V8 to K4V4.
 
     python -m bench.requantize [--json FILE] [--rows 8] [--tokens 8192] [--scratch-mib 64]
 
-A store of four layers with random keys and values, and two rows more that are not touched: their
-outputs must be those of a run without the step-down, to the bit. Every decode step gets a time
-slice of the step-down, and, when it is over, of growing pools ahead of need, until two flushes
-have come; what the step and its slice take together is compared with the median of the steps
-before, and peak memory with the peak of those steps.
+The store has four layers with random keys and values. Two more rows stay on K8V8: their outputs
+must be bit-identical to those of a run without the step-down. Each decode step is followed by a
+slice of the step-down. When the step-down is over, slices grow pools ahead of need, until two
+flushes are done. The time of a step with its slice is compared with the median step before the
+step-down, and peak memory with the peak of those steps.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ MIB = 1 << 20
 
 @dataclass
 class Steps:
-    """What was seen of the steps of one stretch."""
+    """Measurements of consecutive steps."""
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    """Processor seconds, which work beside us on a busy machine does not lengthen much."""
+    """CPU seconds, which other processes lengthen less than wall time."""
     slices: list[float] = field(default_factory=list)
     peak: int = 0
     footprint: int = 0
-    """Active and cached bytes, the most at a step's end."""
+    """Most active and cached bytes at the end of a step."""
     outputs: list[np.ndarray] = field(default_factory=list)
-    """Outputs of the rows that are not touched."""
+    """Outputs of the rows that are not stepped down."""
     bytes_after: int | None = None
-    """What the store holds when the step-down is over, and what it should."""
+    """Bytes that the store holds when the step-down is over."""
     bytes_formula: int | None = None
+    """Bytes that the store should hold at that time."""
     flushes: int = 0
-    """Until then."""
+    """Flushes of the store up to that time."""
 
 
 class Batch:
-    """Rows to lower and rows to leave alone, with their queries and new tokens."""
+    """Rows to step down, and rows to leave alone."""
 
     def __init__(self, rows: int, tokens: int) -> None:
         mx.random.seed(1)
@@ -91,7 +92,7 @@ class Batch:
         return row
 
     def step(self) -> np.ndarray:
-        """Decode one token of every row; return the outputs of those that are not touched."""
+        """Decode one token of every row; return the outputs of the rows that are left alone."""
         if self.store.needs_flush(self.rows):
             self.store.flush()
         self.keys, mine = mx.random.split(self.keys)
@@ -107,7 +108,7 @@ class Batch:
         return np.stack([np.array(output[:UNTOUCHED]) for output in outputs])
 
     def run(self, steps: int, down: StepDown | None = None) -> Steps:
-        """Decode so many steps, and on until the step-down is over."""
+        """Decode at least ``steps`` steps, and until ``down`` and two later flushes are done."""
         seen = Steps()
         mx.reset_peak_memory()
         while len(seen.seconds) < steps or not self._settled(down, seen):
@@ -128,7 +129,10 @@ class Batch:
         return seen
 
     def _settled(self, down: StepDown | None, seen: Steps) -> bool:
-        """Return whether a step-down is over, and the flush behind it, which finds pools cut."""
+        """Return whether the step-down and two later flushes are done, if there is a step-down.
+
+        Flushes are awaited because they find pools that the step-down has shrunk.
+        """
         if down is None or not down.over:
             return down is None
         if seen.bytes_after is None:
@@ -138,7 +142,7 @@ class Batch:
         return self.store.flushes > seen.flushes + 1
 
     def _formula(self) -> int:
-        """Return what the rows' pages take at the levels that they should be on, and the tails."""
+        """Return the bytes of all tails, and of all pages at the levels that they should have."""
         store = self.store
         lowered, kept = (
             sum(len(row.held) for row in ones) for ones in (self.lowered, self.untouched)
@@ -148,7 +152,7 @@ class Batch:
 
 
 def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
-    """Step the rows down, and decode as many steps without; return the comparison."""
+    """Step rows down, then decode as many steps without a step-down; return the comparison."""
     batch = Batch(rows, tokens)
     store = batch.store
     batch.run(WARM_UP)
@@ -197,7 +201,7 @@ def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print what the issue asks for, and write the JSON."""
+    """Measure, print the result, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)

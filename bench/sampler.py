@@ -1,9 +1,9 @@
-"""What a draw costs: the engine's sampler beside mlx-lm's, one sampler a row as its server has it.
+"""Time to draw tokens: the engine's sampler, and mlx-lm's, called for each row as in its server.
 
     python -m bench.sampler [--rows 8] [--vocab 4096 151936] [--json FILE]
 
-Random logits, all rows with the same settings, each draw evaluated at once. Medians of CPU time
-where MLX computes on the CPU (so that other load does not count), of wall time elsewhere.
+Logits are random, all rows have the same settings, and each draw is evaluated at once. Times are
+medians. If MLX computes on the CPU, they are CPU times, so that other load does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvd.worker.serving.runner import on_cpu
 from protocol.types import Sampling
 
 PROMPT = list(range(20))
-"""As long as mlx-lm's penalties look back, so that both have the same to do."""
+"""As many tokens as mlx-lm's penalties look back, so that both samplers do the same work."""
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
@@ -44,7 +44,7 @@ CASES: dict[str, RowSettings] = {
 
 
 def ours(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
-    """Return a step of our sampler."""
+    """Return a function that draws a token for all rows with kvd's sampler."""
     rows, vocabulary = logits.shape
     sampler = Sampler(vocabulary)
     keys = list(range(rows))
@@ -58,7 +58,7 @@ def ours(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
 
 
 def theirs(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
-    """Return a step of mlx-lm's: log-probabilities, processors and a sampler for each row."""
+    """Return a function that does the same with mlx-lm's processors and sampler, row by row."""
     one = row.sampling
     top_p = one.top_p if one.top_p < 1.0 else 0.0
     draw = make_sampler(one.temperature, top_p=top_p, min_p=one.min_p, top_k=one.top_k)
@@ -80,7 +80,7 @@ def theirs(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
 
 
 def measured(step: Callable[[int], object], draws: int) -> float:
-    """Return the median of a step, in milliseconds."""
+    """Return the median milliseconds of ``step``."""
     clock = time.process_time if on_cpu() else time.perf_counter
     step(0)
     times = []

@@ -1,12 +1,13 @@
-r"""Where a decode step's time goes on the CPU: the time saved if one part costs nothing.
+r"""Measures where a decode step's time goes on the CPU: the time saved if one part costs nothing.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
     python -m bench.step [--rows 8] [--tokens 300] [--kv k8v8] [--json FILE] [--plot FILE]
 
-The embedded model, compiled steps, once with kvd's own operations and once with MLX's. Parts are
-replaced by operations that cost nothing, one after the other, and what a step takes less is theirs,
-with what MLX takes to launch them. Building a step on the host and drawing tokens are timed as they
-are. What is left is *the rest*: the residual sums, the embedding, and MLX's walk over the graph.
+The embedded model decodes in compiled steps, with kvd's own operations and with MLX's. One part
+after the other is replaced by operations that cost almost nothing. The difference in step time is
+the part's time, including MLX's time to launch it. Building a step's graph on the host and drawing
+tokens are timed directly. *The rest* is the remaining time: residual sums, the embedding, and MLX's
+walk over the graph.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Steps:
         self._vocabulary = loaded.vocab_size
 
     def measure(self) -> Times:
-        """Decode rows of the same lengths every time; what is to cost nothing must do so before."""
+        """Decode rows of the same lengths in every call. Steps are traced again, for `free`."""
         retrace(self.runner)
         cache, options, seen = self.runner.cache, self._options, Times()
         sampler, rows = Sampler(self._vocabulary), []
@@ -115,7 +116,7 @@ def _nothing(layer: Any, x: mx.array) -> mx.array:
 
 @contextlib.contextmanager
 def free(part: str) -> Iterator[None]:
-    """Let a part cost nothing."""
+    """Make a part cost almost nothing within the block."""
     from mlx_lm.models import qwen3
 
     replaced: dict[str, list[Any]] = {
@@ -137,10 +138,10 @@ def free(part: str) -> Iterator[None]:
 
 
 def profile(steps: Steps, rounds: int) -> dict[str, float]:
-    """Return what each part of a step takes, in milliseconds: medians over rounds."""
+    """Return the milliseconds of each part of a step, as medians over rounds."""
     whole = Times()
     less: dict[str, list[float]] = {part: [] for part in PARTS}
-    for _ in range(rounds):  # in turn: machines get faster and slower
+    for _ in range(rounds):  # alternating, because a machine's speed changes over time
         found = steps.measure()
         base = found.median_ms("compute")
         for times in ("build", "draw", "compute"):
@@ -156,7 +157,7 @@ def profile(steps: Steps, rounds: int) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Profile steps with both sets of operations."""
+    """Profile steps with MLX's operations, and with kvd's own."""
     seam.install()
     library = build.load()
     sides: dict[str, Callable[[], ModuleType | None]] = {
@@ -185,7 +186,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw a bar for each set of operations, a piece for each part."""
+    """Draw a stacked bar for each set of operations, with a segment for each part."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,10 +1,11 @@
-r"""What a fused tile could save in prefill, on an accelerator.
+r"""Upper bound of what a fused kernel could save in prefill, on an accelerator.
 
     python -m bench.tile [--json FILE]
 
-Prefill attention unpacks a layer's pages and calls MLX's dense attention. A kernel that unpacked
-each tile of keys where it multiplies could at most save the unpacking, and would have to be as
-fast as the dense kernel at all else. Both are timed alone: one row, heads of 128, bfloat16.
+Prefill attention unpacks a layer's pages and calls MLX's dense attention. A fused kernel would
+unpack each tile of keys when it multiplies it. At best it would save the time of unpacking, if it
+were otherwise as fast as the dense kernel. Unpacking and dense attention are timed separately, for
+one row, heads of 128 and bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAGE = 64
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Return the median of some runs, the first one not counted."""
+    """Return the median milliseconds of `RUNS` calls, after an untimed one."""
     mx.eval(call())
     mx.synchronize()
     seen = []
@@ -41,7 +42,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def measure(
     heads: int, kv_heads: int, bits: int, keys: int, chunks: list[int]
 ) -> list[dict[str, Any]]:
-    """Time both for a row of so many keys and chunks of its prompt."""
+    """Time unpacking and dense attention for a row of ``keys`` keys and each chunk length."""
     shape = (keys // PAGE, kv_heads, DIM, PAGE)
     packed_keys = mx.quantize(mx.random.normal(shape).astype(mx.bfloat16), PAGE, bits)
     values = mx.random.normal((*shape[:2], PAGE, DIM)).astype(mx.bfloat16)

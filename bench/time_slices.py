@@ -3,14 +3,14 @@ r"""Two models at once: how prefill of one slows decoding of the other.
     python -m bench.time_slices [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] \
         [--rounds 3] [--weight 1] [--json FILE]
 
-Each setting gets its own daemon with the model loaded twice. One copy decodes all the time. The
-other does nothing, prefills new prompts, or decodes too. Steps per second and gaps are those of one
-row's stream at the client, after the first second. The settings alternate, so that other work on
-the machine affects both.
+The settings are time slices off and on; each gets its own daemon with the model loaded twice. Copy
+``a`` decodes all the time. Copy ``b`` does nothing, prefills new prompts, or decodes too. Steps per
+second and gaps are those of one row's stream at the client, after the first second. The settings
+alternate, so that other work on the machine affects both.
 
-Two decoders share the accelerator without slices while their steps are short. With a weight other
-than 1 they take slices anyway: the speed of both compared with one alone shows the cost of passing
-slices on.
+With equal weights, two decoding copies share the accelerator without slices while their steps are
+short. With a --weight other than 1 they take slices anyway. The speed of both copies, compared with
+that of ``a`` alone, then shows the cost of passing slices on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _draw(tokens: int) -> list[int]:
 
 
 async def _decode(client: AsyncClient, model: str, rows: int) -> list[AsyncCompletion]:
-    """Start rows that have no end."""
+    """Start rows that decode until they are cancelled."""
     return [
         await client.generate(model, tokens=_draw(64), max_tokens=12_000, ignore_eos=True)
         for _ in range(rows)
@@ -69,12 +69,12 @@ async def _decode(client: AsyncClient, model: str, rows: int) -> list[AsyncCompl
 async def _watch(completion: AsyncCompletion, seen: list[tuple[float, int]]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         async for event in completion:
-            if isinstance(event, Tokens):  # at once: who looks at `seen` does not wait for the end
+            if isinstance(event, Tokens):  # recorded at once, because the stream is cancelled later
                 seen += [(time.perf_counter(), len(event.tokens))]
 
 
 async def _read(client: AsyncClient, prompt: int, read: list[float]) -> None:
-    """Read one prompt after the other."""
+    """Prefill one prompt after the other on ``b``."""
     while True:
         done = await client.generate("b", tokens=_draw(prompt), max_tokens=1, ignore_eos=True)
         await done.text()
@@ -82,7 +82,7 @@ async def _read(client: AsyncClient, prompt: int, read: list[float]) -> None:
 
 
 async def measure(client: AsyncClient, beside: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the decoder, and who computes beside it, made of some seconds."""
+    """Measure the speed of copy ``a`` while ``b`` does what ``beside`` names, and ``b``'s speed."""
     rows = await _decode(client, "a", options.rows)
     seen: list[list[tuple[float, int]]] = [[] for _ in rows]
     watchers = [asyncio.create_task(_watch(*one)) for one in zip(rows, seen, strict=True)]
@@ -139,7 +139,7 @@ def _summary(
 
 
 async def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all, several times, the settings in turn."""
+    """Run all measurements several times, alternating between the settings."""
     runs: list[dict[str, Any]] = []
     device = ""
     for number in range(options.rounds):
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=8000)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--weight", type=float, default=1.0, help="of the one beside it")
+    parser.add_argument("--weight", type=float, default=1.0, help="time slice weight of copy b")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     result = asyncio.run(compare(options))

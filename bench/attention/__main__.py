@@ -1,15 +1,16 @@
-r"""Time decode attention on this machine's GPU and compare it with its limits.
+r"""Time decode attention on this machine's GPU, and compare the times with fixed limits.
 
     python -m bench.attention [--parts bars length gqa dim] [--json FILE] [--plot FILE.svg]
-    python -m bench.attention --path reference --small     # anywhere: shows that the bench runs
+    python -m bench.attention --path reference --small     # on any machine: shows that it runs
 
-Each path attends 20 times in one evaluation. Each call has its own queries, evaluated before the
-clock starts, and keeps its result. Four evaluations follow each other; numbers are medians of
-seven. *serial*: each call attends with the previous call's result, as a model's layers do. Calls
+A path is one way to compute attention. One evaluation holds 20 calls of a path, or fewer if it is
+slow. Each call has its own queries, evaluated before the clock starts, and keeps its result. A
+measurement is four evaluations in a row, and numbers are medians of seven measurements. In the
+column *serial*, each call's queries are the previous call's result, as in a model's layers. Calls
 cycle through several layers if one layer would stay in the GPU's cache; ``*`` marks a path whose
-layers still fit into it. Keys are those of the pages and of the dense tail (64 tokens and the
-newest), and bytes are exactly theirs. A result whose error exceeds its bound is reported without
-a time.
+layers fit into the cache even so. Calls over pages read the pages and the dense tail (64 tokens and
+the newest one), and the reported bytes are exactly those. A result whose error exceeds its bound is
+reported without a time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvd.worker.cache.scheme import Scheme
 SMALL = 64
 """Divisor of the lengths with ``--small``."""
 REFERENCE_MOST = 32768 * 8
-"""Most keys over all rows for which the reference is timed; more would only take long."""
+"""Keys in all rows together above which the reference is not timed, because it takes too long."""
 
 
 class NoAcceleratorError(RuntimeError):
@@ -113,7 +114,7 @@ class Bench:
         self._one(part, shape, path, None)
 
     def _try(self, part: str, shape: Shape, work: Callable[[], None]) -> None:
-        """Continue with the next path even if this one fails."""
+        """Run ``work``; record an error instead of raising it, so that the next path still runs."""
         try:
             work()
         except (RuntimeError, ValueError, MemoryError, ImportError, WrongResultError) as error:
@@ -132,7 +133,9 @@ class Bench:
         first_s = time.perf_counter() - start
         error = path.error(got)
         if not error <= path.bound:
-            raise WrongResultError(f"{path.name} is off by {error:.2g}, at most {path.bound:g}")
+            raise WrongResultError(
+                f"{path.name} is off by {error:.2g}, more than the allowed {path.bound:g}"
+            )
         timed = measure(path.call, path.queries)
         row = self._row(part, shape, path, timed)
         about = {"scheme": scheme and scheme.name, "error": error, "first_s": first_s}
@@ -190,8 +193,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     for bar in bars(result["measured"]):
         console.print(_bar_line(bar), highlight=False)
     console.print(
-        f"copying {result['copy_bytes_per_s'] / 1e12:.2f} TB/s; {result['seconds']:.0f} s, of which"
-        f" {result['compiling_s']:.1f} in first calls",
+        f"copy bandwidth {result['copy_bytes_per_s'] / 1e12:.2f} TB/s; the run took"
+        f" {result['seconds']:.0f} s, {result['compiling_s']:.1f} s of it in first calls",
         highlight=False,
     )
 
@@ -204,7 +207,7 @@ def _table(part: str, rows: list[dict[str, Any]]) -> Table:
         "ms",
         "serial ms",
         "TB/s",
-        "of copying",
+        "of copy bandwidth",
         "MB",
         "error",
         "first s",
@@ -229,7 +232,7 @@ def _table(part: str, rows: list[dict[str, Any]]) -> Table:
 
 def _bar_line(bar: Bar) -> str:
     word = "[green]met[/]" if bar.met else "[red]not met[/]"
-    return f"{bar.what}: {bar.value:.3f} {bar.unit}, at most {bar.limit:g}: {word}"
+    return f"{bar.what}: {bar.value:.3f} {bar.unit}, limit {bar.limit:g}: {word}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -243,14 +246,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--path", nargs="+", choices=["fused", "reference", "native", "dense", "masked"]
     )
-    parser.add_argument("--small", action="store_true", help="short rows: shows only that it runs")
+    parser.add_argument("--small", action="store_true", help="short rows, only to see that it runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     if on_cpu() and (not options.path or not options.small or "fused" in options.path):
         raise NoAcceleratorError(
-            "MLX computes on the CPU here, and the fused kernels and their bars are for GPUs; to"
-            " see the bench run, name paths that the CPU has and add --small:"
+            "MLX computes on the CPU here, but the fused kernels and the limits are for GPUs. To"
+            " try the benchmark on a CPU, name paths that run there and add --small:"
             " python -m bench.attention --path reference native dense --small"
         )
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -1,4 +1,4 @@
-"""Limits for decode attention on an H200, compared with measurements."""
+"""Time limits for decode attention on an H200, compared with measurements."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LIMITS_MS = {
     ("k4v4", PAIR.lengths): 0.09,
 }
 UNEQUAL_SHARE = 0.25
-"""Time of one long and seven short rows, relative to eight long ones."""
+"""Limit of the time of one long and seven short rows, relative to that of eight long rows."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One limit."""
+    """One limit, with the measurement that it applies to."""
 
     what: str
     value: float
@@ -33,7 +33,7 @@ class Bar:
 
 
 def bars(measured: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Return the limits for which the fused kernels have measurements."""
+    """Return the limits for which ``measured`` has results of the fused kernels."""
     fused = {
         (row["scheme"], tuple(row["lengths"])): row
         for row in measured
@@ -48,6 +48,6 @@ def bars(measured: Sequence[dict[str, Any]]) -> list[Bar]:
         long, unequal = (fused.get((scheme, one.lengths)) for one in (LONG, UNEQUAL))
         if long and unequal:
             share = unequal["ms"] / long["ms"]
-            what = f"1 x 32768 + 7 x 512 of 8 x 32768, {scheme}"
+            what = f"1 x 32768 + 7 x 512 relative to 8 x 32768, {scheme}"
             found.append(Bar(what, share, UNEQUAL_SHARE, "of the time"))
     return found

@@ -1,8 +1,8 @@
-"""A decode step over random pages, built from the parts that the engine builds it from.
+"""A decode step over random pages, built with the engine's own store and caches.
 
-Pages are quantized from normal noise and scattered over the pools. Several layers have their own
-pools and share the step, as in a model. Calls cycle through them, so that a small cache does not
-stay in the GPU's cache.
+Pages are quantized from normal noise and scattered over the pools. There are several layers, each
+with its own pools, in one step, as in a model. Calls cycle through the layers, so that a small
+layer does not stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pag
 from kvd.worker.cache.store import KVStore
 
 CALLS = 20
-"""Calls of one evaluation: each has queries of its own, and its result is kept."""
+"""Calls in one evaluation. Each has its own queries, and its result is kept."""
 COLD_BYTES = 192 << 20
-"""What all layers take together, if `CALLS` of them do: several times the L2 of any GPU."""
+"""Least bytes of all layers together, several times any GPU's L2 cache.
+
+There are never more than `CALLS` layers, so the total is less if layers are very small.
+"""
 WRITTEN_AT_ONCE = 256
-"""Pages, so that their dense form stays small."""
+"""Pages that are quantized at once: few, so that their dense form stays small."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a case."""
+    """Rows and heads of a decode step."""
 
     lengths: tuple[int, ...]
-    """Keys of each row before the step's new one."""
+    """Keys of each row, not counting the step's new one."""
     q_heads: int = 32
     kv_heads: int = 8
     dim: int = 128
@@ -47,22 +50,22 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Factor by which attention scores are multiplied."""
         return float(self.dim**-0.5)
 
     def dense_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values that are not quantized, without padding."""
+        """Return the bytes that unquantized keys and values take, without padding."""
         tokens = sum(length + 1 for length in self.lengths)
         return tokens * self.kv_heads * 2 * self.dim * itemsize
 
 
 def layers_for(nbytes: int) -> int:
-    """Return how many layers keep calls from finding the last one's bytes in a cache."""
+    """Return how many layers of ``nbytes`` calls must cycle through to miss the GPU's cache."""
     return max(1, min(CALLS, -(-COLD_BYTES // nbytes)))
 
 
 class Case:
-    """A step of rows over pages of one scheme; made and evaluated at once."""
+    """A decode step of rows whose pages have one scheme. Creating it evaluates its arrays."""
 
     def __init__(self, shape: Shape, scheme: Scheme, dtype: mx.Dtype, *, seed: int = 0) -> None:
         mx.random.seed(seed)
@@ -137,7 +140,7 @@ def _write_noise(layer: LayerStore, pages: int, dtype: mx.Dtype) -> None:
 
 
 def dense_copy(row: Row, handle: DecodeHandle) -> tuple[mx.array, mx.array]:
-    """Return what a row attends to, ``[heads, tokens, dim]`` float32, dequantized in float32."""
+    """Return a row's keys and values, ``[heads, tokens, dim]``, dequantized in float32."""
     layer = handle.layer
     tail = slice(row.tail_length)
     keys = layer.tail_keys[row.slot, :, tail].astype(mx.float32)
@@ -152,6 +155,6 @@ def dense_copy(row: Row, handle: DecodeHandle) -> tuple[mx.array, mx.array]:
 
 
 def _widened(packed: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    """Return packed pages whose scales and biases are float32, and so what they stand for."""
+    """Return packed pages with float32 scales and biases, so that they unpack to float32."""
     words, *scales = packed
     return (words, *(one.astype(mx.float32) for one in scales))

@@ -1,4 +1,4 @@
-"""Time by length, and what of the copy bandwidth is reached, by bits."""
+"""Plots a call's time, and its share of the copy bandwidth, against the rows' length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REFERENCE = ("#c05621", "--")
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw the part ``length`` of a run's JSON; without it there is nothing to draw."""
+    """Draw part ``length`` of a run's result; if it was not measured, the plot is empty."""
     import matplotlib as mpl
 
     mpl.use("Agg")

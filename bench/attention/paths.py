@@ -49,7 +49,7 @@ class _Pages(Path):
     case: Case
 
     def error(self, got: mx.array) -> float:
-        """Compare two rows with what their pages and tails stand for."""
+        """Compare the first and the last row with float32 attention to the dequantized pages."""
         return error_over_pages(self.case, 0, got)
 
 
@@ -58,7 +58,7 @@ def _over(case: Case, name: str, call: Call, bound: float) -> Path:
 
 
 def reference(case: Case) -> Path:
-    """Use gathered pages and MLX's operations: what every device has."""
+    """Use gathered pages and MLX's own operations, which every device has."""
 
     def call(number: int, queries: mx.array) -> mx.array:
         return decode_attention(queries, case.handle(number), case.shape.scale)
@@ -67,7 +67,7 @@ def reference(case: Case) -> Path:
 
 
 def native(case: Case) -> Path:
-    """Kvd's own operations on the CPU, float32."""
+    """Use kvd's C++ operations, on the CPU in float32."""
     library = build.load()
     step = NativeStep.of(library, case.store.kind, case.rows, PageList.of(case.rows))
 
@@ -84,7 +84,7 @@ class _Dense(Path):
     values: mx.array
 
     def error(self, got: mx.array) -> float:
-        """Compare two rows with dense attention to their own part of the rectangle."""
+        """Compare the first and the last row with float32 attention to their unpadded keys."""
         errors = []
         for place in sorted({0, len(self.shape.lengths) - 1}):
             mine = slice(-self.shape.lengths[place] - 1, None)
@@ -98,9 +98,9 @@ class _Dense(Path):
 
 
 def dense(shape: Shape, dtype: mx.Dtype, *, masked: bool) -> Path:
-    """Use MLX's dense kernel over a left-padded rectangle, as mlx-lm's batches have it.
+    """Use MLX's dense kernel over a left-padded rectangle, as in mlx-lm's batches.
 
-    Rows of one length need no mask; mlx-lm's batches have one all the same.
+    ``masked`` passes a mask. Rows of equal length need none, but mlx-lm's batches always pass one.
     """
     mx.random.seed(1)
     rows, most = len(shape.lengths), max(shape.lengths) + 1

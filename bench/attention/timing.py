@@ -13,26 +13,26 @@ from bench.attention.case import CALLS
 
 REPEATS = 7
 MOST_SECONDS = 0.4
-"""Seconds that the repeats of one number may take; slow paths are called less often."""
+"""Seconds that all repeats of one measurement may take; slow paths get fewer calls."""
 FEW_CALLS = 2
 EVALUATIONS = 4
 """Evaluations that follow each other without a wait."""
 _COPIED = 1 << 30
 
 Call = Callable[[int, mx.array], mx.array]
-"""Attends queries ``[rows, q_heads, 1, dim]`` to what the call of this number reads; lazy."""
+"""Attends queries ``[rows, q_heads, 1, dim]`` to the layer that the call's number selects; lazy."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One path on one shape."""
+    """Times of one path on one shape."""
 
     ms: float
-    """A call beside others that do not wait for it: median of the repeats."""
+    """Milliseconds of a call if calls do not depend on each other: median of the repeats."""
     serial_ms: float
-    """A call that attends with the result of the one before, as layers follow each other."""
+    """Milliseconds of a call if its queries are the previous call's result, as in a model."""
     first_s: float
-    """The first call of all, with what is compiled for it."""
+    """Seconds of the very first call, including compilation."""
     calls: int
     """Calls in one evaluation."""
 
@@ -40,8 +40,8 @@ class Timed:
 def measure(call: Call, queries: mx.array) -> Timed:
     """Time a path; ``queries``: ``[calls, rows, q_heads, 1, dim]``.
 
-    Each call's part of them is taken before the clock starts: that takes 10 µs a call, and a
-    model's queries come as an array of their own.
+    The queries are sliced before the clock starts: a slice takes 10 µs, and a model needs none,
+    because its queries are an array of their own.
     """
     asked = [queries[number] for number in range(queries.shape[0])]
     mx.eval(asked)
@@ -64,9 +64,9 @@ def measure(call: Call, queries: mx.array) -> Timed:
 
 
 def _median_ms(work: Callable[[], list[mx.array]], calls: int, repeats: int) -> float:
-    """Return what a call takes where evaluations follow each other, as an engine's steps do.
+    """Return the median milliseconds of a call in back-to-back evaluations, like an engine's steps.
 
-    Graphs are built before the clock starts: an engine's steps are compiled.
+    Graphs are built before the clock starts, because an engine's steps are compiled.
     """
     found = []
     for _ in range(repeats + 1):
@@ -89,9 +89,9 @@ def _seconds(work: Callable[[], list[mx.array]]) -> float:
 
 
 def copy_bandwidth(nbytes: int = _COPIED, calls: int = 8) -> float:
-    """Return the bytes a second, read and written, of an operation that only copies.
+    """Return the bytes per second, read plus written, of an operation that only moves data.
 
-    It is one over elements, their negation: what MLX calls a copy it often leaves out.
+    The operation is an elementwise negation, because MLX often optimizes a plain copy away.
     """
     source = mx.random.normal((nbytes // 4,))
     mx.eval(source)

@@ -16,7 +16,8 @@ class WrongResultError(Exception):
 def attended(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Attend one row: ``[q_heads, dim]`` to ``[kv_heads, tokens, dim]``, all float32.
 
-    A KV head at a time, products as sums of elements. Returns ``[q_heads, dim]``, evaluated.
+    Computes one KV head at a time, with elementwise products and sums instead of matrix products.
+    Returns ``[q_heads, dim]``, evaluated.
     """
     grouped = queries.reshape(keys.shape[0], -1, 1, queries.shape[-1])
     outputs = []
@@ -29,7 +30,10 @@ def attended(queries: mx.array, keys: mx.array, values: mx.array, scale: float) 
 
 
 def error_over_pages(case: Case, call: int, got: mx.array) -> float:
-    """Return the relative error of a call's result, ``[rows, q_heads, 1, dim]``, of two rows."""
+    """Return the greater relative error of the first and the last row in a call's result.
+
+    ``got``: ``[rows, q_heads, 1, dim]``.
+    """
     errors = []
     for place in sorted({0, len(case.rows) - 1}):
         keys, values = dense_copy(case.rows[place], case.handle(call))
@@ -40,7 +44,7 @@ def error_over_pages(case: Case, call: int, got: mx.array) -> float:
 
 
 def relative_error(got: mx.array, want: mx.array) -> float:
-    """Return the norm of the difference over that of what should be; infinite if not finite."""
+    """Return norm(got - want) / norm(want), or infinity if any element is not finite."""
     if not bool((mx.isfinite(got).all() & mx.isfinite(want).all()).item()):
         return math.inf
     got = got.astype(mx.float32)

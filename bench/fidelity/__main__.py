@@ -6,8 +6,8 @@
     python -m bench.fidelity.report bench/results/fidelity-h200.json     # table and plot
 
 Prints, for each recipe and length: KL divergence to the dense cache in nats (mean), share of
-positions with the same top token, change of perplexity, and the recalled digits. Prefilled and
-decoded positions are counted apart; only those that attend to a quantized page count. Everything
+positions with the same top token, change of perplexity, and share of recalled digits. Prefilled and
+decoded positions are counted separately, and only those that attend to a quantized page. Everything
 is computed in float32 unless --dtype says otherwise. On Linux, preload OpenBLAS:
 LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12.
 
@@ -36,7 +36,7 @@ from bench.fidelity.texts import file_texts, recall_texts
 from kvd.worker.serving import model_files, seam
 
 OUTLIER = 16
-"""As in tools/demo_model/export.py, which needs torch."""
+"""Copy of the constant in demo_training/export.py, which needs torch and so is not imported."""
 LENGTHS = (1024, 2048, 4096, 8192)
 SCHEMES = (
     "k8v8", "k8v6", "k8v4", "k6v6", "k6v4", "k5v5", "k4v8", "k5v3", "k4v4", "k3v4", "k3v3", "k2v2",
@@ -88,9 +88,9 @@ def _arguments() -> argparse.Namespace:
     add("--model", default="demo", help="demo, a folder or a Hub id (default: demo)")
     add("--lengths", type=int, nargs="+", help=f"tokens (default: {LENGTHS})")
     add("--prompts", type=int, default=16, help="texts of each length (default: 16)")
-    add("--text", type=Path, help="a text file instead of recall tasks; then there is no recall")
-    add("--recipes", nargs="+", metavar="NAME", help="as below (default: those of --set)")
-    add("--set", nargs="+", choices=sorted(SETS), default=["layouts"], help="(default: layouts)")
+    add("--text", type=Path, help="a text file instead of recall tasks; measures no recall")
+    add("--recipes", nargs="+", metavar="NAME", help="recipes by name, see below (default: --set)")
+    add("--set", nargs="+", choices=sorted(SETS), default=["layouts"], help="default: layouts")
     add("--quick", action="store_true", help="a few recipes, 2 texts of 1024 tokens")
     add("--batch", type=int, default=1, help="texts in one forward pass (default: 1)")
     add("--wave", type=int, default=12, help="recipes whose caches exist at once (default: 12)")
@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     add(
         "--flat-keys",
         action="store_true",
-        help="demo only: first undo the export's step that gives its keys outlier channels",
+        help="demo model only: first remove the outlier channels that its export gave the keys",
     )
     add("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
@@ -115,10 +115,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def flatten_keys(model: Any) -> None:
-    """Undo `raise_key_channels` of the demo model's export; changes no logit.
+    """Undo `raise_key_channels` of the demo model's export; this changes no logit.
 
-    The slowest RoPE pair's key scales were multiplied by a power of two and the query scales
-    divided by it, so that the keys have outlier channels as larger models' keys have.
+    The export multiplies the key scales of the slowest RoPE pair by `OUTLIER` and divides the query
+    scales by it, so that the keys have outlier channels like those of larger models.
     """
     for layer in model.layers:
         attention = layer.self_attn
@@ -158,7 +158,7 @@ def _line(entry: dict[str, Any]) -> str:
 def measure(
     arguments: argparse.Namespace, loaded: model_files.LoadedModel, found: dict[str, Any]
 ) -> None:
-    """Run everything that was asked for; what is found is written after each length."""
+    """Measure all lengths and recipes into ``found``; write the file after each length."""
     results, dense = [], []
     found |= {"dense": dense, "results": results}
     for length in arguments.lengths:
@@ -210,7 +210,7 @@ def main() -> None:
     """Measure, print, write."""
     arguments = _arguments()
     seam.install()
-    mx.set_cache_limit(4 * 1024**3)  # caches grow by every chunk, and freed sizes do not come again
+    mx.set_cache_limit(4 * 1024**3)  # growing caches never reuse the sizes that they freed
     loaded = model_files.load(model_files.resolve(arguments.model))
     if arguments.dtype != "stored":
         loaded.model.set_dtype(getattr(mx, arguments.dtype))

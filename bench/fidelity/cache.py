@@ -1,6 +1,6 @@
-"""A cache that shows a model what a recipe would have stored: dense arrays, quantized and back.
+"""A cache of dense arrays whose sealed pages hold what remains after a recipe's quantization.
 
-It has the interface of mlx-lm's `KVCache`, as far as a forward pass uses it.
+It has those parts of the interface of mlx-lm's `KVCache` that a forward pass uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.fidelity.recipes import Recipe
 
 
 class FakeQuantizedCache:
-    """One layer's keys and values of rows of the same length, ``[rows, heads, length, dim]``."""
+    """One layer's keys and values, ``[rows, heads, length, dim]``; all rows are equally long."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -23,10 +23,10 @@ class FakeQuantizedCache:
         self.values: mx.array | None = None
         self.offset = 0
         self._sizes: mx.array | None = None
-        """Mean sizes of the key channels, ``[1, heads, 1, dim]``."""
+        """Mean absolute values of the key channels, ``[1, heads, 1, dim]``."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Seal what is due, add the new tokens, return all."""
+        """Seal the pages that are due, append the new tokens, and return all tokens."""
         self._seal(self._recipe.sealed(self.offset))
         if self.keys is not None and self.values is not None:
             keys = mx.concatenate([self.keys, keys], axis=2)
@@ -41,7 +41,7 @@ class FakeQuantizedCache:
             return
         keys, values = (x[:, :, start:end] for x in (self.keys, self.values))
         if self._recipe.even:
-            # A product would measure this once, when it loads the model.
+            # Measured on the first sealed tokens. A product would measure it at load.
             if self._sizes is None:
                 self._sizes = mx.abs(keys).mean(axis=(0, 2), keepdims=True)
             keys, values = self._recipe.stored(keys / self._sizes, values, start)
@@ -65,14 +65,14 @@ class FakeQuantizedCache:
         return self._sealed > self._recipe.sinks
 
     def make_mask(self, *arguments: Any, **settings: Any) -> Any:
-        """Return the mask that mlx-lm's own cache would."""
+        """Return the mask that mlx-lm's own cache would return."""
         shown = KVCache()
         shown.offset = self.offset
         return shown.make_mask(*arguments, **settings)
 
 
 def make_caches(model: Any, recipe: Recipe) -> list[Any]:
-    """Return the model's caches with every plain one replaced; others stay as they are."""
+    """Return mlx-lm's caches, with each plain `KVCache` of a quantized layer replaced."""
     caches = []
     for layer, cache in enumerate(make_prompt_cache(model)):
         mine = recipe.at(layer) if type(cache) is KVCache else None

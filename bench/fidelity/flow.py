@@ -1,8 +1,9 @@
-"""Force texts through the dense cache and through recipes, side by side, and compare.
+"""Runs known texts through the dense cache and through recipes, side by side, and compares.
 
-A text is prefilled in chunks, each attending to itself exactly and to sealed pages before it; its
-last tokens are decoded. Decoding forces tokens that are known, and between two seals nothing
-changes but the length, so 64 steps are one forward pass here: the same numbers, many times faster.
+A text is prefilled in chunks: a chunk attends to its own tokens exactly and to sealed pages before
+it. The text's last tokens are decoded. Their values are known, and between two sealed pages only
+the length changes. So up to 64 decode steps are one forward pass here, which gives the same numbers
+many times faster.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class Texts:
 
     tokens: np.ndarray
     answer: int = 0
-    """So many tokens at the end are a recall task's digits."""
+    """Number of tokens at the end that are a recall task's digits."""
 
     def parts(self, rows: int) -> Iterator[Texts]:
-        """Cut into batches."""
+        """Yield batches of ``rows`` texts."""
         for first in range(0, len(self.tokens), rows):
             yield Texts(self.tokens[first : first + rows], self.answer)
 
 
 @dataclass
 class Score:
-    """What a recipe did to the model."""
+    """How well the model with a recipe agrees with the model with the dense cache."""
 
     prefill: Tally = field(default_factory=Tally)
     decode: Tally = field(default_factory=Tally)
@@ -49,11 +50,11 @@ class Score:
 
     @property
     def recall(self) -> float | None:
-        """Share of the digits that are right, each after the right ones before it."""
+        """Share of the digits that the model predicts, each one after the text's own digits."""
         return self.digits_right / self.digits if self.digits else None
 
     def parts(self) -> dict[str, Agreement]:
-        """Return the agreement of prefill and decode, as far as they saw a quantized page."""
+        """Return the agreement in prefill and in decode, for each if a position was counted."""
         return {
             name: tally.agreement()
             for name, tally in (("prefill", self.prefill), ("decode", self.decode))
@@ -62,10 +63,10 @@ class Score:
 
 
 def steps(length: int, chunk: int, decoded: int) -> Iterator[tuple[int, int, bool]]:
-    """Cut ``length`` inputs into forward passes: start, stop, whether it is decoding.
+    """Cut ``length`` inputs into forward passes: start, stop, whether the pass decodes.
 
-    A pass of decoding steps ends before a step that seals a page: that of a page's last token, or
-    the one after it where there is no tail.
+    Decode passes end before each step that may seal a page: the step of a page's last token if the
+    recipe has a tail, else the step after it.
     """
     prefilled = max(0, length - decoded)
     for start in range(0, prefilled, chunk):
@@ -87,9 +88,9 @@ def run(
     chunk: int = CHUNK,
     decoded: int = DECODED,
 ) -> int:
-    """Add the texts' numbers to each recipe's score, by name; return dense's right digits.
+    """Add the texts' numbers to ``scores``; return how many digits the dense cache gets right.
 
-    Holds a dense cache and one of each recipe at once.
+    The dense cache and one cache for each recipe exist at the same time.
     """
     tokens = mx.array(texts.tokens)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

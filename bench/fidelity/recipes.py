@@ -2,23 +2,24 @@
 
 A name is a scheme, then options in any order:
 
-    channel, token, hadamard   keys: groups along 64 tokens (the product's layout; no need to say),
-                               along the channels, along the channels after a Hadamard rotation
+    channel                    keys: groups along 64 tokens (kvd's layout and the default)
+    token                      keys: groups along the channels
+    hadamard                   keys: groups along the channels after a Hadamard rotation
     rotated                    keys: groups along 64 tokens after a Hadamard rotation
-    even                       keys: every channel is first divided by its mean size, which the
-                               queries take over; so that a rotation does not spread outliers
-    vchannel, vhadamard        the same for values; without, per token
-    kg32, vg32                 groups of 32 instead of 64, of keys or of values
-    clip, refit                other scales than MLX's: the range is cut where that lowers the mean
-                               square error; scale and bias fit to the codes by least squares
-    kclip, vclip, ...          the same for one side
+    even                       keys: each channel is first divided by its mean absolute value, and
+                               the queries multiplied by it, so a rotation spreads no outliers
+    vchannel, vhadamard, ...   the same layouts for values (default: groups along the channels)
+    kg32, vg32                 groups of 32 instead of 64, for keys or for values
+    clip                       a group's range is cut if that lowers the mean square error
+    refit                      scales and biases are fit to the codes by least squares
+    kclip, vclip, ...          the same for keys or values alone
     sinkN                      the first N tokens stay dense
-    head8                      the first page of a row at 8 bits, whatever the scheme
-    fineN                      keys of layer N at 8 bits, counted from 0
-    onlyN                      only layer N is quantized
+    head8                      the first page of a row has at least 8 bits
+    fineN                      keys of layer N, counted from 0, have 8 bits
+    onlyN                      only layer N, counted from 0, is quantized
     no-tail                    a page is sealed as soon as it is full
     half                       scales and biases in float16, as on a GPU, instead of float32
-    via8                       first at 8 bits, then again: pages that were stepped down
+    via8                       quantized to 8 bits first, like pages that are stepped down
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import mlx.core as mx
 
 PAGE = 64
 CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
-"""Parts of the range that a search for the best clip tries."""
+"""Shares of a group's range that ``clip`` tries."""
 
 LAYOUTS = ("channel", "token", "hadamard", "rotated")
 
@@ -51,11 +52,11 @@ class Side:
 
     @property
     def bits_per_element(self) -> float:
-        """With a 16-bit scale and bias for each group."""
+        """Bits of an element, with its share of the group's 16-bit scale and 16-bit bias."""
         return 16.0 if self.bits == 16 else self.bits + 32 / self.group
 
     def __call__(self, dense: mx.array) -> mx.array:
-        """Return what ``[..., tokens, dim]``, whole pages, looks like after storage; lazy."""
+        """Quantize and dequantize whole pages, ``[..., tokens, dim]``; lazy."""
         if self.bits == 16:
             return dense
         if self.via8 and self.bits < 8:
@@ -71,7 +72,7 @@ class Side:
         return self._through(dense)
 
     def _through(self, x: mx.array) -> mx.array:
-        """Quantize along the last axis and back."""
+        """Quantize along the last axis, and dequantize."""
         dtype = x.dtype
         if self.half:
             x = x.astype(mx.float16)
@@ -106,7 +107,7 @@ class Side:
     def _refit(
         self, x: mx.array, words: mx.array, scales: mx.array, biases: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return the scales and biases with the least square error for the codes as they are."""
+        """Return the scales and biases with the least square error for the given codes."""
         ones, zeros = mx.ones_like(scales), mx.zeros_like(biases)
         codes = self._back(words, ones, zeros).reshape(*x.shape[:-1], -1, self.group)
         codes, groups = codes.astype(mx.float32), x.reshape(codes.shape).astype(mx.float32)
@@ -121,7 +122,7 @@ class Side:
 
 @functools.cache
 def _hadamard(dim: int) -> mx.array:
-    """Return the orthonormal Hadamard matrix; a product with it runs on every device."""
+    """Return the orthonormal Hadamard matrix: a matrix product with it runs on every device."""
     with mx.stream(mx.cpu):
         matrix = mx.hadamard_transform(mx.eye(dim))
         mx.eval(matrix)
@@ -137,18 +138,18 @@ class Recipe:
     values: Side
     tail: bool = True
     sinks: int = 0
-    """First tokens that stay dense; whole pages."""
+    """Number of first tokens that stay dense; a multiple of the page size."""
     head8: bool = False
     """Whether a row's first page is stored at 8 bits."""
     only: int | None = None
-    """The one layer that is quantized; None: all are."""
+    """Index of the only layer that is quantized; None if all are."""
     fine: int | None = None
-    """The layer whose keys have 8 bits."""
+    """Index of the layer whose keys have 8 bits."""
     even: bool = False
-    """Whether key channels are brought to one size before everything else."""
+    """Whether key channels are first divided by their mean absolute values."""
 
     def at(self, layer: int) -> Recipe | None:
-        """Return the recipe of a layer; None: it stays dense."""
+        """Return the recipe of a layer; None if the layer stays dense."""
         if self.only not in {None, layer}:
             return None
         if self.fine == layer:
@@ -156,23 +157,24 @@ class Recipe:
         return self
 
     def sealed(self, before: int) -> int:
-        """Return how many tokens are quantized (or sinks) when a pass begins after ``before``.
+        """Return how many first tokens are sealed, or sinks, in a pass after ``before`` tokens.
 
-        A page is sealed in the step that makes the row two pages longer than its beginning;
-        without the tail, once it is full. A chunk of a prompt seals for the length before it; the
-        two agree unless a chunk begins on a page's last token, which none does.
+        With a tail, a decode step seals a page if 64 tokens, including the step's own, follow it.
+        Without a tail, a page is sealed in the first pass that finds it full. kvd's prefill does
+        not count the chunk's own tokens, but the result is the same: it could differ only for a
+        chunk that begins on a page's last token, and no chunk does.
         """
         if self.tail:
             return PAGE * max(0, (before + 1) // PAGE - 1)
         return before // PAGE * PAGE
 
     def bytes_to_dense(self, length: int, layers: int) -> float:
-        """Return the bytes of a row's pages as a share of what they take in 16 bits, sinks too."""
+        """Return the bytes of a row's keys and values, relative to 16 bits for every element."""
         stored = [self.at(layer) for layer in range(layers)]
         return sum(one.bits(length) if one else 32.0 for one in stored) / (32 * layers)
 
     def bits(self, length: int) -> float:
-        """Return the bits of an element of keys and one of values in one layer."""
+        """Return the mean bits of a key element plus a value element in one layer."""
         head = self._head_sides() if self.head8 else (self.keys, self.values)
         parts = [
             (self.sinks, 32.0),
@@ -182,7 +184,7 @@ class Recipe:
         return sum(tokens * bits for tokens, bits in parts) / length
 
     def stored(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array]:
-        """Return whole pages, ``[..., tokens, dim]`` from token ``start`` on, after storage."""
+        """Quantize and dequantize whole pages, ``[..., tokens, dim]`` from token ``start`` on."""
         if not (self.head8 and start == 0):
             return self.keys(keys), self.values(values)
         head, rest = self._head_sides(), (self.keys, self.values)
@@ -237,7 +239,7 @@ _OPTIONS: dict[str, Callable[[_Draft], None]] = {
 
 
 def parse(name: str) -> Recipe:
-    """Read a name; ``ValueError`` says what is wrong with it."""
+    """Return the recipe with this name. Raises ``ValueError`` if the name is invalid."""
     scheme, *options = name.split(":")
     bits = re.fullmatch(r"k(\d+)v(\d+)", scheme)
     if bits is None:

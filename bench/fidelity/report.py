@@ -2,8 +2,8 @@
 
     python -m bench.fidelity.report
 
-Reads bench/results/fidelity-h200-*.json. Whatever stands between the markers of the page is
-replaced; the prose around them is written by hand.
+Reads bench/results/fidelity-h200-*.json. Text between the page's markers is replaced; the prose
+around them is written by hand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIANTS = (
     ("values per channel", "variants", "k4v4:vchannel"),
     ("values after a Hadamard rotation", "variants", "k4v4:vhadamard"),
     ("keys per channel after a rotation", "variants", "k4v4:rotated"),
-    ("the same, channels evened first", "even", "k4v4:even:rotated"),
+    ("the same, channels divided by their mean first", "even", "k4v4:even:rotated"),
     ("clipped by error: keys", "variants", "k4v4:kclip"),
     ("clipped by error: values", "variants", "k4v4:vclip"),
     ("least-squares scales: keys", "variants", "k4v4:krefit"),
@@ -52,8 +52,8 @@ VARIANTS = (
     ("float16 scales", "variants", "k4v4:half"),
     ("stepped down from K8V8", "variants", "k4v4:via8"),
     ("K5V3 instead", "variants", "k5v3"),
-    ("keys of the one delicate layer at 8 bits", "even", "k4v4:fine4"),
-    ("K5V3 and that", "even", "k5v3:fine4"),
+    ("keys of the most sensitive layer at 8 bits", "even", "k4v4:fine4"),
+    ("K5V3, keys of the most sensitive layer at 8 bits", "even", "k5v3:fine4"),
 )
 
 
@@ -65,7 +65,7 @@ class Run:
 
     @classmethod
     def read(cls, name: str) -> Run:
-        """Read by the part of the name that differs."""
+        """Read the file ``fidelity-h200-NAME.json``."""
         return cls(json.loads((RESULTS / f"fidelity-h200-{name}.json").read_text()))
 
     def get(self, recipe: str, length: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _name(scheme: str) -> str:
 
 
 def schemes(run: Run) -> str:
-    """Tabulate every scheme in the product's layout, and without the tail."""
+    """Tabulate the schemes in kvd's layout; the last column is without the tail."""
     rows = []
     for scheme in SCHEMES:
         entries = [run.get(scheme, length) for length in LENGTHS]
@@ -132,7 +132,7 @@ def layouts(exported: Run, flat: Run, variants: Run) -> str:
 
 
 def mixes(run: Run) -> str:
-    """Tabulate bits between keys and values, by bytes."""
+    """Tabulate combinations of key bits and value bits, those with the most bytes first."""
     order = sorted(MIXES, key=lambda m: (-run.get(m, 1024)["bytes_to_dense"], m))
     rows = [
         [_name(mix), f"{run.get(mix, 1024)['bytes_to_dense']:.3f}"]
@@ -145,7 +145,7 @@ def mixes(run: Run) -> str:
 
 
 def variants(runs: dict[str, Run]) -> str:
-    """Tabulate what was tried to lower K4V4."""
+    """Tabulate attempts to lower K4V4's KL divergence, relative to plain K4V4."""
     rows = []
     for title, name, recipe in VARIANTS:
         cells = [title, f"{runs[name].get(recipe, 4096)['bytes_to_dense']:.3f}"]
@@ -161,7 +161,7 @@ def variants(runs: dict[str, Run]) -> str:
 
 
 def layers(run: Run) -> str:
-    """Tabulate one layer quantized at a time."""
+    """Tabulate K4V4 with a single quantized layer, for each layer."""
     rows = [
         [str(layer), *(_both(run.get(f"k4v4:only{layer}", n), "kl", _kl) for n in LENGTHS)]
         for layer in range(6)

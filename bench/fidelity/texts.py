@@ -1,4 +1,4 @@
-"""The texts that are measured: recall tasks, or a file of the user's own."""
+"""Texts to measure with: recall tasks, or parts of a text file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvd.demo.recall import DIGITS, Tokenizer, make_recall_prompt
 
 
 def recall_texts(tokenizer: Tokenizer, length: int, count: int) -> Texts:
-    """Return recall tasks with their answers: held-out prose, 24 facts in it, one of them asked.
+    """Return recall tasks with answers: held-out prose with 24 facts, one of which is asked for.
 
-    The rows are as long as the shortest of them: others lose a few tokens at their beginning.
+    All rows are cut to the shortest one's length, by a few tokens at their beginning.
     """
     rows = []
     for seed in range(count):
         task = make_recall_prompt(seed, length - DIGITS, tokenizer)
         rows.append(list(tokenizer.encode(f"{task.prompt} {task.answer}")))
     shortest = min(len(row) for row in rows)
-    # How a tokenizer cuts digits is its own affair: the answer is what follows the prompt.
+    # Tokenizers split digits differently, so the answer's tokens are counted.
     digits = min(DIGITS, len(tokenizer.encode(f" {task.answer}")))
     return Texts(np.array([row[-shortest:] for row in rows], np.int32), digits)
 

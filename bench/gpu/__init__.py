@@ -1,6 +1,7 @@
-"""The engine's parts beside mlx-lm's `BatchGenerator`, on models of random weights in real shapes.
+"""Compares the engine's decode loop with mlx-lm's `BatchGenerator`, on random weights.
 
-What is timed is the loop that the engine runs: `Runner` over `ModelCache`, as the probe chose it,
-one step ahead of the tokens that are read. No requests, no sockets: `bench.serve` has those. The
-script is for CUDA and Metal machines; the shape ``tiny`` runs anywhere.
+The timed loop is the engine's: a `Runner` over a `ModelCache`, as chosen by the probe. It launches
+each step before it reads the previous step's tokens. There are no requests and no sockets, which
+`bench.serve` measures. The benchmark is for CUDA and Metal machines; the shape ``tiny`` runs on any
+machine.
 """

@@ -1,4 +1,4 @@
-"""Run the comparison on this machine's device.
+"""Compare the engine's decode loop with mlx-lm's `BatchGenerator` on this machine's device.
 
     python -m bench.gpu --shape qwen3-0.6b|qwen3-8b|demo|tiny [--rows 8] [--tokens 4096 16384]
                         [--kv k8v8 k4v4] [--attention fused reference] [--prefill 50000]
@@ -6,14 +6,13 @@
 
     python -m bench.gpu --shape qwen3-0.6b --folder DIR && python -m bench.serve --model DIR
 
-The second form compares servers: kvd and `mlx_lm.server` on the same random weights.
+The second line compares servers instead: kvd and `mlx_lm.server` on the same random weights.
 
-For each length and scheme the loops prefill random tokens and decode, in alternation; kvd's loop
-decodes the same rows with each attention. *Host time* is the median time to build and launch a
-step's graph with an idle device, so that nothing waits for earlier work. *Outside attention* is the
-host time of a step whose attention is replaced by a single operation (`stub`). *Operations* are the
-primitives of a step's graph that are not mere views (`graph`): what MLX launches, not what the
-device does.
+For each length and scheme, the loops prefill random tokens and decode, one loop after the other.
+kvd's loop decodes the same rows with each ``--attention``. *Host time* is the median time to build
+and launch a step's graph while the device is idle, so that the launch waits for no earlier work.
+*Outside attention* is the host time of a step without attention (`stub`). *Operations* are the
+primitives of a step's graph except views (`graph`). The device may launch more or fewer kernels.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ from kvd.worker.serving.model_files import default_dtype
 from kvd.worker.serving.runner import Runner, on_cpu
 
 HOST_LIMIT_MS = 4.0
-"""Host time outside attention."""
+"""Limit of a step's host time outside attention."""
 STEP_HOST_LIMIT_MS = 3.0
-"""Host time of a whole step of 28 layers with fused attention."""
+"""Limit of a whole step's host time with fused attention, scaled to `STEP_LAYERS` layers."""
 STEP_LAYERS = 28
 SPEED_LIMIT = 3.0
 """Smallest ratio of fused attention's tokens per second to BatchGenerator's."""
@@ -62,7 +61,7 @@ PREFILL_LIMIT = 1.15
 
 
 class Bench:
-    """One model, and both loops over it."""
+    """One model, with both loops over it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         seam.install()
@@ -71,7 +70,7 @@ class Bench:
         self._model = shapes.build(options.shape, self._dtype)
         ours = shapes.build(options.shape, self._dtype)
         self._product: products.Product | None = None
-        if not on_cpu():  # as the engine loads it
+        if not on_cpu():  # as when the engine loads a model
             self._product = products.find(self._dtype)
             joined_linear.join(ours, self._product)
             mx.eval(joined_linear.joined_arrays(ours))
@@ -80,10 +79,10 @@ class Bench:
         self._vocabulary: int = shapes.SHAPES[options.shape]["vocab_size"]
         self._served: dict[str, tuple[Runner, Attentions]] = {}
         self.paths: dict[str, str] = {}
-        """How the probe chose to serve each scheme."""
+        """Description of how each scheme is served, as chosen by the probe."""
 
     def _serve(self, kv: str) -> tuple[Runner, Attentions]:
-        """Return our runner over pages of a scheme; the first time it is probed."""
+        """Return kvd's runner over pages of a scheme; the first call probes it."""
         if kv not in self._served:
             settings = CacheSettings(schemes=tuple(schemes_of(parse_kv(kv))))
             served = self._probed(settings)
@@ -98,7 +97,7 @@ class Bench:
         return self._served[kv]
 
     def _probed(self, settings: CacheSettings) -> probe.Served:
-        """Serve as the engine does."""
+        """Choose how to serve a scheme, as the engine does."""
         backend = kernel_choice.find_kernels()
         if backend is None:
             return probe.serve(self._ours, settings, self._vocabulary)
@@ -106,15 +105,15 @@ class Bench:
         return kernel_choice.serve(self._ours, settings, self._vocabulary, backend, products=own)
 
     def ours(self, kv: str) -> Ours:
-        """Return our loop without rows."""
+        """Return kvd's loop without rows."""
         return Ours(self._serve(kv)[0], self._vocabulary, self._options.chunk)
 
     def theirs(self) -> Theirs:
-        """Return mlx-lm's without rows."""
+        """Return mlx-lm's loop without rows."""
         return Theirs(self._model, longest=8 * (self._options.steps + WARM_UP))
 
     def decode_ours(self, kv: str, tokens: int) -> Iterator[dict[str, Any]]:
-        """Fill rows of so many tokens and decode them, with one attention after the other."""
+        """Prefill rows of ``tokens`` tokens, then decode them with each attention in turn."""
         _, attentions = self._serve(kv)
         with contextlib.closing(self.ours(kv)) as loop:
             filled = self._fill(loop, tokens)
@@ -126,7 +125,7 @@ class Bench:
                 attentions.use(CHOSEN)
 
     def decode_theirs(self, tokens: int) -> Iterator[dict[str, Any]]:
-        """Do so with mlx-lm's loop."""
+        """Prefill rows of ``tokens`` tokens and decode them with mlx-lm's loop."""
         with contextlib.closing(self.theirs()) as loop:
             filled = self._fill(loop, tokens)
             yield filled | self._decode(loop, tokens, None)
@@ -176,7 +175,7 @@ class Bench:
             retrace(self._serve(kv)[0])
 
     def prefill(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
-        """Prefill one prompt, up to its first token."""
+        """Prefill one prompt, including its first new token."""
         prompt = shapes.tokens(self._options.shape, tokens, 0)
         with contextlib.closing(make()) as loop:
             seconds, peak = _peak(lambda: loop.fill([prompt]))
@@ -191,7 +190,7 @@ class Bench:
 
 
 def _peak(work: Callable[[], object]) -> tuple[float, int]:
-    """Do the work; return its seconds and the most that MLX's allocator had in use."""
+    """Do the work; return its seconds and the peak bytes of MLX's allocator."""
     mx.synchronize()
     mx.reset_peak_memory()
     start = time.perf_counter()
@@ -215,14 +214,14 @@ def _median_ms(seconds: list[float]) -> float:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run everything; return what is written as JSON."""
+    """Run all measurements; return the contents of the JSON file."""
     start = time.perf_counter()
     bench = Bench(options)
     ours = options.kv if options.only != "mlx-lm" else []
     sides: list[Callable[[], Loop]] = [partial(bench.ours, kv) for kv in ours]
     if options.only != "kvd":
         sides.append(bench.theirs)
-    # The first pass over a shape compiles kernels and is not timed.
+    # Not timed: the first pass over a shape compiles kernels.
     for make in sides:
         bench.prefill(make, 2 * options.chunk)
     console.print(
@@ -260,7 +259,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 class _Record:
-    """Measures, prints and saves at once, so that an interrupted run leaves its results."""
+    """Prints and saves each measurement at once, so that an interrupted run keeps its results."""
 
     def __init__(
         self, result: dict[str, Any], file: Path | None, console: Console, start: float
@@ -271,14 +270,14 @@ class _Record:
         self._start = start
 
     def note(self, part: str, what: str, rows: Iterator[dict[str, Any]]) -> None:
-        """Take rows as they come; what fails is noted."""
+        """Record the measurements that ``rows`` yields, and the error if one fails."""
         try:
             for row in rows:
                 self._result[part].append(row)
-                values = ", ".join(f"{name} {row[name]:.6g}" for name in _SAID[part])
+                values = ", ".join(f"{name} {row[name]:.6g}" for name in _PRINTED[part])
                 self._console.print(f"  {part} {_name(row)}, {what}: {values}", highlight=False)
                 self._save()
-        except (RuntimeError, MemoryError) as error:  # such as: the device is full
+        except (RuntimeError, MemoryError) as error:  # such as a full device
             values = f"{type(error).__name__}: {str(error).strip()[:200]}"
             self._result["failed"].append(f"{part} {what}: {values}")
             self._console.print(f"  {part} {what}: {values}", highlight=False)
@@ -292,11 +291,11 @@ class _Record:
 
 
 def _name(row: dict[str, Any]) -> str:
-    """Return a loop's name with its attention."""
+    """Return the loop's name, followed by its attention if it has a choice."""
     return " ".join([row["loop"], *([row["attention"]] if "attention" in row else [])])
 
 
-_SAID = {
+_PRINTED = {
     "decode": ("tok_s", "step_ms", "step_without_attention_ms", "peak_over_weights"),
     "prefill": ("seconds", "peak_over_weights"),
 }
@@ -311,7 +310,7 @@ def _version(name: str) -> str | None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print the tables, and the limits that hold on this script's numbers."""
+    """Print the tables, and for each limit whether it is met."""
     table = Table(title=f"decode, {result['shape']} on {result['device']}")
     for name in _DECODE_COLUMNS:
         table.add_column(name)
@@ -347,9 +346,9 @@ def _cell(name: str, value: Any) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
-    """Return what holds and what does not, a line each."""
+    """Return one line for each limit: the value, the limit, and whether it is met."""
     lines = []
-    on_gpu = result["device"] != "cpu"  # there a launch computes
+    on_gpu = result["device"] != "cpu"  # on the CPU, host time includes the computation
     outside = [row["host_without_attention_ms"] for row in _ours(result)]
     if outside and on_gpu:
         what = "host time per step outside attention, ms"
@@ -386,7 +385,7 @@ def _ours(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _speed(result: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """Return a row's tokens a second to BatchGenerator's at the same length; None: it has none."""
+    """Return a row's tok/s divided by BatchGenerator's at this length; None if that is missing."""
     for other in result["decode"]:
         if (other["loop"], other["tokens"]) == (Theirs.name, row["tokens"]):
             return float(row["tok_s"] / other["tok_s"])
@@ -410,20 +409,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--prefill", type=int, default=0, help="tokens of one long prompt")
-    parser.add_argument("--runs", type=int, default=2, help="of the long prefill")
-    parser.add_argument("--kv", nargs="+", default=["k8v8", "k4v4"], help="schemes of our pages")
+    parser.add_argument("--runs", type=int, default=2, help="repeats of the long prefill")
+    parser.add_argument("--kv", nargs="+", default=["k8v8", "k4v4"], help="schemes of kvd's pages")
     parser.add_argument(
         "--attention",
         nargs="+",
         choices=[CHOSEN, FUSED, REFERENCE],
         default=here(),
-        help="of our decode steps; as a load would choose it, or this",
+        help=f"attention of kvd's decode steps; {CHOSEN}: as the engine would choose at load",
     )
-    parser.add_argument("--chunk", type=int, default=2048, help="our prefill chunk")
-    parser.add_argument("--steps", type=int, default=128, help="a flush comes every 64")
-    parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="one of the two loops")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of kvd's prefill chunks")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps (one in 64 flushes)")
+    parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="run only one of the loops")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--folder", type=Path, help="write the model there and measure nothing")
+    parser.add_argument("--folder", type=Path, help="write the model here; measure nothing")
     options = parser.parse_args(arguments)
     if options.folder is not None:
         shapes.write(options.shape, default_dtype() or mx.bfloat16, options.folder)

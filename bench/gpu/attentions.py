@@ -1,4 +1,4 @@
-"""The ways to attend that a runner is measured with: as it was chosen, fused, reference."""
+"""Attention variants that a runner is measured with: the one chosen at load, fused, reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
 
 
 def here() -> list[str]:
-    """Return what is compared on this device."""
+    """Return the attention variants that are compared on this device."""
     return [CHOSEN] if find_kernels() is None else [FUSED, REFERENCE]
 
 
 class Attentions:
-    """Changes the attention of a runner while its cache has no step in progress."""
+    """Changes a runner's attention, which is allowed while its cache has no step in progress."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -25,7 +25,7 @@ class Attentions:
         self._chosen: Backend | None = store.backend
 
     def use(self, name: str) -> None:
-        """Change the attention; compiled steps are traced again."""
+        """Change the attention, and make compiled steps be traced again."""
         self._runner.cache.use(self._product, self._backend(name))
         retrace(self._runner)
 

@@ -1,7 +1,7 @@
-"""How many operations a step is, by the graph that MLX is given.
+"""Counts the operations of a step in MLX's graph.
 
-Counted are MLX's primitives, compiled ones as they were fused, and not the device's own launches: a
-primitive may launch none (`VIEWS` do not), one, or a copy beside.
+The counted operations are MLX's primitives; a fused compiled primitive counts once. The device may
+launch no kernel for a primitive (`VIEWS`), one, or one and a copy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VIEWS = frozenset({
     "AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Slice", "Split",
     "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
 })  # fmt: skip
-"""Primitives that give other shapes to the bytes that are there; `Reshape` may copy, and counts."""
+"""Primitives that only change the shape of existing bytes; not `Reshape`, which may copy."""
 _NODE = re.compile(r'\[label ="(\w+)", shape=rectangle\]')
 
 
 def primitives(outputs: Sequence[Any]) -> Counter[str]:
-    """Count the primitives, by name, that are still to be evaluated for some arrays."""
+    """Count by name the primitives that must still be evaluated for ``outputs``."""
     lazy = [array for array in outputs if isinstance(array, mx.array)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "graph.dot")
@@ -33,5 +33,5 @@ def primitives(outputs: Sequence[Any]) -> Counter[str]:
 
 
 def computing(counts: Counter[str]) -> int:
-    """Return how many of them are no mere views."""
+    """Return how many of the counted primitives are not `VIEWS`."""
     return sum(count for name, count in counts.items() if name not in VIEWS)

@@ -1,4 +1,4 @@
-"""The two decode loops behind one interface: ours, and mlx-lm's."""
+"""The two decode loops behind one interface: kvd's (`Ours`) and mlx-lm's (`Theirs`)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling
 
 WARM_UP = 72
-"""Steps before those that count: pages are written once in so many, and what that takes is compiled
-when it happens first."""
+"""Untimed steps before the timed ones: enough to include a flush, which compiles its kernels the
+first time."""
 
 
 @dataclass
 class Steps:
-    """What decode steps took, in seconds each."""
+    """Seconds of each decode step."""
 
     wall: list[float] = field(default_factory=list)
-    """From the tokens of one step to the tokens of the next."""
+    """Seconds from reading one step's tokens to reading the next step's."""
     build: list[float] = field(default_factory=list)
-    """On the host, for the graph: until the logits and tokens exist as lazy arrays."""
+    """Host seconds to build the graph: until logits and tokens exist as lazy arrays."""
     launch: list[float] = field(default_factory=list)
-    """On the host, until `async_eval` of them returns."""
+    """Host seconds that `async_eval` of the graph takes."""
     cpu: list[float] = field(default_factory=list)
-    """CPU time of our thread for both, which other processes on the machine cannot lengthen."""
+    """CPU seconds of the thread for build and launch; other processes cannot lengthen them."""
     flushes: int = 0
 
 
@@ -46,11 +46,11 @@ class Loop(Protocol):
         """Prefill the prompts; return when all rows decode."""
 
     def decode(self, steps: int) -> Steps:
-        """Make so many tokens of every row."""
+        """Decode ``steps`` tokens of every row."""
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the rows' keys and values take, as the loop counts them."""
+        """Bytes of the rows' keys and values, as the loop counts them."""
 
     def close(self) -> None:
         """Drop the rows."""
@@ -69,7 +69,7 @@ class Ours:
         self._flight: SamplerOutput | None = None
 
     def fill(self, prompts: Sequence[list[int]]) -> None:
-        """Prefill chunk by chunk, row by row, as the engine does; then take each row's first."""
+        """Prefill row by row in chunks, as the engine does; then decode each row's first token."""
         for prompt in prompts:
             row = self._runner.cache.new_row()
             for start in range(0, len(prompt) - 1, self._chunk):
@@ -81,7 +81,7 @@ class Ours:
         self._read()
 
     def decode(self, steps: int) -> Steps:
-        """Decode, one step ahead."""
+        """Decode; each step is launched before the previous step's tokens are read."""
         seen = Steps()
         start = time.perf_counter()
         for _ in range(steps):
@@ -95,7 +95,7 @@ class Ours:
         return seen
 
     def decode_idle(self, steps: int) -> Steps:
-        """Decode with an idle device before each step: launches then wait for nothing."""
+        """Decode, with the device idle before each step, so that launches do not wait for it."""
         seen = Steps()
         for _ in range(steps):
             self._read()
@@ -106,7 +106,7 @@ class Ours:
         return seen
 
     def count(self) -> Counter[str]:
-        """Decode a step, and return the primitives of its graph by name."""
+        """Decode a step; return how often each primitive is in its graph."""
         self._flush(Steps())
         self._read()
         draw = self._build()
@@ -151,7 +151,7 @@ class Ours:
 
     @property
     def kv_bytes(self) -> int:
-        """Pages in use, and tails."""
+        """Bytes of pages in use and of tails."""
         cache = self._runner.cache
         return int(cache.usage.used_bytes + cache.usage.tails_bytes)
 
@@ -168,7 +168,7 @@ class Ours:
 
 
 class Theirs:
-    """`mlx_lm.generate.BatchGenerator`, as mlx_lm.server drives it."""
+    """`mlx_lm.generate.BatchGenerator`, used as in mlx_lm.server."""
 
     name = "mlx-lm BatchGenerator"
 
@@ -176,17 +176,17 @@ class Theirs:
         self._generator: Any = BatchGenerator(model, max_tokens=longest)
         self._rows = 0
         self.first_tokens: list[int] = []
-        """What every row began with."""
+        """First new token of every row."""
 
     def fill(self, prompts: Sequence[list[int]]) -> None:
-        """Insert all at once; it prefills them together."""
+        """Insert all prompts at once; the generator prefills them together."""
         self._rows = len(prompts)
         self._generator.insert(list(prompts))
         while len(self.first_tokens) < self._rows:
             self.first_tokens = [one.token for one in self._generator.next_generated()]
 
     def decode(self, steps: int) -> Steps:
-        """Decode; building and launching cannot be told from waiting from outside."""
+        """Decode; only wall times are known, because the generator builds, launches and waits."""
         seen = Steps()
         start = time.perf_counter()
         for _ in range(steps):
@@ -199,7 +199,7 @@ class Theirs:
 
     @property
     def kv_bytes(self) -> int:
-        """As the generator says."""
+        """Bytes that the generator reports."""
         return int(self._generator.prompt_cache_nbytes)
 
     def close(self) -> None:

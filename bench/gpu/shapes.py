@@ -1,4 +1,4 @@
-"""Models of random weights in the shapes of published ones."""
+"""Models with random weights in the shapes of published models."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""By name: what their config.json says (huggingface.co/Qwen); ``demo`` is the embedded model's, and
-``wide`` has the same width with six times its keys and values."""
+"""Contents of config.json by name. ``qwen3-*`` are from huggingface.co/Qwen, ``demo`` has the shape
+of the embedded model, and ``wide`` has eight times the demo's keys and values in each layer."""
 
 
 def build(shape: str, dtype: mx.Dtype) -> Any:
@@ -86,7 +86,7 @@ def build(shape: str, dtype: mx.Dtype) -> Any:
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(SHAPES[shape]))
     model.set_dtype(dtype)
-    for layer in model.layers:  # one by one: the float32 they are drawn in is twice as large
+    for layer in model.layers:  # one by one, because weights are drawn in float32, twice the size
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
     mx.clear_cache()
@@ -101,9 +101,9 @@ def tokens(shape: str, count: int, seed: int) -> list[int]:
 
 
 def write(shape: str, dtype: mx.Dtype, folder: Path) -> None:
-    """Fill a new folder with the model, for servers: with the embedded model's tokenizer.
+    """Write the model for servers into a new folder, with the embedded model's tokenizer.
 
-    Tokens that the tokenizer does not know have zeros for embeddings, so none is ever drawn.
+    The embeddings of tokens that the tokenizer does not have are zeros.
     """
     folder.mkdir(parents=True)
     model = build(shape, dtype)

@@ -1,4 +1,4 @@
-"""A model whose attention costs nothing: what is left of a step is everything else."""
+"""Removes attention from a model, so that a step's time is the time of everything else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvd.worker.attention.fused import FusedStep
 
 @contextlib.contextmanager
 def no_attention() -> Iterator[None]:
-    """Replace attention, ours and mlx-lm's alike, by its queries: the right shape, and no op.
+    """Make attention, kvd's and mlx-lm's, return its queries: they have the right shape.
 
-    Keys and values are still made, rotated and written into the caches.
+    Keys and values are still computed, rotated and written into the caches.
     """
     from mlx_lm.models import qwen3
 

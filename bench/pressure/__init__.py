@@ -1,6 +1,6 @@
-"""Many streams of several models under a budget that holds a part of what they would take.
+"""Benchmark: many streams of several models under a budget that is only a part of their demand.
 
-``python -m bench.pressure --help`` says how. Covers what clients see (all streams finish, and say
-what they would have said), what the processes take while it goes on, and what the governor did.
-Does not cover how it decides: the simulations in ``tests/sim`` do.
+``python -m bench.pressure --help`` describes the runs. The benchmark covers what clients see (all
+streams finish, with the same tokens as without pressure), the memory of the processes, and the
+governor's actions. How the governor decides is covered by the simulations in ``tests/sim``.
 """

@@ -1,17 +1,20 @@
-"""Run the streams without pressure and under it, compare, and say whether all held.
+"""Run streams of several models without and with memory pressure, and compare their tokens.
 
     python -m bench.pressure [--streams 64] [--share 0.333] [--json FILE] [--plot FILE]
 
 There are three copies of the embedded model, and one model with random weights and wider keys and
-values. That one has priority: rows of the others are preempted for it. First all streams run
-without pressure; the memory that workers then hold beyond their base is the demand. Then they run
-again under a budget of the bases plus a share of the demand. Streams that ran on one precision
-level throughout must have the same tokens as without pressure; a third run repeats those of lower
-levels on models that start there. If any differ, the runs without pressure are repeated. If those
-streams also differ between such runs, the cause is the batch and not pressure.
+values. The latter has priority: rows of the other models are preempted for it. First all streams
+run without pressure; the peak of the memory that workers hold beyond their bases is the demand. A
+base is what a loaded worker holds without rows. Then all streams run again under a budget of the
+bases plus a share of the demand.
 
-The exit status is 1 if a stream failed or differs, or if the footprint went above the budget by
-more than 3 %.
+A stream that stayed on one precision level under pressure must have the same tokens as without
+pressure. For levels below the first, a further run without pressure starts the models at that
+level. If streams differ, the runs without pressure are repeated. If the same streams also differ
+between runs without pressure, then the cause is the batch and not the pressure.
+
+The exit status is 1 if a stream failed or differs, if the footprint exceeded the budget by more
+than 3 %, or if the grants ever exceeded the budget.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from bench.pressure.streams import Stream, make
 from protocol.kv import SCHEMES
 
 MOST_OVER = 0.03
-"""Share of the budget by which the footprint may exceed it: memory without grants."""
+"""Share of the budget by which the footprint may exceed it, for memory that is not granted."""
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; return what there is to say about it."""
+    """Run all streams without and with pressure; return the results and their comparison."""
     with tempfile.TemporaryDirectory(prefix="kvd-wide-") as folder:
         wide = Path(folder, "wide")
         shapes.write("wide", mx.float16, wide)
@@ -60,7 +63,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         pressed = asyncio.run(play(models, streams, kv=SCHEMES[0], budget=lambda it: it + room))
         print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
         found = _found(options, streams, free, pressed)
-        _write(options, found)  # an interrupted run leaves its results
+        _write(options, found)  # so that an interrupted run keeps its results
         right = _unpressed(models, streams, free, pressed)
         same, differ = _identical(right, pressed)
         found["summary"] = summary(pressed, same, differ)
@@ -95,7 +98,7 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
-    """Say what held and what did not."""
+    """Return counts of what happened under pressure; ``held`` is whether all checks passed."""
     finished = sum(one.reason == "length" for one in run.outcomes)
     levels = Counter("->".join(map(str, one.levels)) for one in run.outcomes)
     over = run.peak_footprint / run.budget - 1
@@ -121,7 +124,7 @@ def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
 
 
 def _by_level(run: Run) -> dict[int, list[int]]:
-    """Return the streams that ran on one level all the way, by that level."""
+    """Return the indexes of the streams that stayed on one precision level, by level."""
     found: dict[int, list[int]] = {}
     for number, one in enumerate(run.outcomes):
         if len(one.levels) == 1:
@@ -132,9 +135,9 @@ def _by_level(run: Run) -> dict[int, list[int]]:
 def _unpressed(
     models: dict[str, str], streams: list[Stream], free: Run | None, pressed: Run
 ) -> dict[int, Outcome]:
-    """Return what streams that ran on one level say on it without pressure.
+    """Return outcomes without pressure of the streams that stayed on one level under pressure.
 
-    ``free``: such a run of all on the top level; without it, it is made.
+    They run on that level. ``free``: a run of all streams on the top level; None: run it now.
     """
     right: dict[int, Outcome] = {}
     for level, some in sorted(_by_level(pressed).items()):
@@ -155,7 +158,7 @@ def _identical(right: dict[int, Outcome], pressed: Run) -> tuple[int, list[int]]
 def differences(
     right: dict[int, Outcome], again: dict[int, Outcome], pressed: Run
 ) -> dict[str, Any]:
-    """Say how much streams differ under pressure, and from one run without it to the next."""
+    """Return where streams differ under pressure, and between two runs without pressure."""
     under = {n: (one.tokens, pressed.outcomes[n].tokens) for n, one in right.items()}
     without = {n: (one.tokens, again[n].tokens) for n, one in right.items()}
     return {
@@ -166,7 +169,7 @@ def differences(
 
 
 def _first_differences(pairs: dict[int, tuple[list[int], list[int]]]) -> dict[int, int]:
-    """Return the first position at which each stream differs, of those that do."""
+    """Return the first position at which a stream's two results differ, for those that do."""
     return {
         number: next(
             (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
@@ -189,10 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--copies", type=int, default=3, help="of the embedded model")
+    parser.add_argument("--copies", type=int, default=3, help="copies of the embedded model")
     parser.add_argument("--prompt", type=int, default=1000, help="mean tokens of a prompt")
     parser.add_argument("--completion", type=int, default=300, help="mean tokens of a completion")
-    parser.add_argument("--share", type=float, default=1 / 3, help="of the demand, in the budget")
+    parser.add_argument("--share", type=float, default=1 / 3, help="budgeted share of the demand")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

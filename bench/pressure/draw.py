@@ -1,4 +1,4 @@
-"""Bytes by kind and level over time, the measured footprint above them, and what was done when."""
+"""Plots bytes by kind over time, the measured footprint, and the governor's actions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COLOURS = {
     "free pages": "#f0e6c8",
     "tails": "#e9a23b",
 }
-_MARKS = {"reclaim_precision": ("v", "stepped down"), "reclaim_preempt": ("P", "parked")}
-"""What was done, above the budget's line."""
+_MARKS = {"reclaim_precision": ("v", "stepped down"), "reclaim_preempt": ("P", "preempted")}
+"""Marker and label of each plotted event kind; the marks are above the budget's line."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw a run's JSON."""
+    """Draw the result of `bench.pressure`."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -60,6 +60,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _bases(run: dict[str, Any], at: float) -> int:
-    """Return the bases of the models that are loaded at a moment."""
+    """Return the sum of the bases of the models that are loaded at time ``at``."""
     gone = {one["model"] for one in run["actions"] if one["kind"] == "evict" and one["at"] <= at}
     return sum(nbytes for model, nbytes in run["bases"].items() if model not in gone)

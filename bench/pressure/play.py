@@ -1,4 +1,4 @@
-"""One run: a daemon, its models, all streams at once, and what came of each."""
+"""One run: starts a daemon, loads the models, sends all streams at once, returns the outcomes."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from protocol.messages import EventRecord, Tokens
 from protocol.policy import ModelPolicy
 
 AMPLE = 1 << 42
-"""A budget that nothing comes near."""
+"""A budget that is never reached."""
 URGENT = "wide"
-"""Rows of other models are preempted for this model's."""
+"""Alias of the model with priority: rows of other models are preempted for it."""
 _WORKED_OFF_S = 0.05
-"""Between looks at a smaller budget."""
+"""Seconds between polls until the grants fit into a smaller budget."""
 _AFTER_S = 0.5
-"""For counters of the end."""
+"""Seconds to wait for the workers' last counters."""
 
 
 @dataclass
 class Outcome:
-    """What one stream got."""
+    """Result of one stream."""
 
     model: str
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
     error: str = ""
     levels: list[int] = field(default_factory=list)
-    """Precision levels that it ran on, in order."""
+    """Precision levels that the stream ran on, in order."""
     events: dict[str, int] = field(default_factory=dict)
-    """Count of events of each kind other than tokens."""
+    """Number of events of each kind, except tokens."""
     first_s: float | None = None
     end_s: float | None = None
 
 
 @dataclass
 class Run:
-    """What came of all streams."""
+    """Results of all streams, and what was recorded meanwhile."""
 
     outcomes: list[Outcome]
     watched: dict[str, Any]
     bases: dict[str, int]
-    """What each worker is charged for beside its rows."""
+    """Bytes that each worker is charged for besides its rows, by model."""
     budget: int
     peak_granted: int
     governed: str
-    """What of the memory is governed: ``footprint``, or ``accelerator`` where that has its own."""
+    """Which memory is governed: ``accelerator`` if it has separate memory, else ``footprint``."""
     peak_footprint: int
     """Peak of the workers' governed memory; on accelerators it includes peaks between counters."""
     actions: list[dict[str, Any]]
-    """What the governor did, as its events say."""
+    """The governor's actions, from its events."""
     violations: int
-    """Samples in which more was granted than the budget."""
+    """How often the grants exceeded the budget, as counted by the daemon."""
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, without the tokens."""
+        """Return the run as plain values, with counts of tokens instead of the tokens."""
         outcomes = [{**asdict(one), "tokens": len(one.tokens)} for one in self.outcomes]
         return {**asdict(self), "outcomes": outcomes}
 
@@ -80,8 +80,9 @@ async def play(
 ) -> Run:
     """Load the models (alias to source), send all streams at once, and wait for their ends.
 
-    ``budget``: by the sum of the bases that were measured; set when all models are there, since
-    a base depends on who else has the same libraries in memory. Without: memory for all.
+    ``budget``: function from the sum of the measured bases to the budget. The budget is set when
+    all models are loaded, because a base depends on which processes share the same libraries.
+    None: enough memory for everything.
     """
     async with daemon(f"budget = {AMPLE}\n") as client:
         loads = [
@@ -122,7 +123,7 @@ async def play(
 
 
 async def serve(client: AsyncClient, streams: list[Stream]) -> tuple[list[Outcome], Watch]:
-    """Send all streams at once; return what came of them, and what was seen meanwhile."""
+    """Send all streams at once; return their outcomes and the samples taken meanwhile."""
     async with Watch(client) as watch:
         outcomes = await asyncio.gather(*(_one(client, watch, one) for one in streams))
         await asyncio.sleep(_AFTER_S)

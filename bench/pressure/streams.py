@@ -1,4 +1,4 @@
-"""What is asked for: random prompts of several lengths, greedy and drawn, the same in every run."""
+"""The requests: random prompts of several lengths, greedy and sampled, the same in every run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 KNOWN = (300, 4000)
-"""Token ids that the embedded tokenizer has for certain, without special ones."""
+"""Range of token ids that the embedded tokenizer has and that are not special tokens."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Stream:
 
 
 def make(models: list[str], count: int, *, prompt: int, completion: int, seed: int) -> list[Stream]:
-    """Return so many requests, dealt out to the models.
+    """Return ``count`` requests, distributed evenly over the models.
 
-    Prompts have half to one and a half times ``prompt`` tokens, completions likewise; every other
-    one is greedy, and every fourth begins as others of its model do.
+    Prompts have half to one and a half times ``prompt`` tokens, completions likewise. Every second
+    request is greedy. Every fourth request of a model begins with the same tokens.
     """
     rng = random.Random(seed)
     heads = {model: rng.choices(range(*KNOWN), k=max(64, prompt // 4)) for model in models}

@@ -1,8 +1,8 @@
-"""What the workers' processes take, 20 times a second, and what they hold of which kind.
+"""Samples the workers' footprint 20 times a second, and the bytes that they report by kind.
 
-On Linux the proportional set size is too dear for that: the kernel walks all page tables. A
-process's own pages are read from ``statm`` every time, which is what moves, and its share of
-files' pages from ``smaps_rollup`` every few seconds.
+On Linux, reading the proportional set size is too slow for that, because the kernel walks all page
+tables. So a process's own pages, which change most, are read from ``statm`` for every sample, and
+its share of file pages from ``smaps_rollup`` every few seconds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment; seconds since the start, bytes of all workers."""
+    """One sample: seconds since the start, and bytes of all workers."""
 
     at: float
     footprint: int
     device: int
-    """Active and cached bytes of all allocators, as last reported: the governed reading on GPUs."""
+    """Active and cached bytes of MLX's allocators, as last reported; governed on GPUs."""
     device_peak: int
-    """`allocated` with the peak of active bytes since the previous counters."""
+    """Like ``device``, with the peak of active bytes since the report before."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Kinds:
 
 @dataclass
 class Watch:
-    """A task that looks: ``async with Watch(client) as watch``."""
+    """Takes samples in background tasks: ``async with Watch(client) as watch``."""
 
     client: AsyncClient
     samples: list[Sample] = field(default_factory=list)
     kinds: list[Kinds] = field(default_factory=list)
     status: DaemonStatus | None = None
-    """The newest one."""
+    """Newest status of the daemon."""
 
     async def __aenter__(self) -> Self:
         self._start = time.perf_counter()
@@ -135,7 +135,7 @@ class Watch:
 
 
 def _own_pages(pid: int) -> int:
-    """Return the bytes of a process's resident pages that are no file's; 0 if it is gone."""
+    """Return the bytes of a process's resident pages that belong to no file; 0 if it is gone."""
     try:
         _, resident, shared, *_ = (_PROC / str(pid) / "statm").read_text().split()
     except OSError:
@@ -144,7 +144,7 @@ def _own_pages(pid: int) -> int:
 
 
 def kinds_of(model: ModelStatus) -> dict[str, int]:
-    """Return what one worker holds, by kind; pages by the scheme that they have now."""
+    """Return the bytes that one worker holds by kind, with pages by their current scheme."""
     use: MemoryUse = model.stats.memory
     schemes = model.info.kv_schemes if model.info is not None else []
     pages = {f"pages {name}": n for name, n in zip(schemes, use.kv_levels, strict=False)}

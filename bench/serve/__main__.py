@@ -1,12 +1,12 @@
-"""Run the comparison.
+"""Compare kvd with other servers on this machine.
 
     python -m bench.serve [--model demo|FOLDER] [--traces steady long …] [--sides NAME …]
                           [--runs 3] [--seed 1] [--url NAME=http://host:port[#model]]
                           [--json FILE] [--plot FILE]
 
-All servers are up all the time and one of them is under load; what the idle ones take meanwhile is
-measured and reported. In every run of a trace the sides come in another order. Medians are over
-runs, and a ratio is the median of the ratios of the runs.
+A *side* is one of the compared servers. All servers run all the time, but only one at a time gets
+requests; the CPU time of the idle ones is measured and reported. The order of the sides rotates
+from run to run. Medians are over runs, and a ratio is the median of the runs' ratios.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from kvd.host import blas
 from kvd.host.memory import nvidia
 
 WARM_UP = Trace("warm-up", (Ask(64, 16),) * 8)
-"""The first requests meet cold code and empty pools."""
+"""Unmeasured requests, because a server's first requests find cold code and empty pools."""
 
 
 class Comparison:
-    """The servers, and what was measured of them."""
+    """Plays traces on the servers and collects the measurements."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Comparison:
         self._console = console
 
     async def warm_up(self) -> None:
-        """Let every server see eight short requests."""
+        """Send eight short requests to every server."""
         for number, server in enumerate(self._servers.values()):
             await self._play(WARM_UP, number, server)
 
     async def run(self, name: str, number: int) -> None:
-        """Play a trace's run on every side that takes part."""
+        """Play run ``number`` of a trace on every side that takes part in it."""
         trace = traces.build(name, self._seed, number)
         sides = [side for side in self._servers if takes_part(side, name)]
         first = number % len(sides)
@@ -158,7 +158,10 @@ def _cpu(pids: list[int]) -> float:
 
 
 def _between(marks: list[tuple[int, float]]) -> float:
-    """Return the processor milliseconds of a token between two marks of (tokens, seconds)."""
+    """Return the CPU milliseconds per token generated between two marks.
+
+    A mark holds the tokens and the CPU seconds up to its time. Without two marks: nan.
+    """
     if len(marks) < 2 or marks[0][0] == marks[1][0]:
         return math.nan
     (tokens, cpu), (later_tokens, later_cpu) = marks
@@ -166,14 +169,14 @@ def _between(marks: list[tuple[int, float]]) -> float:
 
 
 async def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Start all, measure all, stop all; return what `report.as_json` makes of it."""
+    """Start the servers, measure, stop them; return the results for the JSON file."""
     accelerated = sys.platform == "darwin" or nvidia.total_memory() is not None
     library = blas.choose("auto")
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
         folder = Path(name)
         source = demo.path() if options.model == "demo" else Path(options.model)
         if not (source / "tokenizer.json").is_file():
-            raise RuntimeError(f"{source} is no model's folder with a tokenizer.json")
+            raise RuntimeError(f"{source} has no tokenizer.json; --model needs a model's folder")
         model = folder / "model"
         twin.make(source, model, float32=not accelerated)
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -186,7 +189,9 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
             unknown = set(options.sides) - {side.name for side in sides}
             if unknown:
                 names = ", ".join(repr(side.name) for side in sides)
-                raise SystemExit(f"no side {', '.join(sorted(unknown))}; there are {names}")
+                raise SystemExit(
+                    f"unknown --sides {', '.join(sorted(unknown))}; the sides are {names}"
+                )
             sides = [side for side in sides if side.name in options.sides]
         with _cancelled_by_signals():
             async with Fleet(sides, folder, console.print) as servers:
@@ -218,8 +223,8 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         "blas": str(library) if library else None,
         "sides": {side.name: side.about for side in sides},
         "paths": {name: path for name, path in paths.items() if path},
-        "memory": "resident high-water marks (VmHWM) of the processes, reset before every run,"
-        " without the pages of files that another process of the same server has as well",
+        "memory": "resident high-water marks (VmHWM) of the processes, reset before every run;"
+        " pages of files that several processes of a server share count once",
     }
     found = report.as_json(about, comparison.results, verdicts)
     return {**found, "details": report.rounded(comparison.details)}
@@ -227,7 +232,7 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
 
 @contextlib.contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does: cancel, so that all servers are stopped."""
+    """Make SIGTERM and SIGHUP cancel the task, as Ctrl-C does, so that all servers are stopped."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     numbers = (signal.SIGTERM, signal.SIGHUP)
@@ -257,7 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--traces", nargs="+", choices=list(traces.TRACES), default=list(traces.DEFAULT)
     )
-    parser.add_argument("--sides", nargs="+", help="only these")
+    parser.add_argument("--sides", nargs="+", help="compare only these servers")
     parser.add_argument("--runs", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", nargs="+", default=[], help="more servers: NAME=http://host:port")

@@ -21,7 +21,7 @@ _ALIAS = "bench"
 
 
 class KvdDriver:
-    """A daemon; all requests share one connection."""
+    """Client of a kvd daemon; all requests share one connection."""
 
     def __init__(self, client: AsyncClient, path: str) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class KvdDriver:
 
 
 def _path(info: ModelInfo | None) -> str:
-    """Return how the model is served: a worse way than usual should not go unnoticed."""
+    """Return how the model is served, because the report should show if it is a slow way."""
     if info is None:
         return ""
     shared = all(part.batched for part in info.kv)
@@ -64,7 +64,7 @@ def _path(info: ModelInfo | None) -> str:
 
 
 class OpenAIDriver:
-    """Any server with ``/v1/completions``; a connection for each request."""
+    """Client of any server with ``/v1/completions``; each request has its own connection."""
 
     path = ""
 
@@ -72,9 +72,9 @@ class OpenAIDriver:
         """Take the server's address; ``endless``: its model has no end-of-text token (`twin`)."""
         self._url = f"{url.rstrip('/')}/v1/completions"
         self._model = model
-        # vLLM, llama.cpp and others know this word; those that we start need none.
+        # An option of vLLM, llama.cpp and others; servers that this program starts do not need it.
         self._extra = {} if endless else {"ignore_eos": True}
-        # The player bounds what runs at once, and the harness every run's time.
+        # No limits here: the player limits concurrent requests, and `Comparison` a run's time.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -94,7 +94,7 @@ class OpenAIDriver:
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:
                 text = (await response.text())[:300]
-                raise RuntimeError(f"{self._url} answers {response.status}: {text}")
+                raise RuntimeError(f"{self._url} answered with status {response.status}: {text}")
             async for line in response.content:
                 _take(line, stream)
         if not stream.arrivals:
@@ -120,7 +120,7 @@ def _take(line: bytes, stream: Stream) -> None:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a server-sent event's line; None for comments, blanks and the end."""
+    """Return the object in a line of server-sent events; None for lines without one."""
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
@@ -128,5 +128,5 @@ def parse(line: bytes) -> dict[str, Any] | None:
         return None
     chunk: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
     if "error" in chunk:
-        raise RuntimeError(f"the server answers {chunk['error']}")
+        raise RuntimeError(f"the server reported an error: {chunk['error']}")
     return chunk

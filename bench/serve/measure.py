@@ -1,8 +1,8 @@
-"""From what clients saw to numbers: pure functions.
+"""Computes throughput, latencies and limits from the arrival times at the client; pure functions.
 
-A token's *gap* is the time since the token before it, as the client saw them. Tokens that came in
-the same message have gaps of 0; where a server sends text only, tokens without a message of their
-own (their text came with a later one) count as such.
+A token's *gap* is the time since the previous token arrived at the client. Tokens in the same
+message have gaps of 0. If a server sends only text, a token whose text came with a later token's
+message also has a gap of 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Unfair(Exception):
 
 @dataclass
 class Stream:
-    """One request as its client saw it. Times are in seconds of one monotonic clock."""
+    """One request as seen by its client. Times are in seconds of one monotonic clock."""
 
     sent: float = math.nan
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When a message came, and how many tokens it showed."""
+    """Arrival time and number of tokens of each message."""
     prompt_tokens: int = 0
-    """As the server counts them."""
+    """Prompt tokens as the server counts them."""
     output_tokens: int = 0
     """Generated tokens as the server counts them."""
     cached_tokens: int | None = None
@@ -36,13 +36,13 @@ class Stream:
     """Called after every message."""
 
     def arrived(self, when: float, tokens: int = 1) -> None:
-        """Note a message."""
+        """Record a message."""
         self.arrivals.append((when, tokens))
         self.heard()
 
     @property
     def shown(self) -> int:
-        """Tokens that came so far."""
+        """Tokens that have arrived."""
         return sum(tokens for _, tokens in self.arrivals)
 
     @property
@@ -52,11 +52,11 @@ class Stream:
 
     @property
     def end(self) -> float:
-        """When the last token came."""
+        """Arrival time of the last token."""
         return self.arrivals[-1][0]
 
     def gaps(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
-        """Return the gaps that touch a stretch of time; without limits one less than tokens."""
+        """Return the gaps that overlap an interval; without limits, one less than tokens."""
         found: list[float] = []
         for (before, _), (when, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             if when > since and before < until:
@@ -70,37 +70,41 @@ class Stream:
 class Measures:
     """One run of a trace on one server. Times are in seconds.
 
-    What /proc says is nan for a server that is not ours to look at, and where there is no /proc.
+    CPU times and memory come from /proc. They are nan on systems without /proc, and for servers
+    that this program did not start.
     """
 
     tokens: int
     wall_s: float
     tok_s: float
-    """All tokens over all the time, prompts and waiting included."""
+    """Generated tokens per second of the whole run, including prefill and waiting."""
     decode_tok_s: float
-    """While all streams ran; nan where there was no such time."""
+    """Tokens per second while all streams ran; nan if they never all ran at once."""
     ttft_p50: float
     ttft_p99: float
     itl_p50: float
     itl_p99: float
     during_p50: float
-    """Gaps of the streams that ran while a late prompt was processed; nan without one."""
+    """Gaps of the other streams while a late request's prompt is processed; nan without one.
+
+    A late request is one with `Ask.behind`.
+    """
     during_p99: float
     late_ttft: float
-    """Time to the first token of that late request; nan without one."""
+    """Time to the first token of the late request; nan without one."""
     cached_tokens: int | None
     cpu_ms_per_token: float = math.nan
-    """Processor time of the server's processes, user and system, over the tokens generated."""
+    """User and system CPU time of the server's processes per generated token."""
     decode_cpu_ms_per_token: float = math.nan
     """CPU time per token while all streams ran, without prefill."""
     peak_bytes: float = math.nan
-    """Resident high-water marks of the server's processes, summed; pages they share count once."""
+    """Sum of the processes' resident high-water marks; pages that they share count once."""
     largest_bytes: float = math.nan
     """High-water mark of the largest process: kvd's worker, without its daemon."""
 
 
 def percentile(values: Iterable[float], q: float) -> float:
-    """Return the q-th percentile, linear between the two values beside it; nan of nothing."""
+    """Return the q-th percentile, linearly interpolated; nan without values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan
@@ -111,7 +115,7 @@ def percentile(values: Iterable[float], q: float) -> float:
 
 
 def summarize(trace: Trace, streams: Sequence[Stream]) -> Measures:
-    """Return the measures of a run, without those of the processes."""
+    """Return the measures of a run, except CPU times and memory."""
     tokens = sum(stream.output_tokens for stream in streams)
     wall = max(stream.end for stream in streams) - min(stream.sent for stream in streams)
     gaps = [gap for stream in streams for gap in stream.gaps()]
@@ -137,7 +141,7 @@ def summarize(trace: Trace, streams: Sequence[Stream]) -> Measures:
 
 
 def _while_all_run(streams: Sequence[Stream]) -> float:
-    """Return tokens a second between the last first token and the first last one."""
+    """Return tokens per second from when every stream has a token to when the first one ends."""
     since = max(stream.arrivals[0][0] for stream in streams)
     until = min(stream.end for stream in streams)
     if until <= since:
@@ -147,7 +151,7 @@ def _while_all_run(streams: Sequence[Stream]) -> float:
 
 
 def check_fair(trace: Trace, streams: Sequence[Stream]) -> None:
-    """Raise `Unfair` unless every prompt and every output has the tokens that were asked for."""
+    """Raise `Unfair` unless every prompt and every output has the requested number of tokens."""
     for number, (ask, stream) in enumerate(zip(trace.asks, streams, strict=True)):
         asked = (ask.prompt_tokens, ask.output)
         found = (stream.prompt_tokens, stream.output_tokens)
@@ -169,14 +173,14 @@ def median(runs: Sequence[Measures]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[Measures], theirs: Sequence[Measures], name: str) -> float:
-    """Return the median over runs of ours / theirs: the two of a run were taken side by side."""
+    """Return the median over runs of ours / theirs; the two values of a pair have the same run."""
     pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(ours, theirs, strict=False)]
     return statistics.median([a / b if b else math.nan for a, b in pairs]) if pairs else math.nan
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a ratio is held against."""
+    """A limit for the ratio of one measure between two sides."""
 
     what: str
     trace: str
@@ -189,14 +193,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bar and the ratio that was measured; nan where one of the two was not run."""
+    """A bar with the measured ratio, which is nan if one of the sides was not run."""
 
     bar: Bar
     ratio: float
 
     @property
     def passed(self) -> bool | None:
-        """Whether it holds; None if it was not measured."""
+        """Whether the ratio is within the limit; None if it was not measured."""
         if math.isnan(self.ratio):
             return None
         bar = self.bar
@@ -204,11 +208,11 @@ class Verdict:
 
 
 Results = Mapping[str, Mapping[str, Sequence[Measures]]]
-"""By trace, then by side: a run each."""
+"""Measures of each run, by trace and by side."""
 
 
 def judge(bars: Iterable[Bar], results: Results) -> list[Verdict]:
-    """Hold every bar against the results."""
+    """Compare every bar with the results."""
     return [Verdict(bar, _ratio_of(bar, results)) for bar in bars]
 
 

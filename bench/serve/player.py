@@ -1,4 +1,4 @@
-"""Plays a trace on a server: who is sent when, and what came back when."""
+"""Plays a trace on a server: sends each request at its time, and records when tokens arrive."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.serve.traces import Ask, Trace
 
 
 class Driver(Protocol):
-    """Speaks to one server."""
+    """Client of one server."""
 
     path: str
-    """How that says that it computes attention; empty where it does not say."""
+    """How the server computes attention, if it reports that; else empty."""
 
     async def ask(self, prompt: str, output: int, stream: Stream) -> None:
-        """Send one greedy request and note in the stream what comes; return at its end."""
+        """Send one greedy request, record its tokens in ``stream``, and return when it ends."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -31,10 +31,10 @@ async def play(
     driver: Driver,
     mark: Callable[[int], None] = lambda _: None,
 ) -> list[Stream]:
-    """Send all requests as the trace says; return their streams in its order.
+    """Send all requests of the trace; return their streams in the trace's order.
 
-    ``mark`` is called with the tokens so far when the last stream has begun and again when the
-    first one ends; not at all where there is no time between.
+    ``mark`` is called with the number of tokens so far: when every stream has a token, and again
+    when the first stream ends. It is never called if a stream ends before the last one begins.
     """
     player = _Player(trace, driver, mark)
     asks = zip(trace.asks, prompts, player.streams, strict=True)

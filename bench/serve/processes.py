@@ -1,8 +1,8 @@
-"""What /proc says of a server's processes: who they are, processor time, resident memory.
+"""Reads the processes of a server from /proc: their pids, CPU time and resident memory.
 
-Linux only; elsewhere there is no such folder, and the readings are absent. A process's resident
-memory counts the pages that it shares with others (libraries); `counted_again` says how much of
-several processes' sum is the same pages.
+On systems without /proc the results are empty. A process's resident memory includes pages that it
+shares with other processes, such as libraries. `counted_again` returns how many bytes are counted
+more than once if several processes' memory is summed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ PROC = Path("/proc")
 _RESET_PEAK = "5"
 """proc(5), clear_refs: set the resident high-water mark to what is resident now."""
 _PRESENT, _OF_FILE = 1 << 63, 1 << 61
-"""proc(5), pagemap; a page of a private mapping that was written to is no file's any more."""
+"""proc(5), pagemap. A private mapping's page loses `_OF_FILE` when it is written to."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One process."""
+    """CPU time and memory of one process."""
 
     pid: int
     name: str
     cpu_s: float
-    """User and system, all threads."""
+    """User and system time of all threads."""
     peak_bytes: int
     """Most resident bytes since the start, or since `reset_peaks`."""
 
 
 def tree(pid: int, proc: Path = PROC) -> list[int]:
-    """Return a process and all below it, parents first; nothing if it has gone."""
+    """Return the pids of a process and its descendants, parents first; none if it has exited."""
     found = [pid] if (proc / str(pid)).is_dir() else []
     for parent in found:
         for task in (proc / str(parent) / "task").glob("*/children"):
@@ -44,7 +44,7 @@ def tree(pid: int, proc: Path = PROC) -> list[int]:
 
 
 def read(pids: list[int], proc: Path = PROC) -> list[Reading]:
-    """Read processes; those that have gone are left out."""
+    """Read processes; those that have exited are left out."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def read(pids: list[int], proc: Path = PROC) -> list[Reading]:
 
 
 def _read(pid: int, proc: Path) -> Reading:
-    # The command stands in parentheses and may hold anything: fields count from the last one.
+    # The command is in parentheses and may contain any character: split after the last ")".
     stat = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
     status = dict(
         line.split(":", 1) for line in (proc / str(pid) / "status").read_text().splitlines()
@@ -67,7 +67,7 @@ def _read(pid: int, proc: Path) -> Reading:
 
 
 def _name(cmdline: Path) -> str:
-    """Return what runs: the module after ``-m``, else the program."""
+    """Return the module after ``-m``, or else the program's name."""
     words = cmdline.read_text().split("\0")
     if "-m" in words[:-1]:
         return words[words.index("-m") + 1]
@@ -82,10 +82,10 @@ def reset_peaks(pids: list[int], proc: Path = PROC) -> None:
 
 
 def counted_again(pids: list[int], proc: Path = PROC) -> int:
-    """Return the bytes of files' pages that are resident in one of the processes and in another.
+    """Return the bytes of file pages that the sum of resident memory counts more than once.
 
-    The sum of their resident memory, less this, counts every page once. What they share with
-    processes beside these does not matter.
+    The sum minus this value counts every page once. Sharing with processes that are not in ``pids``
+    does not matter.
     """
     size = os.sysconf("SC_PAGE_SIZE")
     seen: set[tuple[str, int]] = set()
@@ -100,7 +100,7 @@ def counted_again(pids: list[int], proc: Path = PROC) -> int:
 
 
 def _file_pages(process: Path, size: int) -> Iterator[tuple[str, int]]:
-    """Yield the resident pages of files, as the file and the page's number in it."""
+    """Yield the resident file pages, each as its file and its number in the file."""
     with (process / "pagemap").open("rb", buffering=0) as pagemap:
         for line in (process / "maps").read_text().splitlines():
             where, _, offset, device, inode = line.split()[:5]

@@ -1,8 +1,8 @@
-"""Texts with exactly so many tokens.
+"""Makes prompts with an exact number of tokens.
 
-Random words of a list: no two prompts share more than chance has it, so that a server's prompt
-cache helps only where a trace means it to. Texts and not tokens, because `/v1/completions` of
-mlx_lm.server takes nothing else.
+Prompts are random words, so two prompts have equal beginnings only where the trace asks for that,
+and a server's prompt cache helps only there. Prompts are texts and not token ids, because
+`/v1/completions` of mlx_lm.server takes only texts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from bench.serve.traces import Trace
 
 Encode = Callable[[str], Sequence[int]]
-"""A text's tokens, none added."""
+"""Encodes a text without adding special tokens."""
 
 
 class Prompts:
@@ -42,20 +42,20 @@ class Prompts:
         text = "".join(words)
         if (found := len(self._encode(text))) != tokens:
             raise ValueError(
-                f"{tokens} tokens of single words are {found} as one text: this tokenizer joins"
-                " words, so that prompts of an exact length cannot be made"
+                f"words of {tokens} tokens in all have {found} tokens as one text: this tokenizer"
+                " merges words, so prompts of an exact length cannot be made"
             )
         return text
 
     def of(self, trace: Trace, seed: int, run: int) -> list[str]:
-        """Return the prompts of a trace, others in every run."""
+        """Return the prompts of a trace, which differ from run to run."""
         rng = random.Random(f"{trace.name} {seed} {run} words")
         common = self.text(rng, max(ask.shared for ask in trace.asks))
         if len({ask.shared for ask in trace.asks}) > 1:
-            raise ValueError("all requests of a trace share the same text or none")
+            raise ValueError("all requests of a trace must have the same number of shared tokens")
         return [common + self.text(rng, ask.prompt) for ask in trace.asks]
 
 
 def words_of(text: str) -> list[str]:
-    """Return the lower-case words of a text, each once."""
+    """Return the distinct lower-case words of a text."""
     return sorted(set(re.findall(r"\b[a-z]{3,12}\b", text)))

@@ -29,19 +29,19 @@ COLUMNS: dict[str, tuple[str, float, int]] = {
     "peak_bytes": ("peak MB", 1e-6, 0),
     "largest_bytes": ("of one process", 1e-6, 0),
 }
-"""By measure: heading, factor and digits."""
+"""Heading, factor and number of digits of each measure."""
 LOWER_IS_BETTER = frozenset(COLUMNS) - {"tok_s", "decode_tok_s"}
 
 
 def tables(results: Results, verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print a table a trace, with ratios to the plain server below, and the bars."""
+    """Print a table for each trace, with the ratios to `PLAIN`, and then the bars."""
     for trace, sides in results.items():
         console.print(trace_table(trace, sides))
     console.print(bars_table(verdicts))
 
 
 def trace_table(trace: str, sides: Any) -> Table:
-    """Return medians over runs, a row a side, and the ratios to `PLAIN`."""
+    """Return a table of the medians over runs, one row for each side, and the ratios to `PLAIN`."""
     medians = {side: median(runs) for side, runs in sides.items() if runs}
     shown = [
         name
@@ -63,7 +63,7 @@ def trace_table(trace: str, sides: Any) -> Table:
 
 
 def bars_table(verdicts: Sequence[Verdict]) -> Table:
-    """Return the bars with what was measured."""
+    """Return a table of the bars and the measured ratios."""
     table = Table(title="bars")
     for heading in ("bar", "trace", "ratio of", "to", "is", "must be", ""):
         table.add_column(heading)
@@ -82,7 +82,7 @@ def _number(value: float, factor: float, digits: int) -> str:
 
 
 def as_json(about: dict[str, Any], results: Results, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return everything, with the runs behind each median."""
+    """Return all results, including the runs behind each median."""
     traces = {
         trace: {
             side: {"median": median(runs), "runs": [asdict(run) for run in runs]}
@@ -96,7 +96,7 @@ def as_json(about: dict[str, Any], results: Results, verdicts: Sequence[Verdict]
 
 
 def rounded(value: Any) -> Any:
-    """Round to six digits, and write None for nan, which JSON lacks."""
+    """Round floats to six digits, and replace nan, which JSON lacks, by None."""
     match value:
         case float():
             return None if math.isnan(value) else float(f"{value:.6g}")

@@ -1,7 +1,8 @@
-"""Servers as processes: how each is started, found ready, read and stopped.
+"""The compared servers as processes: starts them, waits until they answer, and stops them.
 
-Every process is a child of ours in a session of its own, so that Ctrl-C reaches only us and `stop`
-ends them in order, by pid. All listen on 127.0.0.1 or on a Unix socket in a temporary folder.
+Every server is a child process with its own session. So Ctrl-C reaches only this process, and
+`stop` ends the servers' processes in order, by pid. Servers listen on 127.0.0.1, or on a Unix
+socket in a temporary folder.
 """
 
 from __future__ import annotations
@@ -29,23 +30,26 @@ _READY_S = 120.0
 _STOP_S = 15.0
 _POLL_S = 0.05
 _OURS = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", "KVD_BLAS_PRELOADED")
-"""What this process may have been started with, and servers must not inherit."""
+"""Environment variables that this process may have, and servers must not inherit."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server that takes part."""
+    """One server of the comparison."""
 
     name: str
     about: str
     command: tuple[str, ...] = ()
     """Command line; empty for a server that this program does not start."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that replace this process's."""
+    """Environment variables that are added or replaced."""
     model: str = "default_model"
-    """What kvd loads, or what requests over HTTP name; here, what mlx_lm.server began with."""
+    """Model that kvd loads, or the model's name in HTTP requests.
+
+    The default is mlx_lm.server's name for the model that it was started with.
+    """
     home: str = ""
-    """Socket of a kvd daemon; empty for OpenAI-compatible servers."""
+    """Home of a kvd daemon; empty for OpenAI-compatible servers."""
     kv: str = "k8v8"
     """The scheme that kvd loads the model with."""
     url: str = ""
@@ -80,7 +84,9 @@ class Server:
                     await asyncio.sleep(_POLL_S)
                 self.driver = await self._connect()
         except TimeoutError:
-            raise RuntimeError(f"{self.side.name} is not ready; {self._last_words()}") from None
+            raise RuntimeError(
+                f"{self.side.name} is not ready after {_READY_S:g} s; {self._last_words()}"
+            ) from None
 
     async def _answers(self) -> bool:
         if self.side.home:
@@ -108,7 +114,8 @@ class Server:
     def _check_alive(self) -> None:
         if self._process is not None and self._process.returncode is not None:
             raise RuntimeError(
-                f"{self.side.name} ended with {self._process.returncode}; {self._last_words()}"
+                f"{self.side.name} exited with status {self._process.returncode};"
+                f" {self._last_words()}"
             )
 
     def _last_words(self) -> str:
@@ -130,7 +137,7 @@ class Server:
             self._process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _STOP_S)
-        # The session belongs to our child: it started every process that is left in it.
+        # Only processes in the child's session: the child started all of those.
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getsid(pid) == self._process.pid:
@@ -139,7 +146,7 @@ class Server:
 
 
 def kvd_side(name: str, scheme: str, model: str, home: Path, *, fake: bool = False) -> Side:
-    """Return a kvd that serves a model folder with pages of this scheme."""
+    """Return the side of a kvd daemon that serves a model folder with pages of a scheme."""
     command = [sys.executable, "-m", "kvd", "serve", "--home", str(home)]
     return Side(
         name=name,
@@ -152,11 +159,11 @@ def kvd_side(name: str, scheme: str, model: str, home: Path, *, fake: bool = Fal
 
 
 def mlx_lm_side(name: str, model: str, *, blas: Path | None, options: tuple[str, ...] = ()) -> Side:
-    """Return an mlx_lm.server, with the BLAS that kvd's workers would get or without."""
+    """Return the side of an mlx_lm.server; ``blas``: library to preload, as in kvd's workers."""
     port = _free_port()
     environment = {"HF_HUB_OFFLINE": "1"}
     if blas is not None:
-        # What kvd gives its workers (`kvd.host.environment`), so that both compute alike.
+        # kvd sets the same variables for its workers (`kvd.host.environment`).
         environment |= {"LD_PRELOAD": str(blas), "OPENBLAS_THREAD_TIMEOUT": "12"}
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)]
     command += ["--log-level", "WARNING", *options]
@@ -207,5 +214,5 @@ class Fleet:
 
     async def _stop(self) -> None:
         stops = [server.stop() for server in self._servers]
-        # Ctrl-C may come again: the servers must go first.
+        # Shielded, because a second Ctrl-C must not leave servers running.
         await asyncio.shield(asyncio.gather(*stops, return_exceptions=True))

@@ -11,7 +11,10 @@ from bench.serve.servers import Side, kvd_side, mlx_lm_side
 DENSE, QUANTIZED = "kvd k16v16", "kvd k8v8"
 PLAIN, PLAIN_8_BITS, AS_STARTED = "mlx-lm", "mlx-lm kv-bits 8", "mlx-lm no blas"
 ONLY_STEADY = (PLAIN_8_BITS, AS_STARTED)
-"""Several times slower than the others; the bars that name them are about steady streams."""
+"""Sides that run only the trace ``steady``, because they are several times slower than the others.
+
+No bar for another trace needs them.
+"""
 
 
 def make(model: str, folder: Path, blas: Path | None, urls: Sequence[str]) -> list[Side]:
@@ -30,13 +33,13 @@ def make(model: str, folder: Path, blas: Path | None, urls: Sequence[str]) -> li
 def _of_url(text: str) -> Side:
     name, found, url = text.partition("=")
     if not found or not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url wants NAME=http://host:port, not {text!r}")
+        raise ValueError(f"--url must be NAME=http://host:port, not {text!r}")
     url, _, model = url.partition("#")
     return Side(name=name, about=url, url=url.rstrip("/"), model=model or "default_model")
 
 
 def takes_part(side: str, trace: str) -> bool:
-    """Return whether a side is run in a trace."""
+    """Return whether a side runs a trace."""
     return trace == "steady" or side not in ONLY_STEADY
 
 

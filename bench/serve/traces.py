@@ -1,6 +1,6 @@
-"""What is asked of a server, and when: pure functions of a seed.
+"""Traces: the requests that a server gets, and when; pure functions of a seed.
 
-Lengths are in tokens, times in seconds after the start of the trace. Texts are made in `prompts`.
+Lengths are in tokens, times in seconds after the start of the trace. `prompts` makes the texts.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ class Ask:
     """One request."""
 
     prompt: int
-    """Prompt tokens, those of the shared text not counted."""
+    """Prompt tokens after the shared text."""
     output: int
-    """Tokens to generate, exactly."""
+    """Exact number of tokens to generate."""
     shared: int = 0
-    """Prompt tokens before its own, the same ones in all requests of the trace."""
+    """Tokens of a text with which the prompts of all requests of the trace begin."""
     at_s: float = 0.0
+    """Time at which the request is sent."""
     behind: int = 0
-    """Tokens that every request without this setting must have before this one is sent."""
+    """Late request: number of tokens that all other requests must have before it is sent.
+
+    0 for a request that is not late.
+    """
 
     @property
     def prompt_tokens(self) -> int:
-        """The whole prompt."""
+        """Tokens of the whole prompt."""
         return self.shared + self.prompt
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests that belong together."""
+    """Requests that are played together."""
 
     name: str
     asks: tuple[Ask, ...]
     concurrency: int | None = None
-    """The most requests at once; None: as they come."""
+    """Most requests at once; None: no limit."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,7 +59,7 @@ def steady(_: random.Random) -> Trace:
 
 
 def poisson(rng: random.Random, *, requests: int = 24, rate: float = 2.5) -> Trace:
-    """Return requests of mixed lengths that come by chance, ``rate`` a second on average."""
+    """Return requests of mixed lengths at random times, ``rate`` a second on average."""
     at, asks = 0.0, []
     for _ in range(requests):
         asks.append(Ask(_spread(rng, 32, 512), _spread(rng, 32, 128), at_s=round(at, 4)))
@@ -69,7 +73,7 @@ def shared(rng: random.Random) -> Trace:
 
 
 def burst(rng: random.Random) -> Trace:
-    """Return the same 32 requests, all at once."""
+    """Return 32 requests like those of `shared`, all at once."""
     return Trace("burst", _sharing(rng))
 
 
@@ -83,7 +87,7 @@ def long(_: random.Random) -> Trace:
 
 
 def unequal(rng: random.Random) -> Trace:
-    """Return a prompt of 4000 tokens among eleven of 32 to 800, with 16 to 256 tokens each."""
+    """Return eleven requests with prompts of 32 to 800 tokens, and one with 4000 among them."""
     asks = [Ask(_spread(rng, 32, 800), _spread(rng, 16, 256)) for _ in range(11)]
     asks.insert(rng.randrange(len(asks)), Ask(4000, 64))
     return Trace("unequal", tuple(asks))
@@ -96,10 +100,10 @@ DEFAULT = ("steady", "poisson", "shared", "long", "unequal")
 
 
 def build(name: str, seed: int, run: int) -> Trace:
-    """Return a trace; every run has other lengths and other times, the same for all servers."""
+    """Return a trace. Random lengths and times differ between runs, but not between servers."""
     return TRACES[name](random.Random(f"{name} {seed} {run}"))
 
 
 def _spread(rng: random.Random, low: int, high: int) -> int:
-    """Draw evenly in the logarithm: short requests are more frequent than long ones."""
+    """Draw uniformly on a logarithmic scale, so that small numbers are more frequent."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))

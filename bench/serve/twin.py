@@ -1,9 +1,10 @@
-"""The model folder that all servers load, made so that no server has an advantage.
+"""Makes the model folder that all servers load, changed so that no server has an advantage.
 
-* No end-of-text token: every request makes exactly the tokens that it asks for, on every server,
+* There is no end-of-text token. So every server generates exactly the requested number of tokens,
   without options that cost time in a sampler (``logit_bias``).
-* On a machine that computes on the CPU, weights in float32: MLX emulates half precision there, many
-  times slower. kvd converts at load, mlx_lm.server does not; what is compared here is the serving.
+* On a machine that computes on the CPU, weights are float32, because MLX emulates half precision
+  there, many times slower. kvd would convert at load and mlx_lm.server would not, but conversion is
+  not what is compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def make(source: Path, target: Path, *, float32: bool) -> None:
-    """Fill a new folder from a model's; files that stay as they are become links."""
+    """Create folder ``target`` from the model in ``source``; unchanged files become links."""
     target.mkdir()
     for file in sorted(source.iterdir()):
         copy = target / file.name
@@ -32,7 +33,7 @@ def make(source: Path, target: Path, *, float32: bool) -> None:
 def endless(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a configuration without the tokens that end a completion."""
     kept = {key: value for key, value in config.items() if key not in _ENDS}
-    # Absent would mean a tokenizer class's own default.
+    # Without the key, the tokenizer's class would use its default token.
     return {**kept, "eos_token": None} if name == "tokenizer_config.json" else kept
 
 
