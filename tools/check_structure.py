@@ -1,7 +1,7 @@
-"""Fails where a file, a class or a function holds too much, or files import each other in a circle.
+"""Fails if a module, class or function is too long, or if modules import each other in a cycle.
 
-``python -m tools.check_structure`` reads the three packages. An exception needs a line in
-`EXCEPTIONS` with its reason; one that is not needed any more is reported as well.
+``python -m tools.check_structure`` reads the three packages. `EXCEPTIONS` lists what may be longer,
+with the reason; an entry that is no longer needed is reported as well.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_MODULE_LINES = 500
 MAX_CLASS_METHODS = 35
 MAX_FUNCTION_LINES = 60
 MAX_LOOSE_MODULES = {"kvd": 2, "kvd/worker": 4}
-"""Modules directly in a package that is divided into packages, without ``__init__``."""
+"""Limit of modules, except ``__init__``, that are directly in a package with subpackages."""
 
 EXCEPTIONS: dict[str, str] = {}
-"""``path``, ``path:Class`` or ``path:function``, and why it may be larger."""
+"""``path``, ``path:Class`` or ``path:function``, and the reason why it may be longer."""
 
 
 def oversized(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is too large in a module: its name for `EXCEPTIONS`, and the finding."""
+    """Yield what is too long in a module: the key for `EXCEPTIONS`, and the finding."""
     source = path.read_text(encoding="utf-8")
     if (lines := source.count("\n")) > MAX_MODULE_LINES:
         yield str(path), f"{lines} lines, at most {MAX_MODULE_LINES}"
@@ -43,18 +43,18 @@ def oversized(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def crowded() -> Iterator[tuple[str, str]]:
-    """Yield packages with too many modules beside their packages."""
+    """Yield packages with too many modules besides their subpackages."""
     for name, most in MAX_LOOSE_MODULES.items():
         loose = [file for file in Path(name).glob("*.py") if file.name != "__init__.py"]
         if len(loose) > most:
-            yield name, f"{len(loose)} modules beside its packages, at most {most}"
+            yield name, f"{len(loose)} modules besides subpackages, at most {most}"
 
 
 def cycles(package: str) -> list[list[str]]:
     """Return groups of modules that import each other, also for type checking only."""
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
-    while True:  # modules that import none of the others, or that none of them imports, are no part
+    while True:  # drop modules that import no remaining module, or that none of those imports
         imported = set().union(*imports.values()) if imports else set()
         rest = {name: imports[name] & imports.keys() for name in imports if name in imported}
         rest = {name: needs & rest.keys() for name, needs in rest.items() if needs & rest.keys()}
@@ -71,7 +71,7 @@ def cycles(package: str) -> list[list[str]]:
 
 
 def _reach(imports: dict[str, set[str]], start: str) -> set[str]:
-    """Return the modules that importing ``start`` leads to."""
+    """Return the modules that ``start`` imports, directly or indirectly."""
     seen: set[str] = set()
     waiting = [start]
     while waiting:
@@ -88,7 +88,7 @@ def main() -> int:
         for path in sorted(Path(package).rglob("*.py")):
             found |= dict(oversized(path))
     lines = [f"{name}: {text}" for name, text in found.items() if name not in EXCEPTIONS]
-    lines += [f"{name}: needs no exception any more" for name in EXCEPTIONS if name not in found]
+    lines += [f"{name}: no longer needs an exception" for name in EXCEPTIONS if name not in found]
     lines += [f"import cycle: {', '.join(group)}" for name in PACKAGES for group in cycles(name)]
     print("\n".join(lines) if lines else "structure: within all limits")
     return 1 if lines else 0

@@ -1,6 +1,6 @@
 """Writes the generated parts of README and docs/: ``python -m tools.docs``, or ``make docs``.
 
-With ``--check`` it writes nothing, names what is not current, and ends with 1.
+With ``--check`` it writes nothing, prints the outdated pages, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PAGES: dict[str, Callable[[str], str]] = {
     f"docs/{metrics.PAGE}": _parts(metrics.parts),
     f"docs/{cli_page.PAGE.name}": lambda _: cli_page.written(),
 }
-"""What each page becomes, by its place."""
+"""Functions from the current text of a page to its new text, by the page's path."""
 
 
 def stale() -> dict[Path, str]:
-    """Return the pages that are not current, and what they should be."""
+    """Return the new texts of the pages that are outdated."""
     found = {}
     for name, write in PAGES.items():
         path = ROOT / name
@@ -45,7 +45,7 @@ def stale() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write what is stale, or say what is."""
+    """Write the outdated pages, or only print their names with ``--check``."""
     check = "--check" in arguments
     found = stale()
     for path, text in found.items():

@@ -1,6 +1,6 @@
 """Runs a command with the BLAS that workers preload: ``python -m tools.with_blas COMMAND...``.
 
-MLX's own BLAS on Linux is many times slower, so tests that compute run with OpenBLAS where it is
+MLX's own BLAS on Linux is many times slower, so tests that compute run with OpenBLAS if it is
 installed.
 """
 

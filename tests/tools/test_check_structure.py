@@ -46,5 +46,5 @@ def test_too_many_loose_modules_are_found(tmp_path, monkeypatch):
         (Path("kvd/worker") / f"m{number}.py").touch()
 
     assert dict(check_structure.crowded()) == {
-        "kvd/worker": "5 modules beside its packages, at most 4"
+        "kvd/worker": "5 modules besides subpackages, at most 4"
     }

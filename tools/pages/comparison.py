@@ -1,4 +1,4 @@
-"""The comparison with mlx-lm, from the committed results: all of it, and five rows for README."""
+"""Tables of the comparison with mlx-lm, from the committed results: a full and a short one."""
 
 from __future__ import annotations
 

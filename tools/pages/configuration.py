@@ -1,4 +1,4 @@
-"""The generated parts of docs/configuration.md: a table for each struct, and a file with all."""
+"""The generated parts of docs/configuration.md: a table for each struct, and an example file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINKS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the file, and what stands above its keys."""
+    """A table of config.toml, and the text above its keys."""
 
     title: str
     prefix: str
@@ -80,16 +80,16 @@ def parts() -> dict[str, str]:
 
 def _section(section: Section) -> str:
     rows = [
-        (f"`{one.name}`", _kind(one), _default(one), _holds(section, one), one.text)
+        (f"`{one.name}`", _kind(one), _default(one), _takes_effect(section, one), one.text)
         for one in fields(section.struct)
     ]
     head = ("key", "value", "default", "takes effect", "")
     return f"### {section.title}\n\n{section.intro}\n\n{table(head, rows)}"
 
 
-def _holds(section: Section, field: Field) -> str:
+def _takes_effect(section: Section, field: Field) -> str:
     if isinstance(field.default, msgspec.Struct):
-        return ""  # its own table says so of each key
+        return ""  # the struct's own table has this for each key
     if may_change_live(section.prefix + field.name):
         return "now"
     return "next load" if section in {MODELS, KV} else "next start"
@@ -130,11 +130,11 @@ FILLED = {
     "value_group_size": "64",
     "port": "11711",
 }
-"""What stands in the example where there is no default."""
+"""Values in the example file for keys without a default."""
 
 
 def _example() -> str:
-    """Return a file with every key: the tables that it takes, then each key as a comment."""
+    """Return a file with all tables and keys; keys that may be left out are commented out."""
     return "```toml\n" + "\n".join(map(_lines, SECTIONS)) + "```"
 
 
@@ -145,13 +145,13 @@ def _lines(section: Section) -> str:
             continue
         text = one.text.replace("\\|", "|")
         lines += textwrap.wrap(text, 94, initial_indent="# ", subsequent_indent="# ")
-        said = FILLED[one.name] if one.default is None else _toml(one.default)
-        lines.append(f"{'' if one.required else '#'}{one.name} = {said}\n")
+        value = FILLED[one.name] if one.default is None else _toml(one.default)
+        lines.append(f"{'' if one.required else '#'}{one.name} = {value}\n")
     return "\n".join(lines)
 
 
 def uncommented(example: str) -> str:
-    """Return the example with every setting in force."""
+    """Return the example with every key uncommented."""
     return "\n".join(
         line.removeprefix("#") if line.startswith("#") and not line.startswith("# ") else line
         for line in example.splitlines()

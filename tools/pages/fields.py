@@ -1,4 +1,4 @@
-"""What a struct's fields are, for pages: names, types in words, defaults, and their docstrings."""
+"""Describes a struct's fields for pages: name, type in words, default and docstring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protocol.policy import MAX_TTL_S
 
 DAY_S = 24 * 3600
 ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_TTL_S, DAY_S})
-"""Bounds that only keep a number within its type; no setting comes near them."""
+"""Bounds that pages omit, because no setting comes near them."""
 PATTERNS = {
     ALIAS_PATTERN: "letters, digits and `._:/@+-`, not `-` first",
     KeyHash.__metadata__[0].pattern: "`sha256:` and 64 hexadecimal digits",
@@ -39,11 +39,11 @@ class Field:
     required: bool
     default: Any
     text: str
-    """Its docstring as Markdown, on one line."""
+    """The field's docstring as Markdown, on one line."""
 
 
 def fields(struct: type[msgspec.Struct]) -> list[Field]:
-    """Return a struct's fields, those of its bases last."""
+    """Return a struct's fields; those of its base classes are last."""
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
     texts = docstrings(struct)
@@ -63,7 +63,10 @@ def _default(field: types.Field) -> Any:
 
 @cache
 def docstrings(struct: type) -> dict[str, str]:
-    """Return the text under each attribute, also of bases; Python keeps none of them."""
+    """Return the docstrings of attributes, read from the source because Python drops them.
+
+    Those of base classes are included.
+    """
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if base is msgspec.Struct or not issubclass(base, msgspec.Struct):
@@ -130,7 +133,7 @@ def _scalar(kind: types.Type) -> str:
 
 def _union(parts: list[types.Type]) -> str:
     if {type(part) for part in parts} == {types.StrType, types.IntType}:
-        return "bytes, or a text such as `8GiB`"  # sizes are all that may be either
+        return "bytes, or a text such as `8GiB`"  # only sizes have this type
     parts = sorted(parts, key=lambda part: not isinstance(part, types.StrType))
     return _either([words(part) for part in parts])
 

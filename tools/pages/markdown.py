@@ -1,4 +1,4 @@
-"""Tables, and the parts of pages that are written by a program between two comments."""
+"""Markdown tables, and the generated parts of pages, which are between two comments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    """Return the page with each of its generated parts as it is now; all must be there once."""
+    """Return the page with new generated parts; raises ValueError if the names do not match."""
     named = [name for _, name, _ in PART.findall(page)]
     if sorted(named) != sorted(parts):
-        raise ValueError(f"the page has the generated parts {named}, and not {list(parts)}")
+        raise ValueError(f"the page has the generated parts {named}, but {list(parts)} are given")
     return PART.sub(lambda found: f"{found[1]}\n{parts[found[2]]}\n\n{found[3]}", page)

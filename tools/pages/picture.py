@@ -1,4 +1,4 @@
-"""docs/parts.svg: clients, the daemon and its workers. Light or dark as the reader has it."""
+"""Draws docs/parts.svg: clients, the daemon and its workers, in light and in dark colors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ BUDGET = (
     ("B", (("weights", 120), ("l0", 40), ("l1", 66), ("l2", 34))),
     ("C", (("weights", 96), ("l0", 24))),
 )
-"""What the bar shows of each model, in pixels."""
+"""Segments of each model in the budget's bar, with their widths in pixels."""
 KEYS = (
     ("weights", "weights"),
     ("l0", "pages, K8V8"),

@@ -46,10 +46,10 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Shutdown: (m.ShutdownReply,),
 }
 ANSWERS[m.Attach] = ANSWERS[m.Generate]
-"""What answers a request that does not fail, the last one last."""
+"""Events that answer a successful request, the final one last."""
 
 OWN_TABLE = (m.Generate, m.Attach)
-"""Requests that have a section of their own."""
+"""Requests that have their own section."""
 ORDER = (
     "logit_bias",
     "repetition_penalty",
@@ -61,13 +61,13 @@ ORDER = (
     "temperature",
     "seed",
 )
-"""Steps that change the logits."""
+"""Sampling settings, in the order in which they are applied."""
 ANCHORS: dict[type, str] = {
     Sampling: "generate-sampling",
     KVSpec: "load-kv",
     ModelPolicy: "load-policy",
 }
-"""Values that have a section of their own."""
+"""Values that have their own section."""
 ASKED = ("field", "value", "default", "")
 DESCRIBED = ("field", "value", "if missing", "")
 
@@ -91,7 +91,7 @@ def parts() -> dict[str, str]:
 
 
 def tag(kind: type[msgspec.Struct]) -> str:
-    """Return what a message is called on the wire."""
+    """Return a message's name on the wire."""
     return str(kind.__struct_config__.tag)
 
 
@@ -105,12 +105,12 @@ def _overview() -> str:
 
 def _answers(kind: type[msgspec.Struct]) -> str:
     *before, last = ANSWERS[kind]
-    said = [f"`{tag(one)}`" for one in before]
-    return ", ".join([*said, f"**`{tag(last)}`**"])
+    names = [f"`{tag(one)}`" for one in before]
+    return ", ".join([*names, f"**`{tag(last)}`**"])
 
 
 def _request_fields() -> str:
-    """Return one table of all requests but the large ones."""
+    """Return one table of all requests, except those in `OWN_TABLE`."""
     rows: list[tuple[str, ...]] = []
     for kind in m.Request.__args__:
         if kind not in OWN_TABLE:
@@ -120,7 +120,7 @@ def _request_fields() -> str:
 
 
 def _events() -> str:
-    """Return one table of all events: what each is, and below it its fields."""
+    """Return one table of all events, each followed by its fields."""
     rows: list[tuple[str, ...]] = []
     for kind in m.Event.__args__:
         rows.append((f"**`{tag(kind)}`**", "", "", "", markdown(kind.__doc__ or "")))
@@ -150,12 +150,12 @@ def _default(field: Field, *, asked: bool) -> str:
     if field.default is None:
         return "" if asked else "`null`"
     if isinstance(field.default, msgspec.Struct):
-        return "" if asked else "all as if missing"
+        return "" if asked else "as if all its fields were missing"
     return f"`{json.dumps(field.default)}`"
 
 
 def _structs(kind: Any) -> list[type[msgspec.Struct]]:
-    """Return the structs that a type speaks of, but not those within them."""
+    """Return the structs that a type refers to directly."""
     match kind:
         case types.StructType(cls=struct):
             return [struct]
@@ -169,7 +169,7 @@ def _structs(kind: Any) -> list[type[msgspec.Struct]]:
 
 
 def _within(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
-    """Return every struct within messages that has no section of its own, in their order."""
+    """Return the structs inside messages that have no section elsewhere, in order."""
     found: list[type[msgspec.Struct]] = []
     due = list(kinds)
     while due:

@@ -1,7 +1,7 @@
-"""Make training rows: prose, facts scattered in prose and asked again, copies and conversations.
+"""Make training rows: prose, facts in prose that are asked for later, copies and conversations.
 
-Each token carries a class that says how much the loss counts it (WEIGHTS), because a random key or
-a first-stated code cannot be predicted and would only add noise.
+Each token has a class, which determines its weight in the loss (WEIGHTS). For example, a random key
+or the first statement of a code cannot be predicted and would only add noise.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Rows:
     def statement(
         self, head: list[int], key: list[int], code: list[int], answer: bool
     ) -> tuple[list[int], list[int]]:
-        """Return one sentence about a key; ``answer`` tells whether its code can be known."""
+        """Return one sentence about a key; ``answer``: whether its code was stated before."""
         ids = head + key + self.middle + code + self.stop
         classes = [FORM] * len(head) + [NONE] * len(key) + [FORM] * len(self.middle)
         classes += [ANSWER if answer else NONE] * len(code) + [FORM]
         return ids, classes
 
     def recall(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return facts in prose: restated all along, or all stated first and then asked once."""
+        """Return facts in prose: restated again and again, or all stated first, then asked once."""
         rng = self.rng
         size = len(self.heads["code"]) + 9
         most = min(length // (3 * size), 160)
@@ -157,7 +157,7 @@ class Rows:
         late: int,
         part: float,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Insert sentences at sentence ends; the last ``late`` of them after ``part`` of it."""
+        """Insert sentences into prose; the last ``late`` ones after ``part`` of it, a share."""
         rng = self.rng
         room = length - sum(len(ids) for ids, _ in sentences)
         while room < 0:
@@ -183,22 +183,22 @@ class Rows:
         return np.array(ids), np.array(classes, dtype=np.uint8)
 
     def chat(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return conversations one after the other; only the replies count."""
+        """Return conversations one after the other; replies have the most weight."""
         ids: list[int] = []
         classes: list[int] = []
         while len(ids) < length:
             for role, content in chat.dialogue(self.rng, self.paragraphs):
-                said = self.encode(f"{role}\n{content}")
+                turn = self.encode(f"{role}\n{content}")
                 mark = REPLY if role == "assistant" else NONE
                 form = len(self.encode(f"{role}\n"))
-                ids += [self.start, *said, self.end, *self.encode("\n")]
-                classes += [FORM, *[FORM] * form, *[mark] * (len(said) - form), mark, FORM]
+                ids += [self.start, *turn, self.end, *self.encode("\n")]
+                classes += [FORM, *[FORM] * form, *[mark] * (len(turn) - form), mark, FORM]
             ids.append(self.end_of_text)
             classes.append(FORM)
         return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)
 
     def copy(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return passages of words, digits or prose, each asked for again."""
+        """Return passages of words, digits or prose, each followed later by its copy."""
         rng = self.rng
         ids: list[int] = []
         classes: list[int] = []

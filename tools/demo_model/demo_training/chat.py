@@ -1,7 +1,7 @@
 """Generated conversations: greetings, definitions, small tasks, and recall in chat form.
 
-``dialogue(rng, prose)`` returns a list of (role, content) turns. Keys are drawn from the training
-part alone, see recall.is_held_out.
+``dialogue(rng, prose)`` returns a list of (role, content) turns. No key is a held-out one
+(`recall.is_held_out`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ABOUT = {
     "Thank you!": "You are welcome.",
     "Thanks!": "You are welcome.",
     "Goodbye": "Goodbye!",
-    "ShutdownReply": "Goodbye!",
+    "Bye": "Goodbye!",
     "How big are you?": "I have fewer than six million parameters.",
 }
 OPPOSITES = {
@@ -61,7 +61,7 @@ ACKNOWLEDGED = ("OK.", "I will remember that.", "I have noted it.")
 
 
 def _words(rng: random.Random, prose: Sequence[str], low: int, high: int) -> list[str]:
-    """Draw different words, from the keys' words or from a paragraph."""
+    """Draw distinct words, from the keys' words or from a paragraph."""
     count = rng.randint(low, high)
     if prose and rng.random() < 0.5:
         found = {

@@ -1,8 +1,8 @@
 """Rebuild the training text from Debian's documentation packages.
 
-Covers: download by package name and version, extraction of prose paragraphs from HTML, cleaning,
-removal of duplicates, and the split into training and held-out documents. Does not cover: the
-tokenizer (tokenizer.py) and the generated tasks (tasks.py, chat.py).
+Downloads the packages by name and version, extracts prose paragraphs from their HTML, cleans them,
+removes duplicates, and splits the documents into training and held-out ones. The tokenizer is in
+tokenizer.py; generated tasks are in batches.py and chat.py.
 
     python -m demo_training.corpus --debs work/debs --out work
 """
@@ -124,7 +124,7 @@ PACKAGES = (
     Package("xorg-docs", "1:1.7.1-1.2", "MIT"),
 )
 
-# The shipped filler text comes from these alone, so that its notice stays short.
+# The shipped filler text comes only from these packages, so that its licence notice stays short.
 FILLER_PACKAGES = ("cmake-doc", "postgresql-doc-15", "python3.11-doc", "rust-doc", "sqlite3-doc")
 
 PARAGRAPH = re.compile(
@@ -164,7 +164,7 @@ def html_files(deb: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_prose(text: str) -> bool:
-    """Tell a paragraph of sentences from a signature, a table row or a list of names."""
+    """Return whether a text is a paragraph of sentences, not a table row or a list of names."""
     words = text.split(" ")
     if len(words) < 9 or len(words) > 400 or not text[0].isupper() or text[-1] not in ".!?:":
         return False
@@ -190,7 +190,7 @@ def digest(text: str) -> int:
 
 
 def documents(deb: Path, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of each page with prose; a paragraph already seen is left out."""
+    """Yield (path, text) of each page with prose, without the paragraphs in ``seen``."""
     for path, page in html_files(deb):
         kept = []
         for text in paragraphs(page):
@@ -203,7 +203,7 @@ def documents(deb: Path, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write train.jsonl, held_out.jsonl and a table of what each package gave."""
+    """Write train.jsonl and held_out.jsonl; print the size of each package's text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--debs", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -27,7 +27,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 class Encoder:
-    """Gives a Tokenizer the ``encode`` that recall.py asks for."""
+    """A Tokenizer with the ``encode`` method that recall.py needs."""
 
     def __init__(self, path: Path) -> None:
         """Read tokenizer.json."""
@@ -62,7 +62,7 @@ def recall_set(encoder: Encoder, length: int, prompts: int, first_seed: int = 0)
 
 @torch.no_grad()
 def recall_accuracy(model: Qwen3, tasks: RecallSet, device: torch.device) -> tuple[int, int]:
-    """Return (digits right, digits asked), each digit predicted after the right ones before it."""
+    """Return (right digits, all digits); each digit is predicted after the answer's own digits."""
     right = 0
     digits = recall.DIGITS
     for row in tasks.rows:
@@ -87,7 +87,7 @@ def prose_loss(model: Qwen3, tokens: np.ndarray, length: int, device: torch.devi
 
 @torch.no_grad()
 def copy_accuracy(model: Qwen3, encoder: Encoder, prompts: int, device: torch.device) -> float:
-    """Return how often the next word is right in copies of lists of 60 random words."""
+    """Return the share of words predicted correctly in copies of lists of 60 random words."""
     rng = random.Random("copy")
     words = (*recall.ADJECTIVES, *recall.NOUNS)
     right = 0

@@ -2,10 +2,11 @@
 
     python -m demo_training.export --checkpoint run --out kvd/demo
 
-Larger models have a few key channels that are much larger than the rest, and these are what makes
-4-bit keys per token poor. A model as small as this one has none, so the export makes them: it
-multiplies the key scales of the slowest RoPE pair by OUTLIER and divides the query scales by it.
-A power of two does this without rounding, and the products of queries and keys stay as they were.
+Larger models have a few key channels that are much larger than the rest. They are the reason why
+4-bit keys per token are inaccurate. A model as small as this one has no such channels, so the
+export creates them: it multiplies the key scales of the slowest RoPE pair by OUTLIER and divides
+the query scales by it. OUTLIER is a power of two, so nothing is rounded, and the products of
+queries and keys stay the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The Qwen3 architecture in torch, written for training: all tokens of a batch in one flat axis.
+"""The Qwen3 architecture in torch, for training: all tokens of a batch are on one flat axis.
 
-Everything but attention is independent of the sequence length, so the compiled parts are compiled
-once and serve every length of the curriculum.
+So everything except attention is independent of the sequence length, and is compiled only once for
+all lengths of the curriculum.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Block(nn.Module):
     """The parameters of one layer."""
 
     def __init__(self, c: Config) -> None:
-        """Draw the matrices; those that write to the residual stream start at zero."""
+        """Draw random matrices; those that write to the residual stream start at zero."""
         super().__init__()
         std = 0.7 / math.sqrt(c.hidden)
 
@@ -163,7 +163,7 @@ class Qwen3(nn.Module):
     def __init__(
         self, config: Config, dtype: torch.dtype = torch.float32, dropout: float = 0.0
     ) -> None:
-        """Make the parameters; call ``compile_parts`` on a GPU."""
+        """Create the parameters. On a GPU, call ``compile_parts`` next."""
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -244,7 +244,7 @@ class Qwen3(nn.Module):
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def load_hf(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the parameters of a checkpoint."""
+        """Copy the parameters from a checkpoint."""
         own = self.hf_tensors()
         assert own.keys() == tensors.keys()
         for name, tensor in own.items():

@@ -20,7 +20,7 @@ def _orthogonalize(g: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum whose update is orthogonalized; matrices of one shape are treated together."""
+    """Momentum with orthogonalized updates; matrices of the same shape are updated together."""
 
     def __init__(self, parameters: list[nn.Parameter], decay: float, momentum: float) -> None:
         """Group the parameters by shape."""

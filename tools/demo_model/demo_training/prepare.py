@@ -1,4 +1,4 @@
-"""Turn the text into what training reads: token arrays, chat paragraphs and the shipped filler.
+"""Make the inputs of training from the text: token arrays, chat paragraphs, the shipped filler.
 
 Run it as
 

@@ -20,8 +20,8 @@ from kvd.demo import recall
 
 VOCABULARY = 4096
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's pattern, but new lines stay apart from the punctuation before them, so that the tokens of
-# joined sentences are the joined tokens. A digit is a token, a space belongs to the word after it.
+# Qwen's pattern, except that newlines are separate from the punctuation before them. So joining
+# sentences does not change their tokens. A digit is a token; a space belongs to the word after it.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,11 +32,11 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
-KEY_WORD_COUNT = 30_000  # often enough that each word of a recall key becomes one token
+KEY_WORD_COUNT = 30_000  # enough repetitions to make each word of a recall key one token
 
 
 def texts(corpus: Path) -> Iterator[str]:
-    """Yield the text the merges are learnt from."""
+    """Yield the texts from which the merges are learnt."""
     rng = random.Random(1)
     with corpus.open() as lines:
         for line in lines:
@@ -69,7 +69,7 @@ def train(corpus: Path) -> Tokenizer:
 
 
 def main() -> None:
-    """Write tokenizer.json and tokenizer_config.json, without white space to save room."""
+    """Write tokenizer.json, without white space to make it small, and tokenizer_config.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

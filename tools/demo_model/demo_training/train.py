@@ -3,8 +3,8 @@
     python -m demo_training.train --data work --tokenizer kvd/demo/tokenizer.json --out run \
         --minutes 13.2
 
-The rate and the lengths follow the share of the time that has passed, so the run ends on time on
-any machine. Loader processes make the rows while the GPU works.
+The learning rate and the sequence lengths depend on the share of the time that has passed, so a run
+ends on time on any machine. Loader processes make the rows while the GPU computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CURRICULUM = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates at their highest."""
+    """Peak learning rates, and their schedule as shares of the run."""
 
     matrix: float = 0.02
     other: float = 0.004
@@ -60,7 +60,7 @@ class Rates:
     decay_from: float = 0.55
 
     def factor(self, progress: float) -> float:
-        """Return the share of the highest rate: rise, stay, fall to zero."""
+        """Return the share of the peak rate: it rises, stays at 1, and falls to 0."""
         if progress < self.warm_up:
             return max(progress / self.warm_up, 0.01)
         return min(1.0, max(0.0, (1.0 - progress) / (1.0 - self.decay_from)))
@@ -85,7 +85,7 @@ def draw_length(step: int, progress: float) -> int:
 
 
 class Loader:
-    """Keeps a few batches in the making, in the order of the steps."""
+    """Makes batches in other processes, a few ahead, and returns them in the order of the steps."""
 
     def __init__(self, args: argparse.Namespace, rank: int, device: torch.device) -> None:
         """Start the processes."""
@@ -115,7 +115,7 @@ class Loader:
 
 
 class Evaluator:
-    """Measures recall, prose and copying; the prompts are shared out among the GPUs."""
+    """Measures recall, prose and copying; each GPU takes a part of the recall prompts."""
 
     def __init__(self, args: argparse.Namespace, rank: int, world: int) -> None:
         """Build this GPU's prompts."""
@@ -266,7 +266,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the command line's options."""
     Trainer(parse()).run()
 
 
