@@ -1,4 +1,4 @@
-"""`kvd`: the daemon's command line; `kvd.daemon.serve` runs the daemon."""
+"""`kvd`: the daemon's command line. `kvd.daemon.serve` runs the daemon itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `KvdError` becomes a line on stderr and an exit code."""
+    """Run the command line; report a `KvdError` on stderr and exit with its code."""
     try:
         app()
     except KvdError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    from kvd.cli.app import main as run  # noqa: PLC0415 - `kvd serve` takes its options from here
+    from kvd.cli.app import main as run  # noqa: PLC0415 - `kvd serve` imports this package too
 
     run()
 

@@ -1,6 +1,6 @@
-"""`kvctl key`: API keys of the HTTP interface, also without a daemon.
+"""`kvctl key`: creates and lists API keys of the HTTP interface; needs no daemon.
 
-Prints lines for the configuration and does not write them: that file belongs to the user.
+It prints lines for config.toml and does not write them, because the file belongs to the user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def new(common: CommonOptions, name: str) -> None:
     """Create a key. It is printed only once; the configuration gets its hash."""
     with common.guarded():
         home = locate(common.home)
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):  # a bare key of TOML
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):  # valid as a bare key in TOML
             raise InvalidRequest("a name has 1 to 64 letters, digits, - and _", field="name")
         if name in config.load(home.config).http.keys:
             raise InvalidRequest(f"{name} has a key already; choose another name", field="name")

@@ -88,7 +88,7 @@ class LazyGroup(click.RichGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command. For an unknown one suggest a name; click knows only those in use."""
+        """Find a command, or suggest a similar name; click would suggest only imported commands."""
         if args[0] not in self._lazy and not ctx.resilient_parsing:
             similar = difflib.get_close_matches(args[0], self._lazy)
             if similar:
@@ -96,7 +96,7 @@ class LazyGroup(click.RichGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; Ctrl-C gets the exit code of an interrupt, where click's would be 1."""
+        """Run a command. Ctrl-C exits with `Exit.INTERRUPTED`; click would exit with 1."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -129,6 +129,6 @@ def main() -> None:
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Exit by an exception, so that the terminal is restored and child processes end."""
+    """Raise `SystemExit`, so that the terminal is restored and child processes are ended."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
     raise SystemExit(Exit.TERMINATED)

@@ -90,8 +90,8 @@ def verdict(result: dict[str, Any]) -> str:
     lowest = result["lowest"]
     if lowest not in {level["scheme"] for level in result["levels"]}:
         top = result["levels"][0]["scheme"]
-        return f"even {top} misses the limits ({limits}): the model gets {lowest}, not quantized"
-    return f"the model's rows step down to [bold]{lowest}[/] at the lowest ({limits})"
+        return f"even {top} misses the limits ({limits}), so pages are not quantized ({lowest})"
+    return f"rows may step down as far as [bold]{lowest}[/] ({limits})"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -136,7 +136,7 @@ class Chat:
 
     def _check_model(self, name: str) -> None:
         status = self._client.status()
-        if name not in status.unloaded:  # the first question loads those
+        if name not in status.unloaded:  # the first question loads an unloaded model
             find_model(status, name)
 
     def _handle(self, line: str) -> None:
@@ -145,7 +145,7 @@ class Chat:
             if name in {"quit", "bye"}:
                 name = "exit"
             if name not in self._commands:
-                print_message("[yellow]no command /{}[/]; /help lists them", name)
+                print_message("[yellow]no command /{}[/]; /help lists the commands", name)
                 return
             self._commands[name][0](rest.strip())
         elif line:

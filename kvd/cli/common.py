@@ -87,13 +87,13 @@ class CommonOptions:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Client]:
-        """Connect to the daemon; errors inside become a message and an exit code."""
+        """Connect to the daemon; an error in the block becomes a message and an exit code."""
         with self.guarded(), Client(socket=self.socket, home=self.home) as client:
             yield client
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn errors inside into a message and an exit code."""
+        """Turn an error in the block into a message and an exit code."""
         try:
             try:
                 yield
@@ -173,7 +173,7 @@ def option_group(*decorators: Decorator) -> Decorator:
 
 
 def standard_panels() -> list[click.RichPanel[Any, Any]]:
-    """Return panels for a command with named ones, which help would list above these two."""
+    """Return the default panels, for a command with named panels: help would list those first."""
     return [click.RichOptionPanel("Arguments"), click.RichOptionPanel("Options")]
 
 

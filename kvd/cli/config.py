@@ -122,7 +122,7 @@ def _find(settings: list[Setting], key: str) -> Setting:
         if setting.key == key:
             return setting
     similar = [setting.key for setting in settings if key.rpartition(".")[2] in setting.key]
-    hint = f"did you mean {' or '.join(similar[:3])}?" if similar else "`kvctl config get` has all"
+    hint = f"did you mean {' or '.join(similar[:3])}?" if similar else "see `kvctl config get`"
     raise ConfigError(f"there is no setting {key!r}; {hint}", key=key)
 
 

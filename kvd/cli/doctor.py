@@ -21,7 +21,7 @@ from kvd.host.home import locate
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _NAME_WIDTH = 14
-"""Least columns of a name; twice as many at most, and longer names wrap."""
+"""Minimum width of the names' column. The maximum is twice that; longer names wrap."""
 
 
 @click.command()

@@ -83,7 +83,7 @@ class Keyboard:
                     keys.append("stop")
         if self._stdin in ready:
             data = os.read(self._stdin, 4096)
-            # Without data the terminal is closed.
+            # No data means that the terminal is closed, so quit.
             keys += parse_keys(data.decode(errors="replace")) if data else ["q"]
         return keys
 

@@ -1,6 +1,6 @@
 """Models on this machine: embedded ones, folders, and the Hugging Face cache.
 
-Reads only names and sizes of files; what a model would need of the budget, the daemon estimates.
+Reads only names and sizes of files. The memory that a model would need is estimated elsewhere.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def hub_cache() -> Path:
 
 
 def _snapshot(folder: Path) -> Path | None:
-    """Return the snapshot of ``main``, or the newest one without that."""
+    """Return the snapshot of ``main``, or the newest snapshot if there is no ``main``."""
     snapshots = folder / "snapshots"
     with contextlib.suppress(OSError):
         named = snapshots / (folder / "refs" / "main").read_text(encoding="utf-8").strip()

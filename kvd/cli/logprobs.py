@@ -15,7 +15,7 @@ from protocol.types import Alternative, TokenLogprob
 _MAX_CHARS = 24
 """Characters shown of a token; longer tokens are runs of spaces or dashes."""
 _MIN_PERCENT = 0.1
-"""Smallest percentage that one digit can show."""
+"""Smallest percentage that one decimal can show."""
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
 
 

@@ -1,4 +1,4 @@
-"""`kvctl logs`: the daemon's log, read from the files in its home, so also without a daemon."""
+"""`kvctl logs`: the daemon's log, read from the files in its home; needs no running daemon."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def parse_entry(text: str) -> dict[str, Any]:
 
 
 def last(path: Path, count: int, matches: Callable[[str], bool]) -> list[str]:
-    """Return the last ``count`` matching lines, from rotated files too where needed."""
+    """Return the last ``count`` matching lines, also from rotated files if needed."""
     found: deque[str] = deque()
     for generation in _generations(path):
         if len(found) >= count:

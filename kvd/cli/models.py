@@ -107,7 +107,7 @@ def _with_forecast(candidate: Candidate, forecast: Callable[[str], Forecast]) ->
 
 
 def _source(candidate: Candidate) -> str:
-    """Return what the daemon finds the model by; its Hub cache may differ from ours."""
+    """Return a name or path for the daemon. Not a Hub id: the daemon's Hub cache may differ."""
     if candidate.names:
         return candidate.names[0]
     model = candidate.model
@@ -115,7 +115,7 @@ def _source(candidate: Candidate) -> str:
 
 
 def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Forecast]:
-    """Forecast for a daemon with this home's configuration that has loaded nothing yet."""
+    """Return a forecaster for a new daemon with this home's configuration and no loaded model."""
     from actors.machines.forecast import Question, forecast  # noqa: PLC0415 - without a daemon
     from actors.machines.governor import Governor  # noqa: PLC0415
     from actors.machines.ledger import Ledger  # noqa: PLC0415

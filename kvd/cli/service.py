@@ -26,7 +26,7 @@ from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, S
 from protocol.types import DaemonStatus
 
 _START_TIMEOUT_S = 20.0
-"""Seconds that `start` waits for the daemon to answer; launchd does not report when it does."""
+"""Seconds to poll until the daemon answers; launchd does not report when a service is ready."""
 _COLORS = {"running": "green", "listening": "green", "failed": "bold red", "stopped": "dim"}
 
 
@@ -143,12 +143,12 @@ def reload(common: CommonOptions) -> None:
 @service.command()
 @common_options("home", "json")
 def status(common: CommonOptions) -> None:
-    """Show how the service is installed and whether it runs. Exit code 0: it runs, 3: not."""
+    """Show how the service is installed and whether it runs. Exit code: 0 if it runs, else 3."""
     with common.guarded():
         manager = _manager(common, lenient=True)
         files = managing.installed(manager)
         state = manager.state() if files else State("stopped", "not installed")
-        # A request would start a service that only listens.
+        # Not if the service only listens: a request would start the daemon.
         daemon = None if state.status == "listening" else _daemon_status(common)
         if common.json:
             common.print_json(_as_json(manager, state, daemon))
@@ -223,8 +223,8 @@ def _refuse_other_daemon(manager: Manager) -> None:
     pid = holder(locate(manager.service.home))
     if pid is not None and pid != manager.state().pid:
         raise AlreadyRunning(
-            f"a daemon (pid {pid}) that is not the service's serves {manager.service.home}; end it "
-            "first: `kvctl shutdown`",
+            f"a daemon that the service did not start (pid {pid}) serves {manager.service.home}; "
+            "end it first: `kvctl shutdown`",
             pid=pid,
         )
 
@@ -309,11 +309,11 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
     console.print(table)
     if managing.outdated(manager):
         print_message(
-            "[yellow]this version and configuration would write other files:[/] "
-            "`kvctl service install` updates them"
+            "[yellow]the installed service files are outdated: this version and configuration "
+            "would write different contents;[/] `kvctl service install` updates them"
         )
     if daemon is not None and state.status != "running":
-        print_message("[yellow]a daemon (pid {}) that is not the service's answers[/]", daemon.pid)
+        print_message("[yellow]the service did not start the running daemon, pid {}[/]", daemon.pid)
     if not managing.installed(manager):
         foreign = managing.foreign(manager)
         for path in foreign:

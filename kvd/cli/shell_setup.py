@@ -27,7 +27,9 @@ def _script(context: click.Context) -> str:
     shell = _shell()
     completion = get_completion_class(shell)
     if completion is None:
-        raise click.UsageError(f"no completion for the shell {shell!r}; SHELL names another")
+        raise click.UsageError(
+            f"there is no completion for the shell {shell!r}; set SHELL to another shell"
+        )
     root = context.find_root()
     assert root.info_name is not None
     variable = f"_{root.info_name}_complete".replace("-", "_").upper()
@@ -61,7 +63,9 @@ def _install(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         return
     script, shell = _script(context), _shell()
     if shell not in _FILES:
-        raise click.UsageError(f"cannot install for {shell}; `kvctl --show-completion` prints it")
+        raise click.UsageError(
+            f"cannot install completion for {shell}; `kvctl --show-completion` prints the script"
+        )
     click.echo(f"{shell} completion installed in {install(script, shell, Path.home())}")
     click.echo("It takes effect in the next terminal.")
     context.exit()
@@ -80,6 +84,6 @@ completion_options = option_group(
     ),
     click.option(
         "--show-completion", is_flag=True, expose_value=False, callback=_show,
-        help="Print that completion script.",
+        help="Print the completion script for your login shell.",
     ),
 )  # fmt: skip

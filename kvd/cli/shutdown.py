@@ -43,7 +43,7 @@ def shutdown(common: CommonOptions, *, force: bool) -> None:
 
 
 def _wait_until_ended(common: CommonOptions) -> bool:
-    """Wait until the daemon's lock is free and another daemon can start; return whether it is."""
+    """Wait until the daemon's lock is free, so that another daemon can start; False: timed out."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     try:
         with common.lock.open("rb") as lock:
@@ -55,5 +55,5 @@ def _wait_until_ended(common: CommonOptions) -> bool:
                 else:
                     return True
     except FileNotFoundError:
-        return True  # the socket is outside a home
+        return True  # a socket outside a home has no lock
     return False

@@ -25,7 +25,7 @@ _COLORS = {
 }
 _PRESSURE = {"warning": "yellow", "critical": "bold red"}
 _LEVEL_COLORS = ("green", "yellow", "red")
-"""By precision level; lower levels have the last one."""
+"""Color of each precision level; levels beyond these have the last color."""
 _COLUMNS = (
     *("MODEL", "STATE", "ROWS", "QUEUED", "PAUSED", "TOK/S", "KV", "LEVELS"),
     *("GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
@@ -123,7 +123,7 @@ def budget(value: DaemonStatus, width: int) -> Text:
 
 
 def bar(share: float, cells: int, style: str) -> Text:
-    """Return a bar of ``cells`` cells, filled up to a share; only a full one looks full."""
+    """Return a bar of ``cells`` cells, filled up to a share; a share near 1 is rounded down."""
     filled = round(share * cells) if share < _FULL else int(share * cells)
     return Text.assemble(("█" * filled, style), ("░" * (cells - filled), "dim"))
 

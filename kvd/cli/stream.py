@@ -66,7 +66,7 @@ class WholeChoices(Stream):
             self._write(self._written)
 
     def end_line(self) -> None:
-        """Write what an error has left of the other choices."""
+        """Write the text of choices that an error has interrupted."""
         for number in range(self._written, len(self._completion.choices)):
             if self._completion.choices[number].tokens:
                 self._write(number)

@@ -9,10 +9,10 @@ from rich.cells import cell_len
 
 
 class WordWrap:
-    """The position of the cursor, and the word before it."""
+    """Keeps the cursor's column and the word that ends there."""
 
     def __init__(self, width: int) -> None:
-        # The last column stays empty: terminals disagree on where a cursor behind it is.
+        # The last column stays empty: terminals differ in where the cursor is after writing there.
         self._width = max(2, width - 1)
         self._column = 0
         self._word = ""

@@ -117,7 +117,7 @@ class AsyncClient(Calls["AsyncCompletion", "AsyncLoad"]):
 
 
 class AsyncCompletion(exchange.CompletionRecord):
-    """A running completion: an async iterator of its events, and their sum so far."""
+    """A running completion: an async iterator of its events, which also collects the results."""
 
     def __init__(self, client: AsyncClient, request_id: str, count: int) -> None:
         super().__init__(count)

@@ -168,7 +168,7 @@ class Client:
 
 
 class Completion(exchange.CompletionRecord):
-    """A running completion: an iterator of its events, and their sum so far."""
+    """A running completion: an iterator of its events, which also collects the results."""
 
     def __init__(self, connection: _Connection, request_id: str, count: int) -> None:
         super().__init__(count)

@@ -130,8 +130,8 @@ class Calls(ABC, Generic[C, L]):
     async def attach(self, request: str | CompletionRecord, *, choices: int = 1) -> C:
         """Continue a completion whose daemon died; requires ``journal = "disk"``.
 
-        A completion continues where it stopped. The id in its ``request`` returns all of its
-        events from the start, for ``choices`` choices.
+        ``request`` is a completion, whose stream continues where it stopped, or its `request` id.
+        With the id, all events are returned again from the start, for ``choices`` choices.
         """
         number = self._exchange.next_id()
         if isinstance(request, str):

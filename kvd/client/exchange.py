@@ -1,4 +1,4 @@
-"""The sans-io part of both clients: encodes requests, sorts events by request, and sums them up."""
+"""The sans-io part of both clients: encodes requests, and collects each request's events."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Exchange:
 
 @dataclass
 class ChoiceRecord:
-    """The events of one choice, summed up."""
+    """Results of one choice, collected from its events."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -140,7 +140,7 @@ class ChoiceRecord:
 
 
 class CompletionRecord:
-    """The events of one request, summed up; ``n`` choices."""
+    """Results of one request with ``count`` choices, collected from its events."""
 
     def __init__(self, count: int = 1) -> None:
         self.choices = [ChoiceRecord() for _ in range(count)]

@@ -12,7 +12,7 @@ from kvd.host.units import parse_bytes
 
 DEFAULT_PORT = 11711
 MAX_BODY_BYTES = 24 * 1024 * 1024
-"""Below the 32 MiB that a message to a worker may have, because its encoding adds a little."""
+"""Less than the 32 MiB limit of a message to a worker, because encoding adds a few bytes."""
 
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
 """The hash that `kvctl key new` prints; the key itself is not stored."""

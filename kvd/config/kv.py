@@ -1,4 +1,4 @@
-"""KV settings as users write them: those of the protocol, with the first scheme given by name."""
+"""KV settings as users write them: the protocol's, but with the first scheme given by its name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if groups and (self.group_size or self.value_group_size):
             raise ValueError(f"group_size: the scheme {self.scheme} sets it too; set it once")
         k_group, v_group = groups or (self.group_size or DEFAULT_GROUP, self.value_group_size)
-        k_group = min(k_group, DEFAULT_GROUP)  # 128 applies only to values, whose keys are dense
+        k_group = min(k_group, DEFAULT_GROUP)  # 128 is a group of values; the keys are dense then
         return KVSpec(
             named.k_bits,  # type: ignore[arg-type]  # `Scheme` has checked them
             named.v_bits,  # type: ignore[arg-type]

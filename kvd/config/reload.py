@@ -1,4 +1,4 @@
-"""Changes of the configuration while the daemon runs. An invalid one is refused as a whole."""
+"""Changes the configuration while the daemon runs. An invalid configuration changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ LIVE = frozenset(
 )
 """Keys of `config.toml` that take effect at once; all others need a restart of the daemon."""
 LIVE_OF_A_MODEL = frozenset({"priority", "pinned", "idle_ttl_s", "weight", "load"})
-"""Keys of a model that take effect at once; all others do so only while it is unloaded."""
+"""Keys of a model that take effect at once. A change of another key takes effect only if the model
+is unloaded when the configuration is applied."""
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,7 +101,8 @@ class Reloader:
     async def apply(self, wanted: Config) -> list[Change]:
         """Apply this configuration as far as possible; return the changes.
 
-        The caller holds the `lock` since it read the settings from which it derived ``wanted``.
+        The caller must hold the `lock`, and must have taken it before it read the settings from
+        which it derived ``wanted``.
         """
         assert self.lock.locked(), "changes settings without the lock"
         blas.choose(wanted.blas)  # raises for a value that would break the next start
@@ -217,7 +219,7 @@ def known_model(entry: ModelEntry, root: Path) -> KnownModel:
 
 
 def _shown(field: str, settings: HttpSettings) -> Any:
-    """Return the value of a field; of API keys only their names."""
+    """Return the value of a field; for API keys, only their names."""
     value = getattr(settings, field)
     return sorted(value) if field == "keys" else value
 

@@ -137,7 +137,7 @@ def table(
 
 
 def _shown(key: str, value: Any) -> Any:
-    """Return a value for display: of API keys only their names, not their hashes."""
+    """Return a value for display; for API keys, only their names and not their hashes."""
     return sorted(value or ()) if key == "http.keys" else value
 
 

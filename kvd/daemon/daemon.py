@@ -229,7 +229,7 @@ class Daemon:
             return
         from kvd.http.server import Server  # noqa: PLC0415 - takes 10 MB of memory
 
-        # Set before it starts, so that a reload in the meantime applies to it.
+        # Assigned before the server starts, so that a reload in the meantime applies to it.
         self._http = Server(
             self._system,
             self._reloader.settings.http,
@@ -274,7 +274,7 @@ class Daemon:
                 model.source, alias=model.alias, kv=model.kv, policy=model.policy
             )
         except KvdError as error:
-            # The other models are served, and the load can be retried with `kvctl load`.
+            # Not fatal: other models are served, and `kvctl load` can retry this one.
             self._log.error("model not loaded", model=model.source, reason=error.message)
             return error
 
@@ -282,7 +282,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        # With a terminal, SIGHUP means that it closes, unless `nohup` ignores the signal.
+        # With a terminal, SIGHUP means that the terminal closes, unless `nohup` made it ignored.
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal():
             loop.add_signal_handler(signal.SIGHUP, self._start_task, self._reload)
         else:
@@ -322,7 +322,7 @@ class Daemon:
             status.error, status.pending = None, list(self._reloader.pending)
             changed = sum(not change.pending for change in changes)
             self._log.info("configuration reloaded", changed=changed, pending=status.pending)
-        finally:  # the service manager must not wait for the end of the reload
+        finally:  # after any error too, because the service manager waits for this message
             status.reloads += 1
             self._manager.ready(_reload_status(status.error, status.pending))
 

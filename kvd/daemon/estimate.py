@@ -87,7 +87,7 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
 
 
 def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
-    """Estimate the model in a folder; raises `InvalidModel` if it has none."""
+    """Estimate the model in a folder; raises `InvalidModel` if there is none."""
     config = _config(folder)
     text = config.get("text_config") or config
     itemsize = 4 if machine.on_cpu else 2
@@ -204,12 +204,12 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
         kv_heads = int(text.get("num_key_value_heads") or heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InvalidModel(
-            f"its config.json does not contain the sizes of keys and values ({error}); load the"
-            " model first"
+            f"the model's config.json does not contain the sizes of keys and values ({error}); load"
+            " the model first"
         ) from error
     geometry = LayerGeometry(kv_heads, dim, dim, itemsize)
     floors = floors_of(kv, layers)
-    # By precision level, after the scheme of rows that are still dense.
+    # One scheme for each precision level, preceded by the dense scheme if rows start dense.
     schemes = [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *schemes_of(kv)]
     by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(_windows(text, layers)):

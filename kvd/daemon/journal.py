@@ -137,7 +137,7 @@ class DiskJournal:
                 self._compact()
         if self._size + size <= self._limit:
             return True
-        self._warn(f"it has {self._size} bytes, and journal_limit is {self._limit}")
+        self._warn(f"the journal has {self._size} bytes, and journal_limit is {self._limit}")
         return False
 
     def _append(self, frame: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""Recall tasks: facts scattered in filler prose, one of them asked again at the end.
+"""Recall tasks: facts scattered in filler prose, one of which is asked for at the end.
 
-This is what the demo model is good at and what a lossy KV cache damages first. The tasks are
-deterministic by seed, use keys that the model never trained on, and need no corpus: the filler is
-held-out prose that ships with this file. Nothing here imports a model or an array library.
+The demo model is good at such tasks, and a lossy KV cache damages them first. The tasks are
+deterministic by seed and use keys that the model was not trained on. The filler is held-out prose
+that ships with this file. Nothing here imports a model or an array library.
 
     task = make_recall_prompt(seed=7, length_tokens=1024, tokenizer=tokenizer)
     completion = ...                      # greedy, raw text (no chat template), 6 tokens or more
@@ -45,7 +45,7 @@ _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
 class Tokenizer(Protocol):
-    """What the tasks need of a tokenizer; mlx-lm's and transformers' both fit."""
+    """The interface that the tasks need; the tokenizers of mlx-lm and transformers have it."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""
@@ -66,7 +66,7 @@ class RecallTask:
 
 
 def is_held_out(adjective: int, noun: int) -> bool:
-    """Tell whether the key (two word indices) is kept out of training: one in eight is."""
+    """Return whether a key, given as two word indices, is kept out of training: one in eight."""
     return (3 * adjective + 5 * noun) % 8 == 0
 
 
@@ -83,7 +83,7 @@ def held_out_keys() -> tuple[str, ...]:
 
 @functools.cache
 def filler_sentences() -> tuple[str, ...]:
-    """Return the shipped held-out prose; each sentence carries the space or newline before it."""
+    """Return the shipped held-out prose; each sentence begins with its space or newlines."""
     path = Path(__file__).with_name("filler.txt.gz")
     text = gzip.decompress(path.read_bytes()).decode()
     sentences = []
@@ -98,7 +98,7 @@ def make_recall_prompt(
 ) -> RecallTask:
     """Build the task of ``seed``: at most ``length_tokens`` tokens, and only a few fewer.
 
-    A fact takes 13 tokens, so 24 facts need about 320; ValueError says when they do not fit.
+    A fact takes 13 tokens, so 24 facts need about 320. Raises ValueError if they do not fit.
     """
     rng = random.Random(f"recall {seed} {length_tokens} {facts}")  # noqa: S311
     codes = {
@@ -117,7 +117,7 @@ def make_recall_prompt(
         parts.insert(place, statement)
     context = "".join(parts).lstrip()
     while len(tokenizer.encode(context + questions[0][0])) > length_tokens:
-        context = context.partition(" ")[2]  # the first word costs more without its space
+        context = context.partition(" ")[2]  # the first word takes more tokens without its space
     return RecallTask(
         prompt=context + questions[0][0],
         answer=questions[0][1],
@@ -127,13 +127,13 @@ def make_recall_prompt(
 
 
 def digits_right(completion: str, answer: str) -> int:
-    """Count the digits of ``answer`` that the completion has in their places."""
+    """Count the digits of ``answer`` that are at the same positions in the completion."""
     given = completion.lstrip()[: len(answer)]
     return sum(a == b for a, b in zip(given, answer, strict=False))
 
 
 def _filler(rng: random.Random, budget: int, tokenizer: Tokenizer) -> list[str]:
-    """Take consecutive sentences worth ``budget`` tokens; the first loses words until it fits."""
+    """Return consecutive sentences of ``budget`` tokens; the first one is cut until it fits."""
     sentences = filler_sentences()
     place = rng.randrange(len(sentences))
     parts: list[str] = []

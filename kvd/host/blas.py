@@ -1,6 +1,6 @@
 """The BLAS library that workers preload on Linux, if they compute on the CPU.
 
-MLX's CPU wheel contains reference BLAS. OpenBLAS is 6 to 80 times faster for a model's products.
+MLX's CPU wheel contains reference BLAS. OpenBLAS is 6 to 80 times faster for matrix products.
 """
 
 from __future__ import annotations

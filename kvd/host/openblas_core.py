@@ -1,7 +1,7 @@
-"""The processor type that OpenBLAS should assume where it does not recognize the processor.
+"""The processor type that OpenBLAS should assume if it does not recognize the processor.
 
-OpenBLAS 0.3.21 (Debian 12) takes Intel's Emerald Rapids for a Prescott from 2004: a product of
-512 x 1024 x 3072 takes 190 ms, and 38 ms as Cooperlake.
+OpenBLAS 0.3.21 (Debian 12) treats Intel's Emerald Rapids as a Prescott from 2004. A matrix product
+of 512 x 1024 x 3072 then takes 190 ms instead of the 38 ms with type Cooperlake.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_the_result_is_a_table_and_a_sentence(kvctl):
         ["k4v4", "not", "finite", "50.00%", "not", "finite", "too", "low"],
     ]
     assert "outside a running daemon's budget" in err
-    assert "step down to k8v8 at the lowest (KL up to 0.02, top-1 from 0.95)" in err
+    assert "rows may step down as far as k8v8 (KL up to 0.02, top-1 from 0.95)" in err
     assert "/h/[1].json" in err
 
 

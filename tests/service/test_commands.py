@@ -78,7 +78,7 @@ def test_a_life(kvctl: Played, home: Home):
     assert "max_rows" in kvctl("reload", status=5)  # before the daemon is signalled
     home.config.write_text("http = {enabled = false}\nmax_rows = 3\ndrain_timeout_s = 99.0\n")
     shown = kvctl("status")
-    assert "this version and configuration would write other files" in shown
+    assert "the installed service files are outdated" in shown
     kvctl("install")
     again = json.loads(kvctl("status", "--json"))
     assert (again["outdated"], again["config_pending"]) == ([], [])
@@ -105,7 +105,7 @@ def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
     daemon = Daemon(home, "--fake").start()
     try:
         said = kvctl("install", status=4)
-        assert f"a daemon (pid {daemon.pid}) that is not the service's" in said
+        assert f"a daemon that the service did not start (pid {daemon.pid})" in said
         assert managing.installed(kvctl.manager) == []
     finally:
         daemon.end()

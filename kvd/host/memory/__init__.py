@@ -24,7 +24,8 @@ class Reader(Protocol):
         """Return the footprints of live processes, read in a thread (25 ms per GiB on Linux)."""
 
     @property
-    def separate(self) -> bool: ...
+    def separate(self) -> bool:
+        """Whether MLX computes in an accelerator's own memory, which footprints do not include."""
 
 
 def reader() -> Reader:

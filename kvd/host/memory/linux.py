@@ -21,7 +21,7 @@ class LinuxMemory:
         self._accelerator = nvidia.total_memory() if root == Path("/") else None
 
     def host(self) -> HostMemory:
-        """Return the smaller of machine and cgroup, and the memory pressure."""
+        """Return the memory of the machine, or of the cgroup if that is less, and the pressure."""
         meminfo = _table(self._proc / "meminfo")
         total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
         for limit, used in self._cgroup_levels():
