@@ -97,9 +97,9 @@ def show(console: Console, section: Section) -> None:
 
 
 def _text(finding: Finding) -> Text:
-    text = Text(finding.said, "dim" if finding.verdict == "skip" else "")
-    if finding.todo is not None:
-        text.append(f"\n→ {finding.todo}", "yellow" if finding.verdict == "warn" else "red")
+    text = Text(finding.observed, "dim" if finding.verdict == "skip" else "")
+    if finding.advice is not None:
+        text.append(f"\n→ {finding.advice}", "yellow" if finding.verdict == "warn" else "red")
     return text
 
 

@@ -16,7 +16,7 @@ _MODULE = "kvd.worker.tools.examine"
 
 
 def ask(arguments: tuple[str, ...] = (), timeout_s: float = 60.0) -> dict[str, Any] | KvdError:
-    """Return the findings of a process with a worker's environment, or its error."""
+    """Return what a process with a worker's environment reports about MLX, or its error."""
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-P", "-m", _MODULE, *arguments],

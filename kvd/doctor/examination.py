@@ -41,6 +41,6 @@ def _run(check: Check, scene: Scene) -> list[Finding]:
         found = check(scene)
     except Exception as error:  # noqa: BLE001 - the other checks must still run
         name = check.__name__.replace("_", " ")
-        said = f"the check itself failed: {type(error).__name__}: {error}"
-        return [fail(name, said, "report this bug of kvctl doctor")]
+        observed = f"the check itself failed: {type(error).__name__}: {error}"
+        return [fail(name, observed, "report this bug of kvctl doctor")]
     return found if isinstance(found, list) else [found]

@@ -19,11 +19,12 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     verdict: Verdict
-    said: str
-    todo: str | None = None
-    """Advice; always present for ``warn`` and ``fail``."""
+    observed: str
+    """What the check found, for a person."""
+    advice: str | None = None
+    """What to do; always present for ``warn`` and ``fail``."""
     numbers: dict[str, float | int | str] = {}
-    """Measured values; their names end with the unit."""
+    """Measured values, under names that end with the unit."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -33,20 +34,20 @@ class Section(msgspec.Struct, frozen=True):
     findings: list[Finding]
 
 
-def ok(name: str, said: str, **numbers: float | str) -> Finding:
-    return Finding(name, "ok", said, numbers=dict(numbers))
+def ok(name: str, observed: str, **numbers: float | str) -> Finding:
+    return Finding(name, "ok", observed, numbers=dict(numbers))
 
 
-def skip(name: str, said: str, **numbers: float | str) -> Finding:
-    return Finding(name, "skip", said, numbers=dict(numbers))
+def skip(name: str, observed: str, **numbers: float | str) -> Finding:
+    return Finding(name, "skip", observed, numbers=dict(numbers))
 
 
-def warn(name: str, said: str, todo: str, **numbers: float | str) -> Finding:
-    return Finding(name, "warn", said, todo, dict(numbers))
+def warn(name: str, observed: str, advice: str, **numbers: float | str) -> Finding:
+    return Finding(name, "warn", observed, advice, dict(numbers))
 
 
-def fail(name: str, said: str, todo: str, **numbers: float | str) -> Finding:
-    return Finding(name, "fail", said, todo, dict(numbers))
+def fail(name: str, observed: str, advice: str, **numbers: float | str) -> Finding:
+    return Finding(name, "fail", observed, advice, dict(numbers))
 
 
 def worst(sections: Iterable[Section]) -> Verdict:

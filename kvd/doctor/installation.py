@@ -17,7 +17,7 @@ from protocol.errors import ConfigError, KvdError
 
 _LEAST = (3, 11)
 _MAX_ERROR = 1e-4
-"""The largest error of a correct float32 product."""
+"""Largest error of a correct float32 matrix product."""
 _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^;\s]+)(?:\s*;\s*(.*))?$")
 
 
@@ -75,25 +75,27 @@ def device(scene: Scene) -> Finding:
     """Check that MLX runs and computes correctly."""
     engine = scene.engine
     if isinstance(engine, KvdError):
-        todo = "run `python -c 'import mlx.core'` to see why; then install kvd again"
-        return fail("device", f"MLX does not run: {engine.message}", todo)
+        advice = "run `python -c 'import mlx.core'` to see why; then install kvd again"
+        return fail("device", f"MLX does not run: {engine.message}", advice)
     name = f" ({engine['name']})" if engine["name"] else ""
-    said = f"MLX {engine['mlx']} computes on {engine['device']}{name}"
+    observed = f"MLX {engine['mlx']} computes on {engine['device']}{name}"
     if not engine["error"] < _MAX_ERROR:
         return fail(
             "device",
-            f"{said}, and a product is off by {engine['error']:.2g}",
+            f"{observed}, and a matrix product is off by {engine['error']:.2g}",
             "do not use this machine; report it with the output of `kvctl doctor --json`",
         )
     if engine["device"] == "cpu" and scene.platform == "darwin":
-        return fail("device", f"{said}: there is no Metal", "use an Apple silicon Mac, not a VM")
+        return fail(
+            "device", f"{observed}: there is no Metal", "use an Apple silicon Mac, not a VM"
+        )
     if engine["device"] == "cpu" and nvidia.has_cuda_build():
         return warn(
             "device",
-            f"{said}, though MLX's CUDA build is installed",
+            f"{observed}, though MLX's CUDA build is installed",
             "install NVIDIA's driver, and check that `nvidia-smi` lists the GPU",
         )
-    return ok("device", said, memory_bytes=engine["memory_bytes"])
+    return ok("device", observed, memory_bytes=engine["memory_bytes"])
 
 
 def openblas(scene: Scene) -> Finding:
@@ -107,10 +109,10 @@ def openblas(scene: Scene) -> Finding:
         return fail("openblas", error.message, "set blas to auto or to an existing library")
     if library is None:
         why = 'switched off by blas = "off"' if setting == "off" else "not found"
-        todo = (
+        advice = (
             'set blas = "auto"' if setting == "off" else "Debian: apt install libopenblas0-pthread"
         )
-        return warn("openblas", f"{why}: MLX's own BLAS is 6 to 80 times slower", todo)
+        return warn("openblas", f"{why}: MLX's own BLAS is 6 to 80 times slower", advice)
     engine = scene.engine
     if setting == "auto" and not isinstance(engine, KvdError) and engine["blas"] != str(library):
         return ok("openblas", f"{library} exists; workers preload {engine['blas']}")
@@ -123,13 +125,13 @@ def native(scene: Scene) -> Finding:
     if isinstance(engine, KvdError) or not scene.computes_on_cpu:
         return skip("native", "kvd's own operations are for machines without an accelerator")
     if scene.settings.native == "off":
-        said = 'switched off by native = "off": decoding is about three times slower'
-        return warn("native", said, 'set native = "auto"')
+        observed = 'switched off by native = "off": decoding is about three times slower'
+        return warn("native", observed, 'set native = "auto"')
     if engine["native_built"]:
         return ok("native", "kvd's own operations are built")
     if engine["compiler"] is None:
-        said = "no C++ compiler for kvd's own operations: decoding is about three times slower"
-        return warn("native", said, "Debian: apt install g++")
+        observed = "no C++ compiler for kvd's own operations: decoding is about three times slower"
+        return warn("native", observed, "Debian: apt install g++")
     return ok("native", f"the first load builds them once, with {engine['compiler']}")
 
 
@@ -140,15 +142,19 @@ def wired_limit(scene: Scene) -> Finding:
     engine, host = scene.engine, scene.host
     calculated = host.accelerator_limit or 0
     recommended = 0 if isinstance(engine, KvdError) else engine["recommended_bytes"]
-    numbers = {"reckoned_bytes": calculated, "recommended_bytes": recommended}
+    numbers = {"calculated_bytes": calculated, "recommended_bytes": recommended}
     if recommended and abs(recommended - calculated) > 0.02 * recommended:
         budget = int(0.75 * recommended / 2**30)
         return warn(
             "wired limit",
             f"Metal recommends {format_bytes(recommended)}, but kvd calculates "
             f"{format_bytes(calculated)}",
-            f'set budget in config.toml, such as "{budget}GiB", and report it',
+            f'set budget in config.toml, such as "{budget}GiB", and report the difference',
             **numbers,
         )
-    said = f"Metal may use {format_bytes(recommended or calculated)} of {format_bytes(host.total)}"
-    return ok("wired limit", f"{said}; `sudo sysctl iogpu.wired_limit_mb=…` changes it", **numbers)
+    observed = (
+        f"Metal may use {format_bytes(recommended or calculated)} of {format_bytes(host.total)}"
+    )
+    return ok(
+        "wired limit", f"{observed}; `sudo sysctl iogpu.wired_limit_mb=…` changes it", **numbers
+    )

@@ -13,7 +13,7 @@ from kvd.host import files, memory
 from kvd.host.units import format_bytes
 
 _FEW_FILES, _FILES = 256, 1024
-"""A client needs one, a worker three."""
+"""Limits below which the check fails, or warns. A client needs one file, a worker three."""
 _FREE_FOR_SWAP = 2**30
 """kvd swaps no rows out if less disk space would remain."""
 _UNLIMITED = 1 << 60
@@ -24,12 +24,12 @@ def open_files(_scene: Scene) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = hard == resource.RLIM_INFINITY or hard > _UNLIMITED
     most = files.WANTED if endless else min(files.WANTED, hard)
-    said = f"the daemon may have {most} at once (this shell {soft})"
+    observed = f"the daemon may open {most} at once; this shell's limit is {soft}"
     if most < _FILES:
         verdict = fail if most < _FEW_FILES else warn
-        todo = "raise the hard limit (`ulimit -Hn`), or run the daemon as a service"
-        return verdict("open files", said, todo, soft=soft, most=most)
-    return ok("open files", said, soft=soft, most=most)
+        advice = "raise the hard limit (`ulimit -Hn`), or run the daemon as a service"
+        return verdict("open files", observed, advice, soft=soft, most=most)
+    return ok("open files", observed, soft=soft, most=most)
 
 
 def locked_memory(_scene: Scene) -> Finding:
@@ -51,21 +51,21 @@ def host_memory(scene: Scene) -> Finding:
         "budget_bytes": budget,
         "pressure": host.pressure,
     }
-    said = (
+    observed = (
         f"{format_bytes(host.total)}, {format_bytes(host.available)} free, budget "
         f"{format_bytes(budget)}"
     )
     if budget > most:
         return fail(
             "memory",
-            f"{said}: more than the {format_bytes(most)} that models can use here",
+            f"{observed}: more than the {format_bytes(most)} that models can use here",
             f"set budget to at most {format_bytes(int(memory.BUDGET_SHARE * most))}",
             **numbers,
         )
     if host.pressure != "normal":
-        todo = "end other programs that use memory, or lower budget"
-        return warn("memory", f"{said}; the system reports {host.pressure}", todo, **numbers)
-    return ok("memory", said, **numbers)
+        advice = "end other programs that use memory, or lower budget"
+        return warn("memory", f"{observed}; the system reports {host.pressure}", advice, **numbers)
+    return ok("memory", observed, **numbers)
 
 
 def cgroup(scene: Scene) -> Finding:
@@ -75,8 +75,8 @@ def cgroup(scene: Scene) -> Finding:
     physical = _meminfo(scene.root)
     limit = scene.host.total
     if limit < physical:
-        said = f"{format_bytes(limit)} of the machine's {format_bytes(physical)}"
-        return ok("cgroup", f"{said}; the default budget uses this limit", limit_bytes=limit)
+        observed = f"{format_bytes(limit)} of the machine's {format_bytes(physical)}"
+        return ok("cgroup", f"{observed}; the default budget uses this limit", limit_bytes=limit)
     return ok("cgroup", "no memory limit below the machine's memory")
 
 
@@ -94,14 +94,14 @@ def disk(scene: Scene) -> Finding:
     place = _existing(scene.home.root)
     free = shutil.disk_usage(place).free
     limit = scene.settings.swap_bytes
-    said = f"{format_bytes(free)} free for {scene.home.root}"
+    observed = f"{format_bytes(free)} free for {scene.home.root}"
     if limit == 0:
-        return ok("disk", f"{said}; rows are not swapped out (swap_limit = 0)", free_bytes=free)
+        return ok("disk", f"{observed}; rows are not swapped out (swap_limit = 0)", free_bytes=free)
     if free < 2 * _FREE_FOR_SWAP:
-        said += ": preempted rows are recomputed instead of read"
-        return warn("disk", said, "free disk space, or move the home", free_bytes=free)
-    said += f"; swapped-out rows take up to {format_bytes(limit)} per model"
-    return ok("disk", said, free_bytes=free)
+        observed += ": preempted rows are recomputed instead of swapped out"
+        return warn("disk", observed, "free disk space, or move the home", free_bytes=free)
+    observed += f"; swapped-out rows take up to {format_bytes(limit)} per model"
+    return ok("disk", observed, free_bytes=free)
 
 
 def hub_cache(scene: Scene) -> Finding:
@@ -114,13 +114,13 @@ def hub_cache(scene: Scene) -> Finding:
     if not os.access(place, os.W_OK):
         return warn(
             "hub cache",
-            f"{folder} cannot be written: models of the Hub cannot be downloaded",
+            f"{folder} cannot be written, so models cannot be downloaded from the Hub",
             "set HF_HUB_CACHE to a writable folder, or load models by their path",
         )
     count = len(list(folder.glob("models--*"))) if folder.exists() else 0
     free = shutil.disk_usage(place).free
-    said = f"{count} model{'' if count == 1 else 's'} in {folder}, {format_bytes(free)} free"
-    return ok("hub cache", said, models=count, free_bytes=free)
+    observed = f"{count} model{'' if count == 1 else 's'} in {folder}, {format_bytes(free)} free"
+    return ok("hub cache", observed, models=count, free_bytes=free)
 
 
 def _existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Trials with a daemon in a separate home: it serves, survives a crash, and ends."""
+"""Trials with a daemon in a separate home: completions, a worker's crash, and the daemon's end."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def _load(home: Home, process: subprocess.Popen[bytes]) -> Finding:
         took = time.monotonic() - loading
         status = client.status()
     assert model.info is not None
-    said = (
+    observed = (
         f"up in {up:.1f} s, demo loaded in {took:.1f} s on {model.info.device}, attention "
         f"{model.info.attention_path}"
     )
     numbers = {"up_s": round(up, 2), "load_s": round(took, 2)}
     used = status.footprint_bytes
-    return ok("load", said, **numbers, daemon_bytes=used, path=model.info.attention_path)
+    return ok("load", observed, **numbers, daemon_bytes=used, path=model.info.attention_path)
 
 
 def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -123,9 +123,9 @@ def _complete(home: Home) -> Finding:
         texts = list(threads.map(one, (7, 8, 9, 10)))  # raises the first error
     rate = 4 * _TOKENS / (time.monotonic() - started)
     if texts[0] != alone:
-        return fail("completions", "a request got other tokens in a batch than alone", REPORT)
-    said = f"four at once, the same tokens as alone, {rate:.0f} tokens/s in total"
-    return ok("completions", said, tokens_per_s=round(rate, 1))
+        return fail("completions", "a request got different tokens in a batch than alone", REPORT)
+    observed = f"four requests at once, with the same tokens as alone, {rate:.0f} tokens/s in total"
+    return ok("completions", observed, tokens_per_s=round(rate, 1))
 
 
 def _crash(home: Home) -> Finding:
@@ -177,8 +177,8 @@ def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
             return fail("an orphan", f"a worker outlived its daemon by {_ORPHAN_S:g} s", REPORT)
         time.sleep(0.01)
     took = round(time.monotonic() - started, 3)
-    said = f"the daemon was killed, and its worker ended within {took:.2f} s"
-    return ok("an orphan", said, seconds=took)
+    observed = f"the daemon was killed, and its worker ended within {took:.2f} s"
+    return ok("an orphan", observed, seconds=took)
 
 
 def _lives(pid: int) -> bool:
@@ -209,8 +209,8 @@ def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
             pid = client.status().pid
         state = manager.state()
         if state.status != "running" or state.pid != pid:
-            said = f"the daemon's pid is {pid}, but {manager.name} reports {state}"
-            return fail(name, said, REPORT)
+            observed = f"the daemon's pid is {pid}, but {manager.name} reports {state}"
+            return fail(name, observed, REPORT)
         manager.reload()
         manager.restart()
         _wait_until_up(home)
@@ -218,4 +218,4 @@ def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
         return fail(name, error.message, REPORT)
     finally:
         managing.uninstall(manager)
-    return ok(name, f"{manager.name} started it in {took:.1f} s, and reloaded and restarted it")
+    return ok(name, f"{manager.name} started the daemon in {took:.1f} s, reloaded and restarted it")

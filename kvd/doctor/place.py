@@ -32,8 +32,8 @@ def folder(scene: Scene) -> Finding:  # noqa: PLR0911 - one for each case
         return fail("home", f"{root} belongs to another user (uid {found.st_uid})", _ANOTHER)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        todo = f"chmod 700 {shlex.quote(str(root))}, or start the daemon, which does the same"
-        return warn("home", f"{root} is open to others (mode {mode:o})", todo)
+        advice = f"chmod 700 {shlex.quote(str(root))}, or start the daemon, which does the same"
+        return warn("home", f"{root} is open to others (mode {mode:o})", advice)
     if not os.access(root, os.W_OK | os.X_OK):
         return fail("home", f"{root} cannot be written", f"chmod 700 {shlex.quote(str(root))}")
     return ok("home", f"{root}, private")
@@ -46,21 +46,21 @@ def configuration(scene: Scene) -> Finding:
     path, found = scene.home.config, scene.config
     if isinstance(found, ConfigError):
         key = found.detail.get("key")
-        todo = f"correct {key!r} in {path}" if key else f"correct {path}"
-        return fail("config", found.message, f"{todo}; docs/configuration.md lists the keys")
+        advice = f"correct {key!r} in {path}" if key else f"correct {path}"
+        return fail("config", found.message, f"{advice}; docs/configuration.md lists the keys")
     if not path.exists():
         return ok("config", f"no {path}: the defaults apply")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o022:
-        todo = f"chmod 600 {shlex.quote(str(path))}"
-        return fail("config", f"others can write {path} (mode {mode:o})", todo)
+        advice = f"chmod 600 {shlex.quote(str(path))}"
+        return fail("config", f"others can write {path} (mode {mode:o})", advice)
     sources = [entry.source for entry in found.entries]
     folders = [source for source in sources if source.startswith(("/", "~", "."))]
     root = scene.home.root
     missing = [folder for folder in folders if not (root / Path(folder).expanduser()).exists()]
     if missing:
-        said = f"models that do not exist: {', '.join(missing)}"
-        return fail("config", said, f"correct models in {path}")
+        observed = f"models that do not exist: {', '.join(missing)}"
+        return fail("config", observed, f"correct models in {path}")
     return ok("config", f"{path} is valid and lists {len(sources)} models")
 
 
@@ -85,8 +85,8 @@ def sockets(scene: Scene) -> list[Finding]:
 def _socket(name: str, path: Path, scene: Scene) -> Finding:  # noqa: PLR0911 - as above
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_LIMIT:
-        said = f"{path} has {size} bytes, and this system allows {SOCKET_PATH_LIMIT}"
-        return fail(name, said, "choose a shorter KVD_HOME")
+        observed = f"{path} has {size} bytes, and this system allows {SOCKET_PATH_LIMIT}"
+        return fail(name, observed, "choose a shorter KVD_HOME")
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -100,19 +100,21 @@ def _socket(name: str, path: Path, scene: Scene) -> Finding:  # noqa: PLR0911 - 
         return _stale(name, path, reason, scene)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        todo = f"chmod 600 {shlex.quote(str(path))}"
-        return warn(name, f"{path} is open to others (mode {mode:o})", todo)
+        advice = f"chmod 600 {shlex.quote(str(path))}"
+        return warn(name, f"{path} is open to others (mode {mode:o})", advice)
     left = SOCKET_PATH_LIMIT - size
     return ok(name, f"a process listens on {path}; the path may be {left} bytes longer")
 
 
 def _absent(name: str, path: Path, scene: Scene) -> Finding:
     if name == "socket" and listen.holder(scene.home) is not None:
-        said = f"a daemon runs, but {path} was deleted, so no client can connect"
+        observed = f"a daemon runs, but {path} was deleted, so no client can connect"
         return fail(
-            name, said, "stop it (SIGTERM), start it again, and exclude the home from cleanup"
+            name,
+            observed,
+            "stop the daemon (SIGTERM), start it again, and exclude the home from cleanup",
         )
-    return ok(name, f"{path}: none while no daemon runs")
+    return ok(name, f"no {path}: the socket exists only while a daemon listens on it")
 
 
 def _refusal(path: Path) -> str | None:
@@ -130,10 +132,12 @@ def _refusal(path: Path) -> str | None:
 
 def _stale(name: str, path: Path, reason: str, scene: Scene) -> Finding:
     if (pid := listen.holder(scene.home)) is not None:
-        todo = f"read the log; end it (`kill {pid}`) if it hangs" if pid else "read the log"
-        return fail(name, f"{path}: {reason}, though a daemon runs", todo, stale="no")
-    said = f"{path} is stale: the daemon that created it is dead ({reason})"
-    return warn(name, said, "nothing: the next start replaces it", stale="yes")
+        advice = f"read the log; `kill {pid}` if the daemon hangs" if pid else "read the log"
+        return fail(name, f"{path}: {reason}, though a daemon runs", advice, stale="no")
+    observed = f"{path} is stale: the daemon that created it is dead ({reason})"
+    return warn(
+        name, observed, "nothing to do: the next start of the daemon replaces it", stale="yes"
+    )
 
 
 def log(scene: Scene) -> Finding:

@@ -63,9 +63,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def _lines(finding: Finding) -> list[str]:
-    lines = [f"  {finding.verdict:<4}  {finding.name}: {finding.said}"]
-    if finding.todo is not None:
-        lines.append(f"        -> {finding.todo}")
+    lines = [f"  {finding.verdict:<4}  {finding.name}: {finding.observed}"]
+    if finding.advice is not None:
+        lines.append(f"        -> {finding.advice}")
     numbers = dict(finding.numbers)
     traceback = str(numbers.pop("traceback", "")).splitlines()
     if numbers:

@@ -22,29 +22,33 @@ def daemon(scene: Scene) -> list[Finding]:
     except NotRunning:
         if listen.holder(scene.home) is None:
             return [skip("daemon", "none runs; `kvd serve` or `kvctl service install` starts one")]
-        todo = "see `socket` above; stop it and start it again"
-        return [fail("daemon", "a daemon runs but does not answer", todo)]
+        advice = "see `socket` above; stop the daemon and start it again"
+        return [fail("daemon", "a daemon runs but does not answer", advice)]
     except KvdError as error:
-        return [fail("daemon", f"it does not answer: {error.message}", "restart the daemon")]
+        observed = f"a daemon runs but gives no valid answer: {error.message}"
+        return [fail("daemon", observed, "restart the daemon")]
     return [_version(status), *_complaints(status)]
 
 
 def _version(status: DaemonStatus) -> Finding:
-    said = f"pid {status.pid} answers, version {status.version}, {status.state}"
+    observed = f"pid {status.pid} answers, version {status.version}, {status.state}"
     if status.version != kvd.__version__:
-        todo = "restart the daemon: `kvctl service restart`, or `kvctl shutdown` and `kvd serve`"
-        return fail("daemon", f"{said}; this kvctl is {kvd.__version__}", todo)
+        advice = "restart the daemon: `kvctl service restart`, or `kvctl shutdown` and `kvd serve`"
+        return fail("daemon", f"{observed}; this kvctl is {kvd.__version__}", advice)
     if status.violations:
-        said += f"; its grants exceeded the budget {status.violations} times"
-        return fail("daemon", said, "report it with the log: it is a bug")
-    return ok("daemon", said, footprint_bytes=status.footprint_bytes)
+        observed += f"; its grants exceeded the budget {status.violations} times"
+        return fail("daemon", observed, "report this bug with the log")
+    return ok("daemon", observed, footprint_bytes=status.footprint_bytes)
 
 
 def _complaints(status: DaemonStatus) -> list[Finding]:
     found = []
     if status.config_error is not None:
-        todo = "correct it and reload (`kvctl service reload`); the previous one stays in effect"
-        found.append(fail("reload", status.config_error, todo))
+        advice = (
+            "correct config.toml and reload it (`kvctl service reload`); until then, the previous "
+            "configuration stays in effect"
+        )
+        found.append(fail("reload", status.config_error, advice))
     elif status.config_pending:
         keys = ", ".join(status.config_pending)
         found.append(warn("reload", f"{keys} wait for a restart", "restart the daemon"))
@@ -52,15 +56,15 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
         name = f"model {model.name}"
         if model.state == "failed":
             why = model.error.message if model.error else "its load failed"
-            todo = f"`kvctl unload {model.name}`, then `kvctl load` it again"
-            found.append(fail(name, why, todo))
+            advice = f"`kvctl unload {model.name}`, then `kvctl load` it again"
+            found.append(fail(name, why, advice))
         elif model.state == "backoff":
             why = model.error.message if model.error else "its worker died"
             found.append(warn(name, f"it restarts: {why}", "`kvctl status` shows its state"))
         elif model.info is not None and model.info.fused is not None and not model.info.fused.used:
             why = f"its fused kernels are not used: {model.info.fused.reason}"
-            todo = "load it again on an idle machine; report it if that does not help"
-            found.append(warn(name, why, todo))
+            advice = "load it again on an idle machine; report it if that does not help"
+            found.append(warn(name, why, advice))
     return found
 
 
@@ -71,11 +75,11 @@ def http_port(scene: Scene) -> Finding:
         return skip("http port", "HTTP over TCP is switched off")
     if port == 0:
         return ok("http port", "any free port; `kvctl status` shows it")
-    said = f"{http.host} port {port}"
+    observed = f"{http.host} port {port}"
     if not listen.holder(scene.home) and (taken := _taken(http.host, port)):
-        todo = "end that program, or set port of [http] in config.toml (0 takes any free port)"
-        return warn("http port", f"{said}: {taken}", todo)
-    return ok("http port", said)
+        advice = "end that program, or set port of [http] in config.toml (0 takes any free port)"
+        return warn("http port", f"{observed}: {taken}", advice)
+    return ok("http port", observed)
 
 
 def _taken(host: str, port: int) -> str | None:
@@ -102,13 +106,16 @@ def service(scene: Scene) -> Finding:
             manager = managing.manager_of(describe(scene.home, scene.settings, on_demand=True))
         if not managing.installed(manager):
             if foreign := managing.foreign(manager):
-                todo = "find out what it is for; kvd does not change it"
-                return warn("service", managing.describe_foreign(foreign[0]), todo)
+                advice = "find out what the file is for; kvd does not change it"
+                return warn("service", managing.describe_foreign(foreign[0]), advice)
             return skip("service", "not installed; `kvctl service install` installs it")
         state = manager.state()
         if managing.outdated(manager):
-            said = "its files differ from what this version and configuration would write"
-            return warn("service", said, "`kvctl service install` updates them")
+            observed = (
+                "the installed files are outdated: this version and configuration would write "
+                "different contents"
+            )
+            return warn("service", observed, "`kvctl service install` updates them")
     except KvdError as error:
         return warn("service", error.message, "`kvctl service status` has more")
     if state.status == "failed":

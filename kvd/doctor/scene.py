@@ -1,4 +1,4 @@
-"""The machine and home that checks examine; tests substitute others."""
+"""The machine and the home that checks examine; tests substitute other ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scene:
 
     @property
     def computes_on_cpu(self) -> bool | None:
-        """Whether MLX has no accelerator; None if it does not run."""
+        """Whether MLX has no accelerator; None if MLX does not run."""
         return None if isinstance(self.engine, KvdError) else self.engine["device"] == "cpu"
 
     @property

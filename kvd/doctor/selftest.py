@@ -82,10 +82,10 @@ def computing(
             reason = f"{_death(status)}{words and f'; {words}'}"
         if begun is None:
             if status:
-                yield fail("worker", f"it ended by {reason}", REPORT)
+                yield fail("worker", f"the process ended early: {reason}", REPORT)
             return
         if watchdog.fired:
-            reason = f"it took more than {most_s:g} s{words and f'; {words}'}"
+            reason = f"killed, because it took more than {most_s:g} s{words and f'; {words}'}"
         yield fail(begun, f"its process died: {reason}", REPORT)
         done.append(begun)
 

@@ -59,17 +59,17 @@ def unix_socket(_scene: Scene, folder: Path) -> Finding:
         if mode != 0o600:
             wrong.append(f"its mode is {mode:o}")
         if uid != os.geteuid():
-            wrong.append(f"the peer's uid reads {uid}")
+            wrong.append(f"the peer's uid is read as {uid}")
         if early or not late:
             wrong.append("a disconnect is not detected")
         if listen.holder(home) != os.getpid():
-            wrong.append(f"the lock's holder reads {listen.holder(home)}")
+            wrong.append(f"the lock's holder is read as {listen.holder(home)}")
     if listen.holder(home) is not None:
         wrong.append("the lock stays held")
     if wrong:
         return fail("unix socket", "; ".join(wrong), REPORT)
-    said = f"mode 600, peer uid {uid}, disconnects are detected, the lock shows its holder"
-    return ok("unix socket", said)
+    observed = f"mode 600, peer uid {uid}, disconnects are detected, the lock shows its holder"
+    return ok("unix socket", observed)
 
 
 def other_process(_scene: Scene, _folder: Path) -> Finding:
@@ -83,10 +83,13 @@ def other_process(_scene: Scene, _folder: Path) -> Finding:
         read = reader.footprint(child.pid)
         child.kill()
     gone = reader.footprint(child.pid)
-    said = f"a process that holds {size >> 20} MiB reads {read >> 20} MiB, {gone} after its end"
+    observed = (
+        f"the footprint of a process that holds {size >> 20} MiB is {read >> 20} MiB, and {gone} "
+        "after its end"
+    )
     if size < read < 1.5 * size and gone == 0:
-        return ok("other process", said, footprint_bytes=read)
-    return fail("other process", said, REPORT, footprint_bytes=read)
+        return ok("other process", observed, footprint_bytes=read)
+    return fail("other process", observed, REPORT, footprint_bytes=read)
 
 
 def service_file(scene: Scene, folder: Path) -> Finding:
@@ -94,10 +97,10 @@ def service_file(scene: Scene, folder: Path) -> Finding:
     name = "service file"
     checker = _CHECKERS.get(scene.platform)
     if checker is None or shutil.which(checker[0]) is None:
-        return skip(name, "this system has no checker for it")
+        return skip(name, "this system has no program to check it with")
     home = Home(folder / "h")
     home.create()
-    count, said = 0, ""
+    count, complaints = 0, ""
     for on_demand in (False, True):
         below = folder / str(on_demand)  # checked separately: units of the same name conflict
         below.mkdir()
@@ -106,9 +109,9 @@ def service_file(scene: Scene, folder: Path) -> Finding:
             (below / path.name).write_bytes(content)
         paths = sorted(below.iterdir())
         count += len(paths)
-        said += _complaint([*checker, *map(str, paths)])
-    if said:
-        return fail(name, said, REPORT)
+        complaints += _complaint([*checker, *map(str, paths)])
+    if complaints:
+        return fail(name, complaints, REPORT)
     return ok(name, f"{checker[0]} finds nothing wrong in {count} files")
 
 
@@ -121,5 +124,5 @@ def _complaint(command: list[str]) -> str:
     done = subprocess.run(  # noqa: S603 - the system's own program
         command, capture_output=True, text=True, check=False, timeout=30, env=variables
     )
-    said = (done.stdout + done.stderr).strip()
-    return said or (f"exit status {done.returncode}" if done.returncode else "")
+    output = (done.stdout + done.stderr).strip()
+    return output or (f"exit status {done.returncode}" if done.returncode else "")

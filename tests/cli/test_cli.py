@@ -672,8 +672,8 @@ def test_a_reply_without_a_required_field_is_explained_by_the_version(kvctl, hom
     assert "missing required field `version`" in err
     assert "if the daemon has another version, restart it" in err
     assert finding.verdict == "fail"
-    assert "if the daemon has another version" in finding.said
-    assert finding.todo == "restart the daemon"
+    assert "if the daemon has another version" in finding.observed
+    assert finding.advice == "restart the daemon"
 
 
 @pytest.mark.parametrize("error", [errors.UnknownOp, errors.UnsupportedVersion])

@@ -29,7 +29,7 @@ def main() -> None:
         if name == "hangs":
             time.sleep(60)
         say("a library prints this")
-        say(json.dumps({"outcome": {"name": name, "verdict": "ok", "said": "x"}}))
+        say(json.dumps({"outcome": {"name": name, "verdict": "ok", "observed": "x"}}))
 
 
 if __name__ == "__main__":

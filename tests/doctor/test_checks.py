@@ -38,8 +38,8 @@ def scene(home: Home, engine=CPU, **how) -> Scene:
 
 def examined(finding: Finding) -> tuple[str, str]:
     """The verdict and the advice, which every problem needs."""
-    assert (finding.todo is not None) == (finding.verdict in {"warn", "fail"})
-    return finding.verdict, finding.todo or ""
+    assert (finding.advice is not None) == (finding.verdict in {"warn", "fail"})
+    return finding.verdict, finding.advice or ""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def made(home: Home) -> Home:
 
 def test_a_machine_without_openblas(home: Home, tmp_path):
     found = installation.openblas(scene(home, root=tmp_path))
-    assert "6 to 80 times slower" in found.said
+    assert "6 to 80 times slower" in found.observed
     assert examined(found) == ("warn", "Debian: apt install libopenblas0-pthread")
 
 
@@ -62,7 +62,7 @@ def test_openblas_that_is_there(home: Home, tmp_path):
     library.parent.mkdir(parents=True)
     library.touch()
     found = installation.openblas(scene(home, CPU | {"blas": str(library)}, root=tmp_path))
-    assert (found.verdict, found.said) == ("ok", f"workers preload {library}")
+    assert (found.verdict, found.observed) == ("ok", f"workers preload {library}")
 
 
 @pytest.mark.parametrize(("text", "verdict"), [('blas = "off"', "warn"), ('blas = "/no"', "fail")])
@@ -85,24 +85,24 @@ def test_the_pins_are_those_of_the_package():
 def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
-    assert "mlx is 0.1, but kvd" in found.said
+    assert "mlx is 0.1, but kvd" in found.observed
     assert examined(found) == ("fail", "install kvd again: pip install --upgrade mlx-kvd")
 
 
 @pytest.mark.parametrize(
-    ("engine", "platform", "verdict", "said"),
+    ("engine", "platform", "verdict", "observed"),
     [
         (METAL, "darwin", "ok", "computes on metal (Apple M4)"),
         (CPU, "linux", "ok", "computes on cpu"),
         (CPU, "darwin", "fail", "there is no Metal"),
-        (CPU | {"error": 0.2}, "linux", "fail", "a product is off by 0.2"),
-        (CPU | {"error": float("nan")}, "linux", "fail", "a product is off by nan"),
+        (CPU | {"error": 0.2}, "linux", "fail", "a matrix product is off by 0.2"),
+        (CPU | {"error": float("nan")}, "linux", "fail", "a matrix product is off by nan"),
         (InternalError("SIGSEGV"), "linux", "fail", "MLX does not run: SIGSEGV"),
     ],
 )
-def test_what_computes(engine, platform, verdict, said, home: Home):
+def test_what_computes(engine, platform, verdict, observed, home: Home):
     found = installation.device(scene(home, engine, platform=platform))
-    assert said in found.said
+    assert observed in found.observed
     assert examined(found)[0] == verdict
 
 
@@ -121,7 +121,7 @@ def test_a_worker_that_does_not_answer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("engine", "verdict", "todo"),
+    ("engine", "verdict", "advice"),
     [
         (CPU | {"native_built": True}, "ok", ""),
         (CPU, "ok", ""),
@@ -129,8 +129,8 @@ def test_a_worker_that_does_not_answer(monkeypatch):
         (METAL, "skip", ""),
     ],
 )
-def test_native_operations(engine, verdict, todo, home: Home):
-    assert examined(installation.native(scene(home, engine))) == (verdict, todo)
+def test_native_operations(engine, verdict, advice, home: Home):
+    assert examined(installation.native(scene(home, engine))) == (verdict, advice)
 
 
 def with_host(subject: Scene, **how) -> Scene:
@@ -140,9 +140,9 @@ def with_host(subject: Scene, **how) -> Scene:
     return subject
 
 
-@pytest.mark.parametrize(("reckoned", "verdict"), [(12 * 2**30, "ok"), (10 * 2**30, "warn")])
-def test_metals_limit_is_what_was_reckoned(reckoned, verdict, home: Home):
-    subject = with_host(scene(home, METAL, platform="darwin"), accelerator_limit=reckoned)
+@pytest.mark.parametrize(("calculated", "verdict"), [(12 * 2**30, "ok"), (10 * 2**30, "warn")])
+def test_metals_limit_differs_from_the_calculated_one(calculated, verdict, home: Home):
+    subject = with_host(scene(home, METAL, platform="darwin"), accelerator_limit=calculated)
     found = installation.wired_limit(subject)
     assert examined(found)[0] == verdict
     assert found.numbers["recommended_bytes"] == 12 * 2**30
@@ -181,7 +181,7 @@ def test_a_limit_of_the_cgroup(home: Home, tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 33554432 kB\n")
     found = limits.cgroup(with_host(scene(home, root=tmp_path)))
-    assert found.said.startswith("16.0 GiB of the machine's 32.0 GiB")
+    assert found.observed.startswith("16.0 GiB of the machine's 32.0 GiB")
 
 
 def test_a_disk_that_is_full(home: Home, monkeypatch):
@@ -215,10 +215,10 @@ def test_a_home_that_others_can_read(made: Home):
 def test_a_bad_configuration_names_its_key_and_place(made: Home):
     made.config.write_text("bugdet = 1")
     found = place.configuration(scene(made))
-    assert "did you mean budget?" in found.said
-    verdict, todo = examined(found)
+    assert "did you mean budget?" in found.observed
+    verdict, advice = examined(found)
     assert verdict == "fail"
-    assert todo.startswith(f"correct 'bugdet' in {made.config}")
+    assert advice.startswith(f"correct 'bugdet' in {made.config}")
 
 
 def test_a_configuration_of_models_that_are_gone(made: Home):
@@ -236,8 +236,8 @@ def test_a_configuration_that_others_can_write(made: Home):
 def test_a_stale_socket(made: Home):
     listen.bind(made.socket).close()
     found, other = place.sockets(scene(made))
-    assert "stale: the daemon that created it is dead (Connection refused)" in found.said
-    assert examined(found) == ("warn", "nothing: the next start replaces it")
+    assert "stale: the daemon that created it is dead (Connection refused)" in found.observed
+    assert examined(found) == ("warn", "nothing to do: the next start of the daemon replaces it")
     assert other.verdict == "ok"
 
 
@@ -250,13 +250,13 @@ def test_a_live_socket(made: Home):
 
 def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
     with listen.hold_lock(made):
-        assert "was deleted, so no client can connect" in place.sockets(scene(made))[0].said
+        assert "was deleted, so no client can connect" in place.sockets(scene(made))[0].observed
         listen.bind(made.socket).close()
         found = place.sockets(scene(made))[0]
         assert examined(found)[0] == "fail"
-        assert "though a daemon runs" in found.said
-        assert place.lock(scene(made)).said.startswith("held by the daemon, pid ")
-    assert place.lock(scene(made)).said == "free: no daemon runs here"
+        assert "though a daemon runs" in found.observed
+        assert place.lock(scene(made)).observed.startswith("held by the daemon, pid ")
+    assert place.lock(scene(made)).observed == "free: no daemon runs here"
 
 
 def test_what_is_in_the_sockets_place(made: Home):
@@ -290,7 +290,7 @@ def test_another_program_has_the_port(made: Home):
         port = other.getsockname()[1]
         made.config.write_text(f"[http]\nport = {port}\n")
         found = running.http_port(scene(made))
-        assert "another program uses the port" in found.said
+        assert "another program uses the port" in found.observed
         assert examined(found)[0] == "warn"
     assert running.http_port(scene(made)).verdict == "ok"
     made.config.write_text("[http]\ntcp = false\n")
@@ -307,7 +307,7 @@ def test_an_exception_in_a_check_is_reported_and_the_other_checks_run(home: Home
     monkeypatch.setitem(CHECKS, "Machine", (broken, limits.open_files))
     sections = {one.title: one.findings for one in examine(scene(home))}
     assert [one.name for one in sections["Machine"]] == ["broken", "open files"]
-    assert "RuntimeError: no such file" in sections["Machine"][0].said
+    assert "RuntimeError: no such file" in sections["Machine"][0].observed
     assert list(sections) == list(CHECKS)
 
 
@@ -331,7 +331,7 @@ def test_the_command(made: Home):
     assert "fail config" in done.stdout
     assert "did you mean" in done.stdout
     assert "warn socket" in done.stdout
-    assert "→ nothing: the next start replaces it" in done.stdout
+    assert "→ nothing to do: the next start of the daemon replaces it" in done.stdout
     assert "1 failed" in done.stderr
 
 
@@ -357,7 +357,7 @@ def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
     try:
         (found,) = running.daemon(scene(home))
         assert found.verdict == "ok"
-        assert found.said.startswith(f"pid {daemon.pid} answers, version {kvd.__version__}")
+        assert found.observed.startswith(f"pid {daemon.pid} answers, version {kvd.__version__}")
         home.config.write_text("http = {enabled = false}\nmax_rows = 3")
         reload(daemon, 1)
         assert examined(running.daemon(scene(home))[1]) == ("warn", "restart the daemon")
@@ -365,7 +365,7 @@ def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
         reload(daemon, 2)
         refused = running.daemon(scene(home))[1]
         assert (refused.name, examined(refused)[0]) == ("reload", "fail")
-        assert "max_rows" in refused.said
+        assert "max_rows" in refused.observed
     finally:
         daemon.end()
 

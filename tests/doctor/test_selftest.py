@@ -49,9 +49,9 @@ def test_a_trial_that_kills_its_process_or_hangs_costs_only_itself():
         ("hangs", "fail"),
         ("third", "ok"),
     ]
-    assert found[1].said == "its process died: SIGSEGV; Fatal Python error: Segmentation fault"
-    assert "more than 1.5 s" in found[3].said
-    assert all(one.todo for one in found if one.verdict == "fail")
+    assert found[1].observed == "its process died: SIGSEGV; Fatal Python error: Segmentation fault"
+    assert "more than 1.5 s" in found[3].observed
+    assert all(one.advice for one in found if one.verdict == "fail")
 
 
 @pytest.mark.process
@@ -59,7 +59,7 @@ def test_trials_that_cannot_begin_are_reported():
     (found,) = selftest.computing(quick=True, module="kvd.nothing")
     assert isinstance(found, Finding)
     assert (found.name, found.verdict) == ("worker", "fail")
-    assert "No module named kvd.nothing" in found.said
+    assert "No module named kvd.nothing" in found.observed
 
 
 @pytest.mark.mlx
@@ -73,7 +73,7 @@ def test_attention_that_is_off_is_found(monkeypatch):
     assert attention.reference(quick=True).verdict == "ok"
     monkeypatch.setattr(attention, "decode_attention", off)
     found = attention.reference(quick=True)
-    assert (found.verdict, "beyond 2e-05" in found.said) == ("fail", True)
+    assert (found.verdict, "beyond 2e-05" in found.observed) == ("fail", True)
 
 
 @pytest.mark.mlx
@@ -137,7 +137,7 @@ def test_a_request_that_fails_in_company_is_found(home: Home, monkeypatch):
         assert guarded("completions", lambda: living._complete(home)).verdict == "ok"
         monkeypatch.setattr(living, "Client", OneIsRefused)
         found = guarded("completions", lambda: living._complete(home))
-    assert (found.verdict, "context" in found.said) == ("fail", True), found
+    assert (found.verdict, "context" in found.observed) == ("fail", True), found
 
 
 @pytest.mark.mlx
@@ -154,7 +154,7 @@ def test_kernels_are_compared_where_there_are_some(monkeypatch):
     assert found.numbers["kernel_ms"] > 0
 
     monkeypatch.setattr(attention.kernel_choice, "find_kernels", StandIn(error=1e-3).backend)
-    assert "beyond 2e-05" in attention.kernels(quick=True).said
+    assert "beyond 2e-05" in attention.kernels(quick=True).observed
 
     monkeypatch.setattr(attention.kernel_choice, "find_kernels", lambda: None)
     assert attention.kernels(quick=True).verdict == "skip"

@@ -123,7 +123,7 @@ def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, hom
         )
         assert "`kvctl doctor`" not in said
     found = running.service(Scene(home))
-    assert (found.verdict, str(path) in found.said) == ("warn", True)
+    assert (found.verdict, str(path) in found.observed) == ("warn", True)
     assert path.read_text() == "<plist/>"
     assert "running" in kvctl("install", "--force")
     assert json.loads(kvctl("status", "--json"))["files"] == [str(path)]

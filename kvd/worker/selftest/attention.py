@@ -207,7 +207,7 @@ def kernels(*, quick: bool) -> Outcome:
         "seconds": round(time.perf_counter() - start, 1),
     }
     text = f"4 rows of {_KEYS} keys take {fused:.3f} ms, plain operations {plain:.3f} ms"
-    return replace_fields(outcome, said=f"{outcome.said}; {text}", numbers=numbers)
+    return replace_fields(outcome, observed=f"{outcome.observed}; {text}", numbers=numbers)
 
 
 def _worst(steps: Sequence[tuple[Step, bool]]) -> dict[mx.Dtype, tuple[float, str]]:

@@ -32,8 +32,8 @@ def load_demo() -> Outcome:
         "compile_s": fused.compile_s,
     }
     if not fused.used and fused.reason == "slower than plain operations":
-        todo = "attach the report to an issue, with what else the machine was doing"
-        return Outcome(name, "warn", text, todo, dict(numbers))
+        advice = "attach the report to an issue, with what else the machine was doing"
+        return Outcome(name, "warn", text, advice, dict(numbers))
     return outcome_of(name, text, right=fused.used and not served.reasons, **numbers)
 
 

@@ -12,8 +12,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     verdict: Literal["ok", "skip", "warn", "fail"]
-    said: str
-    todo: str | None = None
+    observed: str
+    advice: str | None = None
     numbers: dict[str, float | int | str] = {}
 
 
