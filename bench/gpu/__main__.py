@@ -419,7 +419,7 @@ def main(arguments: list[str] | None = None) -> None:
         help=f"attention of kvd's decode steps; {CHOSEN}: as the engine would choose at load",
     )
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of kvd's prefill chunks")
-    parser.add_argument("--steps", type=int, default=128, help="decode steps (one in 64 flushes)")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps (a flush every 64)")
     parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="run only one of the loops")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="write the model here; measure nothing")

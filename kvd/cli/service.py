@@ -19,9 +19,9 @@ from kvd.config import config
 from kvd.host.exits import Exit
 from kvd.host.home import locate
 from kvd.host.listen import holder
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import State, describe
-from kvd.service.managing import Manager
+from kvd.service.installer import Manager
 from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, ServiceError
 from protocol.types import DaemonStatus
 
@@ -49,15 +49,15 @@ def install(common: CommonOptions, *, on_demand: bool, print_only: bool, force: 
     with common.guarded():
         home = locate(common.home)
         described = describe(home, config.load(home.config), on_demand=on_demand)
-        manager = managing.manager_of(described)
+        manager = installer.manager_of(described)
         if print_only:
             _print_files(manager)
             return
-        managing.refuse_foreign(manager, force=force)
+        installer.refuse_foreign(manager, force=force)
         home.create()
         _refuse_other_daemon(manager)
         try:
-            files = managing.install(manager, force=force)
+            files = installer.install(manager, force=force)
         except ServiceError as error:
             raise ServiceError(f"{error.message}; run `kvctl doctor` for the reason") from error
         _wait_until_ready(manager, common)
@@ -77,7 +77,7 @@ def install(common: CommonOptions, *, on_demand: bool, print_only: bool, force: 
 def uninstall(common: CommonOptions) -> None:
     """Finish running requests, stop and remove the service; models, logs and config stay."""
     with common.guarded():
-        removed = managing.uninstall(_manager(common, lenient=True))
+        removed = installer.uninstall(_manager(common, lenient=True))
         if common.json:
             common.print_json({"files": [str(path) for path in removed]})
         elif removed:
@@ -146,7 +146,7 @@ def status(common: CommonOptions) -> None:
     """Show how the service is installed and whether it runs. Exit code: 0 if it runs, else 3."""
     with common.guarded():
         manager = _manager(common, lenient=True)
-        files = managing.installed(manager)
+        files = installer.installed(manager)
         state = manager.state() if files else State("stopped", "not installed")
         # Not if the service only listens: a request would start the daemon.
         daemon = None if state.status == "listening" else _daemon_status(common)
@@ -200,20 +200,20 @@ def _manager(common: CommonOptions, *, lenient: bool = False) -> Manager:
         if not lenient:
             raise
         settings = config.Config()
-    manager = managing.manager_of(describe(home, settings))
+    manager = installer.manager_of(describe(home, settings))
     if not manager.is_on_demand():
         return manager
     try:
-        return managing.manager_of(describe(home, settings, on_demand=True))
+        return installer.manager_of(describe(home, settings, on_demand=True))
     except ConfigError:
         if not lenient:
             raise
-        return managing.manager_of(describe(home, config.Config(), on_demand=True))
+        return installer.manager_of(describe(home, config.Config(), on_demand=True))
 
 
 def _installed(common: CommonOptions, *, lenient: bool = False) -> Manager:
     manager = _manager(common, lenient=lenient)
-    if not managing.installed(manager):
+    if not installer.installed(manager):
         raise ServiceError("the service is not installed; run `kvctl service install`")
     return manager
 
@@ -281,8 +281,8 @@ def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dic
         "state": state.status,
         "about": state.details,
         "pid": state.pid,
-        "files": [str(path) for path in managing.installed(manager)],
-        "outdated": [str(path) for path in managing.outdated(manager)],
+        "files": [str(path) for path in installer.installed(manager)],
+        "outdated": [str(path) for path in installer.outdated(manager)],
         "on_demand": manager.service.on_demand,
         "home": str(manager.service.home),
         "answers": daemon is not None,
@@ -301,23 +301,23 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
     table.add_row("state", line)
     table.add_row("home", Text(str(manager.service.home)))
     start = "with the first client" if manager.service.on_demand else "with the session"
-    for path in managing.installed(manager):
+    for path in installer.installed(manager):
         table.add_row("file", Text(str(path)))
-    if managing.installed(manager):
+    if installer.installed(manager):
         table.add_row("starts", start)
     console = stdout_console()
     console.print(table)
-    if managing.outdated(manager):
+    if installer.outdated(manager):
         print_message(
             "[yellow]the installed service files are outdated: this version and configuration "
             "would write different contents;[/] `kvctl service install` updates them"
         )
     if daemon is not None and state.status != "running":
         print_message("[yellow]the service did not start the running daemon, pid {}[/]", daemon.pid)
-    if not managing.installed(manager):
-        foreign = managing.foreign(manager)
+    if not installer.installed(manager):
+        foreign = installer.foreign(manager)
         for path in foreign:
-            print_message("[yellow]{}[/]", managing.describe_foreign(path))
+            print_message("[yellow]{}[/]", installer.describe_foreign(path))
         if not foreign:
             print_message("`kvctl service install` installs it")
     _print_config_state(daemon)

@@ -19,7 +19,7 @@ from kvd.doctor.finding import REPORT, Finding, fail, ok
 from kvd.doctor.system import guarded, short_folder
 from kvd.host.environment import environment
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import describe
 from protocol.errors import KvdError, NotRunning
 
@@ -199,10 +199,10 @@ def service() -> Iterator[str | Finding]:
 
 
 def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
-    manager = managing.manager_of(describe(home, config.load(home.config), on_demand=on_demand))
+    manager = installer.manager_of(describe(home, config.load(home.config), on_demand=on_demand))
     started = time.monotonic()
     try:
-        managing.install(manager)
+        installer.install(manager)
         _wait_until_up(home)
         took = time.monotonic() - started
         with Client(home=home.root) as client:
@@ -217,5 +217,5 @@ def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
     except KvdError as error:
         return fail(name, error.message, REPORT)
     finally:
-        managing.uninstall(manager)
+        installer.uninstall(manager)
     return ok(name, f"{manager.name} started the daemon in {took:.1f} s, reloaded and restarted it")

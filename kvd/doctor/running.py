@@ -97,20 +97,20 @@ def _taken(host: str, port: int) -> str | None:
 
 def service(scene: Scene) -> Finding:
     """Check that the installed service is up to date and runs."""
-    from kvd.service import managing  # noqa: PLC0415 - only here
+    from kvd.service import installer  # noqa: PLC0415 - only here
     from kvd.service.describe import describe  # noqa: PLC0415 - as above
 
     try:
-        manager = managing.manager_of(describe(scene.home, scene.settings))
+        manager = installer.manager_of(describe(scene.home, scene.settings))
         if manager.is_on_demand():
-            manager = managing.manager_of(describe(scene.home, scene.settings, on_demand=True))
-        if not managing.installed(manager):
-            if foreign := managing.foreign(manager):
+            manager = installer.manager_of(describe(scene.home, scene.settings, on_demand=True))
+        if not installer.installed(manager):
+            if foreign := installer.foreign(manager):
                 advice = "find out what the file is for; kvd does not change it"
-                return warn("service", managing.describe_foreign(foreign[0]), advice)
+                return warn("service", installer.describe_foreign(foreign[0]), advice)
             return skip("service", "not installed; `kvctl service install` installs it")
         state = manager.state()
-        if managing.outdated(manager):
+        if installer.outdated(manager):
             observed = (
                 "the installed files are outdated: this version and configuration would write "
                 "different contents"

@@ -16,7 +16,7 @@ from kvd.doctor.finding import REPORT, Finding, fail, ok, skip
 from kvd.doctor.scene import Scene
 from kvd.host import listen, memory
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import describe
 
 
@@ -104,7 +104,7 @@ def service_file(scene: Scene, folder: Path) -> Finding:
     for on_demand in (False, True):
         below = folder / str(on_demand)  # checked separately: units of the same name conflict
         below.mkdir()
-        manager = managing.manager_of(describe(home, Config(), on_demand=on_demand))
+        manager = installer.manager_of(describe(home, Config(), on_demand=on_demand))
         for path, content in manager.files().items():
             (below / path.name).write_bytes(content)
         paths = sorted(below.iterdir())

@@ -73,7 +73,7 @@ def render(service: Service) -> bytes:
 
 @dataclass(frozen=True)
 class Launchd:
-    """The user's launchd; `kvd.service.managing.Manager` describes the methods."""
+    """The user's launchd; `kvd.service.installer.Manager` describes the methods."""
 
     service: Service
     folder: Path = Path("~/Library/LaunchAgents").expanduser()  # noqa: RUF009 - one home a process

@@ -144,7 +144,7 @@ def _escaped(path: str) -> str:
 
 @dataclass(frozen=True)
 class Systemd:
-    """The user's systemd; `kvd.service.managing.Manager` describes the methods."""
+    """The user's systemd; `kvd.service.installer.Manager` describes the methods."""
 
     service: Service
     folder: Path

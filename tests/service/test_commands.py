@@ -16,7 +16,7 @@ from kvd.config.config import Config
 from kvd.doctor import running
 from kvd.doctor.scene import Scene
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import Service, describe
 from kvd.service.launchd import Launchd, label
 from tests.process.helpers import Daemon, wait_for
@@ -52,19 +52,19 @@ def kvctl(home: Home, tmp_path, monkeypatch) -> Iterator[Played]:
     def launchd(described: Service) -> Launchd:
         return Launchd(described, folder)
 
-    monkeypatch.setattr(managing, "manager_of", launchd)
+    monkeypatch.setattr(installer, "manager_of", launchd)
     home.create()
     home.config.write_text("http = {enabled = false}\n")
     played = Played(home, folder)
     yield played
-    managing.uninstall(played.manager)
+    installer.uninstall(played.manager)
 
 
 def test_a_life(kvctl: Played, home: Home):
     assert "not installed" in kvctl("status", status=3)
     assert "the service is not installed" in kvctl("start", status=1)
     assert "<key>ProgramArguments</key>" in kvctl("install", "--print")
-    assert managing.installed(kvctl.manager) == []
+    assert installer.installed(kvctl.manager) == []
 
     assert "running; starts with your session" in kvctl("install")
     state = json.loads(kvctl("status", "--json"))
@@ -106,7 +106,7 @@ def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
     try:
         said = kvctl("install", status=4)
         assert f"a daemon that the service did not start (pid {daemon.pid})" in said
-        assert managing.installed(kvctl.manager) == []
+        assert installer.installed(kvctl.manager) == []
     finally:
         daemon.end()
     assert label(kvctl.manager.service).startswith("dev.kvd.kvd-")
@@ -131,7 +131,7 @@ def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, hom
 
 def test_paths_that_look_like_markup_are_shown_as_they_are(kvctl: Played, tmp_path, monkeypatch):
     folder, home = tmp_path / "[b]agents\\[0]", Home(tmp_path / "[dim]\\[h")
-    monkeypatch.setattr(managing, "manager_of", lambda described: Launchd(described, folder))
+    monkeypatch.setattr(installer, "manager_of", lambda described: Launchd(described, folder))
     kvctl.home = home
     (path,) = Launchd(describe(home, Config()), folder).files()
     assert f"# {path}\n" in kvctl("install", "--print")

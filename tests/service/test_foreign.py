@@ -10,10 +10,10 @@ import pytest
 
 from kvd.config.config import Config
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import describe
+from kvd.service.installer import Manager
 from kvd.service.launchd import Launchd
-from kvd.service.managing import Manager
 from kvd.service.systemd import Systemd
 from protocol.errors import ServiceError
 
@@ -65,21 +65,21 @@ def theirs(request, manager: Manager) -> bytes:
 def test_they_are_neither_replaced_nor_deleted(manager: Manager, theirs: bytes):
     path = place_of(manager)
     path.write_bytes(theirs)
-    for act in (managing.install, managing.uninstall):
+    for act in (installer.install, installer.uninstall):
         with pytest.raises(ServiceError, match=r"does not belong to this home's service.*--force"):
             act(manager)
         assert path.read_bytes() == theirs
-    assert managing.foreign(manager) == [path]
-    assert (managing.installed(manager), managing.outdated(manager)) == ([], [])
+    assert installer.foreign(manager) == [path]
+    assert (installer.installed(manager), installer.outdated(manager)) == ([], [])
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_who_insists_has_them_replaced(manager: Manager, theirs: bytes):
     path = place_of(manager)
     path.write_bytes(theirs)
-    assert managing.install(manager, force=True) == [path]
-    assert managing.foreign(manager) == []
-    assert managing.uninstall(manager) == [path]
+    assert installer.install(manager, force=True) == [path]
+    assert installer.foreign(manager) == []
+    assert installer.uninstall(manager) == [path]
     assert not path.exists()
 
 
@@ -90,9 +90,9 @@ def test_a_link_stays(manager: Manager, target, force):
     path.with_name("mine").write_bytes(manager.files()[path])
     path.symlink_to(target)
     with pytest.raises(ServiceError, match=f"is a link to {target}"):
-        managing.install(manager, force=force)
+        installer.install(manager, force=force)
     with pytest.raises(ServiceError, match=f"is a link to {target}"):
-        managing.uninstall(manager)
+        installer.uninstall(manager)
     assert str(path.readlink()) == target
 
 
@@ -100,9 +100,9 @@ def test_what_another_installation_wrote_is_ours(manager: Manager):
     path = place_of(manager)
     older = dataclasses.replace(manager.service, program=("/old/bin/kvd",), drain_s=1.0)
     path.write_bytes(*dataclasses.replace(manager, service=older).files().values())
-    assert managing.outdated(manager) == [path]
-    assert managing.install(manager) == [path]
-    assert managing.outdated(manager) == []
+    assert installer.outdated(manager) == [path]
+    assert installer.install(manager) == [path]
+    assert installer.outdated(manager) == []
 
 
 @pytest.mark.parametrize("name", ['a b%h$HOME"q\\', "%%$$", "plain"])
@@ -111,7 +111,7 @@ def test_any_home_is_known_again(name, tmp_path, manager: Manager):
     same = dataclasses.replace(manager, service=service)
     path = place_of(same)
     path.write_bytes(same.files()[path])
-    assert managing.installed(same) == [path]
+    assert installer.installed(same) == [path]
 
 
 def test_sockets_of_somebody_else_stay_when_the_service_goes(home: Home, tmp_path, manager):
@@ -120,8 +120,8 @@ def test_sockets_of_somebody_else_stay_when_the_service_goes(home: Home, tmp_pat
     socket = place_of(manager).with_suffix(".socket")
     socket.write_text("[Socket]\nListenStream=/run/other\n")
     assert not manager.is_on_demand()
-    managing.install(manager)
-    managing.uninstall(manager)
+    installer.install(manager)
+    installer.uninstall(manager)
     assert list(socket.parent.iterdir()) == [socket]
 
 
@@ -129,5 +129,5 @@ def test_a_file_that_cannot_be_written_leaves_nothing(manager: Manager):
     path = place_of(manager)
     path.mkdir()
     with pytest.raises(ServiceError, match="cannot write"):
-        managing.install(manager, force=True)
+        installer.install(manager, force=True)
     assert list(path.parent.iterdir()) == [path]

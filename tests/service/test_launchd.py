@@ -18,7 +18,7 @@ import pytest
 
 from kvd.config.config import Config
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import Service, describe
 from kvd.service.launchd import Launchd, agent, label, parse, render
 from protocol.errors import ServiceError
@@ -211,8 +211,8 @@ esac
 def test_its_life(launchctl, home: Home, tmp_path):
     manager = Launchd(describe(home, Config()), tmp_path / "agents")
     domain, target = f"gui/{os.getuid()}", f"gui/{os.getuid()}/{label(manager.service)}"
-    assert managing.installed(manager) == []
-    (file,) = managing.install(manager)
+    assert installer.installed(manager) == []
+    (file,) = installer.install(manager)
     assert plistlib.loads(file.read_bytes()) == agent(manager.service)
     assert file.stat().st_mode & 0o777 == 0o644
     boot = [f"enable {target}", f"bootstrap {domain} {file}"]
@@ -228,10 +228,10 @@ def test_its_life(launchctl, home: Home, tmp_path):
     assert launchctl() == [f"bootout {target}", *boot]
     manager.restart()
     assert launchctl() == [f"bootout {target}", *boot]
-    assert managing.uninstall(manager) == [file]
+    assert installer.uninstall(manager) == [file]
     assert launchctl() == [f"bootout {target}"]
     assert not file.exists()
-    assert managing.uninstall(manager) == []
+    assert installer.uninstall(manager) == []
 
 
 class Clock:
@@ -269,10 +269,10 @@ def test_one_that_launchd_has_to_kill_is_waited_for(launchctl, home: Home, tmp_p
 def test_another_way_to_be_started_is_seen(launchctl, home: Home, tmp_path):
     usual = Launchd(describe(home, Config()), tmp_path / "agents")
     waits = Launchd(describe(home, Config(), on_demand=True), tmp_path / "agents")
-    managing.install(waits)
+    installer.install(waits)
     assert usual.is_on_demand()
-    assert managing.outdated(waits) == []
-    assert managing.outdated(usual) == list(usual.files())
+    assert installer.outdated(waits) == []
+    assert installer.outdated(usual) == list(usual.files())
 
 
 def test_launchds_own_error_is_shown(home: Home, tmp_path, monkeypatch):
@@ -281,5 +281,5 @@ def test_launchds_own_error_is_shown(home: Home, tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServiceError, match=r"launchctl print gui/.*Bootstrap failed: 5"):
-        managing.install(Launchd(describe(home, Config()), tmp_path / "agents"))
+        installer.install(Launchd(describe(home, Config()), tmp_path / "agents"))
     assert not (tmp_path / "agents").exists()

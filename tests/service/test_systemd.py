@@ -16,7 +16,7 @@ import pytest
 from kvd.config.config import Config
 from kvd.config.http import HttpSettings
 from kvd.host.home import Home
-from kvd.service import managing
+from kvd.service import installer
 from kvd.service.describe import Service, describe
 from kvd.service.systemd import Systemd, units
 
@@ -157,8 +157,8 @@ def test_files_of_the_other_way_are_found_out(home: Home, tmp_path):
     usual = Systemd(dataclasses.replace(waits, on_demand=False), tmp_path / "u")
     assert usual.is_on_demand()
     assert usual.stale() == files[1:]
-    assert managing.outdated(usual) == files
-    assert managing.outdated(Systemd(waits, tmp_path / "u")) == []
+    assert installer.outdated(usual) == files
+    assert installer.outdated(Systemd(waits, tmp_path / "u")) == []
 
 
 # -- a real one -----------------------------------------------------------------------------------

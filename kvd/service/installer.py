@@ -1,4 +1,4 @@
-"""Installs and uninstalls the service, with this machine's service manager."""
+"""Installs, updates and uninstalls the service through launchd or systemd (`Manager`)."""
 
 from __future__ import annotations
 
