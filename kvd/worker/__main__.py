@@ -32,8 +32,8 @@ def main() -> NoReturn:
     parser.add_argument("fd", type=int, help="file descriptor of the socket to the daemon")
     parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
     arguments = parser.parse_args()
-    # Ctrl-C and the end of a terminal signal the whole process group. The daemon handles them and
-    # stops its workers itself.
+    # Ctrl-C and a closing terminal send their signals to the whole process group. The daemon
+    # handles them and stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.enable()
@@ -46,7 +46,7 @@ def main() -> NoReturn:
         Loop(sock, _engine(arguments.engine)).run()
     except Orphaned:
         pass
-    except BaseException:  # noqa: BLE001 - os._exit below would hide it
+    except BaseException:  # noqa: BLE001 - os._exit below would hide the error
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
@@ -57,10 +57,10 @@ def main() -> NoReturn:
 
 def _engine(name: str) -> Engine:
     if name == "fake":
-        from kvd.worker.fake.engine import FakeEngine  # noqa: PLC0415 - without MLX
+        from kvd.worker.fake.engine import FakeEngine  # noqa: PLC0415 - must not import MLX
 
         return FakeEngine()
-    from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415 - MLX, only in this process
+    from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415 - imports MLX
 
     return MLXEngine()
 

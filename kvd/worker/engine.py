@@ -1,7 +1,8 @@
 """The interface between the worker's loop and its engine.
 
-`kvd.worker.core.engine.MLXEngine` implements it, and `kvd.worker.fake.engine.FakeEngine`, whose
-speed, load time and faults come from the model's name. The loop calls all methods from one thread.
+`kvd.worker.core.engine.MLXEngine` and `kvd.worker.fake.engine.FakeEngine` implement it. The fake
+engine takes its speed, load time and faults from the model's name. The loop calls all methods from
+one thread.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 512
 
 ReportProgress = Callable[[str, float], None]
-"""``(stage, fraction)``: fraction is 0 to 1 of the whole load. The watchdog counts each call."""
+"""``(stage, fraction)``: fraction is 0 to 1 of the whole load.
+
+The watchdog ends a load that does not call this for too long.
+"""
 
 AskGrant = Callable[[int, str], Grant]
 """``(total_bytes, reason)``: blocks until the daemon answers; only during `Engine.load`.
 
-Later memory requests are `MemoryRequested` reports of `Engine.step`; their ``seq`` continues from
-that of the last `Grant` that this returned.
+Later memory requests are `MemoryRequested` reports of `Engine.step`. Their ``seq`` continues from
+the ``seq`` of the last `Grant` returned here.
 """
 
 OnPhase = Callable[[Phase], None]
@@ -53,7 +57,7 @@ class Engine(Protocol):
     def submit(self, request: Submit) -> int:
         """Queue a request and return the number of its prompt tokens.
 
-        A `KvdError` fails this request alone; the engine then keeps nothing of it.
+        A `KvdError` fails only this request, and the engine then keeps no state for it.
         """
 
     def tokenize(self, request: Tokenize) -> Tokenized:
@@ -89,7 +93,7 @@ class Engine(Protocol):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether steps prefill now, and may take long; False while requests wait for memory."""
+        """Whether steps prefill now, and so may take long; False if requests wait for memory."""
 
     @property
     def next_deadline(self) -> float | None:

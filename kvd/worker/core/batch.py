@@ -74,13 +74,13 @@ class Batch:
         return self._step is not None
 
     def holds(self, request: Request) -> bool:
-        """Return whether a request has not ended; another one may have its id."""
+        """Return whether a request has not ended. A later request may have the same id."""
         return self.requests.get(request.rid) is request
 
     # Requests are queued and admitted.
 
     def add(self, request: Request, deadline: float | None) -> bool:
-        """Queue a request; return False if it had ended before its worker died.
+        """Queue a request; return False if it is replayed and had already ended.
 
         ``deadline``: seconds on the engine's clock. Raises `KvdError` if it can never run.
         """
@@ -113,7 +113,7 @@ class Batch:
         text = "".join([stream.push(token) for token in resumed.tokens])
         completion.sent_text = SentText(resumed.text_bytes - len(text.encode()))
         reason = resumed.reason
-        if reason is None:  # its last token may have ended it without a report
+        if reason is None:  # the last token may have ended it without a report
             is_full = len(completion.tokens) == request.max_new
             reason = "stop" if stream.stopped else "length" if is_full else None
         if reason is None:
@@ -146,7 +146,7 @@ class Batch:
         request.row = self.new_row(request, hit or Hit(0))
 
     def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
-        """Report the logprobs of prompt tokens from ``index`` on, each of them once."""
+        """Report the logprobs of prompt tokens from ``index`` on, except those reported before."""
         skipped = max(0, request.prompt_reported - index)
         if skipped < len(logprobs):
             request.prompt_reported = index + len(logprobs)
@@ -157,7 +157,10 @@ class Batch:
     # Decode steps.
 
     def decode(self, rids: Sequence[str]) -> bool:
-        """Launch the next step of these requests, then read the previous one, if there is one."""
+        """Launch the next step of these requests, then read the previous one.
+
+        Return whether there was a previous one.
+        """
         previous, self._step = self._step, self._launch(rids)
         if previous is None:
             return False
@@ -284,7 +287,7 @@ class Batch:
     def fail_untrusted(self, request: Request) -> None:
         """Fail a request with bad logits, and drop the checkpoints that it used or left."""
         self.prefix_cache.drop_untrusted(request.tracked)
-        error = NumericalError("the model's output for this request is not finite or constant")
+        error = NumericalError("the model's logits for this request are constant or not finite")
         self.fail(request, error)
 
     def _end(self, request: Request, completion: Completion) -> None:
@@ -331,7 +334,7 @@ class Batch:
     def preempt(self, request: Request) -> None:
         """Take an admitted request out of the batch; snapshots of its rows stay in memory.
 
-        No step may be in flight. The request is not queued before `Admission.requeue_preempted`.
+        No step may be in flight. Only `Admission.requeue_preempted` queues the request again.
         """
         assert not self.in_flight, "a step in flight uses the rows"
         for completion in request.completions:
@@ -393,7 +396,10 @@ class Batch:
     # Recovery from a failed step.
 
     def discard_rows(self, *, late: bool) -> None:
-        """Forget all rows, which the caller frees; with ``late``, drop the snapshots too."""
+        """Forget all rows, which the caller frees; if ``late``, drop the snapshots too.
+
+        ``late``: see `Recovery.discard`.
+        """
         for request in self.requests.values():
             for completion in request.completions:
                 if completion.row is not None:
@@ -410,9 +416,9 @@ class Batch:
     def put_back(
         self, request: Request, completions: Sequence[Completion], rows: Sequence[Row]
     ) -> None:
-        """Return rebuilt rows to a request: to these completions, or to its prompt if none.
+        """Give rebuilt rows to these completions, or to the unfinished prompt if there are none.
 
-        A request that is not admitted gets snapshots.
+        A request that is not admitted gets snapshots of the rows instead.
         """
         owners: Sequence[Request | Completion] = completions or [request]
         for owner, row in zip(owners, rows, strict=True):

@@ -32,7 +32,7 @@ class Model:
     served: probe.Served
     verdict: calibration.CalibrationResult | None
     native: str | None
-    """Whether native operations are used: ``on``, or the reason why not."""
+    """``on`` if native operations are used, else the reason; None if the device has none."""
     weights_bytes: int
     text: Text
 

@@ -2,12 +2,13 @@
 
 One step, in order::
 
-    plan      admit requests; choose what to prefill and what to decode    integers (`scheduling`)
-    decode    launch step n+1 from the lazy tokens of step n; read step n  the only wait
-    prefill   one chunk of a prompt, or one chunk of each of several       device idle
-    pools     return memory to the daemon, grow pools                      device idle, for 10 ms
+    plan      admit requests; choose what to prefill and what to decode (`scheduling`)
+    decode    launch step n+1 from the lazy tokens of step n; wait for step n and read it
+    prefill   wait for step n+1; one chunk of a prompt, or one chunk of each of several
+    pools     wait for step n+1; return memory to the daemon, or grow pools for about 10 ms
 
-The host processes the tokens of step n while the device computes step n+1.
+Most steps only plan and decode. The host then processes the tokens of step n while the device
+computes step n+1.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class MLXEngine:
                 raise
             raise InsufficientMemory(
                 f"the device ran out of memory while the model was loaded ({short.reason}):"
-                " stop other programs that use it, or lower the budget to what it has"
+                " stop other programs that use the device, or lower the budget to its free memory"
             ) from error
 
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
@@ -197,7 +198,7 @@ class MLXEngine:
         """Run one step; return its reports.
 
         If the step runs out of memory, its rows are rebuilt, and clients see only the delay. After
-        repeated failures requests fail, one at a time.
+        repeated failures, requests are failed, one at a time.
         """
         short = shortage.attempt(self._work)
         if short is None:
@@ -250,7 +251,7 @@ class MLXEngine:
 
     def _admit(self) -> AdmissionResult:
         result = self._admission.admit(self._memory.held())
-        self._memory.held()  # admitted requests have places now, for which pools must leave room
+        self._memory.held()  # lowers the pools' limit: newly admitted requests need tails
         self._request_memory(result.memory_request)
         self._batch.reports += result.queue_positions
         if result.refused is not None:
@@ -275,7 +276,7 @@ class MLXEngine:
             self._batch.reports.append(replace(request, reclaimable=reclaimable))
 
     def _request_checkpoint_memory(self) -> None:
-        """Request memory for coming checkpoints, unless queued requests need it more."""
+        """Request memory for coming checkpoints, unless requests wait or start below level 0."""
         if self._scheduler.start_level or self._scheduler.waiting:
             return
         if wanted := self._prefix_cache.wanted_bytes:
@@ -294,7 +295,8 @@ class MLXEngine:
     def _free_spare_pools(self) -> bool:
         """Shrink pools to what rows have reserved; return whether that freed memory.
 
-        They are shrunk only if the head of the queue needs it, since pools grow again. With no rows
+        They are shrunk only if they exceed what is needed with the head of the queue admitted:
+        otherwise the head gains nothing, and the pools would have to grow again. With no rows
         left, the tail buffers are freed as well, because the head may need that memory for pages.
         """
         cache = self._runner.cache

@@ -1,6 +1,7 @@
 """Counts how much of its grant one engine holds, and how much it could give back.
 
-The budget's page is the unit. The real engine and the fake one share this module.
+Amounts are in pages of `PageBudget.page_bytes`, unless a name says bytes. The real engine and the
+fake one share this module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MIN_TOKENS_BETWEEN_PREEMPTIONS = 256
 
 
 class Preemptible(Protocol):
-    """The fields of a request that the account reads; the fake engine has requests of its own."""
+    """The fields of a request that the account reads: the fake engine has its own request class."""
 
     tracked: TrackedPrompt
     kept_pages: int
@@ -32,7 +33,7 @@ class Preemptible(Protocol):
 
 
 def can_preempt(request: Preemptible) -> bool:
-    """Return whether a request has generated enough tokens since it was last preempted."""
+    """Return whether a request has generated enough tokens since it last resumed."""
     if request.resumed_at is None:
         return True
     return request.longest >= request.resumed_at + MIN_TOKENS_BETWEEN_PREEMPTIONS
@@ -55,7 +56,7 @@ class MemoryAccount:
         self._prefix_cache = prefix_cache
         self._requests = requests
         self.promised_bytes = 0
-        """Bytes that a reclaim will return; pools do not grow ahead of need into them."""
+        """Bytes that the current reclaim returns. Pools must not grow into them ahead of need."""
 
     def held(self) -> Held:
         """Return what the engine holds now, and set how far pools may grow ahead of need."""
@@ -87,7 +88,7 @@ class MemoryAccount:
 
     @property
     def cached_pages(self) -> int:
-        """Pages that only checkpoints take; preempted rows have reserved their snapshots."""
+        """Pages that only checkpoints take: not snapshots of preempted rows, which are reserved."""
         snapshots: int = -(-self._cache.snapshot_charge // self._page_bytes)
         return max(0, snapshots - self._kept_pages)
 

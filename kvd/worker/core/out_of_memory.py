@@ -17,9 +17,15 @@ from kvd.worker.process.shortage import Shortage
 from protocol.errors import Overloaded
 
 CALM_STEPS = 256
-"""Steps after which a shortage counts as the first again; each row fills some pages meanwhile."""
+"""Steps without a shortage, after which the next one counts as the first again.
+
+By then each decoding row has filled 4 more pages, so it is a new shortage.
+"""
 RETRY_AFTER_S = 5.0
-"""Seconds after which a failed client may retry: others end, or other models return memory."""
+"""Seconds after which the client of a failed request may retry.
+
+By then other requests may have ended, or other models may have returned memory.
+"""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -35,7 +41,7 @@ class OutOfMemory:
         self._preemption = preemption
         self._reclaiming = reclaiming
         self.count = 0
-        """Shortages with fewer than `CALM_STEPS` steps between them."""
+        """Shortages so far, each less than `CALM_STEPS` steps after the one before it."""
         self.calm_steps = 0
         """Steps since the last shortage."""
 
@@ -43,7 +49,7 @@ class OutOfMemory:
         self.calm_steps += 1
 
     def step_failed(self, short: Shortage) -> None:
-        """Free memory, and rebuild the rows that the step has damaged: at most, all of them."""
+        """Free memory; undo a failed prefill if that is enough, otherwise rebuild all rows."""
         if self.calm_steps >= CALM_STEPS:
             self.count = 0
         self.calm_steps = 0

@@ -1,16 +1,17 @@
 """Preemption: running requests leave the batch, free their memory, and later continue unchanged.
 
-A preempted request keeps its rows in the first of these places that frees enough memory::
+The rows of a preempted request are kept in memory if that frees enough; if not, on disk, or not at
+all::
 
-    memory      as snapshots: the pages that it reserved and has not filled are free
-    disk        as a file (`kvd.worker.core.swap`): all of its memory is free
-    recompute   nowhere: its prompt is prefilled again, and its tokens are fed again
+    memory      as snapshots: frees the pages that the request reserved and has not filled
+    disk        as a file (`kvd.worker.core.swap`): frees all of the request's memory
+    recompute   not kept: later, the prompt is prefilled and the tokens are fed again
 
-Disk or recompute: whichever takes less time by this process's measurements. A row that was stepped
-down while it ran would differ after recomputation, so it goes to disk if possible. A file that
-cannot be written, or that is damaged, costs time but never the request.
+Disk or recompute is chosen by which takes less time, as measured in this process. Rows that were
+stepped down while they ran would differ after recomputation, so they go to disk if possible. A file
+that cannot be written, or that is damaged, costs time but never the request.
 
-A preempted request waits in the queue, at the place of its arrival.
+A preempted request waits in the queue, in the order of its original arrival.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class Preemption:
         return bool(self._jobs)
 
     def work(self, seconds: float) -> None:
-        """Continue transfers for about ``seconds``, at least one record; the device is idle."""
+        """Continue transfers for about ``seconds``, at least one record.
+
+        Call it while the device is idle.
+        """
         end = time.monotonic() + seconds
         while self._jobs:
             rid, job = next(iter(self._jobs.items()))
@@ -62,8 +66,9 @@ class Preemption:
     def reclaim(self, wanted_bytes: int) -> Iterator[None]:
         """Preempt requests until ``wanted_bytes`` are free, the least valuable first.
 
-        The snapshots of requests that are preempted already go first. Each yield is the end of a
-        piece of work. The caller then shrinks the pools, returns the memory and calls `requeue`.
+        Begins with the snapshots of requests that are already preempted. Each yield is the end of
+        a piece of work. After the last one, the caller shrinks the pools, returns the memory and
+        calls `requeue`.
         """
         batch = self._batch
         wanted = -(-wanted_bytes // batch.admission.budget.page_bytes)
@@ -115,7 +120,7 @@ class Preemption:
     def move_out_kept(self) -> None:
         """Move the snapshots of one queued request out of memory, for the head of the queue.
 
-        No request is admitted meanwhile, so that none needs these snapshots.
+        No request is admitted meanwhile, because admitting this one would need its snapshots.
         """
         if self._jobs:
             return
@@ -134,7 +139,7 @@ class Preemption:
         """Write a request's snapshots to disk, or drop them; return where its rows are now."""
         batch = self._batch
         if not batch.holds(request):
-            return "recompute"  # it has ended
+            return "recompute"  # the request has ended
         writer = self._writer(request)
         swapped = None if writer is None else (yield from self._write(request, writer))
         if not batch.holds(request):
@@ -188,7 +193,7 @@ class Preemption:
     # Rows come back.
 
     def resume(self, request: Request) -> None:
-        """Continue a preempted request that is admitted again: now, or when its file is read."""
+        """Continue a preempted request that is admitted again: now, or once its file is read."""
         if request.swapped is None:
             self._batch.restore(request)
             self._batch.finish_resume(request)

@@ -1,7 +1,7 @@
 """Prefills prompts in chunks, from the deepest checkpoint on, and scores them on request.
 
-The device is idle meanwhile. A prompt whose logprobs are requested is prefilled completely, since a
-checkpoint holds no logits.
+No decode step runs meanwhile. A prompt whose logprobs are requested is prefilled completely, since
+a checkpoint holds no logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prompts:
         scheduler = self._batch.scheduler
         chunks = next_chunks(scheduler, self._has_new_hit, self._begin)
         if not chunks:
-            return  # their requests wait until their rows are read from disk
+            return  # all requests in prefill wait until their rows are read from disk
         start = time.monotonic()
         self._prefill(chunks)
         seconds = time.monotonic() - start
@@ -70,7 +70,7 @@ class Prompts:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
         requests = [self._batch.requests[chunk.rid] for chunk in chunks]
         for request in requests:
-            if request.row is None:  # it lost its row before a chunk ran
+            if request.row is None:  # the request lost its row before a chunk ran
                 self._batch.open_row(request)
         plain = [
             (request, chunk)

@@ -1,4 +1,7 @@
-"""How fast this process computes, writes and reads; decides whether a preempted row is swapped."""
+"""Measures how fast this process computes, writes and reads.
+
+The rates decide whether a preempted row is swapped or recomputed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Rates:
     _measured: dict[Work, float] = field(default_factory=dict)
 
     def note(self, work: Work, amount: float, seconds: float) -> None:
-        """Add a measurement; without an amount or a duration it is ignored."""
+        """Add a measurement; one without an amount or a duration is ignored."""
         if amount <= 0 or seconds <= 0:
             return
         newest = amount / seconds

@@ -31,9 +31,9 @@ from protocol.worker import Reclaim, Reclaimed
 MIN_WORK_SECONDS = 0.010
 """Seconds that each step works on returning memory, at least."""
 STEP_SHARE = 0.1
-"""Share of the step's duration for this work, if that is more: prefill makes steps long."""
+"""Share of a step's duration for this work, if that exceeds the minimum: some steps prefill."""
 _TRIM_ROUNDS = 3
-"""Rounds of shrinking the pools: flushes of the steps between may make them grow again."""
+"""Rounds of shrinking the pools: flushes between two rounds may make them grow again."""
 
 
 class Reclaiming:
@@ -113,13 +113,13 @@ class Reclaiming:
     def _seconds_left(self) -> float:
         return self._work_until - time.monotonic()
 
-    # The work on one command. A step may end its part at each yield.
+    # The work on one command. At each yield, the rest may be left to the next step.
 
     def _reclaim(self, command: Reclaim) -> Iterator[None]:
         while self._preemption.busy:
             self._preemption.work(self._seconds_left())
             yield
-        self._batch.admission.closed = True  # the transfers may have opened it
+        self._batch.admission.closed = True  # the end of a transfer may have opened it
         match command.method:
             case "prefixes":
                 self._batch.prefix_cache.evict(command.wanted_bytes)
@@ -130,7 +130,10 @@ class Reclaiming:
         yield from self._trim(command.wanted_bytes)
 
     def _step_down(self, command: Reclaim) -> Iterator[None]:
-        """Step down the least valuable requests, as many as it takes; new ones start there."""
+        """Step down as many requests as it takes, the least valuable first.
+
+        New requests start at the same level.
+        """
         batch, cache = self._batch, self._batch.cache
         level = min(command.level, batch.scheduler.sizes.lowest_level)
         batch.admission.set_start_level(max(level, batch.scheduler.start_level))

@@ -26,14 +26,14 @@ from kvd.worker.serving.runner import Row
 
 @dataclass(eq=False)
 class _Rebuild:
-    """What a request lost: its first ``prefilled`` prompt tokens, and the completions after it."""
+    """What a request lost: the rows of ``prefilled`` prompt tokens and of ``completions``."""
 
     request: Request
     prefilled: int
     completions: list[Completion]
     """Empty if the prompt is still in prefill."""
     cached: int = 0
-    """Prompt tokens that a checkpoint has."""
+    """Prompt tokens that the new row got from a checkpoint."""
     rows: list[Row] = field(default_factory=list)
     """The new rows: one for each completion, or the one with the unfinished prompt."""
 
@@ -79,7 +79,8 @@ class Recovery:
     def discard(self, *, late: bool) -> None:
         """Free all rows; snapshots and checkpoints stay.
 
-        After a ``late`` shortage they are freed too, since no write of the step can be trusted.
+        ``late``: whether results in flight were lost (`Shortage.in_flight_lost`). Then snapshots
+        and checkpoints are freed too, since no write of the step can be trusted.
         """
         self._batch.discard_rows(late=late)
         if late:
@@ -115,7 +116,7 @@ class Recovery:
     def _open_row(self, rebuild: _Rebuild) -> None:
         self._enter_phase("pools")
         request, hit = rebuild.request, Hit(0)
-        # A checkpoint's pages are at the top level; a request below has reserved less memory.
+        # A checkpoint's pages are at level 0; requests at lower levels have reserved less memory.
         if not request.level:
             tokens = request.prompt[: rebuild.prefilled + 1]
             hit = self._prefix_cache.peek(tokens, request.tracked.salt)

@@ -50,7 +50,7 @@ def finish_replayed(
     """
     count = len(resumed.tokens)
     if resumed.reason is not None:
-        # A token that ends a completion is counted, and not sent.
+        # A token that ends a completion is counted but not sent.
         return choices.finish_reported(choice, reason, count + (reason == "stop" and not stopped))
     reports: list[Report] = []
     if rest:

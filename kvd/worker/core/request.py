@@ -40,7 +40,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     """Tokens that were drawn and read, including one that ended the completion."""
     trusted: bool = False
-    """Whether the newest logits were finite and varied, and so everything they attended to."""
+    """Whether the newest logits were finite and varied. Then so are the row's keys and values."""
     ended: bool = False
     released: bool = False
     """Whether its row is freed: a step in flight may outlive the completion's end."""
@@ -77,7 +77,7 @@ class Request:
     row: Row | None = None
     """The row that prefill fills; None once the completions have rows of their own."""
     snapshot: Any = None
-    """As `Completion.snapshot`."""
+    """Snapshot of ``row``, while the request is preempted."""
     key: None = None
     """Distinguishes the request from its completions in `SwappedRows.owners`."""
     kept_pages: int = 0
@@ -90,7 +90,7 @@ class Request:
     level: int = 0
     """Its precision level; a step-down may still be requantizing its pages."""
     prompt_reported: int = 0
-    """Prompt tokens whose logprobs were reported, by an earlier worker too."""
+    """Prompt tokens whose logprobs were reported, also by an earlier worker."""
     resumed_at: int | None = None
     """Tokens of its longest completion when it was last resumed after preemption."""
 

@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<Q32s")
 
 
 class SwapFile:
-    """A file while it is written."""
+    """A swap file that is being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -2,8 +2,8 @@
 
 While the engine has work the loop never waits: it reads the commands that are available and writes
 as many reports as the socket takes; the rest stays in the `Outbox`. It sleeps only when the engine
-has nothing to do. At the end of the stream the daemon is gone and the worker ends at once
-(`Orphaned`); during a step, `kvd.worker.process.orphan` ends it.
+has nothing to do. If the daemon has closed the socket, the loop ends at once with `Orphaned`. It
+notices that only between steps; during a step, `kvd.worker.process.orphan` ends the process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from protocol import worker as wire
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 
 STATS_INTERVAL_S = 0.25
-"""Between `Stats` reports while there is work."""
+"""Seconds between `Stats` reports while there is work."""
 IDLE_INTERVAL_S = 5.0
-"""Between `Stats` reports without work, so that rates and memory stay current."""
+"""Seconds between `Stats` reports without work, so that rates and memory stay current."""
 PHASE_INTERVAL_S = 5.0
-"""After this time a phase is reported again when it recurs, because a step may take long."""
+"""Seconds after which a repeat of the last reported phase is reported again.
+
+Earlier repeats are not reported. With later ones, the daemon can tell many short steps from one
+long step.
+"""
 LONG_WAIT_S = 0.25
-"""After this time, waiting for a time slice is reported as idle; most waits are shorter."""
+"""Seconds of waiting for a time slice until the worker reports ``idle``; most waits are shorter."""
 RATE_WINDOW_S = 2.0
 
 _log = logging.getLogger("kvd.worker")
@@ -88,7 +92,7 @@ class Loop:
                 self._serve()
         except _Stopped:
             pass
-        # Other workers need not wait for this process's exit.
+        # Sent before the exit, so that other workers do not wait for it.
         self._send_now(self._gate.work_done(self._clock()))
         self._engine.close()
         self._link.flush()
@@ -106,7 +110,8 @@ class Loop:
         except KvdError as error:
             self._link.put(wire.LoadFailed(error=error.info()))
             return False
-        # Objects of imports and the load live on. Scanning them takes 30 ms per collection.
+        # Objects created by imports and the load stay alive. Without the freeze, each collection
+        # would scan them for 30 ms.
         gc.collect()
         gc.freeze()
         self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
@@ -154,7 +159,7 @@ class Loop:
                 self._await_time_slice()
 
     def _enter(self, phase: wire.Phase) -> None:
-        """Report a phase before it begins: during it the loop cannot send reports."""
+        """Report a phase before it begins: the loop cannot send reports during the phase."""
         now = self._clock()
         self._phases.enter(phase, now)
         if phase != self._phase or now >= self._phase_due:
@@ -168,7 +173,7 @@ class Loop:
             self._send_now(self._gate.before_step(self._clock()))
         reports = self._engine.step()
         self._phases.leave(self._clock())
-        if timed:  # before the step's reports: other workers wait for it
+        if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
         for report in reports:
             if isinstance(report, (wire.RowFinished, wire.RowFailed)):
@@ -243,7 +248,7 @@ class Loop:
         self._phases.leave(self._clock())
 
     def _tokenize(self) -> None:
-        """Tokenize one text. Others wait until after the next step, so as not to delay it."""
+        """Tokenize one of the waiting texts, so that at most one text delays the next step."""
         if not self._to_tokenize:
             return
         request = self._to_tokenize.popleft()

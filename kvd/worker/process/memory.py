@@ -18,8 +18,8 @@ MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
 """Share of the time that readings may take.
 
-For each one the kernel walks all page tables (measured: 25 ms per GiB of small pages), and the loop
-produces no tokens meanwhile.
+For each reading the kernel walks all page tables (measured: 25 ms per GiB of small pages), and the
+loop produces no tokens meanwhile.
 """
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -84,7 +84,7 @@ footprint_now = _reading.read_now
 
 
 def trim_malloc() -> None:
-    """Return freed memory that malloc keeps to the system, if malloc can (glibc)."""
+    """Return to the system the freed memory that malloc keeps, if malloc can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

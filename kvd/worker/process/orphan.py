@@ -1,8 +1,8 @@
 """Ends the worker when its daemon dies, even during a long step.
 
-The loop notices the end of its socket only between steps; a step, a load or a download may take
-much longer. A separate thread therefore waits for the hang-up and ends the process. On Linux the
-kernel also does so (``PR_SET_PDEATHSIG``), which works even while another thread holds the GIL.
+The loop notices only between steps that the socket was closed; a step, a load or a download may
+take long. A separate thread therefore waits for the hang-up and ends the process. On Linux, the
+kernel also kills the process (``PR_SET_PDEATHSIG``), even while another thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import threading
 
 _CHECK_INTERVAL_MS = 500
-"""Between checks of the parent, on systems where a hang-up alone does not wake ``poll``."""
+"""Milliseconds between checks of the parent, for systems where a hang-up does not wake ``poll``."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(sock: socket.socket) -> None:
-    """End this process with status 0 as soon as the other end of ``sock`` is closed."""
+    """End this process as soon as the other end of ``sock`` is closed or the parent has exited."""
     parent = os.getppid()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

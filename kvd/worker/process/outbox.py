@@ -4,7 +4,8 @@ The worker does not wait for the daemon. Reports that could not be sent yet are 
 
 * tokens of one completion become one report;
 * counters, phases, load progress and queue positions replace older ones;
-* of several preemptions and resumptions of a request, only the last ones stay.
+* a second preemption of a request replaces the first one and the resumption between them, and
+  likewise for resumptions.
 
 The size of the outbox is therefore bounded by the requests themselves. Per request it holds at most
 an acceptance, a queue position, the prompt's logprobs, the tokens and the end of each completion,
@@ -50,7 +51,7 @@ class Outbox:
         self._waiting[number] = report
 
     def _remove_undone(self, report: wire.RowPreempted | wire.RowResumed, number: int) -> None:
-        """Remove the later report that this one undoes: the two of a request still alternate."""
+        """Remove the unsent report that this one undoes, so that both kinds still alternate."""
         other = wire.RowResumed if isinstance(report, wire.RowPreempted) else wire.RowPreempted
         later = self._last.get((report.rid, other))
         if later is not None and later > number:
@@ -74,7 +75,7 @@ class Outbox:
         return msgspec.structs.replace(earlier, text=earlier.text + report.text)
 
     def take(self, at_least: int) -> bytes:
-        """Remove the oldest reports; return at least this many bytes of frames, if there are."""
+        """Remove the oldest reports; return at least this many bytes of frames, or all."""
         frames = []
         size = 0
         while self._waiting and size < at_least:

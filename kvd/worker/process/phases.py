@@ -1,6 +1,7 @@
-"""Histograms of how long the worker spends in each phase. Recording one costs a bisection.
+"""Histograms of how long the worker spends in each phase.
 
-Consecutive entries of the same phase count as one: a decode step enters ``decode`` twice.
+Recording a duration costs one bisection. Consecutive entries of the same phase count as one: a
+decode step enters ``decode`` twice.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ arrays again therefore continues where it failed: nothing is computed twice and 
 `install_retries` replaces both functions in the worker's process by ones that free cached memory
 and try again, so that callers need no handling of their own.
 
-If that is not enough they raise `Shortage`, and the engine frees more memory (`recovery`).
+If that is not enough, they raise `Shortage`, and the engine frees more memory
+(`kvd.worker.core.recovery`).
 
 A Metal command buffer that fails for lack of memory is not retried: the next wait reports it, and
 by then its results are lost (``in_flight_lost``). On the CPU MLX does not notice a shortage: the
@@ -62,8 +63,8 @@ def shortage_of(error: BaseException) -> Shortage | None:
 def attempt(work: Callable[..., None], *arguments: Any) -> Shortage | None:
     """Call ``work``; return its `Shortage`, or None if it succeeded. Other errors are raised.
 
-    The result holds no traceback: its frames would keep the arrays of the step, and with them the
-    pools, alive.
+    The result holds no traceback, whose frames would keep the arrays of the step, and with them
+    the pools, alive.
     """
     try:
         work(*arguments)

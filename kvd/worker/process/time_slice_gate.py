@@ -1,14 +1,14 @@
-"""The worker's side of time slices: whether it may start a step now. Pure.
+"""The worker's side of time slices: decides whether it may start a step now. Pure.
 
 A worker computes freely until the daemon makes it wait. It reports when it has work, when it has
 none, and how long its steps take.
 
-It ends a slice before the step in which the slice would expire. The message takes about as long as
-a short step to reach the daemon and the next worker, and this worker's step uses the accelerator
-meanwhile. The time of that step is reported at the end of the next slice. After a long step others
-would wait in vain, so the slice then ends after the step. The same holds while prompts are
-prefilled, because a long chunk may follow many short ones. Which worker gets a slice, and how long
-it is, is decided by the daemon (`actors.machines.time_slices`).
+If steps are short, the worker ends a slice before the step in which it would expire. The messages
+to the daemon and on to the next worker take about as long as that step, which uses the accelerator
+meanwhile. The time of that step is reported at the end of the next slice. If steps are long, or if
+prompts are prefilled (a long chunk may follow many short ones), the worker ends the slice after the
+step, because the next worker's slice would otherwise begin while this step still computes. The
+daemon decides which worker gets a slice, and how long it is (`actors.machines.time_slices`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from protocol.types import TimeSlicesMode
 from protocol.worker import LONG_STEP_S, TimeSlice, TimeSliceOver, TimeSliceRequested
 
 SHORT_S = 0.01
-"""Longest step for which the slice is ended in advance: a few times what the messages take. Longer
-steps do not need it: while one is read, the next is in flight and keeps the accelerator busy."""
+"""Seconds of the longest step before which a slice is ended: a few times as long as the messages
+take. Longer steps leave no gap: while one is read, the next one keeps the accelerator busy."""
 _DECAY = 1 / 32
-"""How fast the longest prefill step is forgotten: the next long chunk may be some time off."""
+"""Share by which a newer, shorter prefill step lowers the longest known one. It is small, because
+many short chunks may come before the next long one."""
 _UNLIMITED = float("inf")
 
 
 def uses_time_slices(mode: TimeSlicesMode, device: str) -> bool:
-    """Return whether workers on this device share it by time slices; ``device``: `ModelInfo`'s."""
+    """Return whether workers on this device share it by time slices.
+
+    ``device``: as in `ModelInfo`.
+    """
     has_accelerator = device not in ("cpu", "none")  # the fake engine has "none"
     return mode == "on" or (mode == "auto" and has_accelerator)
 
 
 class TimeSliceGate:
-    """Open, or closed until the next time slice. Without ``on`` it is always open and silent."""
+    """Is open, or closed until the next time slice. Without ``on``, always open and silent."""
 
     def __init__(self, *, on: bool) -> None:
         self._on = on
@@ -50,7 +54,8 @@ class TimeSliceGate:
         """Seconds used after the slice was ended, reported with the next one."""
         self._step_began = 0.0
         self._is_first = False
-        """Whether the next step is the first of its slice. It also waits for earlier work."""
+        """Whether the next step is the first of its slice. It may be too short to
+        measure, because it reads a step that was launched before the slice."""
         self.is_open = True
         """Whether a step may start. Every slice allows at least one step, however late it comes."""
 
@@ -64,7 +69,7 @@ class TimeSliceGate:
         return not self.is_unlimited or self._reported_step_s is not None
 
     def request_slice(self, *, prefills: bool) -> TimeSliceRequested | None:
-        """Report that there is work, unless this and its kind are reported already."""
+        """Report that there is work, unless work of the same kind (prefill or not) was reported."""
         if not self._on or (self._working and prefills == self._prefills):
             return None
         self._working, self._prefills = True, prefills
@@ -120,10 +125,10 @@ class TimeSliceGate:
         self._is_first = False
 
     def _request_slices(self, took: float) -> TimeSliceRequested | None:
-        """Report long steps, which may be due to other workers, so that slices are used again.
+        """Report a long step, which may be due to other workers, so that slices are used again.
 
-        The time of decode steps is measured again. Among prefill steps long ones may be rare, so
-        this one counts until it is forgotten.
+        The time of decode steps is then measured again. Long prefill steps may be rare, so the time
+        of a prefill step is kept, and lowered slowly (`_DECAY`).
         """
         if self._reported_step_s is None:
             return None
