@@ -113,7 +113,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(source: str) -> FakeModel:
-    """Read a model's name; names of the real engine's models give a model without faults."""
+    """Parse a model's name; ``demo``, ``fake`` or a model's folder is a model without faults."""
     if source in ("demo", "fake") or (source.startswith("/") and Path(source).is_dir()):
         return FakeModel()
     kind, _, settings = source.partition(":")

@@ -29,7 +29,7 @@ class FakePages:
         self._references: Counter[bytes] = Counter()
 
     def of(self, prompt: bytes, salt: str) -> Pages:
-        """Return the full pages of a prompt without its last token, not referenced yet."""
+        """Return the full pages before a prompt's last token, not yet referenced."""
         return Pages(path_of(prompt, salt, PAGE_TOKENS))
 
     def hold(self, pages: Pages) -> None:

@@ -1,7 +1,7 @@
 """Reclaiming in the fake engine: the reports and numbers of the real engine, without delay.
 
-Pages shrink at lower precision levels like the bits of the KV schemes. Preempted rows lose nothing:
-their tokens are a function of the request.
+At lower precision levels, pages shrink in proportion to the bits of the KV schemes. Preempted rows
+lose nothing, because their tokens are a function of the request.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class FakeRow:
 
 
 def prompt_of(request: Submit | Tokenize) -> bytes:
-    """Return the prompt's tokens, at least one: its bytes."""
+    """Return the prompt's tokens, which are its bytes; there is at least one."""
     match request:
         case (
             Submit(prompt=str(prompt), messages=None, tokens=None)

@@ -1,7 +1,8 @@
 """Tokens of the fake model, their text and their logprobs, as functions of the request alone.
 
 Tokens are bytes. Each is a hash of prompt, seed, choice and position. Logprobs are invented but
-consistent: at each position every token has a rank, and half the probability of the previous rank.
+consistent: at each position every token has a rank, and each rank is half as likely as the rank
+before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SYLLABLES = [consonant + vowel for consonant in "bdkl" for vowel in "aeio"]
 _STRIDE = 37
 """Distance in token ids between ranks; odd, so that every token has exactly one rank."""
 _MAX_ATTEMPTS = 64
-"""Hashes tried for an allowed token before the first allowed one is taken."""
+"""Hashes tried for an allowed token before the lowest allowed id is taken."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,10 @@ class FakeTokens:
         return next((token for token in range(VOCABULARY) if token not in excluded), token)
 
     def token_logprob(self, token: int, position: int, top: int) -> TokenLogprob:
-        """Return a token's logprob with the ``top`` most likely ones; prompt positions are < 0."""
+        """Return a token's logprob with the ``top`` most likely ones.
+
+        ``position``: negative for prompt tokens.
+        """
         rank = 0
         if self.seed:
             rank = _digest(b"%d %d %d " % (self.seed, position, token) + self.prompt) % 4

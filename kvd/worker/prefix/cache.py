@@ -61,7 +61,7 @@ class TrackedPrompt:
     queued: bool = False
     """Whether it may still continue from a checkpoint."""
     checked_at: int = -1
-    """Checkpoints stored when `PrefixCache.has_new_hit` last searched for this prompt."""
+    """Value of `PrefixCounts.stored` at the last search by `PrefixCache.has_new_hit`."""
     boundaries: set[int] = field(default_factory=set)
     """Token counts at which it leaves checkpoints; set when its prefill begins."""
     has_checkpoint: bool = False
@@ -89,7 +89,7 @@ class PrefixCache:
         self._charge = charge
         self._queued = QueuedPaths()
         self._wanted: dict[str, int] = {}
-        """By request: bytes that it may still need for checkpoints, beyond its reservation."""
+        """Bytes that each request may still need for checkpoints, beyond its reservation."""
         self.wanted_bytes = 0
         """Sum of these bytes, limited to what the tree may still hold."""
         self._filled = 0
@@ -112,7 +112,7 @@ class PrefixCache:
         return TrackedPrompt(rid, tokens, salt, path, full_prefill)
 
     def enqueue(self, prompt: TrackedPrompt) -> None:
-        """Add a prompt to the queue: prompts in prefill leave checkpoints where it diverges."""
+        """Queue a prompt: prompts in prefill leave checkpoints where it diverges from them."""
         if not prompt.full_prefill:
             prompt.queued = True
             self._queued.add(prompt.path)
@@ -129,7 +129,7 @@ class PrefixCache:
         self.release_place(prompt)
 
     def release_place(self, prompt: TrackedPrompt) -> None:
-        """Record that a request gave up its place; its next one reserves memory again."""
+        """Record that a request's reservation no longer covers a checkpoint."""
         if prompt.has_checkpoint:
             prompt.has_checkpoint = False
             self._filled -= 1
@@ -142,7 +142,10 @@ class PrefixCache:
             self.release_place(prompt)
 
     def has_new_hit(self, prompt: TrackedPrompt) -> bool:
-        """Return whether a queued prompt hits; False if nothing was stored since the last call."""
+        """Return whether a queued prompt has a hit.
+
+        False, without a search, if no checkpoint was stored since the last call.
+        """
         tree = self.tree
         if tree is None or not prompt.queued or prompt.lowered:
             return False
@@ -174,7 +177,7 @@ class PrefixCache:
             return
         chunks, rest = divmod(end, tree.chunk)
         if rest or prompt.lowered:
-            self._set_wanted(prompt, None)  # the prompt's end
+            self._set_wanted(prompt, None)  # it ends here, or was stepped down
             return
         # Prompts that were queued after this one began may diverge here too.
         if end in prompt.boundaries or self._queued.diverges_at(prompt.path, chunks):

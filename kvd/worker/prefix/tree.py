@@ -89,7 +89,10 @@ class PrefixTree:
 
     def __init__(self, snapshots: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
         if chunk < 1 or every < 0 or cap_bytes < 0:
-            raise ValueError(f"chunk {chunk}, every {every} and cap {cap_bytes} must be positive")
+            raise ValueError(
+                f"chunk {chunk} must be positive, every {every} and cap_bytes {cap_bytes} not"
+                " negative"
+            )
         self.chunk = chunk
         self.every = -(-every // chunk) * chunk
         self.cap_bytes = cap_bytes
@@ -123,7 +126,7 @@ class PrefixTree:
     def match(self, tokens: Sequence[int], salt: str = "") -> Hit:
         """Return the deepest checkpoint that is a proper prefix of a prompt, and count the query.
 
-        At least one token remains; it is the first input of decode.
+        The prompt's last token is never in it, because it is the first input of decode.
         """
         self._clock += 1
         self.counts.queries += 1
@@ -152,8 +155,10 @@ class PrefixTree:
         """Return the token counts at which a prompt's prefill should leave checkpoints.
 
         These are its last boundary, every multiple of ``every``, and the point where it leaves the
-        known paths: the third prompt with the same beginning hits there. ``diverging`` adds the
-        points where queued prompts leave its path. Call this before the first chunk is prefilled.
+        known paths, so that the third prompt with the same beginning hits there. ``diverging``
+        adds the points where queued prompts leave its path.
+
+        Call this before the first chunk is prefilled.
         """
         last = self._last_boundary(tokens)
         known = list(self._path(tokens, salt))
@@ -249,7 +254,7 @@ class PrefixTree:
                 self._drop(node)
 
     def drop_lowered(self) -> None:
-        """Drop checkpoints whose pages were stepped down, before `match` does."""
+        """Drop now the checkpoints whose pages were stepped down; otherwise `match` drops them."""
         for node in list(self._stored):
             self._is_valid(node)
 

@@ -34,8 +34,8 @@ _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 """Constant of splitmix64: the golden ratio as an odd number."""
 _STREAMS = 0xD1342543DE82EF95
-"""Separates choices. With another odd multiplier (Steele and Vigna 2021), no choice of one seed
-equals a position of another."""
+"""Multiplier that separates choices (Steele and Vigna 2021). With `_GAMMA`, which separates
+positions, a choice of one seed could have the key of a position of another seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Group:
     """``rows`` as an array; None if these are all rows of the batch."""
     inverse_temperature: Any
     top_p: Any
-    """Above 1 if the filter is off, because a sum of float32 may round to less than 1."""
+    """2 if the filter is off: at 1, rounding of the cumulative sum could drop tokens."""
     has_top_p: bool
     log_min_p: Any
     top_k: Any
@@ -173,7 +173,7 @@ def filter_narrow(group: Group, logits: Any) -> tuple[Any, Any]:
     """Return the most likely tokens, ``[rows, NARROW]``, and their logits divided by temperature.
 
     Dropped tokens have minus infinity. In descending order, each filter keeps a prefix of the row;
-    all filters together keep the shortest one.
+    all filters together keep the shortest of these.
     """
     shifted = group.select(logits)
     values, indices = largest(shifted, NARROW)

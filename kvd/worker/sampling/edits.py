@@ -66,9 +66,9 @@ class _Penalties:
     """The penalized rows of a batch."""
 
     index: Any
-    """Their indices in the batch; None if these are all rows."""
+    """Indices of these rows in the batch; None if they are all of its rows."""
     slots: Any
-    """Slots of their counts; None if these are all slots in order."""
+    """Slots of these rows in `Counts`; None if they are all slots in order."""
     repetition: Any
     presence: Any
     frequency: Any

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 BLOCK = 128
-"""Divides most vocabulary sizes, so that no padding is needed."""
+"""Values per block. Divides most vocabulary sizes, so that no padding is needed."""
 
 
 def largest(rows: Any, count: int) -> tuple[Any, Any]:
@@ -36,7 +36,7 @@ def _partition(rows: Any, count: int) -> Any:
 
 
 def _by_blocks(rows: Any, count: int) -> Any:
-    """Partition only the ``count`` blocks with the largest maxima. ``rows``: whole blocks."""
+    """Partition only the ``count`` blocks with the largest maxima. Rows have whole blocks."""
     height = rows.shape[0]
     blocks = rows.reshape(height, -1, BLOCK)
     best = _partition(mx.max(blocks, axis=-1), count)

@@ -14,7 +14,7 @@ class RowSettings:
     """How one row is sampled, and which logprobs it returns."""
 
     sampling: Sampling
-    """Has a seed unless it is greedy."""
+    """Settings of the request, with a seed unless greedy."""
     choice: int = 0
     ends: tuple[int, ...] = ()
     """Tokens that end the completion; excluded until ``min_tokens``."""

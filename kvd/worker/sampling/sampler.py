@@ -102,14 +102,14 @@ class Sampler:
         self._counts.remove(key)
         row = self._rows.pop(key)
         if row.penalized or (self._batch is not None and key in self._batch.keys):
-            self._batch = None  # it may be added again with the same key
+            self._batch = None  # a row with the same key may be added
 
     def draw(
         self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
     ) -> SamplerOutput:
         """Draw the next token of these rows, lazily.
 
-        ``logits``: ``[rows, vocabulary]``, unchanged. ``positions``: position of the token to draw
+        ``logits``: unedited, ``[rows, vocabulary]``. ``positions``: position of the token to draw
         in each row. A resumed row must count positions as before.
         """
         batch, edits = self._prepare(tuple(keys))
@@ -153,5 +153,5 @@ def finite_and_varied(logits: Any) -> Any:
     A failed buffer reads as zeros or NaN, whose most likely token would be token 0. Models may
     exclude tokens with minus infinity, so it is allowed among finite values.
     """
-    largest = mx.max(logits, axis=-1)  # NaN if any is
+    largest = mx.max(logits, axis=-1)  # NaN if any logit is
     return mx.isfinite(largest) & (mx.min(logits, axis=-1) < largest)

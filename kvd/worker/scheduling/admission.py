@@ -35,13 +35,13 @@ class Held:
     """What the engine holds now, used or not."""
 
     pages: int = 0
-    """Pages in the pools."""
+    """Pages that pools and snapshots take."""
     rows: int = 0
     """Rows with tail buffers."""
     cached: int = 0
     """Pages that only cached prefixes use; they can be evicted at any time."""
     covered: int = 0
-    """Cached pages that the ``row_pages`` of running rows already cover: their own checkpoints."""
+    """Cached pages that the ``row_pages`` of admitted rows already cover: one checkpoint each."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Admission:
         self.set_start_level(0)
 
     def set_start_level(self, level: int) -> None:
-        """Start new requests at this level, or at the first lower one where they ever fit."""
+        """Start new requests at this level, or at the first lower one that fits into the budget."""
         lowest = self.scheduler.sizes.lowest_level
         self.scheduler.set_start_level(max(0, min(level, lowest)), self._too_large)
         self._changed = True
@@ -103,12 +103,12 @@ class Admission:
 
     @property
     def may_admit(self) -> bool:
-        """Whether `admit` may admit a queued request; False if it just failed to."""
+        """Whether `admit` may admit a queued request; False if it has just failed to."""
         return self.scheduler.waiting > 0 and self._changed and not self.closed
 
     @property
     def _reports_positions(self) -> bool:
-        # While a memory request is open, its answer may change the queue.
+        # Not while a memory request is open, because its answer may change the queue.
         return self._positions.stale and self.budget.open_bytes is None
 
     @property
@@ -177,7 +177,7 @@ class Admission:
         self._note_freed()
 
     def _note_freed(self) -> None:
-        self.budget.denied = None  # with memory freed here, the same may be requested again
+        self.budget.denied = None  # with memory freed here, a denied request may be repeated
         self._changed = True
 
     # Memory.
@@ -198,7 +198,7 @@ class Admission:
         return self.budget.pages - self._needed_now(held)
 
     def request_spare(self, pages: int, held: Held) -> MemoryRequested | None:
-        """Request what is missing to this many spare pages; None if nothing, or if denied."""
+        """Request memory for this many spare pages; None if there are as many, or if denied."""
         return self.budget.request(pages - self.spare_pages(held))
 
     def _needed(self, pages: int, rows: int, held: Held) -> int:
@@ -245,7 +245,7 @@ class Admission:
         """Give back the grant beyond ``pages``, as far as it is neither held nor reserved.
 
         Return the memory request and the freed bytes; None and 0 if there are none. An open memory
-        request is replaced. Free cached prefixes, spare pools and rows before this call.
+        request is replaced. The caller first frees cached prefixes, spare pools and rows.
         """
         before = self.budget.granted_bytes
         request = self.budget.give_back(max(pages, self._needed_now(held)))

@@ -1,10 +1,11 @@
 """Which request's prompt is prefilled next, and which requests share its forward pass.
 
-**Lead.** Requests stand in queue order. Every second pass is led by the first request. The passes
-between are *express* passes. Their lead is the request with the fewest prompt tokens left among
-those of the highest priority. An express lead has at most half of what the first request has left,
-and no lower priority than the first. If there is none, the first request leads that pass too.
-A long prompt L ahead of short prompts s and t::
+**Lead.** A pass prefills the next chunk of one request, its *lead*. Requests stand in queue order.
+The first request leads every second pass. The passes between are *express* passes. A request can
+lead one if it has at most half as many prompt tokens left as the first request, and no lower
+priority. Of these requests, the one with the highest priority leads, then the one with the fewest
+tokens left. If there is none, the first request leads that pass too. With a long prompt L ahead of
+short prompts s and t::
 
     regular       L     L     L     L     L  L  L  L
     express       s     s     t     t                 s and t do not wait for L, nor L for them
@@ -14,21 +15,22 @@ second one finds a shared prefix in the cache.
 
 **Bounds.** The first request is never passed over twice in a row. A request is therefore prefilled
 after at most 2 S passes, where S counts its own chunks and those of the requests ahead of it.
-A prompt of s tokens behind one long prompt waits for less than 2 s + 2 C tokens of that prompt.
-While both share the passes, it waits for about as many tokens as its own; otherwise the long prompt
-has less than twice as much left.
+With chunks of C tokens, a prompt of s tokens behind one long prompt waits for less than 2 s + 2 C
+tokens of that prompt. If it can lead express passes, the two alternate, and it waits for about as
+many tokens as it has itself. If it cannot, the long prompt has less than 2 s tokens left.
 
-**Groups.** If the engine supports it, requests whose chunk is their last run in one forward pass
-with the lead, under three conditions:
+**Groups.** If the engine supports it and the lead is at its last chunk, other requests that are at
+their last chunk join its forward pass, under three conditions:
 
 * padded to the longest chunk, the group fits into what decoding leaves of the step's budget;
 * padding is at most a quarter of the group;
-* dense keys and values (the chunks, and the tails before them) take no more than those of a single
-  chunk of that size may take. The memory reserved for one prefill therefore also holds a group.
+* the chunks and the tails before them have no more tokens than one chunk that fills that rest of
+  the budget, and the longest tail before it. The memory reserved for the dense keys and values of
+  one prefill therefore also holds those of a group.
 
-**Chunk ends** lie on the absolute grid of C tokens, or at the prompt's end. A chunk attends exactly
-to its own keys and to quantized keys before it. A chunk end that moved with the load would change
-the result.
+**Chunk ends** lie on the absolute grid of C tokens, or at the prompt's end. A chunk attends to its
+own keys before they are quantized, and to pages of earlier keys, which are quantized. A chunk end
+that moved with the load would therefore change the result.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.scheduling.request import Chunk, ScheduledRequest
 
 EXPRESS_RATIO = 2
-"""An express lead has at most one in this many of the tokens that the first request has left."""
+"""The first request has at least this many times as many tokens left as an express lead."""
 PADDING_RATIO = 4
 """At most one in this many tokens of a group is padding."""
 LONGEST_TAIL = 2 * PAGE_TOKENS - 1
-"""Tokens before a chunk that are not in a page, at most."""
+"""Most tokens before a chunk that are not in a page."""
 
 
 class PrefillOrder:
-    """Chooses single chunks or groups. ``chunk``: the grid in tokens; ``budget``: tokens a step."""
+    """Chooses single chunks or groups. ``chunk``: grid in tokens; ``budget``: tokens per step."""
 
     def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
         self._chunk = chunk

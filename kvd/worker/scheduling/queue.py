@@ -19,8 +19,8 @@ up to
     less than (q - p) * age + w tokens
 
 for any arrival pattern: the last one overtakes only if the work submitted between our request and
-itself is less than (q - p) * age. For q = p there is none: within a priority, requests are served
-in order of arrival.
+itself is less than (q - p) * age. For q = p no later arrival overtakes: within a priority, requests
+are served in order of arrival.
 """
 
 from __future__ import annotations

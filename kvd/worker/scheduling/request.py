@@ -89,11 +89,11 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class ReservationSizes:
-    """Pages that a request fills in the worst case, in one page unit for all precision levels.
+    """Pages that a request fills in the worst case, counted in one unit at all precision levels.
 
     ``pages_for(length, level)``: pages that a row fills at most until it has ``length`` tokens.
     ``own_pages(start, end, level)``: pages that each further choice adds between these lengths.
-    Without it, choices share nothing. ``levels``: number of precision levels.
+    Without ``own_pages``, choices share nothing. ``levels``: number of precision levels.
     """
 
     pages_for: Callable[[int, int], int] = lambda length, _level: full_pages(length)

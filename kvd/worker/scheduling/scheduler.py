@@ -12,7 +12,7 @@ tokens. A step has three parts::
 
 Decode and prefill share the step's **budget** of tokens. Decoded and prefilled tokens, padding
 included, never exceed it. The budget has room for one chunk in addition to all rows, so decode and
-prefill never wait for each other. Groups use what decoding leaves.
+prefill never wait for each other. Groups use what decoding leaves of the budget.
 
 **Longest wait** of a request that is never preempted:
 
@@ -22,7 +22,8 @@ prefill never wait for each other. Groups use what decoding leaves.
   other requests decode. S counts its own chunks and those of the requests ahead of it
   (`prefill_order`).
 
-A prompt of 300 tokens with C = 128. The last prompt token is the first decode input::
+The chunks of a prompt of 300 tokens, with C = 128. The last prompt token, d, is not prefilled: it
+is the first decode input::
 
     0         128         256     299 300
     |--chunk---|--chunk----|-chunk-|d|
@@ -44,7 +45,7 @@ from protocol.errors import InvalidRequest, LocalProtocolError
 __all__ = ["AGE", "Chunk", "Plan", "ReservationSizes", "Scheduler"]
 
 AGE = 65_536
-"""Tokens of later work that one priority step is worth: a queue of about thirty requests."""
+"""Tokens of later work that one priority step is worth: about the work of thirty requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Plan:
     missing_pages: int
     """Pages that the head of the queue lacks. 0 if the queue is empty or lacks only rows."""
     queue_missing_pages: int = 0
-    """Pages lacking for all queued requests for which enough rows are free."""
+    """Pages lacking to admit the head and as many requests behind it as there are free rows for."""
     resumed: tuple[str, ...] = ()
     """The requests of ``admitted`` that were preempted before."""
 
@@ -145,9 +146,10 @@ class Scheduler:
 
     @property
     def cache_candidates(self) -> tuple[str, ...]:
-        """Requests in queue order whose prompt may start out of order by a cache hit (`skip_to`).
+        """Requests that may start ahead of the prefill order if the prefix cache has a hit.
 
-        Excludes suspended requests, and requests that find more once another prompt is prefilled.
+        They are in queue order (see `skip_to`). Excludes suspended requests, and requests that
+        will find more in the cache once another prompt is prefilled.
         """
         able = self._able_to_prefill()
         started = [request for request in able if request.prompt_started]
@@ -179,8 +181,8 @@ class Scheduler:
     ) -> None:
         """Queue a request. ``deadline`` is an absolute time in seconds (see `expired`).
 
-        ``path``: a name for each beginning of whole chunks that the prompt can share. Raises
-        `InvalidRequest` for more choices than ``max_rows``.
+        ``path``: see `ScheduledRequest.path`. Raises `InvalidRequest` for more choices than
+        ``max_rows``.
         """
         if rid in self.states.requests:
             raise LocalProtocolError(f"request {rid} is scheduled already")
@@ -223,9 +225,10 @@ class Scheduler:
     # Precision levels.
 
     def set_start_level(self, level: int, too_large: Callable[[int, int], bool]) -> None:
-        """Start requests that were never admitted at this level, or lower if they are too large.
+        """Set the level at which all requests start that were never admitted.
 
-        ``too_large(pages, rows)``: whether they exceed the whole budget.
+        A request that is too large for this level starts lower. ``too_large(pages, rows)``:
+        whether this many exceed the whole budget.
         """
         self.start_level, self._too_large = level, too_large
         for request in self._queue:
@@ -298,7 +301,10 @@ class Scheduler:
         return missing_pages(pages, rows)
 
     def next_group(self) -> tuple[Chunk, ...]:
-        """Choose the next prefill pass again, after `skip_to`; repeatable until state changes."""
+        """Choose the chunks of the next prefill pass. Call it again after `skip_to`.
+
+        Repeated calls without a change of state return the same chunks.
+        """
         group = self._prefill_order.choose(self._able_to_prefill(), self._decoding)
         self._planned = {chunk.rid: chunk for chunk in group}
         self._pass_counted = False
@@ -326,7 +332,7 @@ class Scheduler:
         self.states.advance(request, position)
 
     def mark_prefilled(self, rid: str, end: int) -> None:
-        """Note that a planned chunk ran, to ``end``. A group's first chunk counts as its pass."""
+        """Note that a planned chunk ran, to ``end``. A group's first chunk also counts its pass."""
         chunk = self._planned.get(rid)
         if chunk is None or chunk.end != end:
             raise LocalProtocolError(

@@ -25,7 +25,7 @@ class RequestStates:
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
         self.requests: dict[str, ScheduledRequest] = {}
-        """All requests. Each is in ``queue`` or in exactly one of the next three."""
+        """All requests. Each is in ``queue`` or in exactly one of the next three dicts."""
         self.prefilling: dict[str, ScheduledRequest] = {}
         self.decoding: dict[str, ScheduledRequest] = {}
         self.preempted: dict[str, ScheduledRequest] = {}
@@ -123,8 +123,8 @@ class RequestStates:
     def preempt(self, rid: str, kept_pages: int) -> None:
         """Free an admitted request's rows, and its pages except ``kept_pages``.
 
-        A request may keep more than its pages: its tails stay too, and tails of admitted requests
-        are counted by rows.
+        ``kept_pages`` may exceed `ScheduledRequest.pages`: it includes the kept tails. While a
+        request is admitted, its tails are counted with its rows instead.
         """
         request = self._admitted(rid)
         if kept_pages < 0:

@@ -8,7 +8,7 @@ from protocol.types import Usage
 from protocol.worker import ChoiceFinished, Report, RowFinished, Submit
 
 _PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
-"""A request with several choices reports the first of these reasons that one of them had."""
+"""A request with several choices reports the first of these reasons that any choice had."""
 
 
 class Choices:

@@ -26,7 +26,7 @@ REPLACEMENT = "\ufffd"
 _CONTEXT = 6
 """Tokens of context before the completion; vLLM takes 5. A character has at most 4 bytes."""
 _MAX_INCOMPLETE = 8
-"""Tokens held back for an incomplete character. After more, their text is sent as it is."""
+"""Most tokens held back for an incomplete character. With more, their text is sent as it is."""
 
 
 class Detokenizer(Protocol):
@@ -69,7 +69,7 @@ class BytesTable:
         return True
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token's bytes; none for logits beyond the tokenizer's vocabulary."""
+        """Return a token's bytes; empty for ids beyond the tokenizer's vocabulary."""
         return self._table[token] if token < len(self._table) else b""
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:
@@ -117,7 +117,8 @@ class ContextDecoder:
 
     def _advance(self, text: str) -> str:
         new = text[len(self._context) :]
-        # Tokens without text are no context for a space, but they must not accumulate.
+        # Tokens without text do not replace the context: after them alone, the next word would be
+        # decoded without its space. But they must not accumulate.
         if new or len(self._tokens) - self._context_len > _MAX_INCOMPLETE:
             del self._tokens[: self._context_len]
             self._context_len = len(self._tokens)
@@ -150,7 +151,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _bytes_of(name: str) -> bytes:
-    """Return a token's bytes from its name; added tokens may have other characters."""
+    """Return a token's bytes from its name. Names of added tokens may have any characters."""
     if all(char in _ALPHABET for char in name):
         return bytes(_ALPHABET[char] for char in name)
     return name.encode("utf-8", "replace")

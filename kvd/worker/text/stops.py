@@ -1,8 +1,8 @@
 """Stop strings in streamed text: the text ends before the first one.
 
-Text that may still become a stop string is held back. The first stop string that is complete ends
-the text; of several complete at the same character, the longest. How the text is split into pieces
-makes no difference.
+Text that may still become a stop string is held back. The stop string that is complete first ends
+the text; if several are complete at the same character, the longest one counts. How the text is
+split into pieces makes no difference.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ class StopFilter:
         return pending[:cut]
 
     def finish(self) -> str:
-        """Return the text that was held back; without more text it is no stop string."""
+        """Return the text that was held back: at the end of the text it is no stop string."""
         held, self._held = self._held, ""
         return held

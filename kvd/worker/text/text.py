@@ -21,8 +21,8 @@ from protocol.types import ChatMessage, TokenLogprob
 from protocol.worker import Submit, Tokenize, Tokenized
 
 _PROBE_CHARS = 8
-"""Characters per token of the context. Longer texts are tokenized in part first, so that a prompt
-that is far too long does not delay the running rows."""
+"""Characters per token of the context length. Of texts more than twice as long, only this part is
+tokenized first, so that a prompt that is far too long does not delay the running rows."""
 
 
 class TextStream:
@@ -193,7 +193,7 @@ class Text:
 
 
 def _prefix_of(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text; those after it are not used."""
+    """Return the tokens that the tokenizer puts before a text, not those that it appends."""
     full = list(tokenizer.encode("a"))
     plain = list(tokenizer.encode("a", add_special_tokens=False))
     for at in range(len(full) - len(plain) + 1):
