@@ -1,7 +1,7 @@
 """Drop-in caches for mlx-lm: paged, quantized, and batched by reference.
 
 `DropInKVCache` replaces mlx-lm's `KVCache` and `BatchKVCache`; `DropInRotatingKVCache` replaces
-`RotatingKVCache` and `BatchRotatingKVCache`. ``offset`` is an int until the cache was merged.
+`RotatingKVCache` and `BatchRotatingKVCache`. ``offset`` is an int, and an array after a merge.
 
 Every cache is independent of all others. The caches of one layer share a `SharedStore`, which only
 saves memory. `merge`, `extract`, `filter`, `extend` and copies move references; they copy no keys.
@@ -109,7 +109,7 @@ class DropInKVCache:
         """Return no mask. Raises ``TypeError`` if the model needs an array or another window."""
         if window_size not in {None, self.kind.window}:
             raise TypeError(
-                f"the model asks for a window of {window_size} tokens; this cache has"
+                f"the model asks for a window of {window_size} tokens; this cache's attention is"
                 f" {self.kind.name}"
             )
         if return_array and n > 1:
@@ -149,7 +149,8 @@ class DropInKVCache:
     def nbytes(self) -> int:
         """Bytes of the pages and tails of this cache's sequences, without free pages.
 
-        A page that two of them share counts once. A page shared with another cache counts in both.
+        A page that several of these sequences share counts once. A page shared with another cache
+        counts in both.
         """
         with self.shared.at_work():
             own = {one.row for one in self.rows if one.row is not None}
@@ -178,7 +179,7 @@ class DropInKVCache:
         return not any(one.row is not None and one.row.skipped for one in self.rows)
 
     def trim(self, n: int) -> int:
-        """Remove the newest ``n`` tokens of each sequence, or all of them. Returns how many.
+        """Remove the newest ``n`` tokens of each sequence, at most all. Returns how many.
 
         Raises ``ValueError`` if tokens that would be visible again have left a window.
         """
@@ -194,7 +195,7 @@ class DropInKVCache:
     def merge(cls, caches: Sequence[Any]) -> Self:
         """Return a batch of all these caches' sequences. The caches do not change.
 
-        Caches of different stores are first copied into one (`convert.together`). Raises
+        Caches of different stores are first copied into one store (`convert.together`). Raises
         ``TypeError`` for caches of another class, ``ValueError`` for another window or key shape.
         """
         for cache in caches:
@@ -211,7 +212,7 @@ class DropInKVCache:
             )
 
     def extract(self, idx: int) -> Self:
-        """Return a cache of one of the sequences. The batch keeps it too."""
+        """Return a cache of one of the sequences. The batch keeps that sequence, too."""
         return self.on(self.shared, [self.rows[idx]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -247,9 +248,9 @@ class DropInKVCache:
     ) -> None:
         """Announce a padded batch. Its padding is neither stored nor attended to.
 
-        ``left_padding`` has the padding tokens before each sequence's own tokens, for empty caches
-        only. With ``right_padding``, ``lengths`` says how many of each sequence's next tokens are
-        its own.
+        ``left_padding``: number of padding tokens before each sequence's own tokens, for empty
+        caches only. With ``right_padding``, ``lengths`` says how many of each sequence's next
+        tokens are its own.
         """
         if left_padding is not None and any(left_padding):
             if not self.empty():

@@ -31,7 +31,7 @@ CONVERTIBLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 """mlx-lm's caches that hold tokens in order and without padding."""
 
 
-# Rows as values.
+# Rows as images: copies without a store.
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,11 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
 def together(
     *parts: tuple[SharedStore, Sequence[SharedRow]],
 ) -> Iterator[tuple[SharedStore, list[SharedRow]]]:
-    """Bring rows of several stores to one, a model's own or the first, until the context ends.
+    """Bring rows of several stores into one of these stores until the context ends.
 
-    To keep them, the caller adds references of its own. Rows of other stores are copied; if one
-    copy fails, none of the copies stays. Raises ``ValueError`` if the stores attend to different
+    That is a model's own store (`SharedStore.home`) if there is one, else the first. To keep the
+    rows, the caller adds references of its own. Rows of the other stores are copied; if one copy
+    fails, none of the copies stays. Raises ``ValueError`` if the stores attend to different
     tokens.
     """
     kinds = {store.kind for store, _ in parts}
@@ -192,7 +193,8 @@ class State(dict[str, Any]):
     """A cache's state: `mx.eval` sees the lazy arrays, and `items` returns the full content.
 
     mlx-lm evaluates ``cache.state`` after each chunk of a prompt. A copy of all pages would double
-    the memory. `mx.eval` reads the dict in C; to save it, `mlx.utils.tree_flatten` calls `items`.
+    the memory. `mx.eval` reads the dict's own entries in C, while `mlx.utils.tree_flatten`, which
+    saves the state, calls `items`.
     """
 
     def __init__(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
@@ -364,7 +366,7 @@ def kv_cache_of(shared: SharedStore, row: Row | None) -> Any:
         oldest = row.length - (cache.max_size - kind.keep)
         seen = [i for i, at in enumerate(positions) if at >= oldest or at < kind.keep]
         keys, values = keys[:, mx.array(seen)], values[:, mx.array(seen)]
-        cache._idx = len(seen)  # noqa: SLF001 - only its state would set it otherwise
+        cache._idx = len(seen)  # noqa: SLF001 - only `state` sets it otherwise
     cache.keys, cache.values = mx.contiguous(keys[None]), mx.contiguous(values[None])
     cache.offset = row.length
     return cache

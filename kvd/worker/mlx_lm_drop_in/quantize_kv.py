@@ -1,4 +1,4 @@
-"""Installs the quantized, paged caches for a model in mlx-lm, without the daemon.
+"""Makes a model in mlx-lm use kvd's quantized, paged caches, without the daemon.
 
 ::
 
@@ -99,9 +99,9 @@ def quantize_kv(
     First, the model is tested: without quantization it must give the same logits as with its own
     caches, with one sequence and, if the model takes batches, with two.
 
-    Raises `UnsupportedModel` if the model has other caches, computes with keys and values itself,
-    or gives other logits; ``ValueError`` for an unknown scheme; ``RuntimeError`` like `install`.
-    Caches that were installed before stay installed then.
+    Raises `UnsupportedModel` if the model has caches of unknown classes, computes with keys and
+    values itself, or gives different logits; ``ValueError`` for an unknown scheme; ``RuntimeError``
+    like `install`. After an error, caches that were installed before stay installed.
     """
     install()
     schemes = schemes_of(scheme, group_size, quantized_kv_start)
@@ -171,7 +171,8 @@ def _try(model: Any, installed: QuantizedKV) -> list[bool]:
 class Trial:
     """Two sequences of unequal length, with a model's own caches and with kvd's.
 
-    A sequence's error is its steps' median: rounding may make a router choose another expert.
+    A sequence's error is the median over its steps, because rounding may make a router choose a
+    different expert.
     """
 
     def __init__(self, model: Any, own: Maker, paged: Maker) -> None:

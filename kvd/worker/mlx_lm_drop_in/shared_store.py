@@ -1,8 +1,8 @@
 """One layer's pages, shared by all drop-in caches of that layer, and the references to its rows.
 
 mlx-lm merges, splits, copies and drops its caches at any time. Here, that moves references. A row
-with several references is copied when one of their caches is about to write it. Only its tail is
-copied then, since pages are immutable.
+with several references is copied when one of the caches that hold it is about to write it. Only the
+tail is copied then, since pages are immutable.
 
 Rows may be dropped at any time, in any order, from any thread:
 
@@ -13,10 +13,10 @@ Rows may be dropped at any time, in any order, from any thread:
 * A graph that was built and never evaluated still reads the right bytes. MLX's arrays are values:
   a buffer that is still referenced is copied instead of overwritten.
 
-A `Reading` has the places of pages, not their bytes, and layers that share keys use it again after
-the first one. So no page moves during a pass: pools are cut before the pass's tables are built, and
-the pages that it reads are not reused while its own chunks are written. After the pass the
-`Reading` raises.
+A `Reading` has the places of pages, not their bytes. Layers that share keys use it one after the
+other, so no page may move during a pass. Pools are cut before the pass's tables are built, and the
+pages that the pass reads are not reused while its own chunks are written. After the pass, using the
+`Reading` raises an error.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class LayerRows(KVStore):
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
-        # Pages that leave a window are freed after the flush, and another one would overwrite them
-        # while layers that share these keys may still read them. The pages that this pass reads are
-        # retained until the flush is over.
+        # Layers that share these keys may still read pages that leave the window now. So the pages
+        # that this pass reads are retained until the flush is over. The next flush, which may
+        # overwrite them, ends the pass.
         self.step = None
         read = [page for step in steps if step.row.alive for page in step.row.pages]
         self.pages.retain(read)
@@ -113,7 +113,7 @@ class DecodeReading(Reading):
 
 
 class ChunkReading(Reading):
-    """Chunks of unequal length, evaluated row by row: the scratch is one row's dense layer."""
+    """Chunks of unequal length, evaluated row by row, so that only one dense layer exists."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ChunkReading(Reading):
             row.coming = span.count
 
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend each row's own tokens; evaluated. The padding gets zeros."""
+        """Attend with each row's own tokens; the result is evaluated. Padding gets zeros."""
         _, heads, tokens, _ = queries.shape
         v_dim = self.store.layers[0].geometry.v_dim
         rows = []
@@ -156,7 +156,7 @@ class SharedStore:
     """One layer's rows, created with the first keys, and the references of caches to them.
 
     ``schemes``, ``kind`` and ``quantized_start`` are those of `KVStore`. ``home`` marks the store
-    of a model's own caches: rows that meet rows of another store move there.
+    of a model's own caches: in a merge, rows of other stores are copied to it.
     """
 
     def __init__(
@@ -242,7 +242,10 @@ class SharedStore:
     def add(
         self, rows: list[SharedRow], spans: Sequence[Span], keys: mx.array, values: mx.array
     ) -> Reading:
-        """Add ``[rows, heads, tokens, dim]``, inside `at_work`. Replaces rows that are shared."""
+        """Append keys and values, ``[rows, heads, tokens, dim]``. Call it inside `at_work`.
+
+        Rows that other caches hold as well are replaced by copies in ``rows``.
+        """
         _, heads, _, k_dim = keys.shape
         geometry = LayerGeometry(heads, k_dim, values.shape[-1], keys.dtype.size)
         store = self.prepared(geometry, keys.dtype)
@@ -255,7 +258,7 @@ class SharedStore:
             store.step = None
             step.append(store.layers[0], keys, values)
             return DecodeReading(self, DecodeHandle(store, store.layers[0], step))
-        # As before a decode step, a row leaves the dense start at a length of its own.
+        # As before a decode step, a row whose length has outgrown the dense start leaves it.
         if store.mostly_free or any(map(store.dense_start.outgrown, own)):
             self.flush()
         self._wait_for_readers()
@@ -318,7 +321,7 @@ class SharedStore:
             self.latest = None
 
     def prepared(self, geometry: LayerGeometry, dtype: mx.Dtype) -> LayerRows:
-        """Return the rows, created if there are none. Raises ``ValueError`` for other shapes."""
+        """Return the rows, created at the first call. Raises ``ValueError`` for other shapes."""
         if self._rows is None:
             self._rows = LayerRows(
                 [geometry],
@@ -361,8 +364,8 @@ class SharedStore:
             row = shared.row
             if row is not None and not self._rows.can_trim(row, min(count, shared.length)):
                 raise ValueError(
-                    f"{count} tokens cannot be taken back: tokens that {self.kind.name} would see"
-                    " again have left the window"
+                    f"{count} tokens cannot be taken back: tokens that would become visible again"
+                    f" have left the cache ({self.kind.name})"
                 )
         self.passes += 1
         for row in self._unshared(rows):

@@ -1,7 +1,7 @@
 """Runs the checks: ``python -m kvd.worker.selftest [--quick] [--skip NAME]…``.
 
 Prints a line ``{"begin": NAME}`` before each check and its outcome after it. If the process
-crashes, the reader knows the check that caused it, and starts another process without it.
+crashes, the reader knows which check caused it, and starts a process that skips that check.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Decode attention over pages of every kind, in plain operations and in kernels.
+"""Checks decode attention over pages of all schemes, in plain operations and in kernels.
 
-Both are compared with dense attention in float64 over the dequantized pages.
+Both results are compared with dense attention in float64 over the dequantized pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows over the pages of one layer."""
+    """A shape of attention to check: rows over the pages of one layer."""
 
     dtype: mx.Dtype = mx.float32
     dim: int = 64
@@ -46,7 +46,7 @@ class Case:
     kv_heads: int = 2
     repeats: int = 2
     schemes: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
-    """Every row has pages of all of them, in rotation."""
+    """The pages of each row take these schemes in turn."""
     lengths: tuple[int, ...] = (300, 5, 64, 777)
     kind: Kind = FULL
     sinks: bool = False

@@ -1,4 +1,4 @@
-"""Memory of the process: in-place writes into pools, limits, and readings of both."""
+"""Checks of memory: pools are written in place, MLX keeps its limit, and readings are right."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flush(*, quick: bool) -> Outcome:
             store.flush()
             mx.eval(store.arrays())
             took = max(took, time.perf_counter() - start)
-            # Not if a pool grew: growing copies it, and that memory is reserved.
+            # Skipped if a pool grew: that copies the pool, for which memory is reserved.
             if mx.get_active_memory() <= before + _MIB:
                 worst = max(worst, mx.get_peak_memory() - before)
                 flushes += 1
@@ -88,14 +88,14 @@ def limits() -> Outcome:
 
 
 def footprint() -> Outcome:
-    """Check that an array's memory shows in both readings of the footprint, and is freed again.
+    """Check that the worker's and the daemon's reading of the footprint show an array's memory.
 
-    Skipped if the device has separate memory.
+    It must also be freed again. Skipped if the device has separate memory.
     """
     name = "footprint"
     reader = readings.reader()
     if reader.separate:
-        return Outcome(name, "skip", "the device has separate memory, whose bytes count instead")
+        return Outcome(name, "skip", "the device has separate memory, which is counted instead")
     size = 256 * _MIB
     mx.clear_cache()
     memory.trim_malloc()

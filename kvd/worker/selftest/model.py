@@ -1,4 +1,4 @@
-"""The embedded model, loaded like in a worker, with all checks of the probe."""
+"""Loads the embedded model as a worker does, with all checks of the probe."""
 
 from __future__ import annotations
 

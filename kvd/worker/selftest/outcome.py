@@ -21,5 +21,5 @@ REPORT = "attach the report to an issue"
 
 
 def outcome_of(name: str, text: str, *, right: bool, **numbers: float | str) -> Outcome:
-    """Return ``ok`` if the check is right, otherwise a failure to report."""
+    """Return ``ok`` if ``right``, otherwise a failure that the user should report."""
     return Outcome(name, "ok" if right else "fail", text, None if right else REPORT, dict(numbers))

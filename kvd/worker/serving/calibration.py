@@ -1,8 +1,8 @@
 """Results of `kvctl calibrate`: where they are stored, which model they belong to, what they allow.
 
-One JSON file per model, named after a hash of its content. So a result follows the model through
-renames and copies, and does not apply to any other model. A load raises all precision levels below
-the quality floor to it. An unreadable file counts as no result, and is logged.
+There is one JSON file per model, named after a hash of the model's content. So a result follows the
+model through renames and copies, and does not apply to any other model. A load raises all precision
+levels below the quality floor to the floor. An unreadable file counts as no result, and is logged.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving.model_files import Headers
 
 FOLDER_VARIABLE = "KVD_CALIBRATION"
-"""Environment variable with the folder of the results that a worker applies; without it, none."""
+"""Environment variable with the folder of results. Without it, a worker applies no result."""
 DENSE = Scheme(16, 16)
 """The quality floor if not even the top measured level is good enough."""
 _SAMPLE_BYTES = 4096
-"""Bytes per tensor that the key covers. Fine-tunes of one model differ in nothing else."""
+"""Bytes of each tensor that the key covers: fine-tunes of one model differ only in these."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     model: str
-    """The name that the user gave. Only the key decides."""
+    """The name that the user gave. Only ``key`` identifies the model."""
     lowest: str
     """The quality floor: the scheme that pages of this model do not go below."""
     max_kl: float

@@ -1,4 +1,4 @@
-"""Describes a model's cache for ``status``, and what its rows cost for the daemon's forecasts."""
+"""Describes a model's cache for ``status``, and its memory costs for the daemon's forecasts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERY_LONG = 1 << 40
 def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
     """Return how each kind of a model's layers keeps earlier tokens.
 
-    ``prefill_chunk``: tokens prefilled at once, whose pages a window temporarily holds.
+    ``prefill_chunk``: tokens prefilled at once. A window temporarily holds their pages, too.
     """
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
@@ -126,11 +126,11 @@ def dtype_name(model: Any) -> str:
 def costs_of(
     cache: ModelCache | MlxLmCache, *, weights: int, base: int, row: int, first: int, step: int
 ) -> Costs | None:
-    """Return the costs; None if a row's memory is no function of its length.
+    """Return the costs; None if a row's memory does not depend on its length alone.
 
-    ``row``: bytes of every row besides its pages. ``first``: units of an idle worker. ``step``:
-    tokens prefilled at once. Models with `Access.RECTANGLES` need scratch that depends on the rows
-    of the batch.
+    That is so with `Access.RECTANGLES`, whose scratch depends on the rows of the batch. ``row``:
+    bytes of every row besides its pages. ``first``: page units that an idle worker keeps.
+    ``step``: tokens prefilled at once.
     """
     kinds = []
     if isinstance(cache, ModelCache):

@@ -1,4 +1,4 @@
-"""Decides whether kernels run decode attention: only if they are right here, and faster."""
+"""Decides whether kernels run decode attention: if they are right and faster on this device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_kernels(
     timed = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):
         if not has_kernels_for(geometry):
-            sizes = f"{geometry.k_dim} and {geometry.v_dim}"
-            return _unused(f"there are no kernels for heads of {sizes}", timed), 0.0
+            sizes = f"keys of size {geometry.k_dim} and values of size {geometry.v_dim}"
+            return _unused(f"there are no kernels for {sizes}", timed), 0.0
     try:
         error = check(replace(backend, kernels=timed))
     except SelfCheckFailed as refused:
@@ -61,7 +61,10 @@ def check_kernels(
 
 
 def has_kernels_for(geometry: LayerGeometry) -> bool:
-    """Return whether there are kernels for these head sizes: whole runs, at most one per lane."""
+    """Return whether there are kernels for these head sizes.
+
+    They must be multiples of `RUN`, and values at most one run per lane.
+    """
     sizes = geometry.k_dim, geometry.v_dim
     return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 

@@ -1,4 +1,4 @@
-"""Which kernels this process tries (environment: ``KVD_ATTENTION``), and how a model uses them."""
+"""Chooses the kernels that this process tries (``KVD_ATTENTION``), and serves a model with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLE = "KVD_ATTENTION"
 
 
 def plain_only() -> bool:
-    """Return whether only plain operations may run attention: ``reference``."""
+    """Return whether only plain operations may run attention (``KVD_ATTENTION=reference``)."""
     return os.environ.get(VARIABLE) == "reference"
 
 
@@ -30,10 +30,11 @@ def find_kernels() -> FusedBackend | None:
 def serve(
     model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
 ) -> probe.Served:
-    """Serve as `probe.serve` does; ``products``: kvd's own kernels multiply few rows.
+    """Serve as `probe.serve` does, with layers as blocks of kernels (`blocks`) where possible.
 
-    The probe compares with mlx-lm's caches, where layers run their own code, and blocks must pass
-    that. If they do not, the model is probed again without them.
+    ``products``: whether kvd's own kernels multiply few rows; without them there are no blocks.
+    The probe compares with mlx-lm's caches, where layers run their own code, so it checks blocks
+    too. If it decides against kernels, the model is probed again without blocks.
     """
     count = blocks.fuse(model) if products else 0
     found = probe.serve(model, settings, vocab_size, kernels=kernels)

@@ -1,7 +1,7 @@
 """Times one layer's decode attention on this device, in kernels and in plain operations.
 
-The step has the model's own shape: four rows of a few thousand keys, in pages of zeros. Several
-calls are evaluated at once, each after the one before it.
+The step has the layer's own heads, and four rows of a few thousand keys, in pages of zeros. Several
+calls are evaluated at once, and each depends on the one before it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Times:
 def compare(
     stores: Sequence[KVStore], backend: FusedBackend, variants: Collection[KernelVariant]
 ) -> Times | None:
-    """Time both for the layers of these stores; None if no kernel variant fits any layer.
+    """Time kernels and plain operations for these layers; None if no variant fits any layer.
 
     ``variants``: the kernels that the model has requested. Uses at most half of the stores'
     scratch.
@@ -76,7 +76,7 @@ def _handle(
     store = KVStore([geometry], scheme, like.dtype, kind=like.kind)
     store.page_product, store.backend = like.page_product, backend
     store.pages.spare = lambda: 0  # the pools must not grow further
-    # Growing copies a pool, so pages may use half of this half.
+    # Half of the scratch may be used. Growing copies a pool, so pages may take half of that.
     fitting = like.scratch.limit // 4 // (ROWS * store.pages.page_bytes())
     length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
     count = length // PAGE_TOKENS
@@ -85,7 +85,7 @@ def _handle(
     rows: list[Row] = [store.new_row() for _ in range(ROWS)]
     pages = store.pages.take(0, ROWS * count)
     for index, row in enumerate(rows):
-        # Slots in the order of serving: those of all rows interleaved.
+        # As in serving, the slots of the rows are interleaved.
         row.pages = pages[index::ROWS]
         row.skipped = length // PAGE_TOKENS - count
         row.length = length + TAIL

@@ -57,7 +57,7 @@ def serve(
     library: ModuleType | None,
     progress: ReportProgress,
 ) -> probe.Served:
-    """Find the best way to serve the model that is right here, and allowed (`probe.serve`)."""
+    """Find the best allowed way to serve the model on this device (`probe.serve`)."""
     kernels = kernel_choice.find_kernels()
     if kernel_choice.plain_only():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
@@ -124,8 +124,8 @@ def freed_bytes() -> int:
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
     """Return an upper estimate of the process's bytes while it loads the model.
 
-    Stored weights coexist with some that are already converted, and checks need memory besides all
-    of them. Both fit in the scratch, which nothing else uses yet.
+    While weights are converted, some exist twice. Later, the checks need memory besides the
+    weights. The scratch, which nothing else uses yet, has room for either.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
     native = packed and not kernel_choice.plain_only()

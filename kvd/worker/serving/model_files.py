@@ -55,7 +55,10 @@ class Headers:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes with the native library, if all matrices belong to linear layers."""
+        """Bytes of the weights in memory with the native library.
+
+        Exact if all matrices belong to linear layers.
+        """
         return self.weights.in_memory(_itemsize(), packed=True)
 
 
@@ -88,7 +91,7 @@ def resolve(
     ``files``: patterns of the files to download for a Hub id; None: all that `load` needs.
     """
     if source in EMBEDDED:
-        from kvd import demo  # noqa: PLC0415 - only its own worker needs it
+        from kvd import demo  # noqa: PLC0415 - only a worker of this model needs it
 
         return Path(demo.path())
     if source.startswith("/"):
@@ -114,7 +117,7 @@ def _download(source: str, progress: ReportProgress, files: Sequence[str] | None
 
     disable_progress_bars()
     patterns = DEFAULT_ALLOW_PATTERNS if files is None else list(files)
-    # The Hub's own client falls back to its cache without a network.
+    # Without a network, the Hub's client falls back to its own cache.
     download = _in_background(
         lambda: snapshot_download(source, allow_patterns=patterns),
         lambda: progress("download", 0.0),  # may raise: the daemon cancelled the load
@@ -185,7 +188,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _check_architecture(config: dict[str, Any]) -> None:
-    from mlx_lm.utils import (  # noqa: PLC0415 - its tables, before any model module is imported
+    from mlx_lm.utils import (  # noqa: PLC0415 - imports no model module
         MODEL_ARCHITECTURE_REMAPPING,
         MODEL_REMAPPING,
     )
@@ -243,7 +246,7 @@ def load(
     from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.set_verbosity_error()  # it warns about prompts longer than its own limit
+    logging.set_verbosity_error()  # hides warnings about prompts beyond transformers' own limit
     try:
         model, config = load_model(path, lazy=True)
     except Exception as error:  # mlx-lm's loaders and models raise any type
@@ -324,6 +327,6 @@ def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return a short error text: loaders list all tensors of a model."""
+    """Return a short error text, because loaders may list all tensors of a model."""
     line, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {line[:300]}"

@@ -1,8 +1,8 @@
-"""How a model can be served: determined at every load, before the first request.
+"""Determines how a model can be served, at every load, before the first request.
 
 First, a forward pass over mlx-lm's own caches shows what the model keeps: each layer's kind, heads
-and sizes (`find_layout`). Then the ways to read that are tried, the best first, each with the
-self-check. The first one that gives the model's own logits is used:
+and sizes (`find_layout`). Then the ways to store and read it are tried, the best first, each with
+the self-check. The first one that gives the model's own logits is used:
 
 1. **pages**, several rows per pass: kvd's attention over opaque handles;
 2. **dequantize-on-read**, several rows per pass, for the kinds that need it or for all: plain
@@ -14,8 +14,8 @@ self-check. The first one that gives the model's own logits is used:
 On an accelerator, kernels then attend to pages if they are right too, and faster
 (`kvd.worker.serving.kernel_check`).
 
-Every packing of any precision level is checked. So are a dense start and a bounded size, at lengths
-that the check's short rows exceed.
+The packings of all precision levels are checked. So are a dense start and a bounded size
+(`max_kv_size`), both lowered so far that the check's short rows exceed them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from protocol.types import FusedAttention
 MEASURED_TOKENS = (8, 520)
 """Lengths at which the memory of mlx-lm's own caches is measured."""
 CHECKED_START = 128
-"""Length at which rows of the check leave the dense start: one row during the steps, one before."""
+"""Length at which rows of the check leave the dense start: one before the steps, one in them."""
 PAGELESS = (2, 40)
 """Lengths of rows that are too short for a page."""
 CHECKED_WINDOW = 96
-"""Tokens besides the first ones that rows of a bounded size see in the check."""
+"""Tokens that rows of a bounded size see in the check, besides the kept first ones."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def find_layout(model: Any) -> Layout:
     keys = [getattr(leaf, "keys", None) for cache in caches for leaf in _leaves(cache)]
     dtypes = {array.dtype for array in keys if array is not None}
     if len(dtypes) > 1:
-        raise UnknownCacheError(f"keys of several dtypes: {sorted(map(str, dtypes))}")
+        raise UnknownCacheError(f"its keys have several dtypes: {sorted(map(str, dtypes))}")
     return Layout(entries, dtypes.pop() if dtypes else mx.float32)
 
 
@@ -131,7 +131,7 @@ def _part(cache: Any) -> Part:
         if any(array is None for array in arrays):
             if all(array is None for array in arrays):
                 return UnusedPart()
-            raise UnknownCacheError("a recurrent state that is only written in part")
+            raise UnknownCacheError("it writes a recurrent state only in part")
         return StatePart(
             tuple(array.shape for array in arrays), tuple(array.dtype for array in arrays)
         )
@@ -140,7 +140,7 @@ def _part(cache: Any) -> Part:
         return UnusedPart()
     _, heads, _, k_dim = keys.shape
     values = cache.values
-    # Some models write values that are never read: an indexer over keys alone.
+    # Some models store zeros as values and never read them: an indexer reads keys alone.
     used = values.size and bool(mx.any(values != 0).item())
     # Keep one channel: with empty arrays MLX divides by zero, and the process dies.
     v_dim = values.shape[-1] if used else 1
@@ -154,7 +154,7 @@ def _kind(cache: Any) -> Kind:
         return Kind(cache.max_size, cache.keep)
     if type(cache) is ChunkedKVCache:
         return Kind(chunk=cache.chunk_size)
-    raise UnknownCacheError(f"a cache of its own, {type(cache).__name__}")
+    raise UnknownCacheError(f"it has its own cache class, {type(cache).__name__}")
 
 
 def serve(
@@ -164,7 +164,7 @@ def serve(
     library: ModuleType | None = None,
     kernels: FusedBackend | None = None,
 ) -> Served:
-    """Choose the best way to serve the model that is right here, and return a runner for it.
+    """Choose the best way to serve the model with right logits on this device; return its runner.
 
     ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. Raises `UnsupportedModel`
     if mlx-lm itself cannot run the model, if its logits are not finite, or if mlx-lm's own caches
@@ -187,7 +187,7 @@ def serve(
                 alone = str(refused)
         else:
             return served if way.batched else _with_reason(served, alone)
-    return _own(model, vocab_size, next(iter(reasons.values()), "no way to read pages is right"))
+    return _own(model, vocab_size, next(iter(reasons.values()), "no way to read pages is correct"))
 
 
 def _with_reason(served: Served, alone: str) -> Served:
@@ -227,7 +227,7 @@ def _try_way(
     library: ModuleType | None,
     kernels: FusedBackend | None,
 ) -> Served:
-    """Check one way, first without quantization against mlx-lm's own caches, then with it."""
+    """Check one way: without quantization against mlx-lm's own caches, then with quantization."""
 
     def runner(schemes: CacheSettings) -> Runner:
         return Runner(model, ModelCache(layout, schemes, access=way.access, batched=way.batched))
@@ -292,9 +292,9 @@ def _check_kernels(
     checks: Sequence[tuple[CacheSettings, Sequence[int]]],
     kernels: Backend,
 ) -> float:
-    """Run all checks of plain operations over kernels, and those that only kernels need.
+    """Run the checks of plain operations with kernels, and further ones that only kernels need.
 
-    The latter are rows without a page, each level alone, and rows with pages on several levels.
+    These are rows without a page, each level alone, and rows with pages on several levels.
     """
     settings = checks[0][0]
     seen = {limits.schemes for limits, _ in checks}
@@ -317,7 +317,7 @@ def _check_kernels(
 
 
 _Attention = tuple[str, Callable[..., mx.array], Backend | None]
-"""A name, how pages are multiplied, and what attends instead."""
+"""A name, the product over pages, and the backend that attends instead, if any."""
 
 
 def _attention_paths(native: Library | None, *, paged: bool) -> list[_Attention]:
@@ -343,7 +343,7 @@ def _error(
 
 
 def _check_settings(settings: CacheSettings) -> CacheSettings:
-    """Return settings whose dense start and bound the rows of a check exceed."""
+    """Return settings with the dense start and the bound lowered: rows of a check exceed both."""
     keep = min(settings.keep, PAGE_TOKENS)
     return replace(
         settings,
@@ -354,10 +354,10 @@ def _check_settings(settings: CacheSettings) -> CacheSettings:
 
 
 def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
-    """Return settings with lower levels as the top: as few as contain all packings.
+    """Return settings that start at lower levels: as few as are needed to check all packings.
 
-    Searches from the bottom up, because levels between two others often have no packing of their
-    own.
+    Searches from the lowest level up, because levels between two others often have no packing of
+    their own.
     """
     top, *rest = cache.settings.schemes
     seen = _packings(cache, top)
@@ -371,7 +371,7 @@ def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
 
 
 def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing]]:
-    """Return the products that a scheme needs: whether of keys, the head's size, the packing."""
+    """Return the products that a scheme needs, as (is of keys, head size, packing)."""
     floors = cache.settings.floors(len(cache.layout.entries))
     found: set[tuple[bool, int, Packing]] = set()
     for entry, part in cache.layout.attention():

@@ -1,8 +1,8 @@
 """Finds the batch size from which rounding of a product no longer depends on the batch.
 
-BLAS has separate kernels for small products, with another order of summation. A row of a batch gets
-the same logits to the bit, whatever rows share it, only if one kernel computes all batches. So
-small batches are padded to the size where the large kernels begin. That size depends on the library
+BLAS has separate kernels for small products, with a different order of summation. A row gets the
+same logits to the bit in every batch only if one kernel computes batches of all sizes. So small
+batches are padded to the size where the large kernels begin. That size depends on the library
 and on the model's shapes, so it is measured (OpenBLAS 0.3.21: 10 rows for a weight of 128 x 256, no
 padding for 3072 x 1024).
 """
@@ -16,10 +16,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 USUAL_FLOOR = 16
-"""Rows for products that are not measured: all except those of dense linear layers."""
+"""Rows for products that are not measured: those of layers other than linear and embeddings."""
 MOST_ELEMENTS = 4 * 1024 * 1024
-"""Larger weights do not use BLAS's small kernels; that is verified, without searching for the
-floor."""
+"""Elements of the largest weight whose floor is searched. Larger ones do not use BLAS's small
+kernels, which one comparison verifies."""
 MOST_TOKENS = 32
 """Short prefills are padded to at most this many tokens."""
 _LARGE = (17, 24, 33, 64)
@@ -34,7 +34,7 @@ _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 def batch_floor(model: Any) -> int:
     """Return the number of rows that smaller batches of this model are padded to.
 
-    On the CPU only: accelerators choose kernels in ways that padding cannot even out.
+    For the CPU only: accelerators choose kernels in ways that padding cannot even out.
     """
     leaves = [module for _, module in model.named_modules() if not module.children()]
     products = {
@@ -49,16 +49,16 @@ def batch_floor(model: Any) -> int:
 def token_floor(model: Any) -> int | None:
     """Return the tokens that shorter prefills are padded to, so that all round alike.
 
-    None if more than `MOST_TOKENS` are needed, as for a router of few experts. Not measured:
+    None if more than `MOST_TOKENS` are needed, as for a router of few experts. For the CPU only.
+    Not measured are:
 
     * logits, which leave nothing in the cache;
     * quantized layers, which compute a row at a time;
     * weights beyond `MOST_ELEMENTS`;
-    * layers other than linear ones: experts sort 64 choices or more, which 32 tokens have if each
-      takes two.
+    * layers other than linear ones and embeddings, for which the floor is `MOST_TOKENS`: experts
+      sort their inputs from 64 choices on, and 32 tokens have 64 if each chooses two experts.
 
-    The runner then checks groups with the whole model (`kvd.worker.serving.runner`). On the CPU
-    only.
+    The runner therefore checks groups with the whole model, too (`Runner.group`).
     """
     leaves = [module for _, module in model.named_modules() if not module.children()]
     layers = {
@@ -73,7 +73,7 @@ def token_floor(model: Any) -> int | None:
 
 
 def _token_floor(layer: Any) -> int:
-    """Return the tokens from which a layer's products do not depend on a token's place."""
+    """Return the tokens from which on rounding does not depend on their number or place."""
     large = -(-_BEYOND // layer.weight.size)  # for narrow weights, such as a router's
     tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
     right = layer(tokens)

@@ -39,7 +39,7 @@ class Runner:
             access is Access.PAGES for access in cache.access.values()
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
-        # `Access.RECTANGLES` depends on the other rows anyway, so it gets no padding.
+        # With `Access.RECTANGLES`, rounding depends on the other rows even with padding.
         self._min_batch = batch_floor(model) if on_cpu() and paged and cache.batched else 1
         """Smaller batches are padded to this many rows, so that all round alike."""
         self.groups = False
@@ -48,7 +48,7 @@ class Runner:
         """Minimum tokens in a grouped prefill pass. Smaller passes are padded, so that rounding
         does not depend on the group's size."""
         self._pads_width = False
-        """Whether passes are padded to one of few widths, because the device plans for each."""
+        """Whether passes are padded to one of few widths, because the device plans each width."""
 
     @property
     def compiled(self) -> bool:
@@ -61,7 +61,7 @@ class Runner:
         return 0 if backend is None else backend.launched()
 
     def compile(self) -> bool:
-        """Run decode steps as compiled functions if their results agree; return whether.
+        """Compile decode steps if their results agree with plain steps; return whether they do.
 
         The cache must be empty, and is empty again afterwards.
         """
@@ -90,12 +90,13 @@ class Runner:
         return agree
 
     def group(self) -> bool:
-        """Allow several rows in `prefill_group` if the results agree; return whether.
+        """Allow several rows in `prefill_group` if they agree with rows alone; return whether.
 
-        On the CPU they must agree to the bit, elsewhere except for rounding. Devices that plan for
-        each shape do not group: groups have many shapes, take as long as one row after another, and
-        a row's numbers would depend on the other rows. There, passes of one row become wider. The
-        cache must be empty, and is empty again afterwards.
+        On the CPU they must agree to the bit, elsewhere except for rounding. Devices that plan
+        attention for each shape do not group: groups have many shapes and take as long as one row
+        after another, and a row's numbers would depend on the other rows. On these devices, passes
+        of one row are padded to few widths instead. The cache must be empty, and is empty again
+        afterwards.
         """
         cache = self.cache
         min_tokens = token_floor(self.model) if on_cpu() else 1
@@ -132,19 +133,18 @@ class Runner:
         return self.groups
 
     def width(self, tokens: int) -> int:
-        """Return the tokens per row that a pass computes if its longest chunk has this many."""
+        """Return the width, padding included, of a pass whose longest chunk has ``tokens``."""
         return padded_sizes.padded_width(tokens) if self._pads_width else tokens
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
-        """Run a chunk of a prompt into the row, without logits; evaluated and flushed on return."""
+        """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
         self.prefill_group([row], [tokens])
 
     def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
         """Prefill a chunk of each row in one forward pass; several rows only if `groups`.
 
         Chunks should have about the same length: all are padded to the longest, or a little further
-        (`width`). On the CPU a row's results do not depend on the rows that share its pass, to the
-        bit.
+        (`width`). On the CPU, a row's results are the same to the bit whatever rows share its pass.
         """
         self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
@@ -173,7 +173,7 @@ class Runner:
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
 
-        Flush the cache before if its `needs_flush` is true. Evaluate the result together with the
+        Flush the cache first if its `needs_flush` is true. Evaluate the result together with the
         cache's `arrays`.
         """
         passes = self._passes(rows)
@@ -183,7 +183,7 @@ class Runner:
         for places, floor in passes:
             some = [rows[place] for place in places]
             logits = self._decode(some, tokens[mx.array(places)], floor)
-            # In this order, a pass's temporary memory is free before the next pass needs it.
+            # Launched one by one, so that the next pass can reuse this one's temporary memory.
             mx.async_eval(logits, self.cache.arrays())  # type: ignore[no-untyped-call]
             found.append(logits)
             order += places
@@ -199,7 +199,7 @@ class Runner:
         return passes
 
     def _can_share(self, row: Row) -> bool:
-        """Return whether a row can share a pass; its recurrent state may be incomplete."""
+        """Return whether a row can share a pass: not while its recurrent state is incomplete."""
         return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
 
     def _decode(self, rows: list[Row], tokens: mx.array, floor: int) -> mx.array:

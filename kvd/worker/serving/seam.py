@@ -2,7 +2,7 @@
 
 Model modules import that function by name, so `install` must run before any of them is imported.
 Dispatch is on the handle instead of the cache, because some models share keys and values between
-layers with ``cache=None``. All other arguments go to mlx-lm's function.
+layers with ``cache=None``. Calls without a handle go to mlx-lm's function.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
 
 def _refuse_mask(mask: Any, handle: KVHandle | OpaqueKV) -> None:
     kind = handle.kind if isinstance(handle, OpaqueKV) else handle.store.kind
-    # A model with chunked attention passes its own mask. The self-check has verified that it hides
-    # what the cache's kind hides.
+    # A model with chunked attention passes its own mask. The self-check has verified that this mask
+    # hides the same tokens as the cache's kind.
     if mask is not None and kind.chunk is None:
         raise TypeError(f"the model passes its own attention mask ({type(mask).__name__})")
 

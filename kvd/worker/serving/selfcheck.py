@@ -30,9 +30,9 @@ LENGTHS = (2, 126, 200)
 """Prompt lengths. The second row commits its first page during the steps; the third starts with
 pages."""
 SHORT_LENGTHS = (2, 128)
-"""Lengths that suffice for a product: one row has a page, the other has none."""
+"""Prompt lengths that suffice to check a packing: one row has a page, the other has none."""
 LONGEST_WINDOW = 512
-"""A row of the check passes windows up to this length; longer ones would cost too much."""
+"""Longest window that a row of the check exceeds: rows beyond it would take too long."""
 CHUNK = 128
 STEPS = 3
 
@@ -55,7 +55,7 @@ class Reference(Protocol):
     """Source of one row's right logits, step by step."""
 
     def before(self) -> None:
-        """Record the state that is needed from before the runner's step."""
+        """Record what `caches` needs of the row's state before the runner's step."""
 
     def caches(self) -> list[Any]:
         """Return caches for the model's own run of the same step."""
@@ -143,7 +143,7 @@ def _check(
 
 
 def explain_failure(error: Exception) -> str:
-    """Return the meaning of a model's failure over kvd's caches, for people."""
+    """Explain a model's failure over kvd's caches to the user."""
     text = str(error).strip()
     if _OPAQUE.search(text):
         return f"the model works on its keys and values itself ({_use(error)})"
@@ -165,7 +165,7 @@ def _use(error: Exception) -> str:
 
 
 def _mix(cache: Any, rows: list[Row]) -> None:
-    """Convert each row's pages to its own level and all lower ones, in rotation."""
+    """Spread each row's pages over its own level and all lower ones, in turn."""
     for index, store in enumerate(cache.stores):
         for row in (one.rows[index] for one in rows):
             levels = range(row.level, len(store.schemes))
@@ -185,8 +185,8 @@ def _run(
 ) -> tuple[float, mx.Dtype]:
     """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
 
-    The error is the worst row's. Of a row's steps the median counts, because a router that chooses
-    another expert due to rounding is no fault of the cache.
+    The error is that of the worst row. A row's error is the median over its steps, because a router
+    that chooses a different expert due to rounding is no fault of the cache.
     """
     cache = runner.cache
     prompts = [

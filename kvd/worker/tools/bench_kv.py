@@ -7,7 +7,7 @@ exists at a time: keys and values come in chunks that are generated again from t
 are compared.
 
 Random keys have no outliers, only channels of different size, and random queries attend to
-everything.
+everything. So the errors compare schemes, but are not those of a real model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEYS = {
     "kv_heads": "num_key_value_heads",
     "layers": "num_hidden_layers",
 }
-"""The configuration's names of options; the other options have the same name there."""
+"""Names of options in ``config.json``; the other options have the same name there."""
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
@@ -102,7 +102,7 @@ def shape_of(config: dict[str, Any], **given: Any) -> Shape:
     head_dim = number("head_dim")
     if head_dim is None and heads and (hidden := _count(text, "hidden_size")):
         head_dim = hidden // heads
-    # MLX emulates half precision on the CPU, where workers run float32.
+    # MLX emulates half precision on the CPU, so workers run float32 there.
     stored = text.get("torch_dtype") or text.get("dtype")
     dtype = "float32" if default_dtype() is not None else stored
     found: dict[str, Any] = {
@@ -171,7 +171,7 @@ class Source:
         return mx.random.normal(shape, key=mx.random.key(2**31)).astype(_DTYPES[self.shape.dtype])
 
     def truth(self, scale: float) -> mx.array:
-        """Return the attention output in float32, a chunk of exact keys and values at a time."""
+        """Return the attention output in float32, from exact keys and values, chunk by chunk."""
         shape = self.shape
         q = self.queries().astype(mx.float32).reshape(shape.kv_heads, -1, shape.head_dim) * scale
         top = mx.full((*q.shape[:2], 1), -mx.inf)
@@ -277,7 +277,7 @@ def _timed(work: Callable[[], mx.array]) -> tuple[mx.array, float]:
 
 
 def _paged(dense: mx.array, pages: int) -> mx.array:
-    """Return ``[pages, heads, 64, dim]`` of ``[1, heads, tokens, dim]``."""
+    """Cut ``[1, heads, tokens, dim]`` into pages, ``[pages, heads, 64, dim]``."""
     _, heads, _, dim = dense.shape
     tokens = dense[0, :, : pages * PAGE_TOKENS]
     return tokens.reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)

@@ -37,11 +37,12 @@ def calibrate(
     count: int = 4,
     tokens: int = 1024,
 ) -> CalibrationResult:
-    """Load a model, measure its levels, the first scheme at the top, and return the result.
+    """Load a model, measure one precision level per scheme, and return the result.
 
-    ``count`` prompts of about ``tokens`` tokens each, cut to the model's context. Raises the
-    `KvdError` of a model that cannot be loaded, `UnsupportedModel` for one that has no quantized
-    keys and values, and `InvalidRequest` for prompts that are too short.
+    ``schemes``: from the top level down. Measures with ``count`` prompts of about ``tokens`` tokens
+    each, cut to the model's context. Raises the `KvdError` of a model that cannot be loaded,
+    `UnsupportedModel` for one that has no quantized keys and values, and `InvalidRequest` for
+    prompts that are too short.
     """
     seam.install()
     report("weights")
@@ -50,7 +51,7 @@ def calibrate(
     context = loaded.context_length
     try:
         prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=min(tokens, context))
-    except ValueError as error:  # the facts do not fit
+    except ValueError as error:  # too few tokens for the prompt's facts
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     prompts = [prompt[:context] for prompt in prompts]
     try:

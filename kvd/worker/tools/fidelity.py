@@ -1,4 +1,4 @@
-"""How far quantized pages move a model: KL divergence, top-1 agreement, perplexity.
+"""Measures how quantized pages change a model: KL divergence, top-1 agreement, perplexity.
 
 Every prompt is teacher-forced, in the order of real use: most of it is prefilled in chunks, and its
 last tokens are decoded one by one. The reference is the same model over mlx-lm's own dense caches.
@@ -27,10 +27,11 @@ from protocol.errors import UnsupportedModel
 
 CHUNK = 256
 DECODED = PAGE_TOKENS
-"""Tokens at the end of each prompt that are decoded, so that a page is committed among them."""
+"""Tokens at the end of each prompt that are decoded: enough that one of them commits a page."""
 SCRATCH = 256 * 1024 * 1024
 _SMALL = 1.0
-"""Differences of logarithms up to which the series form of a KL term is more exact."""
+"""Largest difference of logarithms for which a KL term is computed with ``expm1``. For larger ones
+that form is less exact than the other."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Floor:
     min_top1: float = 0.95
 
     def allows(self, agreement: Agreement) -> bool:
-        """Return whether both limits hold; NaN does not."""
+        """Return whether both limits hold; False for NaN."""
         return agreement.kl <= self.max_kl and agreement.top1 >= self.min_top1
 
 
@@ -113,7 +114,7 @@ def compare(
     p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits)
     d = q - p
     # The sum of p (e^d - 1 - d) equals sum(p (log p - log q)), because p and q both sum to 1. No
-    # term is negative and small terms do not cancel, so float32 is enough far below 1e-6.
+    # term is negative and small terms do not cancel, so float32 suffices for sums far below 1e-6.
     near = mx.exp(p) * (mx.expm1(mx.minimum(d, _SMALL)) - d)
     far = mx.exp(q) - mx.exp(p) * (1 + d)
     kl = mx.where(mx.abs(d) <= _SMALL, near, far).sum(axis=-1)
@@ -125,9 +126,9 @@ def compare(
 def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[list[int]]:
     """Return prompts as token ids, for a measurement without the user's own text.
 
-    Recall tasks of the package: prose that contains facts, one of which is asked for at the end,
-    and the answer. A lossy cache first damages retrieval from far back, which plain prose hides.
-    The tasks are the same for every user and tokenizer.
+    They are the recall tasks of `kvd.demo.recall`: prose that contains facts, a question about one
+    of them at the end, and the answer. A lossy cache first damages retrieval from far back, which
+    plain prose hides. The tasks are the same for every user and tokenizer.
     """
     tasks = (make_recall_prompt(seed, tokens, tokenizer) for seed in range(count))
     return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
@@ -146,7 +147,7 @@ def measure(
 
     Holds one prompt at a time: a dense cache and one cache per level. The seam must be installed.
     Raises `UnsupportedModel` for a model that has no quantized keys and values, and `TooShortError`
-    if the prompts (``2 * 64`` tokens and more) are too short to fill a page.
+    if no prompt fills a page, which takes ``2 * 64`` tokens.
     """
     vocab_size = model(mx.array([[0]])).shape[-1]
     levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in schemes]

@@ -176,7 +176,7 @@ def test_the_table_of_models_is_kept(case: Case) -> None:
     assert table.line(case.name, case.served) in table.PAGE.read_text().splitlines()
 
 
-NOT_QUANTIZED = {"deepseek_v41": "a cache of its own, LayerCache"}
+NOT_QUANTIZED = {"deepseek_v41": "it has its own cache class, LayerCache"}
 """Models with attention that are served dense, and why: kvd has no store for their caches.
 
 LayerCache is a window, groups that the model compresses itself, their index keys and an open group.

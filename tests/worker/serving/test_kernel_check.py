@@ -158,7 +158,7 @@ def test_unsupported_head_sizes_use_plain_operations() -> None:
     model = model_of("llama", head_dim=60)
     found = probe.serve(model, CacheSettings(SCHEMES), VOCAB, kernels=kernels.backend())
 
-    assert_unused(found, "no kernels for heads of 60 and 60")
+    assert_unused(found, "no kernels for keys of size 60 and values of size 60")
     assert kernels.launches == 0
 
 
