@@ -40,7 +40,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     """Tokens that were drawn and read, including one that ended the completion."""
     trusted: bool = False
-    """Whether the newest logits were finite and varied. Then so are the row's keys and values."""
+    """Whether the newest logits were finite and varied. Then its keys and values are finite."""
     ended: bool = False
     released: bool = False
     """Whether its row is freed: a step in flight may outlive the completion's end."""

@@ -79,7 +79,7 @@ class DropInKVCache:
         """Append new tokens' keys and values, ``[batch, heads, tokens, dim]``.
 
         Returns a `Reading` twice, which only attention can use. Raises ``ValueError`` if the cache
-        holds another number of sequences.
+        holds a different number of sequences.
         """
         batch, _, tokens, _ = keys.shape
         with self.shared.at_work():
@@ -106,7 +106,10 @@ class DropInKVCache:
     def make_mask(
         self, n: int, window_size: int | None = None, *, return_array: bool = False, **_: Any
     ) -> None:
-        """Return no mask. Raises ``TypeError`` if the model needs an array or another window."""
+        """Return no mask.
+
+        Raises ``TypeError`` if the model needs an array, or a window other than the cache's.
+        """
         if window_size not in {None, self.kind.window}:
             raise TypeError(
                 f"the model asks for a window of {window_size} tokens; this cache's attention is"
@@ -196,7 +199,7 @@ class DropInKVCache:
         """Return a batch of all these caches' sequences. The caches do not change.
 
         Caches of different stores are first copied into one store (`convert.together`). Raises
-        ``TypeError`` for caches of another class, ``ValueError`` for another window or key shape.
+        ``TypeError`` for a different class, ``ValueError`` for a different window or key shape.
         """
         for cache in caches:
             cls._check(cache)
@@ -336,7 +339,7 @@ class DropInKVCache:
     def from_state(cls, state: Any) -> Self:
         """Return the cache whose `state` this was. It has its own store until it is merged.
 
-        Raises ``ValueError`` if the state is damaged, or is of another class of cache.
+        Raises ``ValueError`` if the state is damaged, or belongs to a different class of cache.
         """
         shared, rows, batched = convert.restored(state)
         return cls.on(shared, rows, batched=batched)

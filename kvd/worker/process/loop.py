@@ -34,8 +34,8 @@ IDLE_INTERVAL_S = 5.0
 PHASE_INTERVAL_S = 5.0
 """Seconds after which a repeat of the last reported phase is reported again.
 
-Earlier repeats are not reported. With later ones, the daemon can tell many short steps from one
-long step.
+Earlier repeats are not reported. Later ones show the daemon that it sees many steps, not one long
+step.
 """
 LONG_WAIT_S = 0.25
 """Seconds of waiting for a time slice until the worker reports ``idle``; most waits are shorter."""

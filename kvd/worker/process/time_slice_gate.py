@@ -76,7 +76,7 @@ class TimeSliceGate:
         return self._wanted()
 
     def before_step(self, now: float) -> TimeSliceOver | None:
-        """Start a step; end the slice if the step is short and the last one."""
+        """Start a step; end the slice if the step is short and its last one."""
         self._step_began = now
         step_s = None if self._prefills else self._step_s[False]
         if step_s is None or step_s > SHORT_S or now + step_s < self._until:

@@ -61,8 +61,8 @@ class Scores:
 def score(logits: Any, tokens: Any, *, top: bool) -> Scores:
     """Return the logprobs of ``tokens`` ``[rows]`` in ``logits`` ``[rows, vocabulary]``, lazily.
 
-    With ``top``, also those of the `MAX_LOGPROBS` most likely tokens. The number is fixed, so that
-    a row's values do not depend on other rows.
+    With ``top``, also return those of the `MAX_LOGPROBS` most likely tokens. The number is fixed,
+    so that a row's values do not depend on other rows.
     """
     logits = logits.astype(mx.float32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)

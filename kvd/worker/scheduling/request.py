@@ -52,7 +52,7 @@ class ScheduledRequest:
     """Pages that one choice fills at most, the prompt's pages included."""
     further_choice_pages: int = 0
     level: int = 0
-    """Precision level that the request runs at or will start at. Pages are counted at it."""
+    """Precision level at which the request runs or will start, and at which pages are counted."""
     prefilled: int = 0
     """Prompt tokens that are in the KV cache."""
     was_admitted: bool = False

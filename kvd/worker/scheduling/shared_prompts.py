@@ -9,7 +9,7 @@ finds that chunk in the prefix cache. ::
     waits          |--chunk---|--chunk---|--chunk---|-own-|
     does not wait  |--chunk---|--own--|                      its shared chunk is done and cached
 
-**No deadlock.** The first request in order waits for none, so one always prefills. A request waits
+**No deadlock.** The first request in order never waits, so one can always prefill. A request waits
 only for requests before it, whose chunks the bound of `kvd.worker.scheduling.prefill_order` already
 counts. Suspended, preempted and finished requests are never waited for.
 """

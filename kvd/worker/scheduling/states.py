@@ -106,7 +106,7 @@ class RequestStates:
         self.reserved_pages -= request.further_choice_pages
 
     def resize(self, request: ScheduledRequest, level: int, first: int, further: int) -> None:
-        """Count a request's pages at another level: its first choice's, and each further one's."""
+        """Set a request's level, and the pages of its first choice and of each further one."""
         before = request.pages
         request.level = level
         request.first_choice_pages, request.further_choice_pages = first, further

@@ -36,7 +36,7 @@ class Times:
     fused_s: float
     reference_s: float
     keys: int
-    """Keys of each of the `ROWS` rows, if no window hides some."""
+    """Keys of each of the `ROWS` rows; a window may hide some of them."""
 
 
 def compare(

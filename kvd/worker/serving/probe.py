@@ -191,7 +191,7 @@ def serve(
 
 
 def _with_reason(served: Served, alone: str) -> Served:
-    """Add why rows do not share a pass, if another reason hides it."""
+    """Add why rows do not share a pass to the reasons that do not mention it."""
     reasons = {
         kind: why if alone in why else f"{why}; and rows do not share a pass, because {alone}"
         for kind, why in served.reasons.items()

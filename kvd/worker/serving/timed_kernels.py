@@ -97,7 +97,7 @@ class TimedKernels:
         variant: object,
         arrays: list[mx.array],
     ) -> _Found:
-        """Call a kernel; on the first call of its variant, call it twice more and time that."""
+        """Call a kernel. If its variant is new, first call it twice to time its compilation."""
         before = self.launches
         try:
             if variant not in compiled:

@@ -1,7 +1,7 @@
 """Prints MLX's version and device as one JSON object: ``python -m kvd.worker.tools.examine``.
 
-For `kvctl doctor`, which does not import MLX itself. Computes one small product, because a device
-that is present may still not work.
+`kvctl doctor` runs this program, because it does not import MLX itself. One small product is
+computed, because a device that is present may still not work.
 """
 
 from __future__ import annotations
