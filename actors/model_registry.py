@@ -244,8 +244,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _unload(self, name: str, *, force: bool) -> DeferredReply[int] | int:
         entry = self._state.entries.get(name)
         if entry is None:
-            self._known(name)
-            self._forget(name)  # it was evicted before; from now on no request loads it again
+            # It was evicted before. From now on, requests load it only if the configuration lists it.
+            self._forget(name, keep=self._known(name).listed)
             return 0
         reply: DeferredReply[int] = DeferredReply()
         entry.unload_replies.append(reply)
@@ -288,8 +288,11 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             self._tell_router(admission_events.ModelEvicted(entry.name))
         else:
             self._tell_router(admission_events.ModelRemoved(entry.name, error))
-            stays = entry.known.listed or entry.requested
-            self._forget(entry.name, keep=stays and not entry.unload_replies)
+            by_client = bool(entry.unload_replies)
+            if by_client and entry.before is not None:
+                self._known_models[entry.name] = entry.before
+            keep = entry.known.listed or (entry.requested and not by_client)
+            self._forget(entry.name, keep=keep)
         for reply in entry.unload_replies:
             reply.answer(freed_bytes)
         if entry.reloads:

@@ -34,7 +34,8 @@ class RegistryEntry:
     )
     unload_replies: list[DeferredReply[int]] = field(default_factory=list)
     before: KnownModel | None = None
-    """How the model was known before a client's load; restored if that load is refused."""
+    """How the model was known before a client's load; restored if that load is refused, and at the
+    unload."""
     requested: bool = False
     """Whether a request or a text caused the load; the model stays known if the load fails."""
     texts: list[tuple[DeferredReply[wire.Tokenized], mail.TokenizeText]] = field(

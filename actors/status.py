@@ -24,7 +24,8 @@ class KnownModel:
     kv: KVSpec = field(default_factory=KVSpec)
     policy: ModelPolicy = field(default_factory=ModelPolicy)
     listed: bool = False
-    """Whether the configuration lists the model, so that it stays known after a failed load."""
+    """Whether the configuration lists the model: it stays known after a failed load and after an
+    unload."""
 
 
 @dataclass

@@ -66,7 +66,10 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
 
 
 class Unload(_Request, tag="unload", frozen=True, kw_only=True):
-    """Finish the model's requests, then end its worker."""
+    """Finish the model's requests, then end its worker.
+
+    A model of the configuration stays known: a request that names it loads it again.
+    """
 
     model: fields.Name
     force: bool = False

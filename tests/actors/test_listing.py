@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from actors import mail
 from actors.status import KnownModel
+from protocol import messages
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from tests.sim.loop import simulated
+from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
 
 DEMO = KnownModel("demo", listed=True)
@@ -74,6 +78,42 @@ async def test_a_loaded_model_that_is_unlisted_stays_loaded_but_is_not_reloaded(
         assert found is not None
         assert not found.listed
         assert w.state("demo") == "ready"
+
+
+@simulated
+@pytest.mark.parametrize("evicted", [False, True])
+async def test_a_configured_model_stays_known_after_an_unload(evicted: bool) -> None:
+    async with world(known={"demo": DEMO}) as w:
+        client = w.client()
+        if evicted:
+            w.system._registry_ref.tell(mail.EvictModel("demo", requeue=True))
+            await until(lambda: w.state("demo") is None, 60)
+        await client.ask(messages.Unload, model="demo")
+        assert w.system.status().unloaded == ["demo"]
+
+        assert (await client.end(client.generate("demo"))).reason == "length"
+        assert w.state("demo") == "ready"
+
+
+@simulated
+async def test_an_unload_of_another_source_restores_the_configured_one() -> None:
+    async with world(load=(), known={"demo": DEMO}) as w:
+        client = w.client()
+        await client.ask(messages.Load, model="/other/thing", alias="demo")
+        await client.ask(messages.Pin, model="demo")
+        await client.ask(messages.Unload, model="demo")
+
+        found = known(w)
+        assert found is not None
+        assert (found.source, found.listed, found.policy.pinned) == ("demo", True, True)
+
+
+@simulated
+async def test_a_model_that_left_the_configuration_is_unknown_after_its_unload() -> None:
+    async with world(known={"demo": DEMO}) as w:
+        await w.system.remove_configured_model("demo")
+        await w.client().ask(messages.Unload, model="demo")
+        assert known(w) is None
 
 
 @simulated

@@ -126,7 +126,7 @@ async def test_the_policy_of_a_joining_load_is_kept_when_both_are_refused():
 
 @simulated
 async def test_an_unload_that_crosses_a_refusal_takes_effect():
-    async with world(CROWDED, known=known()) as w:
+    async with world(CROWDED, known=known(listed=False)) as w:
         await busy(w)
         client = w.client()
         load = await start_load(w, client)
