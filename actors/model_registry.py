@@ -244,7 +244,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _unload(self, name: str, *, force: bool) -> DeferredReply[int] | int:
         entry = self._state.entries.get(name)
         if entry is None:
-            # It was evicted before. From now on, requests load it only if the configuration lists it.
+            # It was evicted before. Now requests load it only if the configuration lists it.
             self._forget(name, keep=self._known(name).listed)
             return 0
         reply: DeferredReply[int] = DeferredReply()
