@@ -13,17 +13,17 @@ from tests.worker.cache.helpers import Bench
 
 
 def library() -> Backend | None:
-    """The library, if there is a compiler."""
+    """Return the native library as a backend, or None without a compiler."""
     return Library(build.load()) if build.compiler() is not None else None
 
 
 PLAIN_ONLY = ("test_fused", "test_prefill", "test_seam", "test_tiles")
-"""Tests that do not depend on how decode steps attend."""
+"""Modules whose tests do not use `Bench.backend`, so that they run only once."""
 
 
 @pytest.fixture(autouse=True)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The attention that a `Bench` decodes with."""
+    """Set the backend of every `Bench`: None for ``plain``, or the native library."""
     chosen: str = getattr(request, "param", "plain")
     Bench.backend = library() if chosen == "native" else None
     if chosen == "native" and Bench.backend is None:

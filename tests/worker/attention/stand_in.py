@@ -1,7 +1,7 @@
-"""Computes the results of the fused kernels from the arrays that they get, and nothing else.
+"""Computes what the fused kernels compute, from the same arrays and with MLX's plain operations.
 
-In plain operations, so that it runs on the CPU and can be traced: dense copies of the pages, and
-for each row the pages that its splits list.
+It therefore runs on the CPU and can be traced. It makes dense copies of all pages, and each row
+attends to the pages that its splits list.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ class StandIn:
     def __init__(self, error: float = 0.0) -> None:
         self.launches = 0
         self.attended = 0
-        self.rotated = 0
         """Calls of `decode_attention`, including those while a compiled step is traced."""
+        self.rotated = 0
+        """Calls of `rotate`, counted in the same way."""
         self.error = error
         """Relative error added to all results."""
 
     def backend(self) -> FusedBackend:
-        """A backend that attends with it."""
+        """Return a backend that attends with this object."""
         return FusedBackend(self, METAL.most_buffers)
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
@@ -70,12 +71,12 @@ class StandIn:
         )  # fmt: skip
         batch, q_heads, _, k_dim = queries.shape
         count, heads = rows.shape[0], tail_keys.shape[1]
-        # [rows, splits]: the row of each split, according to both arrays.
+        # [rows, splits]: whether both arrays assign the split to the row.
         places = mx.arange(splits.shape[0])
         of_row = (splits[:, 0] == mx.arange(count)[:, None]) & (
             (places >= rows[:, 6:7]) & (places < rows[:, 7:8])
         )
-        # [rows, pages]: the number of a row's splits that contain a page.
+        # [rows, pages]: how many of the row's splits contain the page.
         index = mx.arange(pages.shape[0])
         inside = (index >= splits[:, 1:2]) & (index < splits[:, 2:3]) & (splits[:, 3:4] == 0)
         held = of_row.astype(mx.float32) @ inside.astype(mx.float32)
@@ -135,7 +136,7 @@ def _rotated(given: Rotate, x: mx.array, weight: mx.array | None) -> mx.array:
 
 
 def _dense(given: Attention) -> tuple[mx.array, mx.array]:
-    """Return all pages dense, ``[pages, heads, 64, dim]`` of keys and of values."""
+    """Return the keys and the values of all pages, dense: ``[pages, heads, 64, dim]`` each."""
     left, pages = iter(given.pools), given.pages
     sides: list[list[mx.array]] = [[], []]
     for packings in zip(given.key_packings, given.value_packings, strict=True):

@@ -1,4 +1,4 @@
-"""Decode and prefill over pages against dense attention in float32."""
+"""Decode and prefill attention over pages, compared with dense attention in float32."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_keys_and_values_of_different_size() -> None:
     assert_decodes(bench, [bench.new(300), bench.new(5)], repeats=4)
 
 
-def test_through_page_commits_flushes_joins_and_leaves() -> None:
+def test_rows_join_leave_flush_and_commit_pages_between_steps() -> None:
     bench = Bench(layers=2)
     rows = [bench.new(length) for length in UNEQUAL]
     for step in range(260):
@@ -103,7 +103,7 @@ def test_sinks() -> None:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("scheme", [Scheme(8, 8), Scheme(16, 16)])
 def test_sharp_attention_in_half_precision(dtype: mx.Dtype, scheme: Scheme) -> None:
-    """Keys with a bias per channel, like Qwen2's: scores of about 50."""
+    """Keys with a bias per channel, as in Qwen2, give scores of about 50."""
     store = KVStore([LayerGeometry(2, 64, 64, itemsize=2)], scheme, dtype)
     (cache,) = make_caches(store)
     rng = np.random.default_rng(3)
@@ -120,7 +120,7 @@ def test_sharp_attention_in_half_precision(dtype: mx.Dtype, scheme: Scheme) -> N
     queries = mx.array(3 * rng.normal(size=(1, 8, 1, 64))).astype(dtype)
     got = decode_attention(queries, handle, 0.125)
     pool = store.layers[0].pools[0]
-    if scheme.k_bits < 16:  # dequantized pages, before half precision rounds them
+    if scheme.k_bits < 16:  # with float32 scales, `read` does not round to half precision
         words = [
             tuple(array.astype(mx.float32) if index else array for index, array in enumerate(side))
             for side in (pool.keys, pool.values)
@@ -146,8 +146,8 @@ def test_both_page_products_agree(scheme: Scheme, dim: int) -> None:
     assert_close(*outputs, bound=1e-6)
 
 
-def test_row_alone_is_the_same_row_in_a_batch_to_the_bit() -> None:
-    """On the CPU, every operation of decode is per page or per row."""
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
+    """On the CPU, each operation of decode attention computes pages or rows one by one."""
     outputs = []
     for others in ((), (1, 640, 65, 1000)):
         bench = Bench(layers=1)
@@ -164,13 +164,12 @@ def test_row_alone_is_the_same_row_in_a_batch_to_the_bit() -> None:
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("chunks", [(1,), (64, 1), (63, 2), (256, 256, 5), (256, 1, 300)])
-def test_prefill_sees_pages_before_and_itself_exactly(dim: int, chunks: tuple[int, ...]) -> None:
+def test_a_chunk_sees_earlier_pages_and_its_exact_tokens(dim: int, chunks: tuple[int, ...]) -> None:
     bench = Bench(LayerGeometry(2, dim, dim), Scheme(4, 4), layers=1)
     row = bench.new()
     scale = dim**-0.5
     for count in chunks:
         before_keys, before_values = (mx.array(side) for side in row.shown(0, bench.store))
-        # finish_prefill has run, but the handle still refers to its step.
         bench.store.begin_prefill(row.row, count)
         keys, values = bench._add(row, 0, count)
         handle, same = bench.caches[0].update_and_fetch(keys, values)
@@ -186,7 +185,7 @@ def test_prefill_sees_pages_before_and_itself_exactly(dim: int, chunks: tuple[in
     bench.check()
 
 
-def test_prefill_evaluates_when_dense_copies_pass_their_scratch() -> None:
+def test_the_scratch_is_full_once_dense_copies_reach_its_limit() -> None:
     bench = Bench(layers=3)
     row = bench.new(64 * 20)
     one = bench.geometry.dense_bytes(64 * 20 + 64)
@@ -196,7 +195,7 @@ def test_prefill_evaluates_when_dense_copies_pass_their_scratch() -> None:
     assert [bench.store.scratch.add(one) for _ in range(4)] == [False, True, False, True]
 
 
-def test_keys_that_overflow_show_nothing_of_the_others() -> None:
+def test_infinite_queries_of_one_row_do_not_affect_other_rows() -> None:
     bench = Bench(LayerGeometry(1, 64, 64), Scheme(16, 16), layers=1)
     rows = [bench.new(200), bench.new(200)]
     (handle,) = bench.decode(rows)

@@ -1,7 +1,6 @@
-"""From a store's steps to the kernels: their arguments describe all that plain operations see.
+"""Decode attention by kernels equals plain operations: the store passes the right arguments.
 
-The kernels are `stand_in.StandIn`, which reads the same arrays, and for a few steps Metal's own,
-run by the shim (`tests.worker.kernels`).
+`tests.worker.attention.stand_in.StandIn` replaces the kernels and reads the same arrays.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def bench_of(kernels: StandIn, **how: object) -> Bench:
 
 
 def lower(bench: Bench, row: DenseRow) -> None:
-    """Distribute a row's pages over all levels, in rotation."""
+    """Spread a row's pages over all levels in turn."""
     for level in bench.store.pages.levels[1:]:
         due = row.row.pages[level :: len(bench.store.schemes)]
         if due:
             bench.store.pages.convert(0, level, due, [row.row])
 
 
-def assert_as_plainly(
+def assert_equals_plain_operations(
     bench: Bench, rows: list[DenseRow], sinks: mx.array | None = None, *, fused: bool = True
 ) -> None:
     handles = bench.decode(rows, batch=len(rows) + 2)
@@ -65,7 +64,7 @@ def test_rows_of_any_length_through_flushes_joins_and_leaves() -> None:
     rows = [bench.new(length) for length in (0, 1, 64, 129, 500)]
     for step in range(140):
         if step % 20 < 2:
-            assert_as_plainly(bench, rows)
+            assert_equals_plain_operations(bench, rows)
         else:
             bench.decode(rows)
         if step == 50:
@@ -85,10 +84,10 @@ def test_several_levels_and_windows(kind: Kind) -> None:
     bench = bench_of(StandIn(), scheme=SCHEMES, kind=kind)
     rows = [bench.new(length) for length in (900, 30, 640)]
     lower(bench, rows[0])
-    assert_as_plainly(bench, rows)
+    assert_equals_plain_operations(bench, rows)
     for _ in range(100):
         bench.decode(rows)
-    assert_as_plainly(bench, rows)
+    assert_equals_plain_operations(bench, rows)
 
 
 def test_sinks_and_heads_of_different_size() -> None:
@@ -96,21 +95,21 @@ def test_sinks_and_heads_of_different_size() -> None:
     bench = bench_of(StandIn(), geometry=geometry, scheme=Scheme(8, 4))
     sinks = mx.array(np.linspace(-2, 3, 4).astype(np.float32))
 
-    assert_as_plainly(bench, [bench.new(300), bench.new(5)], sinks)
+    assert_equals_plain_operations(bench, [bench.new(300), bench.new(5)], sinks)
 
 
 def test_steps_with_too_many_levels_use_plain_operations() -> None:
-    """Metal has 31 buffers: three levels and a dense one fit."""
+    """Metal allows 31 buffers, enough for a dense level and three quantized ones."""
     schemes = [Scheme(16, 16), *SCHEMES, Scheme(2, 2)]
     bench = bench_of(StandIn(), scheme=schemes)
     row = bench.new(64 * 7)
     pages = row.row.pages
     for level, fused in ((1, True), (2, True), (3, True), (4, False)):
         bench.store.pages.convert(0, level, [PageId(*pages[level])], [row.row])
-        assert_as_plainly(bench, [row], fused=fused)
+        assert_equals_plain_operations(bench, [row], fused=fused)
 
 
-def test_prefill_stays_with_plain_operations() -> None:
+def test_prefill_uses_plain_operations() -> None:
     kernels = StandIn()
     bench = bench_of(kernels)
     row = bench.new(200)
@@ -121,7 +120,7 @@ def test_prefill_stays_with_plain_operations() -> None:
 
 
 class Listening(Fused):
-    """Records the shapes of the kernels' outputs, and runs no kernel."""
+    """Records the shapes of the kernels' outputs instead of running the kernels."""
 
     def __init__(self) -> None:
         super().__init__(METAL)
@@ -150,7 +149,7 @@ def test_reserved_memory_covers_the_kernels_outputs(rows: int, length: int) -> N
     assert 0 < nbytes <= memory_bounds.parts_bytes(config, rows, length)
 
 
-def test_lists_are_made_once_between_flushes() -> None:
+def test_lists_of_pages_and_splits_are_reused_until_a_flush() -> None:
     bench = bench_of(StandIn())
     rows = [bench.new(length) for length in (300, 70)]
     steps = []

@@ -1,4 +1,7 @@
-"""Attention of several rows' chunks in one pass: dense attention in float32, and each row alone."""
+"""Attention of several rows' chunks in one pass.
+
+Compared with dense attention in float32, and with the result of each row alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ COUNTS = (200, 65, 64, 63, 2, 1)
 
 
 class Group:
-    """Chunks of rows in prefill in one layer, padded with numbers that must not matter."""
+    """One layer's pass over chunks of several rows, with padding that must not affect results."""
 
     def __init__(
         self, bench: Bench, rows: list[DenseRow], counts: tuple[int, ...], repeats: int = 2
@@ -86,7 +89,7 @@ def bench_of(dim: int = 64, kind: Kind = FULL, scheme: Scheme | None = None) -> 
 def test_unequal_rows_with_unequal_pasts(dim: int, repeats: int) -> None:
     bench = bench_of(dim)
     rows = [bench.new(length) for length in BEFORE]
-    for counts in (COUNTS, COUNTS[::-1]):  # the second time, all have earlier tokens
+    for counts in (COUNTS, COUNTS[::-1]):  # in the second pass, every row has earlier tokens
         case = Group(bench, rows, counts, repeats)
         case.check()
         case.check(mx.array(np.linspace(-2, 9, 2 * repeats), mx.float32))
@@ -128,7 +131,7 @@ def test_windows_and_chunks(monkeypatch: pytest.MonkeyPatch, kind: Kind, *, on_c
 
 @pytest.mark.parametrize("counts", [(64, 64, 64), (64, 1, 65), (200, 130, 63)])
 @pytest.mark.parametrize("length", [0, 200])
-def test_on_the_cpu_a_row_equals_its_own_run_to_the_bit(
+def test_on_the_cpu_a_row_has_the_same_bits_alone_and_in_a_group(
     counts: tuple[int, ...], length: int
 ) -> None:
     bench = bench_of()
@@ -144,7 +147,7 @@ def test_on_the_cpu_a_row_equals_its_own_run_to_the_bit(
 
 
 def test_nan_padding_affects_no_row_and_is_not_stored() -> None:
-    """Row by row, the padding is cut off before any product."""
+    """These rows attend one by one, and the padding is cut off before any product."""
     bench = bench_of()
     case = Group(bench, [bench.new(100), bench.new()], (70, 3))
     poisoned = mx.where(mx.arange(case.width) < 3, 0.0, mx.nan)[None, :, None]
@@ -156,11 +159,11 @@ def test_nan_padding_affects_no_row_and_is_not_stored() -> None:
 
 
 def test_rows_of_a_group_stay_within_the_scratch_together() -> None:
-    """Each row's pages are temporarily dense; those of earlier rows are freed first."""
+    """A row's pages are copied to dense arrays after the previous row's copies are freed."""
     bench = bench_of()
     rows = [bench.new(2000) for _ in range(6)]
     case = Group(bench, rows, (8,) * 6)
-    one = bench.geometry.dense_bytes(2000) * 5  # temporary copies, and scores
+    one = bench.geometry.dense_bytes(2000) * 5  # dense copies and scores of one row
     bench.store.scratch.limit = scratch = 2 * one
     outputs = 2 * case.queries.nbytes
 

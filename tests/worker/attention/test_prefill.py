@@ -1,4 +1,4 @@
-"""Prefill attention in parts: equal to dense attention in float32, within its scratch."""
+"""Prefill attention in parts equals dense attention in float32 and stays within the scratch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.mlx
 
 KIB, MIB = 1 << 10, 1 << 20
 SLACK = 128 * KIB
-"""Bytes of small arrays, such as positions, and of rounding up."""
+"""Bytes beyond the scratch for small arrays, such as positions, and the allocator's rounding."""
 
 
 @dataclass
 class Chunk:
-    """A chunk in prefill: its handle in one layer, and a dense copy of the row."""
+    """A chunk during prefill: its handle in one layer, and a dense copy of the row."""
 
     store: KVStore
     handle: PrefillHandle
@@ -38,7 +38,7 @@ class Chunk:
 
     def attend(self, scratch: int, sinks: mx.array | None = None) -> mx.array:
         self.store.scratch.limit = scratch
-        self.store.scratch.add(scratch)  # reset the count
+        self.store.scratch.add(scratch)  # reaches the limit, which resets the count
         return prefill_attention(self.queries, self.handle, self.scale, sinks)
 
     def truth(self, sinks: mx.array | None = None) -> mx.array:
@@ -63,7 +63,10 @@ def chunk_of(
     dtype: mx.Dtype = mx.float32,
     kind: Kind = FULL,
 ) -> Chunk:
-    """Begin ``count`` tokens of a row of ``length``, whose pages are on all levels in rotation."""
+    """Begin to prefill ``count`` tokens of a row that already has ``length`` tokens.
+
+    The row's pages are spread over all levels in turn.
+    """
     store = KVStore([geometry], scheme or Scheme(8, 8), dtype, kind=kind)
     (cache,) = make_caches(store)
     mx.random.seed(length + count)
@@ -102,7 +105,7 @@ def chunk_of(
 
 
 def peak_over(run: Callable[[], mx.array]) -> int:
-    """Return the peak of bytes during a run, beyond those before it and those of its result."""
+    """Return the peak memory of a run in bytes, less the memory used before and the result's."""
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -114,7 +117,8 @@ def peak_over(run: Callable[[], mx.array]) -> int:
 
 
 TILED, SPLIT = 800 * KIB, 250 * KIB
-"""Scratch with room for all queries and some keys, and for some queries only."""
+"""Scratch sizes in bytes. With the first, a tile takes all queries and some keys. With the second,
+it takes only some of the queries too."""
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_windows_and_chunks(kind: Kind, length: int, count: int, scratch: int) -
 @pytest.mark.parametrize("scratch", [SPLIT, TILED, 64 * MIB])
 @pytest.mark.parametrize("length", [0, 400])
 @pytest.mark.parametrize("size", [1.0, 30.0])
-def test_sinks_take_part_once(length: int, scratch: int, size: float) -> None:
+def test_sinks_are_counted_once_over_all_parts(length: int, scratch: int, size: float) -> None:
     case = chunk_of(LayerGeometry(2, 64, 64), length, 70, repeats=4)
 
     case.check(scratch, size * mx.random.normal((8,)))
@@ -178,13 +182,13 @@ def test_sinks_take_part_once(length: int, scratch: int, size: float) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("scratch", [SPLIT, TILED])
-def test_half_precision_is_only_rounded_at_the_end(dtype: mx.Dtype, scratch: int) -> None:
+def test_half_precision_results_are_rounded_only_at_the_end(dtype: mx.Dtype, scratch: int) -> None:
     case = chunk_of(LayerGeometry(2, 64, 64, itemsize=2), 700, 40, dtype=dtype)
-    case.check(scratch, bound=4e-3)  # half of a step of bfloat16
+    case.check(scratch, bound=4e-3)  # half the distance between bfloat16 numbers near 1
     case.check(scratch, mx.zeros((4,), dtype), bound=4e-3)
 
 
-def test_what_fits_is_one_call_of_the_dense_kernel_to_the_bit() -> None:
+def test_a_chunk_that_fits_has_the_bits_of_one_call_of_the_dense_kernel() -> None:
     case = chunk_of(LayerGeometry(2, 64, 64), 700, 100)
     want = mx.fast.scaled_dot_product_attention(
         case.queries, case.keys[None], case.values[None], scale=case.scale, mask="causal"
@@ -195,10 +199,14 @@ def test_what_fits_is_one_call_of_the_dense_kernel_to_the_bit() -> None:
 
 @pytest.mark.parametrize("kind", [FULL, Kind(window=300)], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_some_heads_at_a_time_are_the_same_to_the_bit(
+def test_calls_for_some_heads_give_the_bits_of_one_call_for_all(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, heads: int
 ) -> None:
-    """On the CPU; the plan requires it only if the dense kernel is fused."""
+    """Results do not depend on how many heads a call of the dense kernel computes.
+
+    Plans cut by heads only if that kernel is fused. On the CPU it is not fused, so the test
+    replaces the plan.
+    """
     case = chunk_of(LayerGeometry(3, 64, 64), 700, 100, kind=kind)
     sinks = mx.random.normal((6,))
     want = case.attend(256 * MIB, sinks)
@@ -222,7 +230,7 @@ def _arguments(case: Chunk) -> tuple[mx.array, PrefillHandle, float, None]:
 
 
 def test_pages_that_no_query_sees_are_not_read() -> None:
-    """A row that may be trimmed, or whose flush is late, still holds some."""
+    """This row holds unseen pages, because its window is set after its prefill."""
     case = chunk_of(LayerGeometry(1, 64, 64), 1000, 10)
     case.store.kind = Kind(window=200, keep=70)
     task = prefill._Task.of(*_arguments(case))
@@ -282,7 +290,7 @@ def test_earlier_layers_are_evaluated_if_the_next_does_not_fit() -> None:
         case.store.scratch.limit = scratch
         case.store.scratch.add(scratch)
         output = case.queries
-        for _ in range(6):  # each layer's queries depend on the layer before
+        for _ in range(6):  # each layer's queries are the output of the layer before
             output = prefill_attention(output, case.handle, case.scale)
         return output
 

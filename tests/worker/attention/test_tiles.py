@@ -1,4 +1,4 @@
-"""The plan that cuts prefill attention."""
+"""Plans that cut prefill attention into parts that fit the scratch."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_more_scratch_never_means_smaller_parts(work: Work, scratch: int) -> Non
         assert more.queries >= less.queries
 
 
-def test_what_fits_is_one_call() -> None:
+def test_work_that_fits_is_one_call() -> None:
     work = Work(8, 4, 256, 4096, 128, 128, itemsize=2)
 
     assert plan(work, 256 * MIB) == Plan(8, 256, None, work.dense_bytes(8))
 
 
-def test_a_fused_kernel_takes_some_heads_in_even_shares() -> None:
+def test_a_fused_kernel_gets_equal_numbers_of_heads_per_call() -> None:
     work = Work(8, 4, 2048, 40_000, 128, 128, itemsize=2, fused=True)
 
     assert [plan(work, scratch * MIB).heads for scratch in (128, 512, 1024)] == [1, 4, 8]
@@ -86,7 +86,7 @@ def test_a_fused_kernel_never_runs_for_seconds() -> None:
 
 
 def test_no_score_matrix_of_a_long_context() -> None:
-    """A million tokens need no more than a hundred thousand."""
+    """A million tokens have the same plan as a hundred thousand."""
     work = Work(8, 4, 256, 100_000, 256, 256, itemsize=2)
 
     assert plan(work, 256 * MIB) == plan(replace(work, keys=1_000_000), 256 * MIB)

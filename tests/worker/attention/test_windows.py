@@ -1,4 +1,7 @@
-"""Sliding windows, kept first tokens and chunks: dropped pages, and exact visible tokens."""
+"""Attention kinds: sliding windows, windows that keep the first tokens, and chunks.
+
+Queries attend to exactly the visible tokens, and pages that no query sees any more are dropped.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def decode_and_compare(bench: Bench, rows: list[DenseRow]) -> None:
 def test_decode_over_unequal_rows(kind: Kind) -> None:
     bench = Bench(LayerGeometry(2, 64, 64), Scheme(8, 8), layers=1, kind=kind)
     rows = [bench.new(length, chunk=64) for length in (0, 1, 63, 64, 65, 700)]
-    # The row that begins empty loses pages, and all rows commit and flush pages meanwhile.
+    # Enough steps that even the row that begins empty drops pages, and all rows commit some.
     span = kind.window or kind.chunk or 0
     for step in range(max(200, span + 130)):
         if step % 7 == 0:
