@@ -1,4 +1,4 @@
-"""A model of one store: dense rows, with which the pages must agree."""
+"""A test bench for one `KVStore`: random rows, and dense copies that its pages must agree with."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def through_page(dense: mx.array, packing: Packing) -> mx.array:
 def _through(
     dense: bytes, shape: tuple[int, int, int], packings: tuple[Packing, ...]
 ) -> np.ndarray:
-    """Quantize a page, given as bytes, by one packing after the other. Cached: tests repeat it."""
+    """Quantize a page, given as bytes, with each packing in turn. Cached, as tests repeat pages."""
     page = mx.array(np.frombuffer(dense, np.float32).reshape(shape))
-    for packing, _ in itertools.groupby(packings):  # equal packings copy the page
+    for packing, _ in itertools.groupby(packings):  # an equal packing changes nothing
         page = through_page(page, packing)
     return np.array(page)
 
@@ -46,10 +46,11 @@ class DenseRow:
     """A row's true keys and values, and what its pages should contain."""
 
     row: Row
-    keys: list[np.ndarray] = field(default_factory=list)  # a layer: [heads, length, dim]
+    keys: list[np.ndarray] = field(default_factory=list)
+    """For each layer, ``[heads, length, dim]``."""
     values: list[np.ndarray] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
-    """The levels that each page has been on."""
+    """For each page, the levels that it has been on, in order."""
 
     def step_down(self, level: int) -> None:
         for path in self.paths:
@@ -57,6 +58,7 @@ class DenseRow:
                 path.append(level)
 
     def shown(self, layer: int, store: KVStore) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values that attention should see: full pages are quantized."""
         pools = store.layers[layer].pools
         self.paths += [
             [self.row.level] for _ in range(full_pages(self.row.length) - len(self.paths))
@@ -80,7 +82,7 @@ class Bench:
     """A store with a dense model of it, driven by random keys and values."""
 
     backend: ClassVar[Backend | None] = None
-    """The backend of all steps; None: plain operations."""
+    """Backend of all steps. None selects plain operations."""
 
     def __init__(
         self,
@@ -163,6 +165,7 @@ class Bench:
         return handles
 
     def drain(self) -> None:
+        """Wait for the step in flight, then flush."""
         mx.eval(self.store.arrays())
         self.store.flush()
 

@@ -27,7 +27,7 @@ def check_allocator(allocator: PageAllocator) -> None:
 
 
 def check_row(row: Row) -> None:
-    """Assert that exactly the tokens are quantized that the length calls for."""
+    """Assert that a row has as many quantized pages as its length requires."""
     assert row.alive
     if row.trimmed:
         assert row.paged >= full_pages(row.length), row
@@ -56,10 +56,12 @@ def check_store(store: KVStore) -> None:
         assert len(mine) == allocator.used, "a page in use is referenced by no row"
         assert allocator.idle == sum(page in mine for page in only_snapshots)
         pools = [layer.pools[level] for layer in store.layers]
-        assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"
+        assert all(pool.capacity >= allocator.capacity for pool in pools), (
+            "a pool has fewer slots than its allocator"
+        )
     for row in snapshots:
         tails = [layer.geometry.dense_bytes(row.tail_length) for layer in store.layers]
-        assert row.nbytes == sum(tails), "a snapshot's tail has another size than its row's"
+        assert row.nbytes == sum(tails), "nbytes of a snapshot is not its tail's size"
     assert store.nbytes == sum(layer.nbytes for layer in store.layers) + store.snapshots.nbytes
     for row, locations in store.tables._locations.items():
         assert np.array_equal(locations, page_locations(row)), "a table has stale pages"
@@ -68,7 +70,7 @@ def check_store(store: KVStore) -> None:
 
 
 def check_cache(cache: ModelCache | MlxLmCache) -> None:
-    """Assert the invariants of all stores, and of sequences and snapshots."""
+    """Assert the invariants of a cache's stores, sequences and snapshots."""
     assert all(sequence.alive for sequence in cache.sequences)
     assert all(snapshot.alive for snapshot in cache.snapshots.all)
     if isinstance(cache, MlxLmCache):

@@ -1,8 +1,9 @@
 """A model of a whole `ModelCache`: dense rows in numpy, with which the cache must agree.
 
 A row has what attention sees: pages quantized and dequantized by MLX, then the dense tail. Pages
-are objects, and references to them are counted again for every comparison. Covers contents,
-lengths, levels, references, bytes and states. Does not cover the arithmetic of schemes (`helpers`).
+are objects, and references to them are counted again for every comparison. Contents, lengths,
+levels, references, bytes and states are compared. Quantization itself is not checked: this model
+also uses MLX's (`through_page`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TAIL = 2 * PAGE_TOKENS
 STATE_BYTES = 4 * (3 + 2 * 4)
 """Bytes of one sequence's state in one layer."""
 NOWHERE = 1e3
-"""Value in place of pages that left a window. Attention over it gives wrong results."""
+"""Value in place of pages that left a window: if attention reads it, results are wrong."""
 
 
 def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
@@ -39,16 +40,16 @@ def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def oldest_seen(kind: Kind, position: int) -> int:
-    """Return the first position that a query sees, apart from the kept ones, like `Kind.low`."""
+    """Return what `Kind.low` should: the first position that a query sees after the kept tokens."""
     if kind.chunk is not None:
         return position - position % kind.chunk
-    # The window less the kept tokens, including the query's own token.
+    # The kept tokens and the query's own token are part of the window.
     return 0 if kind.window is None else position + 1 - (kind.window - kind.keep)
 
 
 @dataclass(eq=False)
 class Page:
-    """64 tokens of one kind's layers. Rows that share a page have the same object."""
+    """64 tokens in all layers of one attention kind. Rows that share a page share this object."""
 
     level: int
     start: int
@@ -57,7 +58,7 @@ class Page:
 
 @dataclass(eq=False)
 class DenseRow:
-    """One row of one kind."""
+    """One row in the layers of one attention kind."""
 
     tail: list[Sides]
     level: int = 0
@@ -80,7 +81,7 @@ def bytes_of_page(geometry: LayerGeometry, side: int, packing: Packing) -> int:
 
 
 class DenseStore:
-    """The rows of one kind, and the store with which they are compared."""
+    """The rows of one attention kind, and the store with which they are compared."""
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
@@ -149,7 +150,7 @@ class DenseStore:
         self.leave_dense([row for row in self.rows if not row.is_snapshot])
 
     def leave_dense(self, rows: list[Row]) -> None:
-        """Quantize the pages of long rows. Other rows that share them keep the dense pages."""
+        """Quantize the pages of rows that reached `quantized_start`; copy pages that are shared."""
         new: dict[Page, Page] = {}
         start = self.store.quantized_start
         for mine in [self.rows[row] for row in rows]:
@@ -235,7 +236,7 @@ class DenseStore:
         self._check_bytes()
 
     def _check_rows(self) -> dict[Page, PageId]:
-        """Compare the integers. Returns the place of each page."""
+        """Compare lengths, levels, positions and references. Returns where each page is stored."""
         places: dict[Page, PageId] = {}
         holders: Counter[Page] = Counter()
         for row, mine in self.rows.items():
@@ -246,7 +247,9 @@ class DenseStore:
             starts = [row.start(index) for index in range(len(row.pages))]
             assert starts == [page.start for page in mine.pages]
             for page, place in zip(mine.pages, row.pages, strict=True):
-                assert places.setdefault(page, place) == place, "sharers went apart"
+                assert places.setdefault(page, place) == place, (
+                    "rows that share a page have different ones"
+                )
                 assert place.level == page.level
                 holders[page] += 1
         assert len(set(places.values())) == len(places), "two pages in one place"
@@ -317,13 +320,13 @@ class DenseStore:
 def agree(found: mx.array | np.ndarray, want: np.ndarray, tolerance: float = 1e-6) -> None:
     found = np.asarray(found)
     assert found.shape == want.shape
-    # The comparison is False for NaN.
+    # Also fails for NaN, because every comparison with NaN is False.
     assert found.size == 0 or np.abs(found - want).max() <= tolerance
 
 
 @dataclass(eq=False)
 class DenseSequence:
-    """One sequence. Its state is the sum of its inputs and the last two of them."""
+    """One sequence's recurrent state: the sum of its inputs, and the last two inputs."""
 
     total: np.ndarray
     """``[3]``."""
@@ -428,7 +431,7 @@ class DenseModel:
             return
         count = sum(mine.started for mine in self.sequences.values())
         held, odd = divmod(states.nbytes, STATE_BYTES * len(states.parts))
-        assert not odd, "padding, or a part of a state"
+        assert not odd, "states have padding, or are incomplete"
         # A removed sequence keeps its place in a block until the next pass.
         assert count <= held <= count + self.left
         for sequence, mine in self.sequences.items():

@@ -65,10 +65,11 @@ class Loop:
 
     @property
     def growing(self):
+        """The store of the layers with full attention, which grows with the rows."""
         return self.cache.stores[0]
 
     def fill(self, pages: int) -> SequenceRow:
-        """Return a row with ``pages`` pages in the growing store, written without a prefill."""
+        """Return a row with at least ``pages`` pages in the growing store, without attention."""
         sequence = self.cache.new_row()
         for _ in range(0, pages + 1, 16):
             self.prefill(sequence, 16 * 64)
@@ -117,7 +118,7 @@ class Loop:
 
 @dataclass
 class Watch:
-    """Peak bytes above the memory at the start of the watch."""
+    """Bytes in use at the start, and the bytes above that at the peak and at the end."""
 
     start: int = 0
     peak: int = 0
@@ -139,7 +140,7 @@ def watched(loop: Loop) -> Iterator[Watch]:
 
 
 def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
-    """Return the peak of pipelined steps without writes, growth or shrinking."""
+    """Return the peak bytes of pipelined steps in which no pool is written or resized."""
     loop.step(sequences)
     with watched(loop) as watch:
         for _ in range(8):
@@ -149,7 +150,7 @@ def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
 
 
 def share_of_growth(cache: ModelCache) -> int:
-    """Return what `charge` reserves for the copy of a layer's pool."""
+    """Return the bytes that charges reserve for the copy that growing a layer's pool takes."""
     return cache.charged_bytes - cache.usage.pages_bytes
 
 
@@ -163,7 +164,7 @@ def test_growth_takes_a_copy_of_one_layers_pool() -> None:
     held = loop.cache.usage.pages_bytes
     capacity = store.pages.allocators[0].capacity
     loop.drain()
-    # all free pages, so that the pools must grow
+    # Take all free pages, so that the pools must grow.
     store.pages.take(0, store.pages.allocators[0].free)
     with watched(loop) as watch:
         while store.pages.allocators[0].capacity == capacity:
@@ -190,7 +191,7 @@ def test_flushes_copy_nothing() -> None:
 
     assert steps <= 260
     assert loop.cache.nbytes == held
-    # Pages that wait for the flush, and dense copies of them where committed tokens are removed.
+    # Pages that wait for the flush, and copies of tails that drop their committed tokens.
     waiting = 3 * 3 * 4 * GEOMETRY.dense_bytes(64)
     smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
     assert waiting + NOISE < smallest  # so that a copy would be detected
@@ -247,7 +248,7 @@ def test_stepping_down_stays_within_the_scratch() -> None:
                 loop.drain()
                 loop.cache.flush()
 
-    # Rows continued: the pages that they committed meanwhile count too.
+    # The rows went on decoding, and the pages that they committed take memory too.
     committed = (loop.cache.usage.pages_used - used) * loop.growing.pages.charge()
     assert committed < 4 * MIB
     assert max(peaks) <= SCRATCH + committed + alone + NOISE
@@ -289,10 +290,10 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
             loop.cache.end_pass()
             mx.eval(outputs)
             peaks.append(mx.get_peak_memory() - watch.start - mine)
-            loop.cache.finish_prefill()  # pools grow, which the charge of a page covers
+            loop.cache.finish_prefill()  # pools may grow: charges cover the copy
 
     assert long.length > 100 * 64
-    # In four layers: the chunk with its tail, and its pages that wait for the flush.
+    # For each of four layers: the chunk with its tail, and the pages that wait for the flush.
     tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.pages.layer_page_bytes[0][0])
     assert max(peaks) <= SCRATCH + tails + NOISE
 
@@ -335,7 +336,7 @@ def test_a_group_stays_within_the_memory_of_a_single_chunk() -> None:
     assert watch.peak <= SCRATCH * 3 // 4 + 4 * GEOMETRY.dense_bytes(chunk + 127) + NOISE
 
 
-def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
+def test_rows_that_start_dense_stay_within_their_reservation() -> None:
     loop = Loop(quantized_start=1024)
     lengths, chunk = [4096, 1536, 3072], 512
     cache = loop.cache
@@ -359,7 +360,7 @@ def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 7])
-def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -> None:
+def test_recurrent_states_stay_within_the_charge_of_rows(padding: int) -> None:
     alone = of_steps(quiet := Loop(), [quiet.fill(2) for _ in range(4)])
     del quiet
     loop = Loop(states=6)
@@ -375,7 +376,7 @@ def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -
             loop.step(rows, len(rows) + padding)
     states = 4 * cache.states.charged_row_bytes
     paged = cache.usage.pages_bytes + 4 * GEOMETRY.dense_bytes(192) * cache.tail_slots
-    # Padded inputs and outputs of two layers.
+    # Two layers' padded inputs and outputs.
     inside = 4 * (4 + padding) * STATE.nbytes
 
     assert watch.peak <= states + paged + share_of_growth(cache) + alone + inside + 8 * MIB
@@ -386,7 +387,7 @@ LATENT = LayerGeometry(kv_heads=1, k_dim=256, v_dim=32)
 
 
 class Latent:
-    """A model whose three layers read plain arrays."""
+    """A model whose three layers read keys and values from rectangles."""
 
     def __call__(self, tokens: mx.array, cache: list[RectangleKVCache]) -> mx.array:
         x = tokens[:, None, :, None].astype(mx.float32)
@@ -424,8 +425,8 @@ def run_latent(runner: Runner, lengths: list[int], chunk: int) -> list[mx.array]
 
 
 @pytest.mark.slow
-def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
-    """Rows of very different lengths. The longest alone needs more than the scratch."""
+def test_rectangles_take_no_more_than_the_scratch_and_the_charge() -> None:
+    """The rows' lengths differ widely, and the longest row alone needs more than the scratch."""
     chunk, lengths = 512, [4096] + [512] * 7
     runner = latent_runner(4 * MIB)
     cache = runner.cache
@@ -452,8 +453,8 @@ def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
         assert mx.allclose(one, other, rtol=1e-4, atol=1e-4).item()
 
 
-def test_steps_over_rectangles_do_not_add_up() -> None:
-    """All layers of a step over short rows fit the scratch, but those of many steps do not."""
+def test_memory_of_steps_over_rectangles_does_not_add_up() -> None:
+    """All layers of one step fit the scratch, but those of eight steps do not."""
     runner = latent_runner(16 * MIB)
     run_latent(runner, [512] * 3, 256)
     cache = runner.cache
@@ -463,7 +464,7 @@ def test_steps_over_rectangles_do_not_add_up() -> None:
     rows = cache.sequences
     assert len(cache.rectangles.passes(rows)) == 1
     found = []
-    for _ in range(8):  # all launched before any is read
+    for _ in range(8):  # all steps are launched before any result is read
         found.append(runner.decode(rows, mx.arange(3)))
         mx.async_eval(found[-1], cache.arrays())
     mx.eval(found)
@@ -482,7 +483,7 @@ def test_the_watch_detects_a_copied_pool(monkeypatch: pytest.MonkeyPatch) -> Non
     put = LayerStore.put
 
     def undrained(layer: LayerStore, writing: FlushWrites) -> None:
-        # A step reads the pool while it is written.
+        # Keep the pool referenced while it is written, as a step in flight would.
         held[:] = [array[:, :1] for array in layer.pools[0].arrays()]
         put(layer, writing)
 

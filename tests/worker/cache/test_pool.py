@@ -93,15 +93,15 @@ def test_smaller_groups_have_smaller_errors():
     assert errors[0].item() < errors[1].item() < errors[2].item()
 
 
-def test_converting_touches_only_what_changes():
+def test_converting_changes_only_sides_with_another_packing():
     geometry = LayerGeometry(2, 64, 96)
     source = filled(geometry, Scheme(8, 8))
 
     for target, kept in (
         (Scheme(8, 4), (True, False)),
         (Scheme(4, 8), (False, True)),
-        (Scheme(8, 8, 64, 32), (True, False)),  # the same bits in other groups, now per token
-        (Scheme(8, 8, 64, 128), (True, True)),  # per channel, since 96 is not a multiple of 128
+        (Scheme(8, 8, 64, 32), (True, False)),  # the same bits, but smaller groups per token
+        (Scheme(8, 8, 64, 128), (True, True)),  # per channel as before: 128 does not divide 96
     ):
         pool = PagePool(geometry, target, mx.float32)
         converted = source.converted(mx.arange(3), pool)
@@ -127,7 +127,7 @@ def test_an_orientation_is_part_of_the_packing():
 
 
 def test_an_empty_value_side_is_never_quantized(monkeypatch: pytest.MonkeyPatch):
-    """It costs 0 bytes in writes, reads, growth, conversion and cuts."""
+    """Writes, reads, growth, conversion and cuts work with an empty side, which takes 0 bytes."""
     geometry = LayerGeometry(1, 64, 0)
     shapes: list[tuple[int, ...]] = []
     quantize = mx.quantize

@@ -1,4 +1,4 @@
-"""Pools grow between steps, a piece at a time, before a flush lacks room."""
+"""Pools grow between steps, one side of one layer at a time, before a flush lacks room."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mlx
 
 
 def full(bench: Bench) -> list[PageId]:
-    """Take all free pages, so that the next flush lacks room."""
+    """Take and return all free pages, so that the next flush lacks room."""
     return bench.store.pages.take(0, bench.store.pages.allocators[0].free)
 
 

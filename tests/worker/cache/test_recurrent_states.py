@@ -1,4 +1,4 @@
-"""Recurrent states, by name: any hashable object. Equal names mean the same sequence."""
+"""Recurrent states by name. A name is any hashable object; equal names mean one sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mlx
 
 
 def step(states: StateStore, names: list[Hashable], values: list[float], batch: int = 0) -> None:
-    """A pass that adds to each sequence's sum."""
+    """Run a pass that adds a value to each sequence's state."""
     batch = batch or len(names)
     states.begin(names, batch)
     (cache,) = states.caches
@@ -55,12 +55,12 @@ def test_none_is_a_valid_name() -> None:
     states = states_of(None, 0, "")
     step(states, [None, 0, ""], [1.0, 2.0, 3.0])
     states.remove(0)
-    step(states, [None], [1.0])  # prefill a sequence that was in the batch
+    step(states, [None], [1.0])  # a pass of one sequence out of the batch, as in prefill
 
     assert (total(states, None), total(states, "")) == (2.0, 3.0)
 
 
-def test_a_snapshot_keeps_no_batch_alive() -> None:
+def test_a_snapshot_does_not_keep_the_arrays_of_its_batch() -> None:
     part = StatePart(((1, 8192),), (mx.float32,))
     states = StateStore([part])
     for name in range(64):
@@ -125,8 +125,8 @@ def test_a_removed_sequence_loses_its_place_with_the_next_pass() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 3, 12])
-def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int) -> None:
-    """With sequences that join and leave, padded or not. Only the rows' own states stay."""
+def test_a_pipelined_loop_stays_within_the_charge_of_states(padding: int) -> None:
+    """Sequences join and leave, and batches may be padded. Afterwards only own states are left."""
     part = StatePart(((1, 1 << 16), (1, 3, 1 << 14)), (mx.float32, mx.float32))
     states = StateStore([part] * 12)
     mx.clear_cache()
@@ -142,7 +142,7 @@ def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int
             x = outputs[-1] if outputs else mx.ones((batch, 1))
             total = x if total is None else total * 0.5 + x
             before = mx.zeros((batch, 3, 1 << 14)) if last is None else last
-            # As in models: the newest tokens of a longer array.
+            # Like a convolution's state in a model: the newest tokens of a longer array.
             last = mx.concatenate([before, mx.ones((batch, 4, 1 << 14))], axis=1)[:, -3:]
             cache.cache = [mx.broadcast_to(total, (batch, 1 << 16)) + 0, last]
             outputs.append(cache.cache[0].mean(axis=1, keepdims=True))
@@ -167,7 +167,7 @@ def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int
     mx.eval(flight, states.arrays())
     peak = mx.get_peak_memory() - start
     mx.clear_cache()
-    # Inside a step, in two layers: padded arrays, and the longer arrays that are cut.
+    # Temporaries of two layers in a step: padded arrays, and the longer arrays that are cut.
     inside = 2 * (most + padding) * 3 * part.nbytes
 
     assert mx.get_active_memory() - start <= states.nbytes + (1 << 16)

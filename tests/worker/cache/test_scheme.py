@@ -1,4 +1,4 @@
-"""Schemes and the bytes of pages, without arrays."""
+"""KV schemes: names, order, floors and bytes of pages. Makes no arrays."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_lower_scheme_has_more_bits_on_no_side() -> None:
     assert Scheme(4, 4).is_below(Scheme(8, 4))
     assert Scheme(8, 4).is_below(Scheme(8, 8))
     assert Scheme(4, 4, 64, 128).is_below(Scheme(4, 4))
-    assert not Scheme(8, 2).is_below(Scheme(4, 8)), "fewer bytes, but keys would go up"
+    assert not Scheme(8, 2).is_below(Scheme(4, 8)), "fewer bytes, but more key bits"
     assert not Scheme(4, 4, 32, 32).is_below(Scheme(4, 4)), "smaller groups have more scales"
 
 

@@ -25,7 +25,7 @@ def held(cache: ModelCache) -> int:
 
 
 def branches(runner: Runner, start: int) -> list[Row]:
-    """Return rows that continue a prompt of ``start`` tokens."""
+    """Return a row per choice, all of which continue one prompt of ``start`` tokens."""
     cache = runner.cache
     row = cache.new_row()
     prefill(runner, row, ids(start))

@@ -1,4 +1,4 @@
-"""Snapshots of real models: restored sequences continue bit for bit."""
+"""Snapshots of small models of real architectures: restored sequences continue bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def decode(runner: Runner, rows: list[Row], tokens: list[int]) -> list[np.ndarra
 
 
 def disturb(runner: Runner) -> None:
-    """Run other sequences that fill free pages, leave NaN in tails, and make all pages move."""
+    """Run sequences that overwrite free pages and leave NaN in tails, then move pages."""
     cache = runner.cache
     for seed in (5, 6):
         other = cache.new_row()
@@ -82,14 +82,17 @@ def disturb(runner: Runner) -> None:
 
 
 def together(runner: Runner) -> bool:
-    """Return whether rows that share a pass compute the same bits: in padded batches of pages."""
+    """Return whether rows compute the same bits in a shared pass as alone: over pages only."""
     cache = runner.cache
     paged = isinstance(cache, ModelCache) and cache.batched and bool(cache.stores)
     return paged and all(access is Access.PAGES for access in cache.access.values())
 
 
-def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
-    """Take a snapshot at ``length``, continue, and compare with the sequence restored later."""
+def assert_continues(runner: Runner, prompt: int, decoded: int) -> None:
+    """Assert that a snapshot restored later continues like the original.
+
+    The snapshot is taken after ``prompt`` prefilled and ``decoded`` decoded tokens.
+    """
     cache = runner.cache
     below = cache.new_row()
     prefill(runner, below, ids(200, 9))
@@ -100,7 +103,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     cache.flush()
     snapshot = cache.snapshots.take(row)
     check_cache(cache)
-    chunk, more = ids(100, 3), ids(34, 4)  # this commits a page
+    chunk, more = ids(100, 3), ids(34, 4)  # the row commits a page meanwhile
     prefill(runner, row, chunk)
     (want,) = decode(runner, [row], more)
     cache.free(row)
@@ -145,7 +148,7 @@ def test_every_kind_of_cache_continues_bit_for_bit(
 ) -> None:
     name, _, runner = served
     assert isinstance(runner.cache, MlxLmCache) == ("own caches" in MODELS[name])
-    goes_on(runner, prompt, decoded)
+    assert_continues(runner, prompt, decoded)
 
 
 @pytest.mark.slow
@@ -155,11 +158,11 @@ def test_every_setting_continues_bit_for_bit(name: str, how: str) -> None:
     model, _ = build(name)
     cache = ModelCache(probe.find_layout(model), SETTINGS[how])
     for prompt, decoded in ((128, 3), (448, 0)):
-        goes_on(Runner(model, cache), prompt, decoded)
+        assert_continues(Runner(model, cache), prompt, decoded)
 
 
 def test_a_row_leaves_the_dense_start_without_the_rows_that_share_its_pages() -> None:
-    """Rows that share dense pages quantize them at their own lengths."""
+    """Each row that shares dense pages quantizes them when its own length requires it."""
     model, _ = build("qwen3")
 
     def runner() -> Runner:
@@ -263,7 +266,9 @@ def test_a_snapshot_is_dropped_once() -> None:
         bench.store.restore(snapshot)
 
 
-def test_a_snapshot_that_fails_in_one_store_stays_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_fails_in_one_store_leaves_nothing_in_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = build("gpt_oss")
     cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
     runner = Runner(model, cache)

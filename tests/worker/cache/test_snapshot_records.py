@@ -1,4 +1,4 @@
-"""Snapshots that are written and read continue bit for bit, for every kind of cache."""
+"""Snapshots written to records and read back continue bit for bit, for every kind of cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.worker.cache.test_snapshot import SETTINGS, decode, disturb, ids, pre
 pytestmark = pytest.mark.mlx
 
 KINDS = ["baichuan_m1", "qwen3_next"]
-"""Models with windows, full attention and states, and with gated delta nets."""
+"""A model with windows, full attention and states, and one with gated delta nets."""
 
 
 def alone(name: str, how: str = "plain") -> Runner:
@@ -28,12 +28,13 @@ def alone(name: str, how: str = "plain") -> Runner:
 
 
 def take(loader: SnapshotReader, between=lambda: None) -> None:
+    """Read all records; call ``between`` after each."""
     for _ in loader.run():
         between()
 
 
-def both_go_on(runner: Runner, rows: list[Row]) -> None:
-    """Write two rows that share a beginning, move pages, read the rows, and compare."""
+def assert_both_continue(runner: Runner, rows: list[Row]) -> None:
+    """Write two rows to records while pages move, read them back, and assert that both continue."""
     cache = runner.cache
     cache.flush()
     snapshot = [cache.snapshots.take(row) for row in rows]
@@ -45,7 +46,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     saver = SnapshotWriter(cache, snapshot)
     stream = saver.records()
     records = [next(stream) for _ in range(3)]
-    disturb(runner)  # pages that are not written yet have moved
+    disturb(runner)  # moves pages that are not written yet
     records += stream
     content = sum(map(len, records[1:]))
     assert content == saver.nbytes
@@ -80,7 +81,7 @@ def test_every_kind_of_cache_is_read_back(name: str) -> None:
     runner.cache.snapshots.drop(snapshot)
     decode(runner, [row], ids(37, 2))
     decode(runner, [other], ids(5, 3))
-    both_go_on(runner, [row, other])
+    assert_both_continue(runner, [row, other])
 
 
 @pytest.mark.slow
@@ -91,12 +92,15 @@ def test_every_setting_is_read_back(how: str) -> None:
     for seed, row in enumerate(rows):
         prefill(runner, row, ids(150 + 130 * seed, seed))
         decode(runner, [row], ids(30, 2))
-    both_go_on(runner, rows)
+    assert_both_continue(runner, rows)
 
 
 @pytest.mark.parametrize("length", [199, 200])
 def test_a_row_about_to_leave_the_dense_start_is_read_back(length: int) -> None:
-    """A snapshot leaves the dense start, so no later flush converts pages without content."""
+    """Taking a snapshot quantizes the pages of a row that reached `quantized_start`.
+
+    Otherwise a flush between records would convert pages whose content is not read yet.
+    """
     runner = alone("qwen3", "dense at first")
     cache = runner.cache
     (start,) = {store.quantized_start for store in cache.stores}
@@ -130,7 +134,7 @@ def test_pages_are_read_back_on_their_levels() -> None:
         lowering.advance(1.0, iter(range(1000)).__next__)
     other = runner.cache.new_row()
     prefill(runner, other, ids(256, 7))
-    both_go_on(runner, [row, other])
+    assert_both_continue(runner, [row, other])
 
 
 def damaged(records: list[bytes]) -> Iterator[list[bytes]]:

@@ -1,4 +1,4 @@
-"""Splits: every page is in exactly one, and a row's splits ignore the rest of the batch."""
+"""Splits: every page is in exactly one, and a row's splits do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def most_splits(pages: int) -> int:
 
 
 def splits_of(pages: list[int]) -> tuple[Splits, list[list[list[int]]]]:
-    """Return the splits of rows with these numbers of pages, and those of each row."""
+    """Return the splits of rows with these numbers of pages, and the entries of each row."""
     splits = Splits.of(np.cumsum(pages).tolist())
     entries = np.array(splits.array).tolist()
     firsts = (0, *splits.ends)
@@ -136,7 +136,7 @@ def test_a_list_has_all_pages_with_their_positions(
     assert np.array(listed.padded(100).array)[len(pages) :].sum() == 0
 
 
-def test_the_number_of_heads_has_other_names_too() -> None:
+def test_the_number_of_heads_is_found_under_its_other_names() -> None:
     config = {"num_attention_heads": 12, "hidden_size": 768, "num_hidden_layers": 12}
     other = {"n_head": 12, "n_embd": 768, "num_hidden_layers": 12}
 

@@ -1,9 +1,9 @@
 """Ten thousand random operations on a model's whole cache, compared with dense rows.
 
 After every operation, contents, lengths, levels, reference counts, bytes and states agree with
-`tests.worker.cache.model`. Some also compare attention over pages or rectangles with attention over
-dense keys and values. In CI the operations are the same every time; ``KVD_STATE_STEPS=100000`` runs
-different ones, and more.
+`tests.worker.cache.model`. Some operations also compare attention over pages or rectangles with
+attention over dense keys and values. By default the operations are the same every time;
+``KVD_STATE_STEPS=100000`` runs 100,000 with a random seed.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ CI_STEPS = 10_000
 STEPS = int(os.environ.get("KVD_STATE_STEPS", CI_STEPS))
 EXAMPLES_A_ROUND = 15
 STEPS_AN_EXAMPLE = 40
-"""Including the start of the example."""
+"""Operations of an example, including its start."""
 SCALE = 0.3
 FAILURES = st.sampled_from([None, None, 0, 0, 1])
-"""Index of the write or copy that fails in each piece of a step-down."""
+"""Index of the write or copy that fails in each piece of a step-down; None: none fails."""
 MOST_ROWS = 5
 MOST_SNAPSHOTS = 4
 MOST_TOKENS = 900
@@ -149,7 +149,7 @@ class Down:
 
 
 class Machine(RuleBasedStateMachine):
-    """A cache and the model that it is compared with."""
+    """A cache, and the dense model with which it is compared."""
 
     world: World
     seen: Counter[str]
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         self.twin = DenseModel(self.cache)
         self.downs: list[Down] = []
         self.news = 0
-        """Operations since the last housekeeping one, which would often do nothing."""
+        """Operations since the last of `HOUSEKEEPING`: the next of those would often do nothing."""
         self.where = self._where()
 
     def _where(self) -> list[tuple[int, int] | None]:
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
                 taken[part.kind] += 1
         return where
 
-    # Choices. Few draws: an example's choices must fit hypothesis's buffer.
+    # Choices. Each draws few numbers, because an example's draws must fit hypothesis's buffer.
 
     @property
     def sequences(self) -> list[SequenceRow]:
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """Run the model over ``count`` new tokens of each sequence, and update the dense model.
 
-        ``counts``: each sequence's own tokens, which padding follows. The default is all.
+        ``counts``: tokens of each sequence, if fewer than ``count``; padding follows them.
         """
         counts = counts or [count] * len(sequences)
         prefill = bool(self.cache._prefilling)
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         news: dict[int, list[tuple[np.ndarray, np.ndarray]]] | None,
         counts: list[int],
     ) -> None:
-        """Compare with dense attention over the model's tokens, followed by those of ``news``."""
+        """Compare with dense attention over the dense rows' tokens and then those of ``news``."""
         for one in outputs:
             store = self.twin.stores[one.store]
             for index, sequence in enumerate(sequences):
@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
 
     def _decode(self, chosen: list[SequenceRow], padding: int, *, with_attention: bool) -> None:
         if self.world.rectangles:
-            padding = 0  # the shape of rectangles changes with the rows anyway
+            padding = 0  # padding is for fixed shapes, and rectangles have none
         for together in [chosen] if self.world.batched else [[one] for one in chosen]:
             batch = len(together) + padding
             self.cache.begin_decode(together, batch)
@@ -421,7 +421,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.news > 1 and len(self.cache.snapshots.all) > 1)
     @rule(choice=st.integers(0, 99))
     def drop(self, choice: int) -> None:
-        """Drop a snapshot, perhaps with a step in flight: no step reads snapshots."""
+        """Drop a snapshot. A step may be in flight, because no step reads snapshots."""
         snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
         freed = self.cache.snapshots.freed_bytes([snapshot])
         before = self.cache.usage.used_bytes + self.cache.snapshots.nbytes
@@ -508,10 +508,10 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(choice=st.integers(0, 99), level=st.integers(1, 2), fails_at=FAILURES)
     def step_down(self, choice: int, level: int, fails_at: int | None) -> None:
-        """Start to step some sequences down; `slice` continues it."""
+        """Start to step some sequences down; `slice` does the rest."""
         self._drain()
         chosen: list[SequenceRow | SequenceSnapshot] = [*self._some(choice)]
-        if choice % 3 == 0:  # a preempted one
+        if choice % 3 == 0:  # as if a preempted sequence were stepped down
             chosen += self.cache.snapshots.all[:1]
         for index, dense in enumerate(self.twin.stores):
             if level in dense.store.pages.levels:
@@ -528,7 +528,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.downs)
     @rule(pieces=st.integers(1, 12), fails_at=FAILURES)
     def slice(self, pieces: int, fails_at: int | None) -> None:
-        """Do a few pieces of the step-downs, perhaps interrupted by an error."""
+        """Do a few pieces of the oldest step-downs. Errors may interrupt them."""
         self._drain()
         for _ in range(pieces):
             if not self.downs:
@@ -566,7 +566,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.news > 1 and self.sequences)
     @rule(choice=st.integers(0, 99))
     def read(self, choice: int) -> None:
-        """Compare one row as the store and the states return it."""
+        """Compare what the stores and the states return for one sequence."""
         sequence = self._one(choice)
         self._drain()
         for store, row in zip(self.twin.stores, sequence.rows, strict=True):
@@ -584,7 +584,10 @@ class Machine(RuleBasedStateMachine):
 
 
 def _room(store: KVStore, level: int, pages: int) -> int:
-    """Return the pages that compacting keeps on a level: on level 0, less what lower ones use."""
+    """Return for how many pages compacting keeps room on a level.
+
+    Only level 0 keeps room: for ``pages`` pages, less the bytes that lower levels use.
+    """
     if level or store.kind.bounded:
         return 0
     lower = sum(one.used * store.pages.charge(one.level) for one in store.pages.allocators[1:])
@@ -656,11 +659,11 @@ def test_the_cache_agrees_with_dense_rows(name: str) -> None:
         stateful_step_count=STEPS_AN_EXAMPLE,
         database=None,
         deadline=None,
-        # Shrinking a failure of a machine this slow takes longer than reading it.
+        # No shrinking: examples are so slow that reading a long one takes less time.
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    # In rounds, since some examples stop early: hypothesis limits the draws of an example.
+    # In rounds, since examples may stop early: hypothesis limits the draws of an example.
     for number in itertools.count(0 if STEPS == CI_STEPS else random.randrange(1 << 32)):
         run_state_machine_as_test(seed(number)(machine), settings=plan)
         if seen["steps"] >= wanted:

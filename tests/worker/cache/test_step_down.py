@@ -31,12 +31,12 @@ def no_clock() -> float:
 
 
 def piece(down: StepDown) -> int:
-    """Do one piece of work, however short the time."""
+    """Do one piece of work: with no time left, `advance` stops after the first."""
     return down.advance(0.0, lambda: 1.0)
 
 
 def note(row: DenseRow) -> None:
-    """Record in the model which pages are on another level."""
+    """Record the new levels of pages in the dense row."""
     for page, path in zip(row.row.pages, row.paths, strict=False):
         if page.level != path[-1]:
             path.append(page.level)
@@ -44,7 +44,7 @@ def note(row: DenseRow) -> None:
 
 def step_down(bench: Bench, rows: list[DenseRow], level: int) -> None:
     bench.drain()
-    bench.check()  # so that the models know their pages
+    bench.check()  # records the pages of each dense row
     down = StepDown(bench.store, [row.row for row in rows], level)
     down.advance(1.0, no_clock)
     assert down.over
@@ -121,7 +121,7 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
             counts.append(down.advance(10.0, lambda: now))
             check_store(bench.store)
 
-    # One page to measure the pace, then as many as the time allows.
+    # One page to measure the speed, then as many as the time allows.
     assert counts == [10, 10, 10, 10, 9]
     assert now == sum(counts)
 
@@ -207,7 +207,7 @@ MIB = 1 << 20
 
 
 def heavy() -> tuple[Bench, list[DenseRow]]:
-    """Three rows of 59 pages in 3 layers: 38 MiB on level 0, with no free page."""
+    """Return three rows of 59 pages in 3 layers: 38 MiB on level 0, with no free page."""
     bench = Bench(LayerGeometry(kv_heads=4, k_dim=128, v_dim=128), SCHEMES, layers=3)
     rows = [bench.new(64 * 60, chunk=1024) for _ in range(3)]
     bench.drain()

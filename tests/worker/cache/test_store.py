@@ -98,7 +98,7 @@ def test_a_full_tail_refuses_a_step_without_a_flush() -> None:
     assert bench.store.needs_flush([row.row])
     with pytest.raises(ValueError, match="flush"):
         bench.store.begin_decode([other.row, row.row])
-    bench.check()  # no row has another token
+    bench.check()  # no row got a new token
     bench.drain()
     bench.decode([row])
     bench.check()
@@ -169,7 +169,7 @@ def test_page_limit_caps_growth() -> None:
 
 
 def test_rows_with_a_dense_start_stay_within_their_reservation() -> None:
-    """Pools of dense pages are cut when others need the room, on every level, at every flush."""
+    """A flush that needs room on one level first cuts the unused room of all pools."""
     schemes = [Scheme(16, 16), Scheme(4, 4)]
     bench = Bench(LayerGeometry(1, 64, 64), schemes, layers=2, quantized_start=512)
     store, chunk = bench.store, 128
@@ -221,7 +221,7 @@ def test_rows_that_share_pages_with_a_row_leaving_the_dense_start_keep_them_dens
     before = [np.array(side) for side in store.read(row.row, 0)]
     copies = [store.fork(row.row) for _ in range(3)]
     snapshot = store.snapshots.take(copies.pop())
-    for copy in copies:  # each leaves at a flush of its own
+    for copy in copies:  # each leaves the dense start at its own flush
         store.begin_prefill(copy, 200)
         tokens = mx.random.normal((1, 2, 200, 64))
         bench.caches[0].update_and_fetch(tokens, tokens)
@@ -284,7 +284,7 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     bench.store.pages.spare = lambda: limit - bench.store.pages.charged_bytes
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
-    for row in (big, small):  # not compared here, and each step would copy all of it
+    for row in (big, small):  # dense copies are not compared here, and each step would copy them
         row.keys, row.values = ([side[:, :0] for side in held] for held in (row.keys, row.values))
     one_layer = bench.store.pages.nbytes // 2
     assert one_layer > 20_000_000
@@ -299,7 +299,7 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     mx.eval(outputs)
     bench.drain()
 
-    # The smallest copy that could go unnoticed, one side's words, is 0.44 of a layer.
+    # The smallest array that could be copied, the words of one side, is 0.44 of a layer's pool.
     assert mx.get_peak_memory() - steady < one_layer // 3
 
 
@@ -310,7 +310,7 @@ def _pipelined_step(
         mx.eval(before)  # as the engine does: no step in flight reads the pools
     handles = bench.decode(rows)
     outputs = [decode_attention(queries, handle, 0.1) for handle in handles]
-    # Launched only: the next step is built while this one runs.
+    # Launched and not awaited: the next step is built while this one runs.
     mx.async_eval(outputs, bench.store.arrays())
     return outputs
 

@@ -1,4 +1,4 @@
-"""Tails of rows that ended are freed while other rows run, without affecting these."""
+"""Tails of ended rows are freed while other rows run, and the running rows are not affected."""
 
 from __future__ import annotations
 

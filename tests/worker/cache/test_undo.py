@@ -1,4 +1,4 @@
-"""Steps that fail: prefill steps are undone, all else is discarded."""
+"""Failed steps: a prefill step is undone. After other failures all running rows are discarded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.worker.cache.invariants import check_store
 pytestmark = pytest.mark.mlx
 
 
-def with_early_page(bench: Bench) -> DenseRow:
+def with_page_written_ahead(bench: Bench) -> DenseRow:
     row = bench.new(100)
     bench.decode([row])
     bench.drain()
@@ -23,9 +23,9 @@ def with_early_page(bench: Bench) -> DenseRow:
 @pytest.mark.parametrize("layers_done", [1, 2])
 def test_a_chunk_that_is_undone_leaves_no_trace(layers_done: int) -> None:
     bench = Bench()
-    decoding = with_early_page(bench)
+    decoding = with_page_written_ahead(bench)
     reading = bench.new(256)
-    decoding_too = with_early_page(bench)
+    decoding_too = with_page_written_ahead(bench)
     bench.store.begin_prefill(reading.row, 200)
     for cache in bench.caches[:layers_done]:
         shape = (1, bench.geometry.kv_heads, 200, 64)
