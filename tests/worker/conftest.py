@@ -1,4 +1,4 @@
-"""One engine with the embedded model for all tests of the worker, since loading takes seconds."""
+"""An engine with the embedded model that the worker's tests share, as loading takes seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _demo() -> Driver:
 def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.outcomes.clear()
     yield _demo
-    # No test leaves a row, a page or a request.
+    # A test must not leave a request, a row or a page.
     for rid in list(_demo.engine._batch.requests):
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)

@@ -30,8 +30,8 @@ CONFIG = {
 
 
 def save(folder, *, dtype=mx.bfloat16, shards=1, quantized=False):
-    """Write the model; return its folder."""
-    seam.install()  # before a model module is imported, for the sake of other tests
+    """Write the model to ``folder``; return it."""
+    seam.install()  # must precede the first import of a model module in the process
     from mlx_lm.models import qwen3
 
     folder.mkdir(parents=True, exist_ok=True)

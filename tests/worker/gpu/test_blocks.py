@@ -1,6 +1,7 @@
-"""Whole decoder layers as blocks: which layers qualify, and that the results are the same.
+"""Decode steps of whole decoder layers as blocks: which layers qualify, and equal results.
 
-There is no GPU where tests run: products are MLX's own here, and kernels are `stand_in.StandIn`.
+Tests run without a GPU: MLX's own products replace kvd's, and
+`tests.worker.attention.stand_in.StandIn` replaces the kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LLAMA3 = {
 
 
 class Counted:
-    """kvd's own products, as plain operations."""
+    """Replaces kvd's products with plain operations, and counts the gated ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gated = 0
@@ -129,10 +130,10 @@ def test_compiled_steps_use_blocks(counted: Counted) -> None:
     assert counted.gated > before
 
 
-def test_layers_with_other_arithmetic_keep_their_code(
+def test_layers_with_different_arithmetic_run_their_own_code(
     counted: Counted,
 ) -> None:
-    """Granite's residuals have a factor, in code and not in the layers' submodules."""
+    """Granite scales its residuals in code, so its layers' submodules look like Llama's."""
     model, config = joined("granite", counted, num_hidden_layers=1)
     assert blocks.fuse(model) == len(model.layers)
     blocks.unfuse(model)
@@ -151,7 +152,7 @@ def test_layers_with_other_arithmetic_keep_their_code(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "phi3", "olmo2", "stablelm"])
-def test_layers_with_other_submodules_are_not_blocks(name: str, counted: Counted) -> None:
+def test_layers_with_different_submodules_are_not_blocks(name: str, counted: Counted) -> None:
     model, _ = joined(name, counted)
     assert blocks.fuse(model) == 0
 

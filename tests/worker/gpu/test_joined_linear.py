@@ -1,4 +1,4 @@
-"""Joined products: equal to those of the single layers."""
+"""Linear layers that read one input share a product, with the results of separate layers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_same_products(shape: tuple[int, ...], *, bias: bool) -> None:
     assert_same([joined.head(x)], [plain.head(x)])
 
 
-def test_one_product_serves_all_that_read_one_input() -> None:
+def test_layers_that_read_one_input_share_a_product() -> None:
     _, joined = two(bias=False)
     x = mx.random.normal((8, 1, 32))
     q, k, v, _ = joined.layers[0](x)
@@ -117,7 +117,7 @@ def test_few_rows_use_the_given_product(*, bias: bool) -> None:
         return list(mx.split(x @ weight.T, ends, axis=-1))
 
     joined_linear.join(joined, product)
-    for shape in [(8, 1, 32), (8, 3, 32)]:  # a step, and chunks of prompts
+    for shape in [(8, 1, 32), (8, 3, 32)]:  # a decode step, then a chunk of prompts
         x = mx.random.normal(shape)
         assert_same(joined(x), plain(x))
 

@@ -1,4 +1,4 @@
-"""Products of few rows on CUDA: right, and the same alone and in a batch."""
+"""Products of few rows on CUDA: correct, and with the same bits for a row alone and in a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wide(array: mx.array) -> mx.array:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("inputs", [32, 96, 256, 1024, 4096])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32])
-def test_like_float32(rows: int, inputs: int, dtype: mx.Dtype) -> None:
+def test_products_match_float32(rows: int, inputs: int, dtype: mx.Dtype) -> None:
     sizes = (32, 16, 48)
     x = mx.random.normal((rows, 1, inputs), key=mx.random.key(rows)).astype(dtype)
     weight = mx.random.normal((96, inputs), key=mx.random.key(inputs)).astype(dtype)
@@ -36,7 +36,7 @@ def test_like_float32(rows: int, inputs: int, dtype: mx.Dtype) -> None:
 
 
 @cuda
-def test_the_same_to_the_bit_alone_and_in_a_batch() -> None:
+def test_a_row_of_a_product_has_the_same_bits_alone_and_in_a_batch() -> None:
     x = mx.random.normal((17, 1, 512), key=mx.random.key(1)).astype(mx.bfloat16)
     weight = mx.random.normal((64, 512), key=mx.random.key(2)).astype(mx.bfloat16)
     (together,) = products.multiply(x, weight, (64,))
@@ -47,7 +47,7 @@ def test_the_same_to_the_bit_alone_and_in_a_batch() -> None:
 
 
 @cuda
-def test_it_is_found_and_compiles_in_a_trace() -> None:
+def test_the_product_is_found_and_works_in_compiled_functions() -> None:
     product = products.find(mx.bfloat16)
     assert product is not None
     weight = mx.random.normal((48, 64), key=mx.random.key(1)).astype(mx.bfloat16)
@@ -59,8 +59,8 @@ def test_it_is_found_and_compiles_in_a_trace() -> None:
             assert mx.array_equal(got, expected)
 
 
-@pytest.mark.skipif(mx.cuda.is_available(), reason="what is so without CUDA")
-def test_without_cuda_there_is_none() -> None:
+@pytest.mark.skipif(mx.cuda.is_available(), reason="tests a machine without CUDA")
+def test_without_cuda_no_product_is_found() -> None:
     assert products.find(mx.bfloat16) is None
 
 
@@ -69,7 +69,7 @@ def test_without_cuda_there_is_none() -> None:
     [
         ((8, 1, 64), (32, 16), True),
         ((32, 1, 32), (16,), True),
-        ((33, 1, 64), (16,), False),  # MLX multiplies many rows
+        ((33, 1, 64), (16,), False),  # MLX computes products of many rows
         ((8, 2, 64), (16,), False),  # a chunk of a prompt
         ((8, 64), (16,), False),
         ((8, 1, 80), (16,), False),
@@ -89,7 +89,7 @@ def assert_close(got: mx.array, want: mx.array, dtype: mx.Dtype) -> None:
     assert got.dtype == dtype
     assert mx.isfinite(got).all()
     error = float(mx.abs(wide(got) - want).max() / mx.abs(want).max())
-    # The inputs are rounded once more than in float32.
+    # Unlike the float32 reference, the kernel rounds normed inputs to the dtype.
     assert error <= (2.0**-7 if dtype == mx.bfloat16 else 2.0**-10)
 
 
@@ -128,7 +128,7 @@ def test_a_row_of_a_gated_product_is_the_same_alone() -> None:
 
 
 def test_kernels_of_different_texts_have_different_names() -> None:
-    """MLX compiles by name."""
+    """MLX caches compiled kernels by name."""
     how = products._Variant(mx.bfloat16, (64, 32), ("norm",), 1e-6)
     others = [
         products._Variant(mx.float16, (64, 32), ("norm",), 1e-6),

@@ -1,6 +1,6 @@
-"""Compiles a kernel's text as C++ against `shim/`, each text once per session.
+"""Compiles a kernel's text as C++ with the headers in `shim/`, each text once per session.
 
-Uses only the compiler: no MLX arrays, and runs no kernel.
+Runs no kernel and uses no MLX arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHECKS = (
 _COMMON = (
     "-std=c++20",
     "-O0",  # compile time matters more than run time
-    "-g1",  # line numbers, for faults with only an address
+    "-g1",  # line numbers: some faults report only an address
     "-fPIC",
     "-fno-exceptions",
     "-fno-rtti",
@@ -40,13 +40,14 @@ _COMMON = (
     "-Werror=vla",  # neither language has arrays of variable length
 )
 _RACES = ("-fsanitize=thread",)
-"""Calls before each access (`shim/races.h`): 50 % more compile time."""
+"""Inserts a call before each memory access (`shim/races.h`). Compiling takes 50 % longer."""
 _WISHED = (
     "-march=native",
     "-fcf-protection=none",
     "-fexcess-precision=16",  # half rounds after each operation
     "-ftrivial-auto-var-init=pattern",  # uninitialized locals must not be zero by chance
 )
+"""Flags that are left out if the compiler does not support them."""
 _BY_LANGUAGE: dict[str, tuple[str, ...]] = {
     "metal": ("-fsingle-precision-constant",),  # Metal has no double
     "cuda": ("-Werror=double-promotion", f"-I{SHIM / 'cuda'}"),
@@ -54,17 +55,18 @@ _BY_LANGUAGE: dict[str, tuple[str, ...]] = {
 
 
 class BuildFailed(Exception):
-    """The compiler rejects a kernel; the text is the compiler's output."""
+    """The compiler rejected a kernel. The exception's text is the compiler's output."""
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler; None without one or without ELF (a Mac runs the kernels itself)."""
+    """Return the path of g++, or None. Only on Linux, because the shim needs ELF libraries."""
     return shutil.which("g++") if sys.platform == "linux" else None
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of child processes: a BLAS preloaded for MLX would start threads in
-    each.
+    """Return the environment of child processes, without LD_PRELOAD.
+
+    A BLAS that is preloaded for MLX would start threads in every child.
     """
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
@@ -85,7 +87,7 @@ def _call(*arguments: str) -> None:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Return the flags that this compiler supports."""
+    """Return those of `_WISHED` that this compiler supports."""
     found = []
     for flag in _WISHED:
         try:
@@ -101,7 +103,7 @@ _guard = threading.Lock()
 
 
 def _once(path: Path, *arguments: str) -> Path:
-    """Create a file with a call of the compiler unless it exists; safe for two threads."""
+    """Create a file with a call of the compiler unless it exists. Thread-safe."""
     with _guard:
         lock = _locks.setdefault(path, threading.Lock())
     with lock:
@@ -119,21 +121,21 @@ def _written(name: str, text: str) -> Path:
 
 
 def runner() -> Path:
-    """Return the program that runs a library."""
+    """Return the path of the program that runs a kernel's library."""
     path = _folder() / "runner"
     source = str(SHIM / "runner.cpp")
     return _once(path, "-std=c++20", "-O2", "-rdynamic", source, "-ldl")
 
 
 def _header(language: Language, flags: tuple[str, ...], races: bool) -> Path:
-    """Return the language's precompiled header: it halves a small kernel's compile time."""
+    """Precompile the language's header, which halves a small kernel's compile time; return it."""
     path = _written(f"{language}{races:d}.h", f'#include "{SHIM / language}.h"\n')
     _once(path.with_suffix(".h.gch"), *flags, "-x", "c++-header", str(path))
     return path
 
 
 def library(wrapped: Wrapped, language: Language, *, races: bool = True) -> Path:
-    """Return a kernel's library, from the cache if the same text was compiled before.
+    """Return the path of a kernel's library; compile it unless the same text was compiled before.
 
     Raises `BuildFailed` if the compiler rejects it.
     """
@@ -142,19 +144,19 @@ def library(wrapped: Wrapped, language: Language, *, races: bool = True) -> Path
     text = _text(wrapped, language)
     name = hashlib.sha256("\0".join((*flags, text)).encode()).hexdigest()[:24]
     source = _written(f"{name}.cpp", text)
-    # Without start files and sanitizer libraries, only the kernel has variables.
+    # Without start files and sanitizer libraries, the library's only variables are the kernel's.
     link = ("-shared", "-nostdlib", str(source), "-lm", "-lgcc")
     header = str(_header(language, flags, races))
     return _once(source.with_suffix(".so"), *flags, "-include", header, *link)
 
 
 def refused_by_clang(wrapped: Wrapped) -> str:
-    """Return clang's errors for a Metal text whose address spaces are types; empty if none.
+    """Return clang's errors for a Metal text, with address spaces as parts of types; "" if none.
 
-    Metal's own compiler is a clang, for C++14.
+    Like Metal's own compiler, this is clang for C++14.
     """
     path = _folder() / f"{hashlib.sha256(wrapped.text.encode()).hexdigest()[:24]}.metal.cpp"
-    # Attributes at that place are specific to Apple.
+    # Only Apple's clang accepts attributes after `template`.
     path.write_text(re.sub(r"^template \[\[.*\]\] ", "template ", wrapped.text, flags=re.MULTILINE))
     clang = find_clang()
     assert clang is not None
@@ -163,7 +165,7 @@ def refused_by_clang(wrapped: Wrapped) -> str:
 
 @functools.cache
 def find_clang() -> str | None:
-    """Return a clang that computes with both half formats on this machine: 17 or newer."""
+    """Return the path of a clang that supports both half formats here: 17 or newer."""
     path = _folder() / "halves.cpp"
     path.write_text("float widened(__bf16 x, _Float16 y) { return float(x) + float(y); }\n")
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 16, -1)))
@@ -172,7 +174,7 @@ def find_clang() -> str | None:
 
 
 def _clang(clang: str, *arguments: str) -> str:
-    """Return clang's errors for a file; empty if none."""
+    """Return clang's errors for a file; "" if none."""
     flags = ("-std=c++14", "-nostdinc", "-Wno-unknown-attributes", "-Wno-ignored-attributes")
     command = [clang, *flags, "-fsyntax-only", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -180,7 +182,7 @@ def _clang(clang: str, *arguments: str) -> str:
 
 
 def _text(wrapped: Wrapped, language: Language) -> str:
-    """Return MLX's text, with line numbers relative to the body, and an entry function after it."""
+    """Return MLX's text, with line numbers that start at the body, and then the entry function."""
     before = wrapped.body_line - 1
     lines = wrapped.text.split("\n")
     front, rest = "\n".join(lines[:before]), "\n".join(lines[before:])
@@ -207,7 +209,7 @@ def _entry(wrapped: Wrapped, language: Language) -> str:
 
 
 def line_of(path: Path, offset: int) -> int | None:
-    """Return the body's line of an address in a library, or None."""
+    """Return the line of the kernel's body for an address in its library, or None."""
     tool = shutil.which("addr2line")
     if tool is None:
         return None

@@ -1,7 +1,7 @@
-"""Which variants of the decode kernels run: few that cover much, or all.
+"""Cases for the decode kernels: a chosen few that cover much, or all.
 
-Values of each dimension are paired with those of all others as far as the number of cases allows.
-Language is one of the dimensions, so each value runs in both.
+The chosen cases contain as many pairs of values from two dimensions as possible, such as 4 key bits
+with float16. Language is a dimension too, so each value runs in both languages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = (
     ((0, 12), (0, 127)),  # no pages at all
 )
 LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
-"""Up to 40 000 tokens, and very unequal."""
+"""Rows of very unequal lengths, up to 40 000 tokens."""
 WINDOWS = ((None, 0), (100, 0), (300, 70), (9, 4), (64, 0))
 VALUES: dict[str, tuple[Any, ...]] = {
     "language": ("metal", "cuda"),
@@ -48,10 +48,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "levels": (1, 2),
 }
 _TRIED = 250
-"""Random cases, of which the one with the most new pairs is chosen."""
+"""Random candidates per case. The one with the most new pairs is chosen."""
 
 _ALONE = 20
-"""Weight, in pairs, of the first case of a value in a language."""
+"""Extra weight, in pairs, of a value that is new in a language."""
 
 MATRIX = (
     Case(mx.bfloat16, 64, 64, 2, 4, 1, ("k4v4",), ROWS[0], sinks=True),
@@ -60,15 +60,15 @@ MATRIX = (
     Case(mx.bfloat16, 128, 128, 1, 5, 1, ("k4v4", "k8v8", "k4v8"), ((6, 65),), sinks=True),
     Case(mx.bfloat16, 64, 64, 2, 1, 5, ("k8v8", "k4v4"), ((4, 4), (1, 63)), window=100),
 )
-"""Cases for CUDA's tensor cores, which accept only some bits, head sizes and groups. All queries
-are in the tail, as they are if the newest 64 tokens are in no page."""
+"""Cases for CUDA's tensor cores, which accept only some bits, head sizes and groups. The tokens of
+all queries are in the tail, as in kvd, where the newest 64 tokens are never in a page."""
 
 Values = dict[str, Any]
 
 
 def values_of(count: int) -> list[Values]:
     """Return the values of this many cases, with as many distinct pairs as possible."""
-    source = random.Random(6)  # a seed with which 20 cases have all values
+    source = random.Random(6)  # with this seed, 20 cases contain all values in both languages
     seen: set[Any] = set()
     found = []
     for _ in range(count):
@@ -79,7 +79,7 @@ def values_of(count: int) -> list[Values]:
 
 
 def all_values() -> Iterator[Values]:
-    """Return all head sizes, bits of keys and of values, and dtypes, in both languages."""
+    """Yield every combination of language, head sizes, bits and dtype, the rest random."""
     source = random.Random(2)
     names = ("language", "dims", "k_bits", "v_bits", "dtype")
     for values in product(*(VALUES[name] for name in names)):
@@ -88,7 +88,7 @@ def all_values() -> Iterator[Values]:
 
 
 def missing(chosen: list[Values]) -> list[tuple[str, Any, Language]]:
-    """Return the values that no case has in some language."""
+    """Return each value that no chosen case has in a language, with that language."""
     covered = {(name, one[name], one["language"]) for one in chosen for name in VALUES}
     return [
         (name, value, language)
@@ -100,7 +100,7 @@ def missing(chosen: list[Values]) -> list[tuple[str, Any, Language]]:
 
 
 def case_of(values: Values, number: int) -> Case:
-    """Return the case with these values; levels besides the first are random."""
+    """Return the case with these values. Levels after the first have random schemes."""
     source = random.Random(number)
     first = (values["k_bits"], values["k_group"], values["v_bits"], values["v_group"])
     levels = [first]

@@ -1,4 +1,4 @@
-"""Kernels run as C++ here; without a compiler these tests are skipped."""
+"""These tests run kernels as C++ on the CPU. Without a compiler they are skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.worker.kernels.wrap import Language
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
     if build.compiler() is None:
-        pytest.skip("no g++ on Linux: kernels cannot run without a GPU here")
+        pytest.skip("running kernels without a GPU needs g++ on Linux")
 
 
 @pytest.fixture(params=["metal", "cuda"])

@@ -1,7 +1,7 @@
 """A decode step over random pages for the kernels, and its result by dense attention.
 
-Slots, and the order of pages, are random. Unused slots and tokens hold NaN. The expected result is
-computed in float64 over the pages as MLX dequantizes them in float32.
+Slots and the order of pages are random. Unused slots and tokens hold NaN. The expected result is
+computed in float64, over pages that MLX dequantizes in float32.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Case:
     repeats: int = 1
     queries: int = 1
     schemes: tuple[str, ...] = ("K4V4",)
-    """By level; pages use the levels in rotation."""
+    """KV schemes by level. A row's pages are on the levels in turn."""
     rows: tuple[tuple[int, int], ...] = ((2, 70), (0, 8), (5, 127))
-    """For each row, pages of tokens before the tail, and tokens in the tail."""
+    """For each row, the pages before the tail and the tokens in the tail."""
     window: int | None = None
-    """Every other page that a window hides completely is already dropped."""
+    """Size of the sliding window in tokens. Every second page that it hides is dropped already."""
     keep: int = 0
     sinks: bool = False
     padding: int = 0
-    """Rows of the batch, splits, and entries in the list of pages that are padding."""
+    """Padding added to each of the batch, the splits and the list of pages."""
     seed: int = 0
 
     @property
@@ -85,7 +85,7 @@ class Step:
         return mx.array(self._numpy.normal(size=shape).astype(np.float32)).astype(self.case.dtype)
 
     def _low(self, row: int) -> int:
-        """Return the first position that a row's newest token sees, besides the kept ones."""
+        """Return the first position that a row's newest token sees after the kept ones."""
         pages, tail = self.case.rows[row]
         newest = pages * PAGE_TOKENS + tail - 1
         window = self.case.window
@@ -113,7 +113,7 @@ class Step:
         return [[(level, slots[level][slot], start) for level, slot, start in row] for row in rows]
 
     def _make_pools(self) -> None:
-        """Fill the pages in use; NaN elsewhere, in scales if there are any."""
+        """Fill the pages in use. Others are NaN, or have NaN scales if they are quantized."""
         for level, pool in enumerate(self.pools):
             used = [slot for row in self._pages for which, slot, _ in row if which == level]
             room = self._capacities[level]
@@ -151,11 +151,11 @@ class Step:
             for row, (before, tokens) in enumerate(case.rows)
         ]
         self.rows = mx.array(np.array(about, np.int32))
-        nobodys = np.full((case.padding, 4), (PADDING, 1 << 30, 1 << 30, 0), np.int32)
-        self.splits = mx.array(np.concatenate([np.array(splits.array), nobodys]))
+        padding = np.full((case.padding, 4), (PADDING, 1 << 30, 1 << 30, 0), np.int32)
+        self.splits = mx.array(np.concatenate([np.array(splits.array), padding]))
         pages = [page for row in self._pages for page in row] or [(0, 0, 0)]
-        nobodys = np.full((case.padding, 3), 1 << 30, np.int32)
-        self.pages = mx.array(np.concatenate([np.array(pages, np.int32), nobodys]))
+        padding = np.full((case.padding, 3), 1 << 30, np.int32)
+        self.pages = mx.array(np.concatenate([np.array(pages, np.int32), padding]))
 
     def _tail(self, tails: list[int], dim: int) -> mx.array:
         noise = self._noise(len(tails) + 1, self.case.kv_heads, TAIL_TOKENS, dim)

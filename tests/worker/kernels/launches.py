@@ -1,4 +1,6 @@
-"""A launch with the attributes that `kvd.worker.attention.kernels.launch.Launch` has."""
+"""Small kernels that test the shim, with the attributes of
+`kvd.worker.attention.kernels.launch.Launch`.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def printed_by_mlx(launch: Any) -> str:
-    """Return the text that MLX would compile: it prints it during an export, without Metal too."""
+    """Return the text that MLX would compile: an export prints it, even without Metal."""
     kernel = mx.fast.metal_kernel(
         launch.name, list(launch.input_names), list(launch.output_names), launch.source,
         launch.header,
@@ -31,7 +31,7 @@ def printed_by_mlx(launch: Any) -> str:
 
     with tempfile.TemporaryFile() as caught, tempfile.TemporaryDirectory() as folder:
         stdout = os.dup(1)
-        os.dup2(caught.fileno(), 1)  # C++ prints it
+        os.dup2(caught.fileno(), 1)  # MLX prints from C++, not through `sys.stdout`
         try:
             mx.export_function(str(Path(folder) / "f"), call, *launch.inputs)
         finally:

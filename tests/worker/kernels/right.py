@@ -1,4 +1,4 @@
-"""Bounds of the decode kernels' errors."""
+"""Compares the decode kernels' results with dense attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Metal's limits, checked against a kernel's source; nothing here compiles or runs.
+"""Checks a kernel's source against Metal's limits, without compiling or running it.
 
-For Apple's GPU families 7 and newer (M1 and newer).
+The limits are those of Apple's GPU families 7 and newer (M1 and newer).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_rules(launch: Any) -> None:
     threads = prod(launch.threadgroup)
     assert threads <= THREADS, f"{name}: {threads} threads a threadgroup, at most {THREADS}"
     assert not re.search(r"\bthreadgroup\s+(?:const\s+)?\w+\s*[*&]", source), (
-        f"{name}: a pointer into threadgroup memory, which the shim does not know"
+        f"{name}: a pointer into threadgroup memory, which the shim does not support"
     )
     used = threadgroup_memory(launch)
     assert used <= THREADGROUP_MEMORY, (
@@ -77,15 +77,12 @@ def threadgroup_memory(launch: Any) -> int:
 def _size(kind: str, sizes: dict[str, int]) -> int:
     if kind in sizes:
         return sizes[kind]
-    base, width = (
-        kind[:-1],
-        int(kind[-1]),
-    )  # vectors such as uint2; three elements take the space of four
+    base, width = kind[:-1], int(kind[-1])  # vectors: uint3 takes the space of uint4
     return sizes[base] * (4 if width == 3 else width)
 
 
 def _number(text: str, known: dict[str, int]) -> int:
-    """Compute a constant expression: C's division equals Python's for non-negative numbers."""
+    """Return a constant expression's value. Numbers are not negative, so `//` divides as in C."""
     return int(eval(text.replace("/", "//"), {"__builtins__": {}}, known))
 
 

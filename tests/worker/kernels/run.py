@@ -1,8 +1,9 @@
 """Runs a kernel without a GPU: `run(launch, language)` returns the outputs, or reports the fault.
 
 Each launch runs twice: with threads in ascending order and buffers that end at an unmapped page,
-then in descending order and buffers that begin after one. Unwritten memory holds different bytes.
-Both runs must agree to the bit. docs/kernels.md explains what this proves.
+then with threads in descending order and buffers that begin after one. Unwritten memory holds
+different bytes in each run. Both runs must give the same bits. docs/kernels.md explains what this
+proves.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NUMPY: dict[mx.Dtype, Any] = {
 
 
 class KernelFault(AssertionError):
-    """A kernel does what no GPU supports; the message names fault, place and thread."""
+    """An error in a kernel. The message describes it, with its place and thread if known."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class _Pass:
     output_poison: int
 
 
-# Bytes 0xff are NaN in every floating type. 0x7b is a large number, because a maximum ignores NaN.
+# Bytes of 0xff are NaN in every floating type. Bytes of 0x7b are a large number: a maximum ignores
+# NaN, but not that.
 _ASCENDING = _Pass(descending=False, at_end=True, poison=0xFF, output_poison=0xA5)
 _DESCENDING = _Pass(descending=True, at_end=False, poison=0x7B, output_poison=0x5A)
 _DIRTY = replace(_ASCENDING, poison=0x7B)
@@ -66,7 +68,7 @@ def run(launch: Any, language: Language, *, races: bool = True) -> list[np.ndarr
     """Return the outputs of a launch: float32 for floating types, otherwise unchanged.
 
     Elements that the kernel has not written have bytes of 0xff: NaN, or -1. Without ``races``, only
-    races that make the two runs differ are found, but compiling is faster. Raises `KernelFault`.
+    races that make the two runs differ are found, and compiling is faster. Raises `KernelFault`.
     """
     wrapped = wrap(launch, language)
     try:
@@ -122,7 +124,7 @@ def _fail_unequal(
     index = tuple(int(at) for at in np.unravel_index(place, shape))
     values = [_floating(each[place : place + 1], dtype)[0] for each in (first, second)]
     why = (
-        "depends on memory that nobody has written (threadgroup memory, or behind a buffer's end)"
+        "depends on memory that was not written (threadgroup memory, or behind a buffer's end)"
         if memory
         else "depends on the order in which threads run: a barrier is missing"
     )
@@ -185,7 +187,7 @@ def _describe_fault(report: str, source: str, library: Path) -> str:
 def _request(
     launch: Any, language: Language, wrapped: Wrapped, inputs: list[np.ndarray], how: _Pass
 ) -> Sequence[bytes]:
-    """Return the runner's input: `Request`, then each `RequestBuffer` and an input's bytes."""
+    """Return the runner's input: `Request`, then `RequestBuffer` and content of each buffer."""
     metal = language == "metal"
     # MLX never requests a group larger than the grid from Metal.
     group = [
@@ -218,5 +220,5 @@ def _input(buffer: Buffer, array: np.ndarray, language: Language) -> np.ndarray:
         if buffer.role == "shape"
         else np.array([stride // array.itemsize for stride in array.strides], np.int64)
     )
-    # CUDA passes them by value, with room for eight axes.
+    # CUDA kernels get shape and strides by value, with room for eight axes.
     return np.pad(found, (0, 8 - array.ndim)) if language == "cuda" else found

@@ -40,8 +40,8 @@ PLACES = [
     ([TAIL_TOKENS + 63, 5, TAIL_TOKENS], None),
     ([TAIL_TOKENS + 63, -1, 9], [2, 0, 1]),
 ]
-"""Places in tails, and the rows that their tokens come from."""
-NAMES = ["rows are tails", "rows give", "some commit a page", "the source row commits a page"]
+"""For each tail, the place of its new token and the row that the token comes from."""
+NAMES = ["own rows", "other rows", "some commit a page", "other rows, one commits a page"]
 
 
 def check(

@@ -1,4 +1,4 @@
-"""The decode kernels without a GPU: both languages, against dense attention in float64.
+"""The decode kernels without a GPU, in both languages, compared with dense attention in float64.
 
 `KVD_KERNELS=all` runs every head size with all bits of keys and values and all dtypes, in both
 languages (an hour on two cores). A number runs that many random cases.
@@ -38,7 +38,7 @@ CHOSEN = list(cases.all_values()) if WANTED == "all" else cases.values_of(int(WA
 
 
 def buffers(shape: Shape) -> int:
-    """Return the arrays that the larger kernel reads and writes."""
+    """Return how many arrays the larger kernel reads and writes."""
     return OWN_BUFFERS + sum(3 if side.packed else 1 for side in (*shape.keys, *shape.values))
 
 
@@ -65,13 +65,13 @@ def attend(step: Step, language: Language, *, races: bool = True) -> np.ndarray:
 
 
 def looks_for_races(number: int) -> bool:
-    """Return whether a case looks for races: a third does, because it takes long."""
+    """Return whether a case looks for races: only every third does, because that takes long."""
     return WANTED == "all" or number % 3 == 0
 
 
 @pytest.fixture(scope="module")
 def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile the kernels of the selected tests ahead, two at a time."""
+    """Compile the kernels of the selected tests in advance, two at a time."""
     items = [one for one in request.session.items if "_compiled" in one.fixturenames]
     chosen = [one.callspec.params["number"] for one in items]
     with ThreadPoolExecutor(2) as pool:
@@ -101,7 +101,7 @@ def test_tensor_cores_match_dense_attention(case):
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_a_scale_that_exceeds_half_floats_gives_no_number(side):
+def test_a_scale_that_exceeds_half_floats_gives_nan(side):
     step = Step(replace(cases.MATRIX[0], rows=((1, 70), (0, 9)), sinks=False))
     assert matrix.fits(step.shape(), LANGUAGES["cuda"])
     (pool,) = step.pools
@@ -159,8 +159,8 @@ def test_mlx_writes_the_same_text_around_the_kernels(part):
     assert wrap(launch, "metal").text + "\n" == printed_by_mlx(launch)
 
 
-def test_metal_would_take_every_variant():
-    """All pairs of head size and bits, groups of 32 (the most scales), few vectors and many."""
+def test_every_variant_is_within_the_limits_of_metal():
+    """All pairs of head sizes and bits, groups of 32 (the most scales), few and many queries."""
     checked = 0
     for (k_dim, v_dim), bits, (repeats, queries) in product(cases.DIMS, BITS, ((1, 1), (16, 8))):
         case = Case(
@@ -171,12 +171,13 @@ def test_metal_would_take_every_variant():
         for launch in launches(step, "metal"):
             check_rules(launch)
             checked += 1
-        for launch in launches(step, "cuda"):  # 255 registers at the most, of 65,536 a block
+        # On CUDA, a thread may use 255 registers, and a block has 65,536.
+        for launch in launches(step, "cuda"):
             assert math.prod(launch.threadgroup) <= 256
     assert checked == 2 * 2 * len(cases.DIMS) * len(BITS)
 
 
-def test_metal_would_take_four_levels_at_once():
+def test_four_levels_are_within_the_limits_of_metal():
     step = Step(Case(schemes=("k8v8", "k6v6", "k4v4", "k2v2"), rows=((4, 8),)))
     shape, launch = step.shape(), step.split("metal")
     assert fits(shape, LANGUAGES["metal"])
@@ -189,8 +190,8 @@ def test_what_does_not_fit_into_metals_memory_is_refused():
     assert not fits(Step(case).shape(), LANGUAGES["metal"])
 
 
-@pytest.mark.skipif(build.find_clang() is None, reason="no clang++ 17 to know address spaces")
-def test_clang_takes_the_text_with_its_address_spaces():
+@pytest.mark.skipif(build.find_clang() is None, reason="needs clang++ 17 or newer")
+def test_clang_accepts_the_address_spaces_of_the_text():
     for number, values in enumerate(cases.values_of(10)):
         for launch in launches(Step(cases.case_of(values, number)), "metal"):
             assert build.refused_by_clang(wrap(launch, "metal")) == ""

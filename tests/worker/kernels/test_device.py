@@ -1,4 +1,4 @@
-"""The decode kernels on this machine's GPU, if it has one: the same cases, and long rows."""
+"""The kernels on this machine's GPU, if it has one: cases of the other tests, and long rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.worker.kernels.right import assert_right
 LANGUAGE = find_language()
 pytestmark = [
     pytest.mark.mlx,
-    pytest.mark.skipif(LANGUAGE is None, reason="needs a GPU that the kernels are for"),
+    pytest.mark.skipif(LANGUAGE is None, reason="needs a GPU that the kernels support"),
 ]
 
 CHOSEN = cases.values_of(60)
@@ -63,7 +63,7 @@ def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, 
 
 
 @pytest.mark.parametrize("case", test_rotate.CASES.values(), ids=test_rotate.CASES.keys())
-def test_queries_and_keys_are_rotated_as_in_float64(case: tuple[Any, ...]) -> None:
+def test_rotated_queries_and_keys_match_float64(case: tuple[Any, ...]) -> None:
     test_rotate.check(partial(made, rotate_launch), *case)
 
 

@@ -1,4 +1,4 @@
-"""Each kind of wrong kernel is reported, in both languages, with a clear message."""
+"""Each kind of error in a kernel is reported with a clear message, in both languages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_reading_the_few_bytes_past_an_odd_end_is_reported(language):
     wrong(
         language,
         "y[@thread] = float(x[@thread] > 5.0f);",
-        "depends on memory that nobody has written",
+        "depends on memory that was not written",
         mx.ones((31,), mx.float16),
     )
 
@@ -98,7 +98,7 @@ def test_an_index_outside_of_a_local_array_is_reported(language):
     wrong(language, source, r"index 4 is outside of an array")
 
 
-def test_a_barrier_that_some_threads_pass_by_is_reported(language):
+def test_a_barrier_that_some_threads_skip_is_reported(language):
     source = "\nif (@thread < 7) {\n@barrier;\n}\ny[@thread] = 1.0f;"
     wrong(
         language,
@@ -107,7 +107,7 @@ def test_a_barrier_that_some_threads_pass_by_is_reported(language):
     )
 
 
-def test_a_barrier_that_a_simdgroup_passes_by_is_reported(language):
+def test_a_barrier_that_a_simdgroup_skips_is_reported(language):
     source = "if (@thread < 32) { @barrier; } y[@thread] = 1.0f;"
     wide = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)]}
     wrong(language, source, r"is reached by 32 of 64 threads of a threadgroup", **wide)
@@ -118,7 +118,7 @@ def test_two_barriers_are_not_one(language):
     wrong(language, source, r"is reached by 7 of 32 threads.* waits at .* on line 4")
 
 
-def test_a_shuffle_that_some_lanes_pass_by_is_reported(language):
+def test_a_shuffle_that_some_lanes_skip_is_reported(language):
     word = {"metal": "simd_max(x[0])"}.get(language, "__shfl_xor_sync(0xffffffff, x[0], 1)")
     source = f"y[@thread] = 0.0f; if (@thread > 0) {{ y[@thread] = {word}; }}"
     wrong(language, source, r"(simd_max|__shfl_xor_sync) is reached by 31 of 32 threads")
@@ -142,7 +142,7 @@ def test_a_missing_barrier_is_reported(language):
     )
 
 
-def test_a_missing_barrier_is_reported_by_the_order_too(language):
+def test_a_missing_barrier_is_also_found_by_the_order_of_threads(language):
     with pytest.raises(KernelFault, match="depends on the order in which threads run: a barrier"):
         run(small(language, MISSING), language, races=False)
 
@@ -163,7 +163,7 @@ def test_two_threads_that_write_the_same_are_reported(language):
     wrong(language, "y[@thread / 2] = 1.0f;", "race: two threads use byte 0 of output 'y'")
 
 
-def test_a_barrier_between_makes_it_right(language):
+def test_threads_may_exchange_values_across_a_barrier(language):
     source = """
     @shared float sums[32];
     sums[@thread] = x[@thread];
@@ -191,10 +191,10 @@ def test_simdgroups_need_a_barrier_between_them(language):
 @pytest.mark.parametrize("read", ["sums[@lane]", "max(sums[@lane], 1.0f)"])
 def test_unwritten_threadgroup_memory_is_reported(language, read):
     source = f"@shared float sums[32]; if (@lane == 0) sums[0] = 1.0f; @barrier; y[@lane] = {read};"
-    wrong(language, source, "depends on memory that nobody has written")
+    wrong(language, source, "depends on memory that was not written")
 
 
-def test_threadgroups_leave_each_other_nothing(language):
+def test_threadgroup_memory_is_unwritten_in_each_threadgroup(language):
     source = """
     @shared float sums[32];
     if (@group == 0) {
@@ -204,7 +204,7 @@ def test_threadgroups_leave_each_other_nothing(language):
     y[@group * 32 + @thread] = sums[@thread];
     """
     wide = {"grid": (64, 1, 1), "output_shapes": [(64,)]}
-    wrong(language, source, "depends on memory that nobody has written", **wide)
+    wrong(language, source, "depends on memory that was not written", **wide)
 
 
 def test_a_misaligned_load_is_reported(language):
@@ -234,7 +234,7 @@ def test_a_sum_that_overflows_is_reported(language):
     wrong(language, source, "a sum overflows type 'int'")
 
 
-def test_a_loop_without_progress_is_no_hang(language, monkeypatch):
+def test_an_endless_loop_is_reported(language, monkeypatch):
     monkeypatch.setattr("tests.worker.kernels.run._TIMEOUT", 0.3)
     wrong(language, "while (x[0] == 0.0f) { y[0] = 1.0f; }", "does not end")
 
@@ -243,6 +243,6 @@ def test_compiler_errors_are_passed_on(language):
     wrong(language, "y[@thread] = missing;", r"does not compile:\n(?s:.)*missing")
 
 
-def test_bfloat_takes_no_float_by_itself():
+def test_a_float_does_not_become_bfloat_implicitly():
     with pytest.raises(KernelFault, match="does not compile"):
         run(Small("bfloat16_t b = 1.0f; y[0] = b;", [mx.zeros(8)]), "metal")

@@ -1,4 +1,4 @@
-"""CUDA kernels as MLX compiles them: with lines that include files instead of their text."""
+"""CUDA kernels as MLX gets them: lines that include files, instead of the text."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Laun
         replace(one, source=source, header=header)
         for one, (source, header) in zip(long, found, strict=True)
     ]
-    launch._kernel.cache_clear()  # they are not MLX's
+    launch._kernel.cache_clear()  # the cached kernels are fakes
 
 
-def test_they_are_short_and_take_the_same_arguments(short: list[Launch]) -> None:
+def test_texts_with_includes_are_short_and_take_the_same_arguments(short: list[Launch]) -> None:
     for one, long in zip(short, launches(), strict=True):
         assert len(one.source) + len(one.header) < 500
         assert wrap(one, "cuda").buffers == wrap(long, "cuda").buffers
 
 
 @pytest.mark.slow
-def test_they_are_the_same_kernels(short: list[Launch]) -> None:
+def test_kernels_with_includes_give_the_same_results(short: list[Launch]) -> None:
     for one, long in zip(short, launches(), strict=True):
         outputs = (run(each, "cuda", races=False) for each in (one, long))
         for got, want in zip(*outputs, strict=True):

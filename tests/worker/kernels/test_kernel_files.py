@@ -1,4 +1,4 @@
-"""CUDA kernels' text in files: content, permissions, and the lines that MLX gets instead."""
+"""The files with the text of CUDA kernels, their permissions, and the lines that include them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def included(text: str) -> Path:
     return Path(path)
 
 
-def test_files_have_the_text_and_mlx_their_names(recorder: KernelRecorder, folder: Path) -> None:
+def test_files_hold_the_text_and_mlx_gets_lines_that_include_them(
+    recorder: KernelRecorder, folder: Path
+) -> None:
     make()
 
     source, header = recorder.texts
@@ -71,7 +73,7 @@ def test_files_have_the_text_and_mlx_their_names(recorder: KernelRecorder, folde
     assert included(header).read_text() == HEADER
     assert {included(text).parent for text in recorder.texts} == {folder}
     assert header.count("\n") == 1
-    # All names that MLX would find in the text, where it searches for substrings.
+    # Names that MLX would find in the text as substrings.
     assert source.split("\n")[1:] == ["// x_shape w_strides w_ndim long_w_ndim", ""]
     assert len(source) < 400
     given = recorder.kernels[0]
@@ -90,7 +92,7 @@ def test_files_belong_to_the_user_only(recorder: KernelRecorder, folder: Path) -
     assert len(list(folder.iterdir())) == 2
 
 
-def test_one_text_has_one_file_and_another_one_has_its_own(
+def test_each_text_has_its_own_file_which_is_written_once(
     recorder: KernelRecorder, folder: Path
 ) -> None:
     make()
@@ -104,7 +106,7 @@ def test_one_text_has_one_file_and_another_one_has_its_own(
 
 
 def test_another_process_has_the_same_files(tmp_path: Path) -> None:
-    """Workers leave the files behind for other processes."""
+    """Workers leave the files behind, and other processes use them."""
     code = (
         "import mlx.core as mx\n"
         "mx.fast.cuda_kernel = lambda **given: print(given)\n"
@@ -152,14 +154,15 @@ def test_files_are_verified_for_each_template_that_mlx_compiles(
     for path in folder.iterdir():
         path.unlink()
     products.multiply(mx.zeros((8, 1, 64), mx.bfloat16), weight, (32,))
-    assert list(folder.iterdir()) == []  # it was compiled before
+    assert list(folder.iterdir()) == []  # this template was compiled before
     products.multiply(mx.zeros((9, 1, 64), mx.bfloat16), weight, (32,))
     assert len(list(folder.iterdir())) == 2
-    products._kernel.cache_clear()  # they are not MLX's
+    products._kernel.cache_clear()  # the cached kernels are fakes
 
 
 @pytest.mark.parametrize(
-    "why", ["no folder", "others can write", "others can write above", "others can write it"]
+    "why",
+    ["no folder", "folder open to others", "parent folder open to others", "file open to others"],
 )
 def test_without_a_file_mlx_gets_the_text(
     why: str, recorder: KernelRecorder, folder: Path, caplog: pytest.LogCaptureFixture
@@ -169,11 +172,11 @@ def test_without_a_file_mlx_gets_the_text(
         folder.write_text("")
     else:
         make()
-    if why == "others can write":
+    if why == "folder open to others":
         folder.chmod(0o777)
-    if why == "others can write above":
+    if why == "parent folder open to others":
         folder.parent.chmod(0o777)
-    if why == "others can write it":
+    if why == "file open to others":
         included(recorder.texts[0]).chmod(0o666)
 
     with caplog.at_level(logging.INFO):

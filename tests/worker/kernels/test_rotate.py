@@ -1,4 +1,4 @@
-"""The kernel between products and attention, in both languages, against float64."""
+"""The kernel of norms, RoPE and tails, in both languages, compared with float64."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def rotated_in_float64(arguments: Rotate, vectors: mx.array, heads: int, weight:
     half = rotation.dims // 2
     first = slice(0, rotation.dims, 2) if rotation.traditional else slice(half)
     second = slice(1, rotation.dims, 2) if rotation.traditional else slice(half, rotation.dims)
-    # An angle is a float32, as in every implementation; the rest is exact here.
+    # Angles are float32, as in every implementation; the rest is float64 here.
     frequencies = np.array(arguments.frequencies)
     angles = (np.array(OFFSETS, np.float32)[:, None, None] * frequencies).astype(np.float64)
     a, b = x[..., first].copy(), x[..., second].copy()
@@ -99,7 +99,7 @@ CASES = {
         [1, 0, 2],
     ),
 }
-"""Rotation, head size, dtype, places in tails, and the rows that their tokens come from."""
+"""Rotation, head size and dtype; each tail's place of the new token, and the token's row."""
 
 
 def check(
@@ -134,7 +134,7 @@ def check(
                 token = new[tail if token_rows is None else token_rows[tail]]
                 assert np.abs(got[tail, :, place] - token).max() <= bound * np.abs(token).max()
                 tails[tail, :, place] = got[tail, :, place]
-        assert np.array_equal(got, tails)  # nothing else was touched
+        assert np.array_equal(got, tails)  # all other tokens are unchanged
 
 
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
@@ -149,13 +149,13 @@ def test_results_match_float64(language: Language, case: tuple[Any, ...]) -> Non
     check(run_rotate, *case)
 
 
-@pytest.mark.skipif(build.find_clang() is None, reason="no clang++ 17 to know address spaces")
-def test_clang_takes_the_text_with_its_address_spaces() -> None:
+@pytest.mark.skipif(build.find_clang() is None, reason="needs clang++ 17 or newer")
+def test_clang_accepts_the_address_spaces_of_the_text() -> None:
     arguments = given(Rotation(64, False, True, 1e-6), 64, mx.bfloat16, [1, 2, 3], [0, 1, 2])
     assert build.refused_by_clang(wrap(rotate_launch(METAL, arguments), "metal")) == ""
 
 
-def test_text_depends_on_all_parameters() -> None:
+def test_kernels_with_different_parameters_have_different_names() -> None:
     one = given(Rotation(64, False, True, 1e-6), 64, mx.bfloat16, [1, 2, 3], None)
     others = [
         replace(one, rotation=replace(one.rotation, eps=1e-5)),

@@ -1,4 +1,4 @@
-"""The shim itself: right kernels run as MLX compiles them, in both languages."""
+"""The shim itself: correct kernels give correct results, in both languages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_words_are_loaded_as_vectors_and_read_as_numbers(language):
     assert found.tolist() == [2 * i + 100.0 * (2 * i + 1) for i in range(32)]
 
 
-def test_shapes_come_where_the_source_names_them(language):
+def test_a_kernel_gets_the_shapes_that_its_source_names(language):
     x = mx.zeros((3, 5, 7))
     source = "y[@thread] = float(x_shape[1] * 100 + x_ndim) + float(x_strides[0]) * 1000.0f;"
     (found,) = run(small(language, source, x), language)
@@ -121,7 +121,7 @@ def test_halves_round_to_nearest_even_as_mlx_does(language, dtype):
     np.testing.assert_array_equal(found, np.array(x.astype(dtype).astype(mx.float32)))
 
 
-def test_what_is_not_written_comes_back_as_nan(language):
+def test_unwritten_outputs_are_nan(language):
     (found,) = run(small(language, "if (@thread != 3) { y[@thread] = 1.0f; }"), language)
     assert np.isnan(found).nonzero()[0].tolist() == [3]
 

@@ -1,6 +1,6 @@
 """The text that MLX compiles for a custom kernel: the signature it writes around a body.
 
-Facts of MLX 0.32.4 (mlx/backend/common/metal_kernel.cpp, mlx/backend/cuda/custom_kernel.cpp).
+Follows MLX 0.32.4 (mlx/backend/common/metal_kernel.cpp, mlx/backend/cuda/custom_kernel.cpp).
 `test_shim.py` compares the Metal text with MLX's own. Does not cover `atomic_outputs`, nor MLX's
 own headers before the text, which `shim/` replaces.
 """
@@ -55,7 +55,7 @@ ATTRIBUTES = (
     ("threads_per_simdgroup", "uint"),
     ("threads_per_threadgroup", "uint3"),
 )
-"""Attributes of a Metal thread that a kernel may use, in MLX's order."""
+"""Names and types of the Metal thread attributes that a kernel may use, in MLX's order."""
 
 _CUDA_HEADER = """
 #include "mlx/backend/cuda/device/utils.cuh"
@@ -69,7 +69,7 @@ _CUDA_HEADER = """
 
 @dataclass(frozen=True)
 class Buffer:
-    """One pointer argument of the kernel, in order."""
+    """One pointer argument of the kernel."""
 
     name: str
     type: str
@@ -139,7 +139,7 @@ def _metal(launch: Any) -> Wrapped:
 
 
 def _metal_name(launch: Any) -> str:
-    """Return the name that MLX caches a pipeline by: one name, one source."""
+    """Return the name under which MLX caches a pipeline. Each name has one source."""
     name = f"custom_kernel_{launch.name}"
     if launch.template:
         name += "__" + "_".join(_metal_argument(value) for _, value in launch.template)

@@ -1,4 +1,4 @@
-"""The library, built here: without a compiler tests are skipped, and a failing build fails."""
+"""The native library, built on this machine. Without a compiler, its tests are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building the library: once, atomically, and with a reason if it is not available."""
+"""The native library is built once and atomically. If that fails, the reason is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "load", build.load.__wrapped__)  # the loaded library stays loaded
+    # `load` without its cache, which may hold the library that other tests loaded.
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)
     return tmp_path
 
 
@@ -48,7 +49,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     assert not list((empty_cache / "kvd").rglob("*kvd_native*"))
 
 
-def _keep(content: bytes, *, digest: str | None = None) -> Path:
+def _put_into_cache(content: bytes, *, digest: str | None = None) -> Path:
     path = build._path()
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(content)
@@ -61,7 +62,7 @@ def test_a_truncated_library_is_built_again(
     empty_cache: Path, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = Path(str(library.__file__)).read_bytes()
-    path = _keep(content[:300_000], digest=hashlib.sha256(content).hexdigest())
+    path = _put_into_cache(content[:300_000], digest=hashlib.sha256(content).hexdigest())
 
     def compiled(folder: Path) -> Path:
         (folder / path.name).write_bytes(content)
@@ -74,22 +75,22 @@ def test_a_truncated_library_is_built_again(
     assert build.is_built()
 
 
-def test_a_file_that_is_no_library_is_a_reason_and_no_crash(empty_cache: Path) -> None:
-    _keep(b"not a library")
+def test_a_file_that_is_no_library_is_reported_without_a_crash(empty_cache: Path) -> None:
+    _put_into_cache(b"not a library")
 
     with pytest.raises(build.NotBuiltError, match="does not work"):
         build.load()
 
 
-def test_code_that_others_could_have_written_is_not_loaded(empty_cache: Path) -> None:
-    _keep(b"whatever").chmod(0o777)
+def test_a_library_that_other_users_could_have_written_is_not_loaded(empty_cache: Path) -> None:
+    _put_into_cache(b"whatever").chmod(0o777)
 
     with pytest.raises(build.NotBuiltError, match="others can write"):
         build.load()
 
 
 @pytest.mark.parametrize("home", ["/proc/nothere", "/dev/null/cache"])
-def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
+def test_a_cache_that_cannot_be_written_is_reported_without_a_crash(
     home: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", home)
@@ -112,12 +113,12 @@ def test_a_containers_quota_bounds_the_threads(
     assert activation._quota(tmp_path / "none") == 1 << 16
 
 
-def test_what_is_built_is_not_built_again(library: ModuleType) -> None:
+def test_a_built_library_is_not_built_again(library: ModuleType) -> None:
     assert build.is_built()
     assert build.load() is library
 
 
-def test_the_name_changes_with_what_the_binary_depends_on(
+def test_the_name_of_the_file_depends_on_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = build._key()
@@ -126,7 +127,7 @@ def test_the_name_changes_with_what_the_binary_depends_on(
     assert build._key() != before
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVD_NATIVE", "off")
 
     assert activation.activate(lambda *_: None) == activation.Activation(None, "switched off")

@@ -1,4 +1,4 @@
-"""Packed weights: the products of float64, the same to the bit in every batch."""
+"""Layers with packed weights: products match float64, with a row's bits equal in any batch."""
 
 from __future__ import annotations
 
@@ -73,11 +73,12 @@ def test_threads_do_not_change_a_bit(library: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("half", DTYPES[1:])
-def test_float32_weights_that_were_half_floats_are_stored_as_such(
+def test_float32_weights_that_were_half_floats_are_stored_as_half_floats(
     library: ModuleType, half: mx.Dtype
 ) -> None:
     plain = linear(48, 64, half, bias=False)
-    plain.weight[0, 0] = 1e-30 if half == mx.bfloat16 else 1 + 2**-10  # not in the other one
+    # A number that the other half type cannot store exactly.
+    plain.weight[0, 0] = 1e-30 if half == mx.bfloat16 else 1 + 2**-10
     wide = nn.Linear(64, 48, bias=False)
     wide.weight = plain.weight.astype(mx.float32)
     x = mx.random.normal((3, 64))
@@ -89,7 +90,7 @@ def test_float32_weights_that_were_half_floats_are_stored_as_such(
 
 
 @pytest.mark.parametrize("bad", [1e-30, 1e30, 1.0 + 2**-20, float("nan")])
-def test_weights_that_would_lose_something_stay_float32(library: ModuleType, bad: float) -> None:
+def test_weights_that_differ_as_half_floats_stay_float32(library: ModuleType, bad: float) -> None:
     layer = linear(16, 32, mx.bfloat16, bias=False)
     layer.weight = layer.weight.astype(mx.float32)
     layer.weight[3, 4] = 1.0000001 if bad in {1e-30, 1e30} else 0.5

@@ -1,4 +1,4 @@
-"""Norms, RoPE and gates compared with MLX's own, on difficult shapes."""
+"""Native norms, RoPE and gates compared with MLX's, on difficult shapes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_gates(functions: operations._Functions, size: int) -> None:
     assert_close(functions.swiglu(*halves), operations._swiglu(*halves))
 
 
-def test_gates_at_the_ends(functions: operations._Functions) -> None:
+def test_large_gates_saturate(functions: operations._Functions) -> None:
     gate = mx.array([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
 
     assert_close(functions.swiglu(gate, mx.ones_like(gate)), mx.maximum(gate, 0.0), 1e-30)
@@ -105,7 +105,7 @@ def test_half_precision_goes_to_mlx(functions: operations._Functions, dtype: mx.
     assert functions.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=3).dtype == dtype
 
 
-def test_compiled_functions_use_them_too(library: ModuleType) -> None:
+def test_operations_work_in_compiled_functions(library: ModuleType) -> None:
     functions = operations._Functions(library)
     weight = normal(64, seed=1)
 
