@@ -1,6 +1,6 @@
-"""Fixtures and order of all tests: a home with a short path, hypothesis without deadlines.
+"""Settings, fixtures and order of all tests.
 
-Files run at once on several cores, so the longest come first.
+Several processes run the test files, so the longest files come first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from hypothesis import settings
 
 from kvd.host.home import Home
 
-# A busy machine must not fail a test: what has to be fast is measured where that is the point.
+# No test may fail because the machine is busy. The few tests of speed set limits of their own.
 settings.register_profile("kvd", deadline=None)
 settings.load_profile("kvd")
 
-# A process started in the background or by nohup ignores these, and so would its children.
+# A process started in the background or by nohup ignores these signals, and so do its children.
+# Tests send the signals to processes that they start.
 for ignored, usual in (
     (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGINT, signal.default_int_handler),
@@ -36,7 +37,6 @@ LONGEST = (
     "worker/architectures/test_zoo.py",
     "acceptance/test_first_light.py",
     "worker/core/test_requests.py",
-    "worker/cache/test_frozen.py",
     "worker/core/test_preemption.py",
     "worker/cache/test_peak_memory.py",
     "worker/mlx_lm_drop_in/test_batch_generator.py",
@@ -47,7 +47,7 @@ LONGEST = (
     "acceptance/test_chaos.py",
     "test_readme.py",
 )
-"""Sorted by CPU time. If one of them began last, it would keep one core busy for long."""
+"""Test files by CPU time, the longest first. One that began last would delay the end of the run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what libraries and thousands of tests hold out of every collection."""
+    """Exclude the objects of libraries and of thousands of tests from garbage collection."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What pages hold: blocks of code, commands, headings and links."""
+"""Parses Markdown pages: blocks of code, commands, headings and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prose(text: str) -> str:
 
 
 def commands_of(block: str) -> list[str]:
-    """Return the commands of a block of shell, each with all of its lines."""
+    """Return the commands of a block of shell. A command may have several lines."""
     found: list[str] = []
     open_lines: list[str] = []
     for line in block.splitlines():
@@ -58,7 +58,7 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> Iterator[tuple[str, str]]:
-    """Yield path and anchor of each link to a file of ours."""
+    """Yield path and anchor of each link to a file in the repository."""
     for target in LINK.findall(re.sub(r"`[^`\n]+`", "``", BLOCK.sub("", text))):
         if "://" not in target and not target.startswith("mailto:"):
             path, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""docs/cli.md describes every command and exit code; test_docs.py checks that it is current."""
+"""docs/cli.md describes every command and exit code. test_docs.py checks that it is current."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_recipe_names_files_that_exist(title: str, text: str):
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_other_files_it_names_exist_too():
+def test_all_files_that_contributing_names_exist():
     assert not [path for path in PATH.findall(PAGE) if not (ROOT / path).exists()]
 
 

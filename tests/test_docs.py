@@ -1,4 +1,4 @@
-"""The pages name what exists: each op, event, error, exit code and configuration key."""
+"""The pages describe every operation, event, error, exit code and configuration key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_field_of_a_request_is_described():
     assert not missing
 
 
-def test_every_kv_setting_is_described_where_people_and_programs_look():
+def test_every_kv_setting_is_described_for_the_cli_and_the_protocol():
     protocol, tuning = page("protocol.md"), page("tuning.md")
     for field in (*KVSpec.__struct_fields__, *KVPart.__struct_fields__):
         assert f"`{field}`" in protocol, field
@@ -98,7 +98,7 @@ def test_a_page_without_its_parts_is_not_written(part):
         markdown.filled(page, {"settings": "", "example": ""})
 
 
-def test_what_is_stale_is_named_and_written(tmp_path, monkeypatch, capsys):
+def test_a_stale_page_is_reported_and_then_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "PAGES", {"a.md": lambda page: f"{page}more" * (len(page) < 9)})
     (tmp_path / "a.md").write_text("what is ")
@@ -113,7 +113,7 @@ STRUCTS = [section.struct for section in configuration.SECTIONS]
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_every_setting_says_what_it_is(struct):
+def test_every_setting_has_a_description(struct):
     assert not [one.name for one in fields(struct) if not one.text]
 
 
@@ -123,7 +123,7 @@ def test_every_table_of_the_configuration_has_a_section():
     assert {Config, ModelEntry, KVText, *structs} == set(STRUCTS)
 
 
-def test_the_whole_file_is_the_defaults_and_holds_every_key():
+def test_the_example_file_has_every_key_with_its_default():
     example = configuration.parts()["example"]
     as_it_is = config.parse(example.strip("`").removeprefix("toml"))
     reported = config.parse(configuration.uncommented(example))
@@ -140,8 +140,8 @@ def test_the_whole_file_is_the_defaults_and_holds_every_key():
     assert named - keys == {"models", "kv", "http", "watchdog"}
 
 
-def test_bounds_are_those_that_hold():
-    """The page's words for a setting, against what is refused."""
+def test_stated_bounds_are_enforced():
+    """The bounds that the page states are those that the parser enforces."""
     kinds = {one.name: words(one.kind) for one in fields(Config)}
     assert kinds["max_rows"] == "integer, 1 to 512"
     assert kinds["prefill_chunk"] == "integer, 64 to 8192, a multiple of 64"
@@ -151,7 +151,7 @@ def test_bounds_are_those_that_hold():
     assert config.parse("max_rows = 512\nprefill_chunk = 64").max_rows == 512
 
 
-def test_what_answers_a_request_ends_it():
+def test_only_the_last_answer_ends_a_request():
     assert protocol.ANSWERS.keys() == set(Request.__args__)
     for *before, last in protocol.ANSWERS.values():
         for kind, ends in ((last, True), *((one, False) for one in before)):

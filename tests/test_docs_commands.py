@@ -1,4 +1,4 @@
-"""Every command that a page shows exists, with its options; links lead to what is there."""
+"""Commands and options that pages show exist. Links lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SEPARATORS = {"|", "||", "&&", ";", "&", ">", ">>", "<", "2>"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def said(page: Path) -> list[str]:
-    """Return the commands of a page's blocks, each with all of its lines."""
+def shell_commands(page: Path) -> list[str]:
+    """Return the commands in a page's blocks of shell."""
     text = page.read_text(encoding="utf-8")
     shell = [block for language, block in blocks(text) if language in SHELL]
     return [command for block in shell for command in commands_of(block)]
@@ -56,7 +56,7 @@ def invocations(command: str) -> list[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """See that a command of ours is there, and takes these options."""
+    """Raise unless this is a command of kvctl or kvd, with options that it accepts."""
     command = APPS[words[0]]
     context = click.Context(command, info_name=words[0])
     left = words[1:]
@@ -71,7 +71,7 @@ def check(words: list[str]) -> None:
         command, left = inner, left[1:]
 
 
-def test_what_does_not_exist_is_found():
+def test_unknown_commands_and_options_are_detected():
     check(["kvctl", "--json", "config", "set", "budget", "8GiB", "--save"])
     check(["kvctl", "explain", "MODEL", "--ctx", "16000", "--rows", "8"])
     for words in (
@@ -86,7 +86,7 @@ def test_what_does_not_exist_is_found():
 
 @pages
 def test_commands_in_blocks_exist(page: Path):
-    for command in said(page):
+    for command in shell_commands(page):
         subprocess.run(["bash", "-n", "-c", command], check=True)
         for words in invocations(command):
             name = Path(words[0]).name
@@ -103,7 +103,7 @@ def test_commands_in_blocks_exist(page: Path):
 
 INLINE = re.compile(r"`((?:kvctl|kvd) [a-z-][^`]*)`")
 OPEN = re.compile(r"[…\[\]|]|\.\.\.|->")
-"""What stands for something else, so that it cannot be parsed."""
+"""Placeholders and alternatives. A command that contains one cannot be parsed."""
 
 
 @pages
@@ -116,7 +116,7 @@ def test_commands_in_sentences_exist(page: Path):
 
 
 @pages
-def test_links_and_anchors_lead_somewhere(page: Path):
+def test_targets_of_links_exist(page: Path):
     for path, anchor in links(page.read_text(encoding="utf-8")):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path

@@ -1,4 +1,4 @@
-"""Imports point one way, and the daemon never holds MLX."""
+"""Imports between packages follow the layers, and the daemon never imports MLX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_import_linter_keeps_its_contracts():
         ("actors.system", "kvd structlog mlx"),
     ],
 )
-def test_what_is_in_memory_after_an_import(modules, forbidden):
+def test_an_import_does_not_load_forbidden_modules(modules, forbidden):
     code = (
         f"import sys, {modules}\n"
         f"found = set({forbidden!r}.split()) & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""The distribution: three packages, all ours, one version."""
+"""The distribution has one version and three packages, which are those of this repository."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PACKAGES = ("kvd", "actors", "protocol")
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_names_are_ours_and_no_other_distribution_took_them(name):
+def test_packages_are_those_of_this_repository(name):
     module = importlib.import_module(name)
     assert Path(module.__file__).parent == ROOT / name
 
 
-def test_the_names_are_ours_from_any_folder(tmp_path):
+def test_packages_are_those_of_this_repository_in_any_folder(tmp_path):
     code = f"import {', '.join(PACKAGES)}; print(kvd.__file__, actors.__file__, protocol.__file__)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -31,7 +31,7 @@ def test_the_names_are_ours_from_any_folder(tmp_path):
     assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in PACKAGES]
 
 
-def test_one_version():
+def test_there_is_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == kvd.__version__
 

@@ -1,4 +1,4 @@
-"""README's commands, as they stand there, against a daemon with the embedded model."""
+"""README's commands and examples, run as a reader would, with the embedded model."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 LOAD_S = 180.0
-"""For a machine without OpenBLAS, with other tests beside this one."""
+"""Time limit for a load or a command, on a machine without OpenBLAS that runs other tests too."""
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """What `make run` starts: the daemon with the model `demo`."""
+    """A daemon as `make run` starts it, with the model `demo`."""
     root = Path(os.path.realpath("/tmp")) / f"kvd-readme-{os.getpid()}"
     root.mkdir(mode=0o700)
-    # Another daemon may have the port that the page names.
+    # Another daemon may use the port that the page names.
     home = write_config(Home(root / ".kvd"), "[http]\nport = 0\n")
     daemon = Daemon(home, "--model", "demo")
     try:
@@ -47,17 +47,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def environment(served: Daemon) -> dict[str, str]:
-    """A reader's: the daemon's home is ``~/.kvd``, and venv is activated."""
+    """A reader's environment: the daemon's home is ``~/.kvd``, and the venv is activated."""
     found = dict(os.environ, HOME=str(served.home.root.parent))
     found.pop("KVD_HOME", None)
-    found.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # nothing is built again
+    found.setdefault(
+        "XDG_CACHE_HOME", str(Path.home() / ".cache")
+    )  # so that native operations are not built again
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
     return found
 
 
 @pytest.fixture
 def here(served: Daemon) -> Callable[[str], str]:
-    """Say where HTTP really is."""
+    """A function that replaces the page's HTTP address with the daemon's."""
     with served.client() as kvd:
         (address,) = (one for one in kvd.status().http if one.startswith("http://"))
     return lambda text: text.replace("http://127.0.0.1:11711", address)
@@ -65,7 +67,7 @@ def here(served: Daemon) -> Callable[[str], str]:
 
 @pytest.fixture
 def shell(environment, here):
-    """Run a command as a reader would."""
+    """A function that runs a command as a reader would."""
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -100,8 +102,8 @@ def test_there_are_commands_to_run():
     assert sum(one.startswith("curl") for one in commands()) >= 4
 
 
-def test_all_commands_work_in_their_order(shell):
-    """One test, since each command builds on those before it."""
+def test_all_commands_work_in_order(shell):
+    """This is one test, because each command builds on those before it."""
     for line in commands():
         if line.startswith("curl") and shutil.which("curl") is None:
             continue
@@ -112,7 +114,7 @@ def test_all_commands_work_in_their_order(shell):
 
 @pytest.mark.parametrize("page", ["operations", "metrics", "security"])
 def test_commands_of_other_pages_work_too(page: str, shell):
-    """Those that speak to the daemon, and need nothing that a reader has to fill in."""
+    """Run the commands that talk to the daemon."""
     found = [
         command
         for language, text in blocks((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
@@ -128,7 +130,7 @@ def test_commands_of_other_pages_work_too(page: str, shell):
             assert done.stdout, command
 
 
-def test_the_line_of_the_protocol_is_answered_as_the_page_says(served: Daemon):
+def test_the_example_of_the_protocol_page_gets_the_answer_shown(served: Daemon):
     page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     asked = re.search(r"^\$ printf '(.*)\\n' \|", page, re.MULTILINE)
     reported = re.search(r'^\{"event":"hello".*\}$', page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Files and modules that pages, docstrings and comments name exist, with their attributes."""
+"""Files, modules and attributes that pages, docstrings and comments name exist."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SOURCES = [
 ]
 FILE = re.compile(r"`(?:(?:bench|tests)\.)?([\w./-]+\.py)`")
 OTHER = re.compile(r"kvd\.(lock|log|rules|seed|service|sock|socket|state)\b")
-"""Files and JSON keys that begin like the package."""
+"""Names of files and JSON keys that look like modules of kvd."""
 MODULE = re.compile(rf"`((?:{'|'.join(ROOTS)})(?:\.\w+)+)(?:\(\))?`")
 
 
 @cache
 def files() -> list[str]:
-    """All Python files, each with a leading slash: a name matches at a folder's boundary."""
+    """Return all Python files, with a leading slash so that names match whole path components."""
     return [
         f"/{path.relative_to(ROOT)}" for folder in ROOTS for path in (ROOT / folder).rglob("*.py")
     ]
 
 
 def is_known(dotted: str) -> bool:
-    """Whether this is a module, a package, or a name that its module's text contains."""
+    """Return whether this is a module, a package, or a name that its module's text contains."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:length])
@@ -51,7 +51,7 @@ def is_known(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_named_exists(source: Path):
+def test_names_refer_to_something_that_exists(source: Path):
     if not source.exists():
         pytest.skip("not written yet")
     text = source.read_text(encoding="utf-8")

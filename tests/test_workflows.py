@@ -1,4 +1,4 @@
-"""The workflows run what there is: targets of make, commands of kvctl, options that they have."""
+"""Make targets, kvctl commands and options that the GitHub workflows run exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TESTS = ROOT / ".github/workflows/tests.yml"
 EVERYWHERE = {"curl", "unshare"}
-"""Programs of every machine that runs workflows."""
+"""Programs that every machine for workflows has."""
 
 
 def jobs(path: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def jobs(path: Path) -> dict[str, Any]:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Return what is run, with expressions of GitHub's as one word."""
+    """Return the commands of a workflow. Each GitHub expression is replaced with one word."""
     lines = [
         line
         for job in jobs(path).values()
@@ -36,12 +36,12 @@ def commands(path: Path) -> list[list[str]]:
     return [shlex.split(re.sub(r"\$\{\{.*?\}\}", "EXPRESSION", line)) for line in lines]
 
 
-def test_there_are_some():
+def test_workflows_exist():
     assert {path.stem for path in WORKFLOWS} >= {"tests", "selftest"}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_they_are_bounded_and_may_only_read(path: Path):
+def test_jobs_have_time_limits_and_may_only_read(path: Path):
     whole = yaml.safe_load(path.read_text())
     assert whole["permissions"] == {"contents": "read"}
     for job in jobs(path).values():
@@ -54,7 +54,7 @@ def test_they_are_bounded_and_may_only_read(path: Path):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_what_they_run_exists(path: Path):
+def test_what_workflows_run_exists(path: Path):
     makefile = (ROOT / "Makefile").read_text()
     for words in commands(path):
         if words[0] == "make":
@@ -70,8 +70,8 @@ def test_what_they_run_exists(path: Path):
             assert words[0] in {"sudo", "python", "cat"}
 
 
-def test_no_test_is_skipped_for_want_of_a_program():
-    """Tests that find no program are skipped: where all is run they are there."""
+def test_the_workflow_installs_the_programs_that_tests_need():
+    """Tests are skipped if a program is missing. The workflow installs all those programs."""
     packages = {
         "g++": "g++",
         "plistutil": "libplist-utils",
@@ -89,6 +89,6 @@ def test_no_test_is_skipped_for_want_of_a_program():
 
 
 def test_types_are_checked_alike_on_every_system():
-    """On macOS mypy calls what is for Linux alone unreachable, and an error."""
+    """With macOS as platform, mypy would report code that is only for Linux as unreachable."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     assert settings["platform"] == "linux"

@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def save(folder, *, dtype=mx.bfloat16, shards=1, quantized=False):
-    """Write the model to ``folder``; return it."""
+    """Write the model to ``folder``; return the folder."""
     seam.install()  # must precede the first import of a model module in the process
     from mlx_lm.models import qwen3
 

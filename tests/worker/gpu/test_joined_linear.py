@@ -117,7 +117,7 @@ def test_few_rows_use_the_given_product(*, bias: bool) -> None:
         return list(mx.split(x @ weight.T, ends, axis=-1))
 
     joined_linear.join(joined, product)
-    for shape in [(8, 1, 32), (8, 3, 32)]:  # a decode step, then a chunk of prompts
+    for shape in [(8, 1, 32), (8, 3, 32)]:  # a decode step, then chunks of prompts
         x = mx.random.normal(shape)
         assert_same(joined(x), plain(x))
 
