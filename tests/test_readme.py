@@ -50,9 +50,8 @@ def environment(served: Daemon) -> dict[str, str]:
     """A reader's environment: the daemon's home is ``~/.kvd``, and the venv is activated."""
     found = dict(os.environ, HOME=str(served.home.root.parent))
     found.pop("KVD_HOME", None)
-    found.setdefault(
-        "XDG_CACHE_HOME", str(Path.home() / ".cache")
-    )  # so that native operations are not built again
+    # With the usual cache, native operations are not built again.
+    found.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
     return found
 

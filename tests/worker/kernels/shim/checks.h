@@ -1,5 +1,5 @@
-// What the compiler's checks call (-fsanitize=...): the same layouts in g++ and clang. With these
-// here no sanitizer library is needed, and a failure names the kernel's line.
+// Functions that the compiler's checks (-fsanitize=...) call when they fail. They replace the
+// sanitizer library, so that messages name the kernel's line. g++ and clang pass the same structs.
 #pragma once
 
 namespace checks {
@@ -40,14 +40,14 @@ struct Cast {
   const Type* to;
 };
 
-// Numbers of up to 64 bits come as they are; `about` says sign and width.
+// Numbers of up to 64 bits are passed by value; `about` contains their sign and width.
 inline long number(const Type* type, uintptr_t value) {
   unsigned bits = 1u << (type->about >> 1);
   bool sign = type->about & 1;
   return sign && bits < 64 ? long(value << (64 - bits)) >> (64 - bits) : long(value);
 }
 
-// The body's line, or 0: somewhere in a header.
+// Returns the line of the kernel's body, or 0 for a place in a header.
 inline uint32_t line(const Location& at) { return strcmp(at.file, "body") ? 0 : at.line; }
 
 } // namespace checks

@@ -1,11 +1,11 @@
-// What a kernel, compiled as C++, asks of the program that runs it (runner.cpp).
+// The interface between a kernel compiled as C++ and the program that runs it (runner.cpp).
 //
-// Threads of a threadgroup are fibers: each runs until it waits or ends. A kernel sees its own
-// place through `shim_thread`; the runner changes it at every switch.
+// Threads of a threadgroup are fibers: each runs until it waits or ends. `shim_thread` is the
+// running thread; the runner sets it at every switch.
 #pragma once
 
-// Kernels are compiled as they stand; what stands for the language runs faster. Ends in metal.h
-// and cuda.h.
+// Kernels are compiled without optimization. The functions of these headers are optimized, up to
+// the pop_options at the end of metal.h and cuda.h.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O2")
@@ -31,20 +31,20 @@ struct ShimThread {
 enum ShimPoint : uint32_t { SHIM_GROUP_BARRIER, SHIM_SIMD_BARRIER, SHIM_SIMD_OPERATION };
 
 constexpr uint32_t SHIM_LANES = 32;
-constexpr uint32_t SHIM_SLOT = 32; // bytes that a lane can hand over
+constexpr uint32_t SHIM_SLOT = 32; // bytes that a lane can pass to the others
 
 extern "C" {
 // The thread that runs.
 extern const ShimThread* shim_thread;
-// Waits until all threads of the group, or all lanes of the simdgroup, have come to this point.
+// Waits until all threads of the group, or all lanes of the simdgroup, have reached this point.
 void shim_wait(ShimPoint point, const char* what, uint32_t line);
-// The same, with a value to hand over; returns those of all lanes, a slot each.
+// Waits for all lanes of the simdgroup. Each passes a value; returns all values, a slot per lane.
 const unsigned char* shim_exchange(const char* what, uint32_t line, const void* in, uint32_t size);
 // Ends the run with a message.
 [[noreturn]] void shim_fail(const char* message);
 }
 
-// What the lanes of the caller's simdgroup hand over. Lanes that do not exist hold poison.
+// The values that the lanes of the caller's simdgroup pass. Lanes that do not exist hold poison.
 template <typename T>
 struct ShimLanes {
   T values[SHIM_LANES];
@@ -57,7 +57,7 @@ struct ShimLanes {
     }
   }
 
-  // Reduces those that exist in the order of a tree, as lanes that shuffle would.
+  // Reduces the values of existing lanes in the order of a tree, as a reduction by shuffles does.
   template <typename F>
   T reduced(F join) {
     const ShimThread& now = *shim_thread;
@@ -78,7 +78,7 @@ inline uint32_t shim_lane() { return shim_thread->index % SHIM_LANES; }
 
 inline float shim_from_bfloat(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 inline uint16_t shim_to_bfloat(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -99,7 +99,7 @@ using ShimHalf = _Float16;
 #define NAN __builtin_nanf("")
 #define HUGE_VALF __builtin_inff()
 
-// Where the threadgroup's arrays lie: they are the only variables of the kernel's library.
+// Returns the bounds of threadgroup memory: its arrays are the library's only variables.
 extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
 extern "C" inline __attribute__((used)) void shim_threadgroup_memory(char** begin, char** end) {
   *begin = __bss_start;

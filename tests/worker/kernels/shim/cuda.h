@@ -1,5 +1,6 @@
-// CUDA's language as far as the kernels use it, in C++. Strict where CUDA is: half and bfloat16
-// do not mix with float. Not covered: cooperative groups, atomics, textures, inline PTX (tensor.h has what stands for it).
+// The part of CUDA's language that the kernels use, in C++. As in CUDA, half and bfloat16 do not
+// mix with float. Not covered: cooperative groups, atomics, textures, and inline PTX, which tensor.h
+// replaces.
 #pragma once
 
 #include "common.h"
@@ -11,7 +12,7 @@
 #define __grid_constant__
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
-// One per library: blocks run one after another.
+// One array for all blocks, because blocks run one after another.
 #define __shared__ static __attribute__((used))
 
 #define SHIM_VECTORS(T, name)                                                       \
@@ -132,7 +133,7 @@ inline void __syncthreads(unsigned line = __builtin_LINE()) {
 
 constexpr unsigned SHIM_ALL = 0xffffffffu;
 
-// Only whole warps are let through: what is told to take part has to exist.
+// Accepts only operations of whole warps, all lanes of which exist.
 inline void shim_whole(unsigned mask) {
   const ShimThread& now = *shim_thread;
   unsigned threads = now.size[0] * now.size[1] * now.size[2];
@@ -179,7 +180,7 @@ using ::std::numeric_limits;
 } // namespace cuda::std
 
 namespace mlx::core::cu {
-// As arrays of an MLX kernel come: at most eight axes.
+// The types in which MLX passes an array's shape and strides: at most eight axes.
 struct Shape {
   int32_t values[8];
   int32_t operator[](int at) const { return values[at]; }

@@ -13,7 +13,7 @@
 
 namespace fibers {
 
-// Kernels keep their registers' worth of arrays here. Below each stack lies a page that faults.
+// Bytes of a stack. It holds the arrays that GPUs keep in registers. A page below it faults.
 constexpr size_t STACK = 256 << 10;
 
 struct Fiber {
@@ -38,7 +38,7 @@ inline void start(Fiber& fiber, char* stack, void (*entry)()) {
 
 #else
 
-// Saves what a callee has to keep, stores the stack pointer, and takes up the other's.
+// Saves callee-saved registers and the stack pointer, and continues on the other stack.
 extern "C" void shim_switch(void** save, void* load);
 
 #if defined(__x86_64__)
@@ -63,7 +63,7 @@ shim_switch:
   popq %rbp
   ret
 )");
-constexpr int SAVED = 6; // then the address to return to, then the end of the stack
+constexpr int SAVED = 6; // words of saved registers; the return address is above them
 constexpr int RETURN = 6;
 #else
 asm(R"(
@@ -105,7 +105,7 @@ constexpr int RETURN = 11;
 inline void change(Fiber& from, Fiber& to) { shim_switch(&from.stack_pointer, to.stack_pointer); }
 
 inline void start(Fiber& fiber, char* stack, void (*entry)()) {
-  // Two words above: the end of the stack, aligned as at the entry of a function.
+  // With two more words, the stack is aligned as at the entry of a function.
   void** top = reinterpret_cast<void**>(stack + STACK) - SAVED - 2;
   for (int word = 0; word < SAVED + 2; ++word) {
     top[word] = nullptr;
@@ -116,7 +116,7 @@ inline void start(Fiber& fiber, char* stack, void (*entry)()) {
 
 #endif
 
-// Memory for so many stacks; the one with number n begins at n * (STACK + page) + page.
+// Allocates this many stacks. Stack n begins at n * (STACK + page) + page.
 inline char* stacks(size_t count) {
   size_t page = size_t(sysconf(_SC_PAGESIZE));
   size_t each = STACK + page;

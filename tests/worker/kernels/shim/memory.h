@@ -1,4 +1,4 @@
-// Device memory: every buffer between two stretches of addresses that fault.
+// Device memory: every buffer lies between two ranges of addresses that fault.
 #pragma once
 
 #include <stdint.h>
@@ -13,9 +13,9 @@
 
 namespace memory {
 
-// Addresses that fault on either side: strides gone wrong land here.
+// Bytes of addresses that fault on either side, enough to catch most wrong strides.
 constexpr size_t GUARD = 64 << 20;
-// MLX's allocations are at least so aligned.
+// Bytes to which MLX aligns its allocations at least.
 constexpr size_t ALIGNMENT = 16;
 
 struct Buffer {
@@ -30,7 +30,7 @@ struct Buffer {
 
 inline size_t page() { return size_t(sysconf(_SC_PAGESIZE)); }
 
-// Places a buffer so that it ends, or begins, where addresses fault; up to `ALIGNMENT` apart.
+// Places a buffer so that it begins, or ends up to alignment, where addresses fault.
 inline void place(Buffer& buffer, bool at_end) {
   buffer.mapped = (buffer.size + page() - 1) / page() * page();
   int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -55,7 +55,7 @@ inline void fill(Buffer& buffer, const char* data, unsigned char poison) {
   }
 }
 
-// Returns where the bytes around an output no longer hold what they were filled with, or null.
+// Returns the first byte around a buffer that is no longer poison, or null.
 inline const char* touched(const Buffer& buffer, unsigned char poison) {
   for (const char* at = buffer.mapping; at < buffer.mapping + buffer.mapped; ++at) {
     bool inside = at >= buffer.data && at < buffer.data + buffer.size;
@@ -66,7 +66,7 @@ inline const char* touched(const Buffer& buffer, unsigned char poison) {
   return nullptr;
 }
 
-// Says in words what lies at an address that faulted.
+// Describes an address that faulted.
 inline std::string describe(const std::vector<Buffer>& buffers, const char* address) {
   char text[256];
   for (const Buffer& buffer : buffers) {

@@ -1,5 +1,5 @@
-// Metal's language as far as the kernels use it, in C++. Strict where Metal is: bfloat converts
-// from nothing by itself. Not covered: textures, atomics, matrices, swizzles, function pointers.
+// The part of Metal's language that the kernels use, in C++. As in Metal, nothing converts to
+// bfloat implicitly. Not covered: textures, atomics, matrices, swizzles, function pointers.
 #pragma once
 
 #include "common.h"
@@ -78,7 +78,7 @@ To as_type(From from) {
   return std::bit_cast<To>(from);
 }
 
-// Functions of one floating number, for each of the three types, in the type they are given.
+// Functions of one number, for each of the three floating types. Results have the same type.
 #define SHIM_UNARY(name, compute)                                     \
   inline float name(float x) { return compute; }                      \
   inline half name(half given) {                                      \
@@ -129,7 +129,7 @@ T abs(T x) {
   }
 }
 
-// A NaN loses against a number.
+// Of NaN and a number, returns the number.
 template <typename T>
 T max(T a, T b) {
   if constexpr (shim_floating<T>) {
@@ -219,7 +219,7 @@ template <typename T>
 T simd_shuffle_xor(T x, ushort mask, uint line = __builtin_LINE()) {
   return ShimLanes<T>("simd_shuffle_xor", line, x).values[shim_checked(shim_lane() ^ mask)];
 }
-// Lanes whose source lies outside get something undefined in Metal, poison here.
+// If the source lane is outside the simdgroup, the result is undefined in Metal, and poison here.
 template <typename T>
 T simd_shuffle_down(T x, ushort delta, uint line = __builtin_LINE()) {
   ShimLanes<T> lanes("simd_shuffle_down", line, x);
@@ -261,7 +261,7 @@ inline bool simd_all(bool x, uint line = __builtin_LINE()) {
 
 using namespace metal;
 
-// What a thread may ask about itself, for the signature's last parameters.
+// A thread's attributes, which are the last parameters of a kernel's signature.
 namespace shim {
 inline uint3 of(const uint32_t (&from)[3]) { return uint3(from[0], from[1], from[2]); }
 inline uint count(const uint32_t (&of)[3]) { return of[0] * of[1] * of[2]; }
@@ -303,7 +303,7 @@ inline uint3 threads_per_threadgroup() { return of(shim_thread->size); }
 #define M_LOG2E_F 1.44269504088896340736f
 #define METAL_FUNC inline __attribute__((always_inline))
 
-// Address spaces. Arrays of the threadgroup are one per library: groups run one after another.
+// Address spaces. All threadgroups share one array, because they run one after another.
 #define device
 #define constant
 #define thread

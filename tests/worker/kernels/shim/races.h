@@ -1,30 +1,31 @@
-// Races, found where they are: the compiler calls these before each access to memory that others
-// may see (-fsanitize=thread), and only barriers order two accesses. Shuffles and reductions do not.
+// Finds races at the access that causes them: kernels call these functions before each access to
+// memory that several threads may see (-fsanitize=thread). Only barriers order two accesses, not
+// shuffles and reductions.
 #pragma once
 
 namespace races {
 
-// Who touched two bytes of threadgroup memory, and how many barriers that thread had passed.
+// The thread that used two bytes of threadgroup memory, and how many barriers it had passed.
 struct Access {
-  uint32_t thread; // its index + 1; 0: nobody
+  uint32_t thread; // its index + 1; 0: none yet
   uint32_t group_barriers;
-  uint32_t simd_barriers; // those of the group included
+  uint32_t simd_barriers; // including those of the group
 };
 
 struct Pair {
   Access write;
-  Access read;        // the newest
-  Access near_read;   // the newest of another thread of that simdgroup
-  Access remote_read; // the newest of another simdgroup
+  Access read;        // the newest read
+  Access near_read;   // the newest by another thread of the same simdgroup
+  Access remote_read; // the newest by a different simdgroup
 };
 
 struct Output {
   const memory::Buffer* buffer;
-  std::vector<uint64_t> users; // of each pair of bytes
+  std::vector<uint64_t> users; // for each pair of bytes, the thread that uses it; 0: none yet
 };
 
-bool watching; // one of the two passes is enough
-std::vector<Pair> shared; // of the threadgroup that runs
+bool watching; // in one of the two runs of a launch, which is enough
+std::vector<Pair> shared; // memory of the threadgroup that runs
 std::vector<Output> outputs;
 
 uint32_t simdgroup_of(const Access& one) { return (one.thread - 1) / SHIM_LANES; }
@@ -35,7 +36,7 @@ bool ordered(const Access& before, const Access& now) {
          (simdgroup_of(before) == simdgroup_of(now) && before.simd_barriers < now.simd_barriers);
 }
 
-// `before` is a thread of the threadgroup that runs.
+// `before` is an access by a thread of the threadgroup that runs.
 [[noreturn]] void fail_shared(const Access& before, bool wrote, bool writes, const void* at) {
   std::string other = place_of(threads[before.thread - 1].about);
   fail(0, at, "race: %s threadgroup memory that %s has %s, with no barrier between",
@@ -66,7 +67,7 @@ void touch_shared(size_t first, size_t size, bool writes, const void* at) {
   }
 }
 
-// What a kernel writes belongs to one thread alone: no barrier orders device memory here.
+// Two bytes of an output may be used by one thread only: barriers do not order device memory here.
 void touch_output(Output& output, size_t first, size_t size, const void* at) {
   const ShimThread& about = running->about;
   const uint64_t row = about.group[1] + uint64_t(about.groups[1]) * about.group[2];
@@ -106,7 +107,7 @@ inline void touch(const void* address, size_t size, bool writes, const void* at)
 
 } // namespace races
 
-// Of the call itself: the address to return to may be the next line's.
+// An address in the call itself, because the return address may belong to the next line.
 #define SHIM_CALLER (static_cast<const char*>(__builtin_return_address(0)) - 1)
 #define SHIM_ACCESS(size)                                                  \
   void __tsan_read##size(void* at) {                                       \

@@ -1,8 +1,8 @@
-// Runs one kernel's library over buffers, twice: threads in ascending order with buffers that end
-// where addresses fault, then in descending order with buffers that begin there.
+// Runs a kernel's library once over buffers that begin or end where addresses fault.
 //
-// Reads a request on stdin, writes the outputs of each run to stdout. A fault ends it with
-// status 3 and one line on stderr; `run.py` knows the format of both.
+// Reads a request from stdin, which chooses the order of threads, and writes the outputs to stdout.
+// A fault ends the process with status 3 and one line on stderr. `run.py` writes the request and
+// reads the answer.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -38,15 +38,15 @@ struct Thread {
   ShimPoint point;
   const char* what;
   uint32_t line;
-  uint32_t group_barriers; // that it has passed
-  uint32_t simd_barriers;  // those of the group included
+  uint32_t group_barriers; // how many it has passed
+  uint32_t simd_barriers;  // including those of the group
   unsigned char slot[SHIM_SLOT];
 };
 
 std::vector<memory::Buffer> buffers;
 std::vector<void*> arguments;
 std::vector<Thread> threads; // of the threadgroup that runs
-std::vector<unsigned char> slots; // of all simdgroups, what their lanes handed over last
+std::vector<unsigned char> slots; // the value that each lane of each simdgroup passed last
 char *stacks, *stacks_end;
 fibers::Fiber scheduler;
 Thread* running;
@@ -64,7 +64,8 @@ std::string place_of(const ShimThread& about) {
   return text;
 }
 
-// Ends the process. `line` is one of the kernel's text, `program_counter` lies in its library.
+// Ends the process. `line` is a line of the kernel's body or 0; `program_counter` is an address in
+// its library or null.
 [[noreturn]] void fail(uint32_t line, const void* program_counter, const char* format, ...) {
   char text[1024];
   va_list rest;
@@ -100,7 +101,7 @@ bool same_point(const Thread& a, const Thread& b) {
   return a.state == b.state && (a.state == State::ENDED || (a.point == b.point && a.line == b.line));
 }
 
-// Says which of the threads [first, last) are where, and ends the process.
+// Reports that threads in [first, last) are not all at the same point, and ends the process.
 [[noreturn]] void fail_divergent(size_t first, size_t last) {
   const Thread* waits = nullptr;
   for (size_t at = first; at < last && !waits; ++at) {
@@ -133,7 +134,7 @@ void run_thread(Thread& thread) {
   running = nullptr;
 }
 
-// Runs a simdgroup until its threads have ended or wait for the threadgroup.
+// Runs a simdgroup until its threads have ended or wait at a barrier of the threadgroup.
 void run_simdgroup(size_t first, size_t last, bool descending) {
   for (;;) {
     for (size_t at = first; at < last; ++at) {
@@ -222,7 +223,7 @@ void flush_denormals(bool on) {
 #endif
 }
 
-// What a request begins with.
+// The beginning of a request.
 struct Request {
   uint32_t grid[3];
   uint32_t threadgroup[3];
@@ -230,8 +231,8 @@ struct Request {
   uint32_t flush;   // 1: denormal floats are zero
   uint32_t descending;
   uint32_t at_end; // 1: buffers end where addresses fault, 0: they begin there
-  uint32_t poison; // a byte that fills what nobody has written
-  uint32_t output_poison; // the same for outputs: it tells what is written from what is not
+  uint32_t poison; // a byte that fills threadgroup memory and memory around inputs
+  uint32_t output_poison; // a byte that fills outputs, so that unwritten elements are recognized
   uint32_t buffers;
 };
 

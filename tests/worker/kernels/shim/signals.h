@@ -1,4 +1,4 @@
-// Accesses where nothing may be accessed become messages.
+// Reports accesses that fault as messages.
 #pragma once
 
 namespace {

@@ -1,5 +1,5 @@
-// For clang only, and only to look at the text: address spaces that are types, vectors as the
-// compiler's own, functions overloaded as in Metal, and C++14. Nothing is defined, nothing runs.
+// Declarations with which clang checks a Metal text as C++14 (-fsyntax-only). Address spaces are
+// parts of types, vectors are the compiler's own, and functions are overloaded as in Metal.
 #pragma once
 
 using uchar = unsigned char;

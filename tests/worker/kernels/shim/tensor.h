@@ -1,5 +1,5 @@
-// Two halves at a time, and the tensor cores' product of 16 x 16 and 16 x 8 halves.
-// In the place of the kernels' inline PTX: the layout of `mma.m16n8k16` as the PTX ISA has it.
+// Operations on two halves, and the tensor cores' product of 16 x 16 and 16 x 8 halves. They
+// replace the kernels' inline PTX, with the layout of `mma.m16n8k16` in the PTX ISA.
 #pragma once
 
 struct __half2 {
@@ -43,7 +43,7 @@ inline void shim_multiply(
 }
 #define MULTIPLY shim_multiply
 
-// What is asked for has to be there, if only the first byte of it is looked at.
+// Reads the first byte, so that prefetching an invalid address is reported.
 #define PREFETCH(place) ((void)*(const volatile char*)(place))
 
 #define POWER exp2f

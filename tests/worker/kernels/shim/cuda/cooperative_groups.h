@@ -1,3 +1,3 @@
-// MLX's text includes it and names the namespace; no kernel of ours uses more.
+// MLX's text includes this header and names the namespace. kvd's kernels use nothing from it.
 #pragma once
 namespace cooperative_groups {}

@@ -1,2 +1,3 @@
-// MLX's helpers of this name: none is used but the two types that describe an array.
+// Replaces MLX's header of this name. kvd's kernels use only its `Shape` and `Strides`, which are in
+// cuda.h.
 #pragma once
