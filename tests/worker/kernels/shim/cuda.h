@@ -1,6 +1,6 @@
 // The part of CUDA's language that the kernels use, in C++. As in CUDA, half and bfloat16 do not
-// mix with float. Not covered: cooperative groups, atomics, textures, and inline PTX, which tensor.h
-// replaces.
+// mix with float. Not covered: cooperative groups, atomics, textures, and inline PTX, which
+// tensor.h replaces.
 #pragma once
 
 #include "common.h"
