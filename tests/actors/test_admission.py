@@ -75,7 +75,7 @@ def test_requests_wait_for_their_model_in_order(admission):
 @pytest.mark.parametrize(
     ("availability", "code"), [("closing", "draining"), ("failed", "model_failed")]
 )
-def test_refusals(admission, availability, code):
+def test_requests_for_a_closing_or_failed_model_are_refused(admission, availability, code):
     feed(admission, ModelChanged("m", availability, FAILED if availability == "failed" else None))
 
     assert [f"1 {code}"] == codes(feed(admission, RequestArrived("1", "m")))
@@ -97,7 +97,7 @@ def test_waiting_requests_for_an_unknown_model_fail(admission):
     assert feed(admission, ModelRemoved("m", error)) == [FailRequest("2", error)]
     assert feed(admission, RequestArrived("3", "m")) == [
         EnsureLoaded("m")
-    ]  # it may be known by now
+    ]  # the model may be known by now
     assert feed(admission, RequestCancelled("3")) == [ConfirmCancel("3")]
 
 
@@ -117,7 +117,7 @@ def test_requests_above_the_byte_limit_are_overloaded(admission):
 
     assert [Forward("1", "m")] == feed(
         admission, RequestArrived("1", "m", 150)
-    )  # alone it may have more
+    )  # the only request of a model may exceed the limit
     assert codes(feed(admission, RequestArrived("2", "m", 1))) == ["2 overloaded"]
     assert [Forward("3", "n"), Forward("4", "n")] == feed(
         admission, RequestArrived("3", "n", 60), RequestArrived("4", "n", 40)
@@ -174,7 +174,7 @@ def test_lost_requests_go_to_the_next_process_in_order(admission):
     assert back == [Forward(rid, "m") for rid in "1234"]
 
 
-def test_requests_of_the_last_process_end_with_it(admission):
+def test_requests_end_with_a_process_that_is_not_restarted(admission):
     feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"), RequestArrived("2", "m"))
 
     assert codes(feed(admission, RequestsLost("m", ["1"], DIED, again=False))) == ["1 worker_died"]
@@ -389,7 +389,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(model=models, data=st.data(), attributable=st.booleans(), again=st.booleans())
     def die(self, model, data, attributable, again):
-        """The process had some of the forwarded requests; the others are returned."""
+        """End the process with some of the forwarded requests; the others have not reached it."""
         given = [rid for rid in sorted(self.inside) if self.admission.requests[rid].model == model]
         had = [rid for rid in given if data.draw(st.booleans())]
         self.inside -= set(had)

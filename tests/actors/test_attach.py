@@ -27,7 +27,7 @@ SLOW = Script(token_s=1.0)
 
 
 class MemoryJournal:
-    """A journal in a list, read back as the one on disk."""
+    """A journal in a list; `saved` reads it as the journal on disk is read."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records = list(records)
@@ -53,7 +53,10 @@ def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
 
 
 async def _interrupted(journal: MemoryJournal, tokens: int, **fields: object) -> str:
-    """Serve a request until it has this many tokens, then die; return its attach name."""
+    """Serve a request until it has this many tokens, then end the daemon as if it had died.
+
+    Returns the name by which clients attach to the request.
+    """
     async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()
         key = client.generate(sampling=Sampling(seed=4), **fields)
@@ -100,7 +103,7 @@ def test_attach_sends_the_missing_events_and_continues(had: int) -> None:
             assert [one for event in tokens for one in event.tokens] == right[had:]
             assert text + text_of(client, key) == "".join(f"{one} " for one in right)
             assert {type(one) for one in events} == {messages.Tokens, messages.Done}
-        assert journal.saved()[name].end is not None  # until it is dropped
+        assert journal.saved()[name].end is not None  # kept until the request is dropped
 
     scene()
 
@@ -199,7 +202,7 @@ async def test_a_deadline_survives_a_restart_of_the_daemon() -> None:
 
 
 @simulated
-async def test_a_forced_stop_keeps_the_requests_that_it_ends() -> None:
+async def test_a_forced_stop_saves_the_requests_that_it_ends() -> None:
     journal = MemoryJournal()
     async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()

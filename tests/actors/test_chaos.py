@@ -1,8 +1,8 @@
-"""Random actions in an order that a seed reproduces.
+"""Random actions of clients and workers; a seed reproduces them.
 
-Leaving a world checks invariants, one end for each request, and that no process is left. In
-addition, grants never exceed the budget, and a finished stream has the tokens that it would have
-had alone.
+At its end, `world` checks the invariants, that each request ended once, and that no process is
+left. These tests also check that grants never exceed the budget, and that each stream gets the
+tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Chaos:
         assert sum(self.w.system._router.machine.counts.values()) <= len(self.prompts)
 
     async def settle(self) -> None:
-        """Wait until every request of every client that is left has ended."""
+        """Wait until every request of every connected client has ended."""
         for client in self.w.clients:
             for key in list(client.events):
                 if key and not client.closed:

@@ -1,4 +1,4 @@
-"""The `explain` op over the whole system: workers' numbers, files' numbers, and errors."""
+"""The `explain` operation: numbers from a worker or from a model's files, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_loaded_models_numbers_come_from_its_worker(monkeypatch):
 
 
 @simulated
-async def test_without_a_formula_of_the_worker_the_files_are_used():
+async def test_if_the_worker_reports_no_costs_the_files_are_used():
     async with world(estimate_model=estimate_model) as it:
         found = await ask(it, model="demo")
 

@@ -1,4 +1,4 @@
-"""Forecasts: the steps that the governor would take, computed on a copy."""
+"""Forecasts: the steps that the governor would take, computed on a copy of its state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMES = ["k8v8", "k8v4", "k4v4"]
 
 
 def costs(base: int = 10_000) -> Costs:
-    """Rows of 100 bytes a page: 950 tokens are 14 pages and a tail of 100 bytes."""
+    """A page takes 100 bytes at level 0. A row of 950 tokens: 14 pages and a tail of 100 bytes."""
     kind = KVCost(layers=1, page_bytes=(90, 60, 45), charges=(100, 66, 50))
     return Costs(
         weights_bytes=base // 2,
@@ -43,7 +43,7 @@ def costs(base: int = 10_000) -> Costs:
 
 
 class Simulation:
-    """A governor with models, which can act for real to check a forecast."""
+    """A governor with models. To check a forecast, its commands can also be carried out."""
 
     def __init__(self) -> None:
         self.governor = Governor(Ledger(BUDGET))
@@ -66,7 +66,7 @@ class Simulation:
         found = forecast(
             question, self.governor, self.now, source="/m", state="not loaded", measured=True
         )
-        assert self.governor == before, "asking changed something"
+        assert self.governor == before, "the forecast changed the governor"
         return found
 
     def is_granted(self, total: int, model: str = "new") -> bool:
@@ -114,14 +114,14 @@ def test_rows_that_fit_need_no_steps():
     assert not found.steps
     assert [level.total_bytes for level in found.levels] == [
         10_000 + 10 * 15 * 100,
-        10_000 + 10 * 11 * 100,  # 14 pages of 66 bytes are ten units
+        10_000 + 10 * 11 * 100,  # 14 pages of 66 bytes take ten units of 100
         10_000 + 10 * 8 * 100,
     ]
     assert [level.max_rows for level in found.levels] == [60, 81, 112]
     assert found.idle_bytes == 10_000 + 20 * 100
 
 
-def test_the_steps_are_those_that_the_governor_takes():
+def test_the_governor_takes_the_forecast_steps():
     simulation = Simulation()
     simulation.add_model(
         "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), preempt=5_000
@@ -151,13 +151,14 @@ def test_idle_models_are_evicted_before_rows_are_preempted():
         ("precision", "new", 7_800),
         ("idle", "idle", 30_000),
     ]
-    preempting = simulation.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
+    # 79,000 bytes at level 0. Level 1 saves 18,400 of them, level 2 another 13,800.
+    preempting = simulation.ask(rows=46)
     assert [it.method for it in preempting.steps] == ["precision", "precision", "idle"]
     assert preempting.shortfall_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
     assert preempting.verdict == "waits", "no row is preempted for more than a fair share"
 
 
-def test_own_rows_start_lower_before_others_are_preempted():
+def test_the_models_own_rows_start_lower_before_rows_of_others_are_preempted():
     simulation = Simulation()
     simulation.add_model("busy", 70_000, base=20_000, rows=4, preempt=30_000)
     found = simulation.ask(rows=20)

@@ -31,7 +31,7 @@ BUDGET = 10_000
 
 
 class Simulation:
-    """A governor with a clock, which remembers its commands."""
+    """A governor with a simulated clock. Keeps all commands that the governor returned."""
 
     def __init__(self, **models: int) -> None:
         self.governor = Governor(Ledger(BUDGET))
@@ -110,7 +110,8 @@ def test_methods_are_used_in_the_reclaim_order():
     assert (spare.model, spare.method, spare.wanted_bytes) == ("b", "spare", 200)
     (prefixes,) = of_type(sim.give_back(spare, 200), Reclaim)
     assert (prefixes.method, prefixes.wanted_bytes) == ("prefixes", 300)
-    sim.now += 15  # more than can be reclaimed, so it becomes the first request
+    # More than can be reclaimed: only free methods are used until this is the first request.
+    sim.now += 15
     (level,) = of_type(sim.give_back(prefixes, 300), Reclaim)
     assert (level.method, level.level) == ("precision", 1)
     (level,) = of_type(sim.give_back(level, 400, exhausted=True), Reclaim)
@@ -147,7 +148,7 @@ def test_every_model_steps_down_to_level_1_before_any_reaches_level_2():
     assert second.level == 2
 
 
-def test_only_free_methods_are_used_before_a_request_has_settled():
+def test_only_free_methods_are_used_for_a_request_younger_than_a_quarter_second():
     sim = Simulation(a=5000, b=5000)
     sim.reclaimable("b", levels=(3000,), **BUSY)
     sim.reclaimable("a", **BUSY)
@@ -199,7 +200,7 @@ def test_no_row_is_preempted_for_a_preempted_row():
     assert not of_type(sim.wait(200), Reclaim)
 
 
-def test_lower_priority_is_preempted_below_its_share_and_higher_never():
+def test_a_model_of_lower_priority_is_preempted_below_its_share_and_one_of_higher_never():
     sim = Simulation()
     sim.load("low", 3000, ModelPolicy(priority=-1))
     sim.load("high", 3500, ModelPolicy(priority=1))
@@ -213,7 +214,7 @@ def test_lower_priority_is_preempted_below_its_share_and_higher_never():
     assert preempt.model == "low"
 
 
-def test_pending_memory_is_waited_for():
+def test_a_pending_reclaim_is_waited_for():
     sim = Simulation(a=5000, b=5000)
     sim.reclaimable("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
     sim.reclaimable("a", **BUSY)
@@ -242,7 +243,7 @@ def test_a_load_evicts_the_least_valuable_idle_model():
         sim.now += 10
     sim.apply(LoadRequested("me", ModelPolicy(), patient=False))
 
-    assert not sim.request("me", 3500), "answered when it is granted"
+    assert not sim.request("me", 3500), "answered before it is granted"
     assert of_type(sim.wait(1), Evict) == [Evict("old")]
     assert of_type(sim.apply(WorkerExited("old")), GrantDecision) == [
         GrantDecision("me", 1, 3500, True, 500)
@@ -313,11 +314,13 @@ def test_a_large_request_is_not_starved_by_small_ones():
     sim.reclaimable("a", **BUSY)
     sim.request("a", 6000)
     sim.request("b", 4400)
-    assert sim.grants["b"] == 4400, "a small request may overtake"
+    assert sim.grants["b"] == 4400, "a small request may overtake a young large one"
     sim.wait(11)
 
     sim.request("b", 3000)
-    assert not of_type(sim.request("b", 4000), GrantDecision)[0].granted, "not forever"
+    assert not of_type(sim.request("b", 4000), GrantDecision)[0].granted, (
+        "overtakes the first request"
+    )
     sim.request("c", 1000)
     assert sim.grants["a"] == 6000
 
@@ -344,10 +347,10 @@ def test_a_request_that_arrives_during_an_eviction_is_requeued():
 
     sim.request("b", 5500)
     assert of_type(sim.reclaimable("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
-    assert not of_type(sim.reclaimable("b", waiting=1, base=4999), Evict), "once"
+    assert not of_type(sim.reclaimable("b", waiting=1, base=4999), Evict), "evicted twice"
 
 
-def test_a_model_that_a_user_unloads_finishes_before_requests_that_wait_for_it():
+def test_a_model_that_a_user_unloads_gets_memory_before_older_requests():
     sim = Simulation(a=5000, b=5000)
     sim.reclaimable("a", waiting=1, base=5000)
     sim.reclaimable("b", waiting=1, base=5000)
@@ -381,7 +384,7 @@ def test_new_rows_start_lower_while_memory_is_tight_and_at_level_0_afterwards():
     assert StartLevel("a", 2) in sim.commands_seen
     sim.reclaimable(
         "a", rows=9, levels=(10, 10), base=900, spare=1100
-    )  # only below the high watermark
+    )  # below the high watermark, above the low one
     assert StartLevel("a", 0) not in sim.commands_seen + sim.wait(30)
     sim.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=3000)
     assert StartLevel("a", 0) not in sim.commands_seen + sim.wait(9)

@@ -1,4 +1,4 @@
-"""The ledger: the sum of all grants never exceeds the budget, and only an exit ends a grant."""
+"""The ledger: grants never exceed the budget, and only events of its own model shrink a grant."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_request_of_an_exited_worker_is_dropped():
 
 @settings(deadline=None)
 @given(events)
-def test_grants_never_exceed_the_budget_and_only_the_right_events_shrink_them(history):
+def test_grants_never_exceed_the_budget_and_only_events_of_their_model_shrink_them(history):
     ledger = Ledger(BUDGET)
     for event in history:
         before = dict(ledger.grants)

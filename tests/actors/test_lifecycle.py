@@ -57,7 +57,7 @@ EVENTS: dict[str, ev.Event] = {
 }
 NOT = None  # an invalid transition
 
-# What follows: the name of the next state, then the names of the commands.
+# By state and event: the name of the next state, then the names of the commands.
 EXPECTED: dict[str, dict[str, str | None]] = {
     "Stopped": {
         "start": "Spawning Spawn",
@@ -257,7 +257,7 @@ def ready(m: lc.Lifecycle, now: float = NOW) -> lc.Lifecycle:
 
 
 def crash(m: lc.Lifecycle, now: float, returncode: int = -11) -> float:
-    """Crash the ready process; return the delay before the restart, infinity if given up."""
+    """Crash the ready process; return the restart delay, infinity if the model is given up."""
     feed(m, ev.Exited(returncode), now=now)
     if isinstance(m.state, ev.Failed):
         return float("inf")
@@ -328,7 +328,7 @@ def test_deadlines_of_the_phases(m):
     assert m.deadline is None
 
 
-def test_the_error_of_a_hung_process_names_its_phase_and_the_next_one_starts_idle(m):
+def test_the_error_of_a_hung_process_names_its_phase_and_the_next_process_starts_idle(m):
     ready(m)
     feed(m, ev.RequestAssigned("a"), ev.PhaseEntered("flush"))
     assert feed(m, ev.AlarmFired(), now=NOW + 299) == []
@@ -448,10 +448,11 @@ def test_an_out_of_memory_kill_is_attributable(m):
     assert "memory ran out" in lost.error.message
 
 
-def test_blamed_requests_count_at_any_distance(m):
+def test_blamed_requests_count_however_far_apart(m):
     for at in range(3):
         hang(m, NOW + 1000 * at)
-        assert m.deadline == NOW + 1000 * at + 121 + 0.5  # the suspects become fewer
+        # Deaths 1000 s apart do not lengthen the delay.
+        assert m.deadline == NOW + 1000 * at + 121 + 0.5
         feed(m, ev.RequestBlamed(), now=NOW + 1000 * at + 121)
         feed(m, ev.AlarmFired(), now=NOW + 1000 * at + 130)
 
@@ -499,7 +500,7 @@ def test_three_crashes_in_a_minute_give_a_model_up(m):
     assert "SIGSEGV" in m.error.message
 
 
-def test_crashes_further_apart_do_not(m):
+def test_crashes_31_s_apart_do_not_give_a_model_up(m):
     delays = [crash(ready(m, NOW + t), NOW + t) for t in range(0, 900, 31)]
 
     assert delays[:8] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -515,7 +516,7 @@ def test_a_token_resets_the_restart_budget(m):
 
 
 @pytest.mark.parametrize("returncode", [-9, -15])
-def test_kills_from_outside_do_not_count(m, returncode):
+def test_kills_from_outside_do_not_give_a_model_up(m, returncode):
     delays = [crash(ready(m, NOW + t), NOW + t, returncode) for t in range(6)]
 
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
@@ -529,7 +530,7 @@ def test_the_delay_is_short_again_after_ten_minutes(m):
 
 
 @pytest.mark.parametrize("gap", [1, 1000])
-def test_crashes_during_loads_count_at_any_distance(m, gap):
+def test_crashes_during_loads_count_however_far_apart(m, gap):
     feed(m, ev.Start())
     for attempt in range(3):
         at = NOW + attempt * gap

@@ -1,4 +1,4 @@
-"""Models of a reloaded configuration are added, changed or removed, loaded or not."""
+"""A reloaded configuration adds, changes and removes models, both loaded and unloaded ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_source_and_settings_change_while_the_model_is_not_loaded() -> Non
 
 
 @simulated
-async def test_a_name_that_a_client_loaded_is_left_unchanged() -> None:
+async def test_a_model_that_a_client_loaded_under_the_same_name_is_left_unchanged() -> None:
     async with world() as w:
         other = KnownModel("other", policy=ModelPolicy(pinned=True), listed=True)
         before = known(w)
@@ -71,7 +71,7 @@ async def test_a_name_that_a_client_loaded_is_left_unchanged() -> None:
 
 
 @simulated
-async def test_a_loaded_model_that_is_unlisted_stays_loaded_but_is_not_reloaded() -> None:
+async def test_a_loaded_model_removed_from_the_configuration_stays_loaded_but_unlisted() -> None:
     async with world(known={"demo": DEMO}) as w:
         await w.system.remove_configured_model("demo")
         found = known(w)

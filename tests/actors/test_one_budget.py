@@ -77,14 +77,14 @@ async def busy(w, name: str) -> None:
 
 
 @simulated
-async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others():
+async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_memory():
     known = {"big": KnownModel("big", listed=True)}
     scripts = {"demo": [Script(weights=600)], "big": [BIG]}
     async with world(scripts, known=known) as w:
         await busy(w, "demo")
         client = w.client()
         key = client.generate("big")
-        await asyncio.sleep(2000)  # far beyond the patience with a silent load
+        await asyncio.sleep(2000)  # far longer than the watchdog allows a silent load
 
         assert w.model("big").state == "loading"
         assert w.notices_of("worker_terminated") == []

@@ -1,4 +1,4 @@
-"""Readings: the worker's own measurement if it is fresh, a read of its process otherwise."""
+"""Memory readings: a worker's own measurement while it is fresh, else a read of its process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def send_memory(it: World, model: str, **memory: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("separate", "expected"), [(False, 100), (True, 70)], ids=["one memory", "a card's own"]
+    ("separate", "expected"), [(False, 100), (True, 70)], ids=["unified memory", "separate memory"]
 )
-def test_the_memory_that_the_budget_is_for_counts(separate, expected):
+def test_only_memory_that_the_budget_limits_is_counted(separate, expected):
     memory = MemoryUse(active=50, cache=20)
 
     assert used_bytes(memory, 100, separate=separate) == expected
@@ -91,4 +91,6 @@ async def test_unchanged_values_are_not_reported_again():
             await asyncio.sleep(1.0)
         story = it.system._governor.history.story(1000)
 
-        assert sum("Measured(" in line for line in story) <= 3, "before, while and after it loads"
+        assert sum("Measured(" in line for line in story) <= 3, (
+            "at most one each before, during and after the load"
+        )

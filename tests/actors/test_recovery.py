@@ -1,7 +1,7 @@
 """Workers die and hang at any time, and no stream misses or repeats a token.
 
-In addition to the checks of leaving a world, only poisonous requests end with an error, and
-clients of other models see nothing.
+At its end, `world` checks the invariants. These tests also check that only poisonous requests end
+with an error, and that clients of other models notice nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.sim.loop import run
 from tests.sim.world import SimClient, world
 
 OUTSIDE = [-9, -15, -1]
+"""Exit statuses after a kill from outside."""
 OWN = [-11, -6, 0, 1, 70]
+"""Exit statuses that the process may have caused itself."""
 
 
 class Stream:
-    """One request and what it must get."""
+    """One request, and the tokens that it must get."""
 
     def __init__(self, client: SimClient, model: str, number: int, rng: random.Random) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""A refused load changes nothing; other changes made meanwhile are kept."""
+"""A refused load changes nothing. Changes that other messages make meanwhile are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sim.world import SimClient, World, world
 BIG = Script(weights=600)
 BROKEN = Script(load_error=errors.InvalidModel("config.json is missing", file="x").info())
 CROWDED = {"demo": [BIG], "big": [BIG]}
-"""The budget fits one of the two."""
+"""Two models, of which only one fits into the budget."""
 
 
 def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
@@ -27,7 +27,7 @@ def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
 
 
 async def busy(w: World) -> None:
-    """Report a running request of the other model, as a real worker does."""
+    """Report that `demo`, the other model, runs a request, as a real worker does."""
     w.spawn.last("demo").report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
@@ -45,14 +45,14 @@ async def start_load(w: World, client: SimClient, source: str = "big", **fields:
 
 
 async def cross(w: World, message: object) -> object:
-    """Send a message to the registry in the same pass as the exit of the process."""
+    """Send a message to the registry in the same pass of the event loop as the process's exit."""
     loop, process = asyncio.get_running_loop(), w.spawn.last("big")
     gone = process._on_exit
     crossed: asyncio.Future[asyncio.Task[object]] = loop.create_future()
 
     def on_exit(end) -> None:
         crossed.set_result(loop.create_task(w.system._registry_ref.ask(message)))
-        loop.call_soon(gone, end)  # in the same pass: neither actor runs in between
+        loop.call_soon(gone, end)  # in the same pass, so that neither actor runs in between
 
     process._on_exit = on_exit
     return await (await crossed)
@@ -152,7 +152,7 @@ async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
 
 @simulated
 async def test_a_known_model_stays_known_after_a_failed_load_on_demand():
-    """Not only those of the configuration."""
+    """The model is not in the configuration: it is known from an earlier load."""
     scripts = {"big": [BROKEN, Script()]}
     async with world(scripts, known=known("/a/big", listed=False)) as w:
         client = w.client()

@@ -24,7 +24,7 @@ class Question(Ask[str], frozen=True):
 
 
 class QuestionError(ValueError):
-    """Unlike ValueError it supports weak references."""
+    """A ValueError that supports weak references."""
 
 
 class Parrot(Actor[object]):
@@ -128,7 +128,7 @@ async def test_a_failed_ask_leaves_no_reference_cycle(recorder):
             except QuestionError as error:
                 failure = weakref.ref(error)
                 raise
-        await asyncio.sleep(0)  # the loop still refers to it in this pass
+        await asyncio.sleep(0)  # until its next pass the event loop refers to the error
         assert failure() is None, "held by a reference cycle"
     finally:
         gc.enable()
@@ -165,7 +165,7 @@ async def test_an_ask_times_out(recorder):
 
 
 @simulated
-async def test_a_mailbox_is_bounded_except_beyond_limit(recorder):
+async def test_a_mailbox_is_bounded_except_for_messages_sent_beyond_its_limit(recorder):
     ref = recorder.start()
     for number in range(5):
         ref.tell(number)
@@ -243,7 +243,7 @@ async def test_too_many_failures_are_a_fault_of_the_tree(recorder):
 
 
 @simulated
-async def test_a_child_that_cannot_be_made_again_is_a_fault_of_the_tree(recorder):
+async def test_a_child_that_cannot_be_recreated_is_a_fault_of_the_tree(recorder):
     made = []
 
     def make() -> Parrot:
@@ -290,13 +290,13 @@ def test_the_restart_limit_counts_in_a_sliding_window():
 
 
 @simulated
-async def test_an_alarm_fires_once_and_never_before_its_time():
+async def test_an_alarm_fires_once_after_the_earliest_time_that_was_set():
     loop = asyncio.get_running_loop()
     start, fired = loop.time(), []
     alarm = Alarm(lambda: fired.append(loop.time() - start))
     alarm.set(start + 5)
-    alarm.set(start + 9)  # later: the alarm may fire too early
-    alarm.set(start + 2)  # earlier: the alarm must fire then
+    alarm.set(start + 9)  # later: the earlier timer stays
+    alarm.set(start + 2)  # earlier: replaces the timer
     await asyncio.sleep(20)
 
     assert fired == [pytest.approx(2 + TIMER_SLACK_S)]
@@ -314,7 +314,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
-    """Carries nothing but its time."""
+    """An event without fields."""
 
 
 class Sum(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Suspects: a request that kills the process alone is found, and no other is blamed."""
+"""Suspects: the request that kills the process is found, and no other request is blamed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_new_token_clears_a_suspect() -> None:
     subject.next_group()
     subject.enter("a")
     subject.note_progress("a")
-    assert died(subject, "a") is None  # it continues
+    assert died(subject, "a") is None  # it made progress, so it is not blamed
     assert subject.stories == {}
 
 
@@ -67,8 +67,8 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
     subject.note_progress("b")
     assert subject.next_group() == ["c"]
     subject.enter("c")
-    assert died(subject, "a", "b", "c") is None  # c is tried apart, then the proven ones
-    assert subject.groups == [["c"], ["a", "b"]]
+    assert died(subject, "a", "b", "c") is None
+    assert subject.groups == [["c"], ["a", "b"]]  # a and b made progress, so c is tried first
     assert subject.next_group() == ["c"]
     subject.enter("c")
     assert died(subject, "c") is not None
@@ -87,7 +87,7 @@ def test_a_long_queue_does_not_delay_running_requests() -> None:
             subject.enter(rid)
             if not rid.startswith("q"):
                 subject.note_progress(rid)
-    subject.note_queued("q2")  # it is in it for the second time
+    subject.note_queued("q2")  # ignored: q2 is suspected already
     died(subject, "runs", "reads", "q1", "q2")
     assert subject.groups == [["q1", "q2"], ["reads", "runs"]]
 
@@ -144,7 +144,7 @@ class Run:
         self.subject = Suspects()
         self.lengths = {f"r{at}": length for at, length in enumerate(lengths)}
         self.deadly = {f"r{at}": position for at, position in deadly.items() if at < len(lengths)}
-        """Position of the token at which the request kills the process."""
+        """By request, the position of the token at which it kills the process."""
         self.generated = dict.fromkeys(self.lengths, 0)
         self.waiting = list(self.lengths)
         self.blamed: list[str] = []

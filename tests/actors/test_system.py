@@ -132,7 +132,9 @@ async def test_a_request_whose_deadline_passes_while_its_model_loads_ends():
         await client.end(patient)
         submits = [c for c in w.spawn.last("demo").commands if isinstance(c, Submit)]
         assert len(submits) == 1
-        assert submits[0].deadline_s == pytest.approx(2900.0, abs=5.0), "what is left of it"
+        assert submits[0].deadline_s == pytest.approx(2900.0, abs=5.0), (
+            "what is left of the deadline"
+        )
 
 
 @simulated
@@ -328,7 +330,7 @@ async def test_hello_and_status_answer():
 
 
 @simulated
-async def test_a_load_reports_progress_and_what_it_loaded():
+async def test_a_load_reports_progress_and_the_loaded_model():
     async with world(load=()) as w:
         client = w.client()
         kv = {"k_bits": 4, "v_bits": 4, "floors": {"-1": "k8v8"}, "max_kv_size": 512, "schemes": []}
@@ -488,7 +490,7 @@ async def test_unload_while_loading_ends_the_load():
 
 
 @simulated
-async def test_unload_at_once_after_load_kills_what_was_about_to_start():
+async def test_unload_at_once_after_load_kills_the_process_that_was_about_to_start():
     async with world(load=()) as w:
         client = w.client()
         load = client.start(messages.Load, model="demo")
@@ -500,7 +502,7 @@ async def test_unload_at_once_after_load_kills_what_was_about_to_start():
 
 
 @simulated
-async def test_unload_of_nothing_is_refused():
+async def test_unload_of_an_unknown_model_is_refused():
     async with world() as w:
         with pytest.raises(errors.UnknownModel):
             await w.client().ask(messages.Unload, model="nope")

@@ -1,4 +1,4 @@
-"""Observations of a request, from the events sent to its client."""
+"""`Timing`: which observations the events of a request yield, and with which times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_gaps_are_per_choice_and_the_first_token_per_request():
     assert timing.observe_event(tokens(choice=0), 3.0) == telemetry.TokensSent("m", 1, gap_s=2.0)
 
 
-def test_text_without_tokens_is_no_token():
+def test_an_event_with_text_and_no_tokens_is_not_observed():
     timing = Timing("m", 0.0)
     assert timing.observe_event(m.Tokens(id="r", index=3, tokens=[], text="rest"), 1.0) is None
     assert timing.observe_event(tokens(), 2.0) == telemetry.TokensSent("m", 1, first_s=2.0)
@@ -36,10 +36,10 @@ def test_text_without_tokens_is_no_token():
 def test_only_the_first_admission_is_observed():
     timing = Timing("m", 1.0)
     assert timing.observe_admission(1.25) == telemetry.RequestAdmitted("m", 0.25)
-    assert timing.observe_admission(9.0) is None, "the next process, after a death"
+    assert timing.observe_admission(9.0) is None, "observed the admission to the next process"
 
 
-def test_ends():
+def test_the_end_of_a_request_is_observed():
     timing = Timing("m", 1.0)
     done = m.Done(id="r", reason="stop", usage=Usage(1, 1))
     assert timing.observe_event(done, 4.0) == telemetry.RequestFinished("m", "stop", 3.0)

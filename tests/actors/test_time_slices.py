@@ -71,7 +71,7 @@ def test_the_last_worker_left_has_no_limit():
     )
 
 
-def test_a_worker_that_overran_waits_for_as_long():
+def test_a_worker_waits_as_long_as_it_overran():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
     time_slices = feed(machine, 0.5, TimeSliceEnded("a", 3, SLICE_S + 0.2, more=True))
@@ -118,7 +118,7 @@ def test_a_late_report_does_not_end_a_newer_slice():
         TimeSliceRequested("a"),
         TimeSliceRequested("b"),
         TimeSliceEnded("b", 2, 0.0, more=False),
-    )  # a: 3, then free: 4
+    )  # a's slice has seq 3; then a computes alone, seq 4
 
     assert feed(machine, 1.0, TimeSliceEnded("a", 3, SLICE_S, more=True)) == []
     assert machine.members["a"].unlimited
@@ -127,7 +127,7 @@ def test_a_late_report_does_not_end_a_newer_slice():
 
 def test_short_steps_need_no_slices_once_measured():
     machine = TimeSlices()
-    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))  # a: 3
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))  # a's slice has seq 3
 
     assert feed(machine, 0.05, TimeSliceEnded("a", 3, SLICE_S, more=True, step_s=0.03)) == [
         GiveTimeSlice("b", 4, SLICE_S)
@@ -160,7 +160,7 @@ def test_slices_begin_when_steps_become_long_or_a_worker_joins():
         GiveTimeSlice("b", 3, 0.0),
         GiveTimeSlice("a", 4, SLICE_S),
     ]
-    feed(machine, 1.1, TimeSliceEnded("a", 4, SLICE_S, more=True, step_s=0.01))  # b: 5
+    feed(machine, 1.1, TimeSliceEnded("a", 4, SLICE_S, more=True, step_s=0.01))  # b's has seq 5
     assert feed(machine, 1.2, TimeSliceEnded("b", 5, SLICE_S, more=True, step_s=0.02)) == [
         GiveTimeSlice("a", 6, None),
         GiveTimeSlice("b", 7, None),
@@ -180,8 +180,8 @@ def test_an_overrun_is_paid_even_if_the_next_steps_are_short():
     machine = TimeSlices()
     feed(
         machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.3)
-    )  # a: 3
-    feed(machine, 0.1, TimeSliceEnded("a", 3, SLICE_S, more=True, step_s=0.01))  # b: 4
+    )  # a's slice has seq 3
+    feed(machine, 0.1, TimeSliceEnded("a", 3, SLICE_S, more=True, step_s=0.01))  # b's has seq 4
     time_slices = feed(machine, 0.4, TimeSliceEnded("b", 4, 0.3, more=True, step_s=0.3))
     assert feed(machine, 0.4, TimeSliceRequested("b", step_s=0.01)) == []
 
@@ -256,19 +256,19 @@ class Daemon:
 
 
 HOP_S = 0.0003
-"""From a worker to the daemon, or back."""
+"""Seconds of a message from a worker to the daemon, or back."""
 
 
 class SimulatedWorker:
-    """A worker with the real gate. Its steps take `step_s`, or follow a `cycle`."""
+    """A worker with a real `TimeSliceGate`. Its steps take `step_s`, or repeat a `cycle`."""
 
     def __init__(self, daemon: Daemon, name: str, step_s: float, weight: float = 1.0) -> None:
         self.steps: list[tuple[float, float]] = []
         self.work = 10**9
-        """Steps to do."""
+        """Steps left."""
         self.alive = True
         self.cycle: list[tuple[bool, float]] = []
-        """Repeating steps: whether a step prefills, and its seconds."""
+        """Steps to repeat: for each, whether it prefills, and its seconds."""
         self._daemon, self._name, self._step_s, self._weight = daemon, name, step_s, weight
         self._gate = TimeSliceGate(on=True)
         self._woken = asyncio.Event()
@@ -332,7 +332,7 @@ class SimulatedWorker:
 async def simulate(
     seconds: float, *steps: tuple[float, float]
 ) -> tuple[list[SimulatedWorker], float, float]:
-    """Simulate workers with these step times and weights."""
+    """Simulate workers with these step times and weights; return them, the start and the end."""
     daemon = Daemon()
     workers = [SimulatedWorker(daemon, f"m{i}", *step) for i, step in enumerate(steps)]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
@@ -377,7 +377,7 @@ async def test_a_decode_gets_its_slice_between_the_chunks_of_another_prompt():
 async def shared_with(
     seconds: float, *cycle: tuple[bool, float]
 ) -> tuple[SimulatedWorker, SimulatedWorker]:
-    """Simulate a decode of 4 ms a step and a worker whose steps repeat; return both."""
+    """Simulate a worker with decode steps of 4 ms, and one that repeats `cycle`; return both."""
     daemon = Daemon()
     decoder, other = SimulatedWorker(daemon, "a", 0.004), SimulatedWorker(daemon, "b", 0.004)
     other.cycle = list(cycle)
@@ -391,7 +391,7 @@ async def shared_with(
 @pytest.mark.parametrize("chunk_s", [0.06, 0.3, 1.0])
 @pytest.mark.parametrize("decodes", [1, 3, 10, 50])
 @simulated
-async def test_prompts_shorter_than_their_debt_do_not_take_all_time(chunk_s, decodes):
+async def test_a_worker_that_alternates_prefill_and_decode_does_not_take_all_time(chunk_s, decodes):
     start = asyncio.get_running_loop().time()
     cycle = [(True, chunk_s), *[(False, 0.004)] * decodes]
     decoder, chat = await shared_with(60.0, *cycle)
@@ -408,7 +408,7 @@ async def test_many_short_chunks_do_not_hide_the_long_ones_between_them():
     overlaps = [
         (a, b)
         for a in decoder.steps
-        for b in reader.steps[20:]  # by then it has measured a long one
+        for b in reader.steps[20:]  # by then the gate has measured a long chunk
         if a[0] < b[1] - 1e-9 and b[0] < a[1]
     ]
 
@@ -513,7 +513,7 @@ async def test_slices_go_to_the_processes_that_requested_them():
 
 
 @simulated
-async def test_a_models_weight_is_that_of_its_policy():
+async def test_a_model_has_the_weight_of_its_policy():
     known = {"a": KnownModel("a", policy=ModelPolicy(weight=3.0)), "b": KnownModel("b")}
     async with world(load=("b",), known=known) as it:
         await it.client().ask(messages.Load, model="a", policy=known["a"].policy)

@@ -1,4 +1,4 @@
-"""Texts to tokenize are bounded for all clients together, and dropped with their client."""
+"""Texts that wait to be tokenized: a limit for all clients together; dropped with their client."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ async def test_texts_of_a_disconnected_client_are_dropped() -> None:
 
 
 @simulated
-async def test_a_text_counts_until_the_process_answers() -> None:
-    """Or who leaves and comes back would send it one text after the other."""
+async def test_a_text_counts_until_the_process_answers_or_dies() -> None:
+    """Otherwise a client could exceed the limit by disconnecting and connecting again."""
     async with world() as w:
         client = bounded(w).client()
         w.spawn.last("demo").suspend()
