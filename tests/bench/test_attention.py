@@ -1,6 +1,6 @@
-"""`bench/attention` runs, tells no time of a wrong result, and holds what it measured to its bars.
+"""`bench/attention`: measured paths, no time for a wrong result, and the limits (bars).
 
-On the CPU a stand-in replaces the kernels, which `tests/worker/kernels` runs.
+A stand-in that runs on the CPU replaces the kernels. `tests/worker/kernels` tests the kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def test_paths_side_by_side(kernels: StandIn, tmp_path: Path) -> None:
+def test_all_paths_are_measured(kernels: StandIn, tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
     result = run(["fused", "reference", "masked", "native"], file)
 
@@ -100,7 +100,7 @@ def test_on_a_cpu_the_error_names_what_can_run() -> None:
             bench.main(arguments)
 
 
-def test_the_bars() -> None:
+def test_bars_are_met_or_missed() -> None:
     def row(shape: Shape, scheme: str, ms: float, path: str = "fused") -> dict[str, Any]:
         return {
             "part": "bars", "path": f"{path} {scheme}", "scheme": scheme, "ms": ms,

@@ -1,4 +1,4 @@
-"""The fidelity harness: recipes, the flow, and that the product's own pages give its numbers."""
+"""`bench/fidelity`: recipes, its passes over texts, and the same numbers with kvd's own pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def error(side: Side, x: mx.array) -> float:
 
 
 @pytest.mark.parametrize("layout", ["channel", "token", "hadamard", "rotated"])
-def test_each_layout_comes_back_close_and_closer_with_more_bits(layout):
+def test_the_error_of_each_layout_is_small_and_falls_with_more_bits(layout):
     x = dense(128)
     errors = [error(Side(bits, layout), x) for bits in (2, 4, 8)]
     assert errors[0] > 10 * errors[1] > 100 * errors[2] > 0
@@ -48,7 +48,7 @@ def test_each_layout_comes_back_close_and_closer_with_more_bits(layout):
     assert error(Side(16, layout), x) == 0
 
 
-def test_an_outlier_channel_hurts_its_own_group_only():
+def test_an_outlier_channel_adds_error_to_its_own_group_only():
     x = np.array(dense(64))
     x[..., 5] *= 100
     others = [index for index in range(64) if index != 5]
@@ -58,13 +58,13 @@ def test_an_outlier_channel_hurts_its_own_group_only():
 
 
 @pytest.mark.parametrize("option", ["clip", "refit"])
-def test_other_scales_lower_the_square_error(option):
+def test_clipped_and_refitted_scales_lower_the_square_error(option):
     plain, other = (parse(name).keys for name in ("k3v3", f"k3v3:{option}"))
     x = dense(256)
     assert error(other, x) < error(plain, x)
 
 
-def test_names_say_what_is_stored():
+def test_the_name_of_a_recipe_defines_what_is_stored():
     recipe = parse("k4v8:hadamard:vg32:sink64:no-tail")
     assert recipe.keys == Side(4, "hadamard")
     assert recipe.values == Side(8, "token", group=32)
@@ -76,15 +76,15 @@ def test_names_say_what_is_stored():
             parse(wrong)
 
 
-def test_pages_are_sealed_when_the_product_seals_them():
+def test_pages_are_quantized_at_the_same_lengths_as_in_kvd():
     recipe, bare = parse("k4v4"), parse("k4v4:no-tail")
-    for length in range(1, 400):  # a decode step that makes the row this long
+    for length in range(1, 400):  # of the row after a decode step
         assert recipe.sealed(length - 1) == 64 * full_pages(length)
         assert bare.sealed(length - 1) == (length - 1) // 64 * 64
 
 
 @pytest.mark.parametrize("length", [10, 300, 700])
-def test_no_seal_falls_inside_a_decoding_pass(length):
+def test_no_page_is_quantized_within_a_decoding_pass(length):
     cuts = list(steps(length, 256, 256))
     assert [start for start, _, _ in cuts] == [0, *(stop for _, stop, _ in cuts[:-1])]
     assert cuts[-1][1] == length
@@ -136,9 +136,9 @@ def test_dense_pages_cost_nothing_and_few_bits_cost_much(loaded):
 
 
 @pytest.mark.slow
-def test_the_products_own_pages_give_the_same_numbers(loaded):
-    """The whole product (pages, flushes, attention) against fake quantization of dense arrays."""
-    scheme = Scheme(8, 4)  # of keys and values, which are not mistaken for each other
+def test_kvds_own_pages_give_the_same_numbers(loaded):
+    """Compare pages, flushes and attention of kvd with fake quantization of dense arrays."""
+    scheme = Scheme(8, 4)  # unequal, so that swapped keys and values would be noticed
     (prompt,) = fidelity.texts(loaded.tokenizer, count=1, tokens=500)
     (level,) = fidelity.measure(loaded.model, [prompt], [scheme], decoded=130)
     recipe = parse(scheme.name)
@@ -154,7 +154,7 @@ def test_the_products_own_pages_give_the_same_numbers(loaded):
         assert getattr(product, field) == pytest.approx(fake, rel=5e-3, abs=2e-6), field
 
 
-def test_other_caches_stay_as_they_are():
+def test_layers_that_a_recipe_does_not_quantize_keep_their_cache():
     class Model:
         layers = (None, None)
 

@@ -1,4 +1,4 @@
-"""`bench/gpu` runs on the tiny shape, and its loops make the same tokens."""
+"""`bench/gpu` on a tiny model: a run, its verdicts, and the loops of kvd and mlx-lm."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from tests.worker.attention.stand_in import StandIn
 pytestmark = pytest.mark.mlx
 
 
-def test_it_runs_and_writes_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_writes_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attentions, "find_kernels", StandIn().backend)
     file = tmp_path / "gpu.json"
     gpu.main([
@@ -95,7 +93,7 @@ def test_both_loops_prefill_and_decode_the_same_rows() -> None:
     theirs.close()
 
 
-def test_the_stub_takes_attention_away_and_puts_it_back() -> None:
+def test_the_stub_replaces_attention_and_restores_it() -> None:
     from mlx_lm.models import qwen3
 
     before = qwen3.scaled_dot_product_attention
@@ -107,7 +105,7 @@ def test_the_stub_takes_attention_away_and_puts_it_back() -> None:
     assert qwen3.scaled_dot_product_attention is before
 
 
-def test_a_folder_for_servers_never_says_what_its_tokenizer_does_not_know(tmp_path: Path) -> None:
+def test_a_model_folder_for_servers_can_be_loaded(tmp_path: Path) -> None:
     seam.install()
     gpu.main(["--shape", "tiny", "--folder", str(tmp_path / "m")])
     loaded = model_files.load(tmp_path / "m")
@@ -118,7 +116,7 @@ def test_a_folder_for_servers_never_says_what_its_tokenizer_does_not_know(tmp_pa
     assert loaded.tokenizer.decode([3, 5]) != ""
 
 
-def test_what_a_tokenizer_does_not_know_is_never_drawn(
+def test_a_token_that_the_tokenizer_lacks_never_has_the_largest_logit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seam.install()

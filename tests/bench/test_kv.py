@@ -1,4 +1,4 @@
-"""`bench/kv` and `bench/requantize` run, and what does not depend on the machine's speed holds."""
+"""`bench/kv` and `bench/requantize`: small runs, and limits that do not depend on speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_pages_stay_within_their_share_of_fp16() -> None:
     assert found["k4v4", "float32"] == 0.3125
 
 
-def test_one_long_row_does_not_make_the_short_ones_long() -> None:
+def test_one_long_row_does_not_lengthen_the_short_rows() -> None:
     lengths = (16384,) + (512,) * 7
     ours = kv.Ours(lengths, Scheme(4, 4)).nbytes
     theirs = kv.Batched(lengths).nbytes
@@ -44,12 +44,12 @@ def test_the_comparison_runs() -> None:
         assert math.isfinite(one["step_ms"])
         assert one["step_ms"] > 0
     ours, _, theirs = result["unequal"]
-    assert theirs["join_peak_over_before"] > theirs["bytes"]  # the batch is copied
+    assert theirs["join_peak_over_before"] > theirs["bytes"]  # mlx-lm copies the batch
     assert 0 < ours["join_peak_over_before"] < theirs["join_peak_over_before"]
     assert kv.table(result["unequal"]).count("\n") == 4
 
 
-def test_stepping_down_under_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stepping_down_between_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requantize, "LAYERS", 2)
     monkeypatch.setattr(requantize, "STEADY_STEPS", 5)
     monkeypatch.setattr(requantize, "UNTOUCHED_TOKENS", 300)

@@ -1,4 +1,4 @@
-"""The parts of `bench.pressure` around its runs: streams, readings, the summary and the plot."""
+"""`bench.pressure` without its runs: streams, memory readings, the summary and the plot."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(**fields) -> Run:
     return Run(**(values | fields))
 
 
-def test_streams_are_the_same_in_every_run_and_dealt_out_evenly():
+def test_streams_depend_on_the_seed_and_are_spread_evenly_over_the_models():
     asked = {"prompt": 400, "completion": 60, "seed": 5}
     streams = make(["a", "b", "c"], 24, **asked)
 
@@ -57,10 +57,10 @@ def test_streams_are_the_same_in_every_run_and_dealt_out_evenly():
     assert Counter(one.model for one in streams) == {"a": 8, "b": 8, "c": 8}
     assert all(200 <= len(one.tokens) <= 600 and 30 <= one.max_tokens <= 90 for one in streams)
     heads = [tuple(one.tokens[:100]) for one in streams if one.model == "a"]
-    assert max(Counter(heads).values()) == 2, "some begin alike"
+    assert max(Counter(heads).values()) == 2, "some streams share a prefix"
 
 
-def test_own_pages_are_the_most_of_a_footprint_and_nobodys_are_none():
+def test_own_pages_are_within_the_footprint_and_zero_for_an_unknown_process():
     whole = reader().footprint(os.getpid())
 
     assert whole == 0 or 0 < _own_pages(os.getpid()) <= 1.05 * whole
@@ -77,7 +77,7 @@ def test_pages_are_counted_by_their_scheme():
     assert kinds_of(model) == KINDS | {"pages k4v4": 12}
 
 
-def test_the_summary_says_what_held():
+def test_the_summary_of_a_run_within_all_limits():
     reported = summary(run(), 1, [])
 
     assert reported["held"]
@@ -95,7 +95,7 @@ def test_the_summary_says_what_held():
         ({"outcomes": [Outcome("a", [1], "", "worker_died: x", levels=[0])]}, []),
     ],
 )
-def test_the_summary_says_what_did_not(fields, differ):
+def test_the_summary_reports_a_missed_limit(fields, differ):
     assert not summary(run(**fields), 1, differ)["held"]
 
 

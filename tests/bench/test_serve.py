@@ -55,7 +55,7 @@ def measures(**changes: float) -> Measures:
 
 
 @pytest.mark.parametrize("name", list(traces.TRACES))
-def test_a_trace_is_its_seed_and_run(name: str) -> None:
+def test_a_trace_depends_only_on_its_seed_and_run(name: str) -> None:
     one = traces.build(name, 1, 0)
 
     assert one == traces.build(name, 1, 0)
@@ -67,7 +67,7 @@ def test_a_trace_is_its_seed_and_run(name: str) -> None:
         assert one != traces.build(name, 1, 1)
 
 
-def test_the_traces_are_those_of_the_bars() -> None:
+def test_the_traces_have_the_sizes_that_the_bars_assume() -> None:
     steady, long, shared = (traces.build(name, 1, 0) for name in ("steady", "long", "shared"))
 
     assert [(ask.prompt, ask.output) for ask in steady.asks] == [(200, 128)] * 8
@@ -103,13 +103,13 @@ def test_gaps_count_every_token_once() -> None:
     assert one.gaps() == [0.5, 0.0, 0.0, 1.0]
     assert one.ttft == 1.0
 
-    one.output_tokens = 7  # two whose text came with a later token's
+    one.output_tokens = 7  # two more, whose text came together with that of a later token
     assert sorted(one.gaps()) == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
     assert one.gaps(since=1.6, until=2.0) == [1.0]
     assert one.gaps(since=3.0) == []
 
 
-def test_a_run_is_summed_up() -> None:
+def test_a_run_is_summarized() -> None:
     trace = Trace("two", (Ask(4, 4), Ask(4, 2, behind=1)))
     found = summarize(trace, [stream(0.0, [1.0, 1.1, 2.9, 3.0]), stream(1.0, [2.0, 3.5])])
 
@@ -124,14 +124,14 @@ def test_a_run_is_summed_up() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(5, 4), (4, 3)])
-def test_other_work_than_asked_for_is_unfair(prompt: int, output: int) -> None:
+def test_a_stream_with_unexpected_token_counts_is_unfair(prompt: int, output: int) -> None:
     trace = Trace("one", (Ask(4, 4),))
     check_fair(trace, [stream(0.0, [1, 2, 3, 4])])
     with pytest.raises(Unfair, match=r"request 0 of one: \(4, 4\)"):
         check_fair(trace, [stream(0.0, [1, 2, 3, 4], prompt=prompt, output=output)])
 
 
-def test_ratios_pair_the_runs() -> None:
+def test_a_ratio_compares_runs_in_pairs() -> None:
     ours = [measures(tok_s=20.0), measures(tok_s=2.0), measures(tok_s=30.0)]
     theirs = [measures(tok_s=10.0), measures(tok_s=1.0), measures(tok_s=10.0)]
 
@@ -169,14 +169,14 @@ def test_every_bar_names_sides_and_measures_that_exist(tmp_path: Path) -> None:
         sides.make("/m", tmp_path, None, ["http//x"])
 
 
-def test_only_the_side_as_a_user_starts_it_goes_without_blas() -> None:
+def test_a_side_of_mlx_lm_preloads_the_given_blas() -> None:
     with_blas = mlx_lm_side("a", "/m", blas=Path("/lib/blas.so"))
 
     assert with_blas.environment["LD_PRELOAD"] == "/lib/blas.so"
     assert "LD_PRELOAD" not in mlx_lm_side("b", "/m", blas=None).environment
 
 
-def test_prompts_have_exactly_their_tokens_and_share_what_they_should() -> None:
+def test_prompts_have_exactly_their_tokens_and_share_their_prefix() -> None:
     def encode(text: str) -> list[str]:
         return [word[at : at + 3] for word in text.split() for at in range(0, len(word), 3)]
 
@@ -211,7 +211,7 @@ def test_an_error_in_a_stream_is_raised() -> None:
         parse(b'data: {"error": "too long"}\n')
 
 
-def test_the_twin_never_ends_a_text(tmp_path: Path) -> None:
+def test_the_copied_model_has_no_end_of_text_token(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     config = {"eos_token_id": [2, 0], "hidden_size": 8}
@@ -289,7 +289,7 @@ def gone(pid: int) -> bool:
 
 
 class Scripted:
-    """A driver whose requests end in their order, a token a turn of the loop."""
+    """A driver whose streams get one token in each pass of the event loop."""
 
     path = ""
 
@@ -344,7 +344,7 @@ async def test_the_harness_on_a_fake_engine(home: Home, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-async def test_a_server_that_does_not_start_leaves_nothing(home: Home, tmp_path: Path) -> None:
+async def test_a_server_that_does_not_start_leaves_no_process(home: Home, tmp_path: Path) -> None:
     good = kvd_side("good", "k8v8", "fake:tps=400", home.root, fake=True)
     bad = kvd_side("bad", "k8v8", "nothing", home.root.parent / "b", fake=True)
     fleet = Fleet([good, bad], tmp_path)

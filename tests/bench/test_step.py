@@ -1,4 +1,4 @@
-"""`bench/step` runs, and leaves the model's functions as they were."""
+"""`bench/step`: a small run, and whether the functions that it replaces are restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mlx
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-def test_it_runs_and_puts_everything_back(tmp_path: Path) -> None:
+def test_a_run_restores_the_functions_that_it_replaces(tmp_path: Path) -> None:
     before = seam.decode_attention, nn.Linear.__call__
     file, picture = tmp_path / "step.json", tmp_path / "step.svg"
     step.main([
@@ -41,7 +41,7 @@ def test_it_runs_and_puts_everything_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", step.PARTS)
-def test_what_is_free_is_replaced_and_put_back(part: str) -> None:
+def test_free_replaces_one_of_the_functions(part: str) -> None:
     seam.install()
     before = seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.DecodeStep.append
     with step.free(part):

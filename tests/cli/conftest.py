@@ -1,3 +1,5 @@
+"""A fixture that runs `kvctl` in the test's process."""
+
 from __future__ import annotations
 
 import io
@@ -11,7 +13,7 @@ from kvd.host.home import Home
 
 @pytest.fixture
 def kvctl(monkeypatch, capsys, home: Home):
-    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
+    """Return a function that runs kvctl here and returns its exit code, stdout and stderr."""
 
     def run(*arguments, stdin="", at_home=True):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

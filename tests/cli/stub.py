@@ -27,7 +27,7 @@ Answer = Callable[[m.Request], Iterable[m.Event | None]]
 
 @contextlib.contextmanager
 def stub_daemon(path: Path, answer: Answer) -> Iterator[list[m.Request]]:
-    """Serve until the block ends; gives the received requests."""
+    """Serve until the block ends; yields the list of received requests."""
     requests: list[m.Request] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

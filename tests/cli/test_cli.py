@@ -1,4 +1,4 @@
-"""kvctl against a scripted daemon; tests/process has real ones."""
+"""kvctl against a scripted daemon. `tests/process` tests it against a real one."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ def test_kvctl_imports_neither_mlx_nor_the_daemon():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_stub_daemon_has_the_model():
+def test_the_status_of_the_stub_daemon_contains_the_model():
     assert daemon_status(MODEL).models == [MODEL]
 
 
@@ -647,7 +647,7 @@ def test_chat_continues_after_any_input(kvctl, home: Home):
 
 
 def test_a_reply_without_a_required_field_is_explained_by_the_version(kvctl, home: Home):
-    """One whose messages lack a field, as one does that is older than the field."""
+    """The daemon is older than the field, so its messages lack it."""
     reply = json.loads(encode_line(m.StatusReply(id="1", status=daemon_status())))
     del reply["status"]["version"]
     line = json.dumps(reply).encode() + b"\n"

@@ -40,7 +40,7 @@ print(json.dumps({
 def kvctl(kvctl, monkeypatch, tmp_path):
     package = tmp_path / "stub" / "kvd" / "worker" / "tools"
     package.mkdir(parents=True)
-    # Without these files the real packages would be found.
+    # Without these files Python would import the real packages.
     for folder in (package.parents[1], package.parent, package):
         (folder / "__init__.py").touch()
     (package / "calibrate.py").write_text(STUB)

@@ -21,7 +21,7 @@ def kvctl(kvctl):
 
 @pytest.fixture
 def written(home: Home, capsys):
-    """What the daemon's own logging writes."""
+    """A log file that the daemon's own logging wrote."""
     home.create()
     before = logging.getLogger().handlers[:], logging.getLogger().level
     daemon_logs.setup(home.logs, "debug")
@@ -80,7 +80,7 @@ def test_a_line_that_is_not_json_is_shown_unchanged():
     assert line("Traceback [red]?\n").plain == "--:--:-- info    Traceback [red]?"
 
 
-def test_new_lines_are_complete_also_across_a_rotation(tmp_path):
+def test_new_lines_are_complete_even_across_a_rotation(tmp_path):
     path = tmp_path / "kvd.log"
     path.write_text("old\n")
 

@@ -1,4 +1,4 @@
-"""The page of `kvctl explain`: complete at 80 columns, with its verdict."""
+"""The page of `kvctl explain`: no cut numbers at any width, the verdict, and their origin."""
 
 from __future__ import annotations
 

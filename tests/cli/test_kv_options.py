@@ -1,4 +1,4 @@
-"""The KV cache options of `kvctl load` and `kvd serve`, which are the same."""
+"""The KV cache options, which `kvctl load` and `kvd serve` share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL += "--kv-keep 8"
 
 @pytest.fixture(params=["load", "serve"])
 def run(request, home: Home, monkeypatch):
-    """Run either command with these options; gives its exit code, output and settings."""
+    """Return a function that runs one command and returns its exit code, output and settings."""
 
     def load(options: str):
         arguments = ["--home", str(home.root), "load", "demo", *options.split()]

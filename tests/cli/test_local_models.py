@@ -100,7 +100,7 @@ def forecast(model, verdict):
 def test_each_model_is_listed_with_the_daemon_s_forecast(
     kvctl, home: Home, hub, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("COLUMNS", "300")  # the folder's path has its place in the table
+    monkeypatch.setenv("COLUMNS", "300")  # so that the folder's path fits into the table
     model_at(hub / "models--org--big" / "snapshots" / "s", 9)
     model_at(hub / "models--org--odd" / "snapshots" / "s", 9)
     model_at(hub / "models--org--part" / "snapshots" / "s")
@@ -139,7 +139,7 @@ def test_each_model_is_listed_with_the_daemon_s_forecast(
         assert text in page
 
 
-def test_without_a_daemon_the_forecast_is_for_a_new_one(kvctl, home: Home, hub):
+def test_without_a_daemon_the_forecast_is_for_a_new_daemon(kvctl, home: Home, hub):
     home.create()
     home.config.write_text('budget = "1GiB"')
     code, out, err = kvctl("models", "--json")

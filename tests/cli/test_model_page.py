@@ -1,4 +1,4 @@
-"""The page of `kvctl status MODEL`."""
+"""The page of `kvctl status MODEL`: layers, KV settings, prefix cache and kernels of one model."""
 
 from __future__ import annotations
 

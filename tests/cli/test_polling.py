@@ -1,4 +1,4 @@
-"""Polling: a daemon that stops and comes back."""
+"""Commands that poll the daemon (`status --watch`, `top`) while it stops and restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_same_daemon_sends_only_new_events(home: Home):
 
 
 class Times:
-    """Stands in for time: the third sleep is interrupted."""
+    """Replaces the `time` module. The third `sleep` raises KeyboardInterrupt."""
 
     def __init__(self, before):
         self.naps = 0
@@ -84,14 +84,14 @@ def test_status_watch_repeats(home: Home, monkeypatch, capsys, as_json):
     with stub_daemon(home.socket, well), pytest.raises(SystemExit) as ended:
         cli.main()
     out, err = capsys.readouterr()
-    assert (ended.value.code, err) == (0, "")  # Ctrl-C is how one leaves
+    assert (ended.value.code, err) == (0, "")  # Ctrl-C is the normal end
     if as_json:
         assert [json.loads(line)["pid"] for line in out.splitlines()] == [4241] * 3
     else:
         assert out.count("kvd 0.1.0") == 3
 
 
-def test_a_lost_daemon_is_waited_for_and_reported_once(home: Home, monkeypatch, capsys):
+def test_a_stopped_daemon_is_reported_once_and_waited_for(home: Home, monkeypatch, capsys):
     gone = []
 
     def answer(request):
@@ -125,5 +125,5 @@ def test_on_a_terminal_status_is_updated_in_place(home: Home, monkeypatch):
     with stub_daemon(home.socket, well), pytest.raises(SystemExit):
         cli.main()
     text = screen.getvalue()
-    assert text.count("demo") == 4  # and once more for good
-    assert "\x1b[2K" in text  # each time the lines before are wiped
+    assert text.count("demo") == 4  # three updates and the final display
+    assert "\x1b[2K" in text  # an update erases the previous lines

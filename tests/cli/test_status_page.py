@@ -1,3 +1,5 @@
+"""The page of `kvctl status`: columns by width, and the summary of `kvctl load`."""
+
 from __future__ import annotations
 
 import io
@@ -59,7 +61,7 @@ ALL = ["MODEL", "STATE", "ROWS", "QUEUED", "PAUSED", "TOK/S", "KV", "LEVELS"]
 ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
 
-def test_eighty_columns_show_the_most_important_ones():
+def test_a_width_of_80_shows_the_most_important_columns():
     header, row = table(shown(daemon_status(BUSY), 80))
     assert header == ALL[:10]
     assert " ".join(row.split()) == "demo ready 3 1 1 312 1.7 MiB k8v8 90.0 MiB 180 MiB"
@@ -114,7 +116,7 @@ def test_a_wide_terminal_shows_all_columns():
         assert word in text
 
 
-def test_forty_columns_still_show_the_model_and_its_state():
+def test_a_width_of_40_still_shows_the_model_and_its_state():
     header, row = table(shown(daemon_status(MODEL), 40))
     assert header == ["MODEL", "STATE", "ROWS", "QUEUED", "TOK/S"]
     assert row.split()[:2] == ["demo", "ready"]
@@ -131,7 +133,9 @@ def test_every_shown_column_is_complete(width):
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     rows = text.splitlines()[text.splitlines().index("") + 1 :]
-    assert len([line for line in rows if line.strip()]) <= 6  # a name wraps, no letter by itself
+    assert (
+        len([line for line in rows if line.strip()]) <= 6
+    )  # the long name wraps, but not to one letter per line
 
 
 def test_a_source_that_looks_like_markup_is_shown_unchanged():
@@ -150,7 +154,8 @@ def test_a_failed_model_shows_its_error():
 
 
 def test_the_summary_of_a_load_shows_the_effective_scheme():
-    lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
+    # `info` has k8v8, because calibration does not allow the requested k4v4.
+    lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))
     assert "  k8v8  " in summary(lifted, 160)
     assert "  k4v4" in summary(msgspec.structs.replace(lifted, info=None), 160)
 

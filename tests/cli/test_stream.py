@@ -1,4 +1,4 @@
-"""Messages on a terminal while a request waits."""
+"""What `kvctl generate` and `chat` show of a waiting request, on a terminal and in a pipe."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_top_handles_keys_resizes_and_a_lost_daemon(home: Home):
     with stub_daemon(home.socket, answer), contextlib.ExitStack() as stack:
         terminal = Terminal(home, "top", "--interval", "0.25")
         stack.callback(terminal.close)
-        terminal.wait_for("\x1b[?1049h")  # the other screen
+        terminal.wait_for("\x1b[?1049h")  # the alternate screen
         terminal.wait_for("demo")
         terminal.wait_for("evict")
         terminal.press("?")

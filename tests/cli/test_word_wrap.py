@@ -1,3 +1,5 @@
+"""`WordWrap`: streamed text is wrapped at words, whatever the pieces in which it arrives."""
+
 from __future__ import annotations
 
 import random
@@ -13,7 +15,7 @@ TEXT = "I can recall facts from a long text, copy words, answer short questions 
 
 
 def screen(written):
-    """What a terminal shows: a word is only ever taken back within its line."""
+    """Return the lines that a terminal shows. Erasing must not go beyond the current line."""
     lines = [""]
     for part in re.split(r"(\n|\x1b\[\d+D\x1b\[K)", written):
         if part == "\n":

@@ -1,3 +1,5 @@
+"""The blocking and the asyncio client, against a scripted daemon."""
+
 from __future__ import annotations
 
 import asyncio
@@ -61,7 +63,7 @@ async def test_every_call_of_the_asyncio_client(home: Home):
             await kvd.shutdown()
 
 
-def test_a_completion_gives_its_events_and_adds_them_up(home: Home):
+def test_a_completion_yields_its_events_and_collects_text_and_tokens(home: Home):
     with stub_daemon(home.socket, well) as requests, Client(socket=home.socket) as kvd:
         completion = kvd.generate(
             "demo",
@@ -88,7 +90,7 @@ def test_a_completion_gives_its_events_and_adds_them_up(home: Home):
     ]
 
 
-def test_errors_are_typed_and_keep_what_came_before(home: Home):
+def test_errors_are_typed_and_keep_the_text_before_them(home: Home):
     died = errors.WorkerDied("the worker died", signal=9)
     with stub_daemon(home.socket, failing(died)), Client(home=home.root) as kvd:
         completion = kvd.generate("demo", "Hi")
@@ -130,12 +132,12 @@ async def test_overlapping_requests_of_the_asyncio_client(home: Home):
                 assert await asyncio.gather(first.text(), second.text()) == ["of 1", "of 2"]
 
 
-def test_no_daemon_says_where_it_looked_and_what_to_do(home: Home):
+def test_without_a_daemon_the_error_names_the_socket_and_the_command(home: Home):
     with pytest.raises(errors.NotRunning, match=r"kvd\.sock; start one with `kvd serve`"):
         Client(home=home.root)
 
 
-async def test_no_daemon_for_the_asyncio_client(home: Home):
+async def test_without_a_daemon_the_asyncio_client_raises_the_same_error(home: Home):
     with pytest.raises(errors.NotRunning, match="kvd serve"):
         async with AsyncClient(home=home.root):
             pass
@@ -147,7 +149,7 @@ def hang_up(request):
     yield None
 
 
-def test_a_daemon_that_hangs_up_ends_what_waits(home: Home):
+def test_a_daemon_that_disconnects_ends_pending_calls(home: Home):
     with stub_daemon(home.socket, hang_up), Client(home=home.root) as kvd:
         completion = kvd.generate("demo", "Hi")
         with pytest.raises(errors.NotRunning, match="closed the connection"):
@@ -157,7 +159,7 @@ def test_a_daemon_that_hangs_up_ends_what_waits(home: Home):
             kvd.status()
 
 
-async def test_a_daemon_that_hangs_up_ends_what_waits_in_asyncio(home: Home):
+async def test_a_daemon_that_disconnects_ends_pending_calls_in_asyncio(home: Home):
     with stub_daemon(home.socket, hang_up):
         async with AsyncClient(home=home.root) as kvd:
             completion = await kvd.generate("demo", "Hi")
@@ -206,7 +208,7 @@ def silence(request):
     return []
 
 
-async def test_closing_the_asyncio_client_ends_what_others_wait_for(home: Home):
+async def test_closing_the_asyncio_client_ends_pending_calls(home: Home):
     with stub_daemon(home.socket, silence):
         kvd = AsyncClient(home=home.root)
         await kvd.connect()
@@ -242,7 +244,7 @@ def test_a_request_without_an_answer_leaves_nothing_in_the_client(home: Home, mo
         assert kvd._connection._exchange._waiting == {}
 
 
-def test_a_closed_client_says_so(home: Home):
+def test_calls_of_a_closed_client_raise(home: Home):
     with stub_daemon(home.socket, silence):
         kvd = Client(home=home.root)
         completion = kvd.generate("demo", "Hi")
@@ -298,7 +300,7 @@ def test_every_number_has_a_range_and_every_field_is_an_option():
     assert set(options.Options.__annotations__) == fields - others
 
 
-def test_all_that_a_request_may_say_is_sent(home: Home):
+def test_all_options_of_a_request_are_sent(home: Home):
     reported = {
         "max_tokens": 9,
         "n": 2,
@@ -332,7 +334,7 @@ def test_all_that_a_request_may_say_is_sent(home: Home):
     )
 
 
-def test_fields_that_do_not_fit_each_other_are_refused_before_they_are_sent(home: Home):
+def test_fields_that_contradict_each_other_are_refused_before_they_are_sent(home: Home):
     with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
         with pytest.raises(errors.InvalidRequest, match="at most max_tokens, 5") as caught:
             kvd.generate("demo", "Hi", min_tokens=6, max_tokens=5)
@@ -364,7 +366,7 @@ def several(request):
     yield m.Done(id=number, reason="length", usage=Usage(3, 3))
 
 
-def test_several_choices_are_added_up_apart(home: Home):
+def test_several_choices_are_collected_separately(home: Home):
     with stub_daemon(home.socket, several), Client(home=home.root) as kvd:
         completion = kvd.generate("demo", "Hi", n=2, logprobs=1, prompt_logprobs=1)
         assert completion.text == "A"
@@ -384,7 +386,7 @@ async def test_several_choices_in_asyncio(home: Home):
             assert [one.text for one in completion.choices] == ["A", "BC"]
 
 
-def test_a_choice_that_was_not_asked_for_is_the_daemon_s_mistake(home: Home):
+def test_a_choice_that_was_not_requested_is_a_protocol_error(home: Home):
     with (
         stub_daemon(home.socket, several),
         Client(home=home.root) as kvd,
@@ -393,7 +395,7 @@ def test_a_choice_that_was_not_asked_for_is_the_daemon_s_mistake(home: Home):
         _ = kvd.generate("demo", "Hi").text
 
 
-def test_what_was_done_is_read_as_far_as_one_likes(home: Home):
+def test_events_pins_and_the_budget(home: Home):
     with stub_daemon(home.socket, well), Client(home=home.root) as client:
         assert [it.kind for it in client.events()] == ["evict"]
         assert client.pin("demo").pinned
@@ -405,7 +407,7 @@ def test_what_was_done_is_read_as_far_as_one_likes(home: Home):
         assert client.status().models
 
 
-def test_tokens_and_settings_are_asked_for(home: Home):
+def test_tokenize_and_changes_of_settings(home: Home):
     with stub_daemon(home.socket, well) as requests, Client(home=home.root) as client:
         assert client.tokenize("demo", "abc", limit=2, texts=True).texts == ["a", "b"]
         assert client.tokenize("demo", messages=[("user", "Hi")]).tokens == [72, 105]
@@ -416,7 +418,7 @@ def test_tokens_and_settings_are_asked_for(home: Home):
     )
 
 
-async def test_tokens_and_settings_in_asyncio(home: Home):
+async def test_tokenize_and_changes_of_settings_in_asyncio(home: Home):
     with stub_daemon(home.socket, well) as requests:
         async with AsyncClient(home=home.root) as client:
             assert (await client.tokenize("demo", "abc", limit=0)).count == 3
@@ -424,7 +426,7 @@ async def test_tokens_and_settings_in_asyncio(home: Home):
     assert requests[-1].settings == {"max_rows": 8}
 
 
-async def test_the_same_in_asyncio(home: Home):
+async def test_events_pins_and_the_budget_in_asyncio(home: Home):
     with stub_daemon(home.socket, well):
         async with AsyncClient(home=home.root) as client:
             assert [it.kind async for it in client.events()] == ["evict"]
