@@ -1,4 +1,4 @@
-"""The page of `kvctl explain`: no cut numbers at any width, the verdict, and their origin."""
+"""The page of `kvctl explain`: complete numbers at any width, their origin, and the verdict."""
 
 from __future__ import annotations
 

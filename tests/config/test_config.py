@@ -1,3 +1,5 @@
+"""`config.toml`: defaults, every key, and errors that name the key."""
+
 from __future__ import annotations
 
 import pytest
@@ -39,13 +41,13 @@ def test_a_file_with_everything(tmp_path):
 
 
 @pytest.mark.parametrize(("memory", "chunk"), [(None, 256), (80 * 2**30, 1024)])
-def test_chunks_are_what_suits_the_device(monkeypatch, memory, chunk):
+def test_the_default_prefill_chunk_depends_on_the_device(monkeypatch, memory, chunk):
     monkeypatch.setattr("kvd.host.memory.nvidia.total_memory", lambda: memory)
     assert Config().chunk == chunk
     assert parse("prefill_chunk = 320").chunk == 320
 
 
-def test_kv_settings_of_a_model_are_a_table_of_its_own():
+def test_kv_settings_of_a_model_in_a_table():
     config = parse(
         """
         [[models]]
@@ -127,7 +129,7 @@ def test_an_error_names_the_key(text, key, says):
     assert key in caught.value.message
 
 
-def test_what_is_not_toml_names_the_file_and_the_place():
+def test_the_error_for_invalid_toml_names_the_file_and_the_line():
     with pytest.raises(ConfigError, match=r"my\.toml is not TOML: .*line 2"):
         parse("budget = [1\nx", "my.toml")
 
@@ -138,7 +140,7 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
         load(tmp_path / "config.toml")
 
 
-def test_a_model_says_how_it_stands_beside_the_others():
+def test_the_policy_of_a_model():
     config = parse(
         """
         [[models]]
@@ -165,7 +167,7 @@ def test_a_model_says_how_it_stands_beside_the_others():
         ('load = "later"', "models[0].load must be one of demand, start"),
     ],
 )
-def test_what_a_model_cannot_say_is_named(line, says):
+def test_the_error_for_an_invalid_field_of_a_model_names_it(line, says):
     with pytest.raises(ConfigError) as refused:
         parse(f'[[models]]\nsource = "demo"\n{line}')
     assert says in refused.value.message.replace("...", "0")

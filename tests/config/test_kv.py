@@ -1,3 +1,5 @@
+"""KV settings of the configuration: scheme names and tables."""
+
 from __future__ import annotations
 
 import pytest
@@ -31,7 +33,7 @@ def test_a_scheme_reads_back_from_its_name(k_bits: int, v_bits: int, k_group: in
     assert parse_kv(scheme.name).scheme == scheme
 
 
-def test_groups_are_said_by_the_name_or_beside_it():
+def test_group_sizes_are_set_in_the_scheme_name_or_in_separate_fields():
     assert KVText(scheme="k4v4", group_size=32).spec == KVSpec(4, 4, group_size=32)
     assert KVText(scheme="k4v4", value_group_size=128).spec.name == "k4g64v4g128"
     assert KVText(scheme="k16v16", group_size=32).spec.scheme_of("k8v8").name == "k8v8g32"
@@ -42,6 +44,6 @@ def test_groups_are_said_by_the_name_or_beside_it():
             KVText(scheme="k4v4g32", **said)
 
 
-def test_the_rest_is_taken_over():
+def test_the_other_fields_are_copied():
     text = KVText(scheme="k8v4", schemes=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)
     assert text.spec == KVSpec(8, 4, schemes=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)

@@ -1,4 +1,4 @@
-"""Configuration changes, without and with actors."""
+"""`Reloader`: which changes of the configuration take effect now, later, or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = 7 * 2**30
 
 
 class Running:
-    """Applies everything, except changes of loaded models."""
+    """A system that applies every change, except changes of loaded models."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
@@ -40,13 +40,13 @@ class Running:
 class Reloading:
     def __init__(self, home: Home, text: str = "", **options: Any) -> None:
         self.running = Running()
-        self.brought: list[str] = []
+        self.started_loads: list[str] = []
         self.reloader = Reloader(
             Options(home, **options),
             parse(text),
             self.running,
             default_budget=lambda: DEFAULT,
-            load=lambda entry: self.brought.append(entry.source),
+            load=lambda entry: self.started_loads.append(entry.source),
         )
 
     async def take(self, text: str) -> list[Change]:
@@ -61,22 +61,22 @@ def level():
     logging.getLogger().setLevel(before)
 
 
-async def test_what_is_the_same_changes_nothing(home: Home):
+async def test_an_equal_configuration_changes_nothing(home: Home):
     text = 'budget = "1GiB"\nmodels = ["demo", {source = "x", kv = "k8v4"}]'
     it = Reloading(home, text)
     assert await it.take(text) == []
     assert await it.take(text.replace('"k8v4"', '{scheme = "k8v4"}')) == []
-    assert (it.running.said, it.brought) == ([], [])
+    assert (it.running.said, it.started_loads) == ([], [])
 
 
-async def test_a_budget_holds_at_once_and_its_absence_is_the_default(home: Home):
+async def test_a_budget_takes_effect_at_once_and_without_one_the_default_does(home: Home):
     it = Reloading(home)
     assert await it.take('budget = "1GiB"') == [Change("budget", None, "1GiB")]
     assert await it.take("") == [Change("budget", "1GiB", None)]
     assert it.running.said == [("budget", 2**30), ("budget", DEFAULT)]
 
 
-async def test_the_command_line_wins_also_later(home: Home):
+async def test_the_command_line_overrides_a_reloaded_file(home: Home):
     it = Reloading(home, budget_bytes=2**30, attention="auto")
     changes = await it.take('budget = "2GiB"\nattention = "reference"')
     assert [(one.key, one.takes_effect) for one in changes] == [
@@ -87,15 +87,15 @@ async def test_the_command_line_wins_also_later(home: Home):
     assert it.reloader.pending == ()
 
 
-async def test_the_log_level_holds_at_once(home: Home):
+async def test_the_log_level_takes_effect_at_once(home: Home):
     await Reloading(home).take('log_level = "error"')
     assert logging.getLogger().level == logging.ERROR
 
 
-async def test_what_needs_a_restart_waits_until_it_is_taken_back(home: Home):
+async def test_a_change_that_needs_a_restart_stays_pending_until_it_is_reverted(home: Home):
     it = Reloading(home)
     wanted = "max_rows = 4\ndrain_timeout_s = 5.0"
-    for _ in range(2):  # a second reload says it again
+    for _ in range(2):  # a second reload reports it again
         assert Change("max_rows", 32, 4, "start") in await it.take(wanted)
         assert it.reloader.pending == ("max_rows",)
     assert it.reloader.settings.max_rows == 32
@@ -104,16 +104,16 @@ async def test_what_needs_a_restart_waits_until_it_is_taken_back(home: Home):
     assert it.reloader.pending == ()
 
 
-async def test_of_a_model_only_what_changed_is_said(home: Home):
+async def test_only_changed_fields_of_a_model_are_applied(home: Home):
     it = Reloading(home, 'models = [{source = "demo", priority = 1}]')
     changes = await it.take('models = [{source = "demo", priority = 2}]')
     assert changes == [Change("models[demo].priority", 1, 2)]
     known = KnownModel("demo", KVSpec(), ModelPolicy(priority=2), listed=True)
     assert it.running.said == [("list", "demo", known, {"priority": 2})]
-    assert it.brought == []
+    assert it.started_loads == []
 
 
-async def test_new_models_are_brought_and_lost_ones_forgotten(home: Home):
+async def test_added_models_are_loaded_and_removed_ones_become_unlisted(home: Home):
     it = Reloading(home, 'models = ["old"]')
     changes = await it.take('models = ["a", {source = "b", load = "demand"}]')
     assert changes == [
@@ -121,18 +121,18 @@ async def test_new_models_are_brought_and_lost_ones_forgotten(home: Home):
         Change("models[b]", None, "b"),
         Change("models[old]", "old", None),
     ]
-    assert it.brought == ["a"]
+    assert it.started_loads == ["a"]
     assert it.running.said[-1] == ("unlist", "old")
 
 
-async def test_models_of_the_command_line_are_not_joined_by_others(home: Home):
+async def test_with_models_on_the_command_line_added_models_are_not_loaded(home: Home):
     it = Reloading(home, models=("demo",))
     await it.take('models = ["a"]')
-    assert it.brought == []
+    assert it.started_loads == []
     assert it.running.said[0][:2] == ("list", "a")
 
 
-async def test_how_a_loaded_model_is_loaded_waits_for_its_unload(home: Home):
+async def test_new_kv_settings_of_a_loaded_model_wait_for_its_unload(home: Home):
     it = Reloading(home, 'models = ["demo"]')
     it.running.loaded = {"demo"}
     wanted = 'models = [{source = "demo", kv = "k8v4", priority = 3}]'
@@ -143,22 +143,22 @@ async def test_how_a_loaded_model_is_loaded_waits_for_its_unload(home: Home):
         assert it.reloader.pending == ("models[demo].kv",)
     it.running.loaded = set()
     assert await it.take(wanted) == [Change("models[demo].kv", "k8v8", "k8v4")]
-    assert it.brought == ["demo"]
+    assert it.started_loads == ["demo"]
     assert it.reloader.pending == ()
 
 
-async def test_a_name_that_another_model_has_is_found_again(home: Home):
+async def test_a_model_whose_name_is_taken_is_reported_at_every_reload(home: Home):
     it = Reloading(home)
     it.running.loaded = {"demo"}
     for _ in range(2):
         assert await it.take('models = ["demo"]') == [
             Change("models[demo]", None, "demo", "unload")
         ]
-    assert it.brought == []
+    assert it.started_loads == []
 
 
 @pytest.mark.parametrize("text", ["budget = 0", "bugdet = 1", "x", 'blas = "/no/library"'])
-async def test_a_wrong_file_is_refused_as_a_whole(home: Home, text, monkeypatch):
+async def test_an_invalid_file_is_refused_as_a_whole(home: Home, text, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     home.create()
     it = Reloading(home, 'budget = "1GiB"')
@@ -170,7 +170,7 @@ async def test_a_wrong_file_is_refused_as_a_whole(home: Home, text, monkeypatch)
     assert logging.getLogger().level != logging.ERROR
 
 
-async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(home: Home):
+async def test_http_keys_and_origins_change_at_once_and_the_port_at_a_restart(home: Home):
     admitted = []
     it = Reloading(home)
     it.reloader._apply_http = admitted.append
@@ -188,7 +188,7 @@ async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(ho
     assert await it.take(f'[http]\norigins = ["https://a.example"]\nkeys.me = "{key}"') == []
 
 
-async def test_a_guard_that_lets_in_too_many_changes_nothing(home: Home):
+async def test_refused_http_settings_leave_all_settings_unchanged(home: Home):
     def refuses(_):
         raise ConfigError("no key", key="http.keys")
 

@@ -1,4 +1,4 @@
-"""Settings by key: where they come from, live changes, and changes of the file's text."""
+"""Settings by key: their origin, live changes, and edits of the file's text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ decode_s = 40.0
 
 
 class Running:
-    """Takes everything."""
+    """A system that applies every change."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
@@ -80,7 +80,7 @@ def test_every_field_of_the_configuration_has_a_key():
     assert {"models[demo].priority", "models[q].source"} <= flat(parse(TEXT)).keys()
 
 
-def test_where_values_come_from(home: Home):
+def test_the_origin_of_values(home: Home):
     live = Live(home)
     assert (live["budget"].value, live["budget"].origin) == ("8GiB", "file")
     assert (live["max_rows"].value, live["max_rows"].origin) == (32, "default")
@@ -102,7 +102,7 @@ async def test_a_live_change_holds_until_the_file_is_read_again(home: Home):
     assert (live["budget"].value, live["budget"].origin) == ("8GiB", "file")
 
 
-async def test_none_is_what_the_file_says(home: Home):
+async def test_none_restores_the_value_of_the_file(home: Home):
     live = Live(home)
     await live.settings.change({"budget": "4GiB", "log_level": "debug"})
     await live.settings.change({"budget": None, "log_level": None})
@@ -110,7 +110,7 @@ async def test_none_is_what_the_file_says(home: Home):
     assert live.running.said[-1] == ("budget", 8 << 30)
 
 
-async def test_what_needs_a_restart_says_so_and_changes_nothing(home: Home):
+async def test_a_change_that_needs_a_restart_is_reported_and_not_applied(home: Home):
     live = Live(home)
     changes = await live.settings.change({"max_rows": 8, "watchdog.decode_s": 1.5})
     assert {(one.key, one.after, one.takes_effect) for one in changes} == {
@@ -123,7 +123,7 @@ async def test_what_needs_a_restart_says_so_and_changes_nothing(home: Home):
     assert (row.value, row.pending, row.next) == (32, True, 8)
 
 
-async def test_a_budget_beats_the_command_line_of_then(home: Home):
+async def test_a_live_budget_overrides_the_command_line(home: Home):
     live = Live(home, budget_bytes=5)
     (change,) = await live.settings.change({"budget": "1GiB"})
     assert change.takes_effect == "now"
@@ -133,7 +133,7 @@ async def test_a_budget_beats_the_command_line_of_then(home: Home):
 
 
 class Slow(Running):
-    """Accepts a budget when the test allows it."""
+    """A system that applies a budget only once the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,12 +146,12 @@ class Slow(Running):
 
 
 @pytest.mark.parametrize("options", [{}, {"budget_bytes": 5}], ids=["file", "command_line"])
-async def test_changes_at_once_leave_each_other_alone(home: Home, options):
+async def test_concurrent_changes_do_not_overwrite_each_other(home: Home, options):
     live = Live(home, running=Slow(), **options)
     first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
     await live.running.asked.wait()
     second = asyncio.create_task(live.settings.change({"log_level": "debug"}))
-    await asyncio.sleep(0)  # as far as it can come
+    await asyncio.sleep(0)  # the second change gets as far as the lock
     live.running.may.set()
     reported = [[(one.key, one.after) for one in await task] for task in (first, second)]
     assert reported == [[("budget", "1GiB")], [("log_level", "debug")]]
@@ -159,7 +159,7 @@ async def test_changes_at_once_leave_each_other_alone(home: Home, options):
     assert [live[key].value for key in ("budget", "log_level")] == ["1GiB", "debug"]
 
 
-async def test_the_later_of_two_budgets_holds(home: Home):
+async def test_the_later_of_two_budgets_wins(home: Home):
     live = Live(home, running=Slow())
     first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
     await live.running.asked.wait()
@@ -170,7 +170,7 @@ async def test_the_later_of_two_budgets_holds(home: Home):
     assert live["budget"].value == 77
 
 
-async def test_the_file_is_read_when_the_change_before_is_done(home: Home):
+async def test_a_reload_reads_the_file_after_the_change_before_it_is_done(home: Home):
     live = Live(home, running=Slow())
     first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
     await live.running.asked.wait()
@@ -182,7 +182,7 @@ async def test_the_file_is_read_when_the_change_before_is_done(home: Home):
     assert live["budget"].value == 77
 
 
-async def test_a_model_of_the_file_is_changed_alone(home: Home):
+async def test_one_field_of_one_model_is_changed(home: Home):
     live = Live(home)
     (change,) = await live.settings.change({"models[demo].priority": 9})
     assert (change.key, change.before, change.after) == ("models[demo].priority", 0, 9)
@@ -211,7 +211,7 @@ async def test_a_bad_key_or_value_changes_nothing(home: Home, values, said):
     assert live.running.said == []
 
 
-def test_hashes_of_keys_are_nobody_s_business(home: Home):
+def test_hashes_of_api_keys_are_not_shown(home: Home):
     home.create()
     home.config.write_text(f'[http]\nkeys = {{ me = "sha256:{"0" * 64}" }}\n')
     (row,) = [one for one in table(load(home.config), home.config) if one.key == "http.keys"]
@@ -219,7 +219,7 @@ def test_hashes_of_keys_are_nobody_s_business(home: Home):
     assert "sha256" not in repr(row)
 
 
-async def test_a_key_is_revoked_at_once_and_its_hash_not_shown(home: Home):
+async def test_an_api_key_is_revoked_at_once_and_its_hash_is_not_shown(home: Home):
     live = Live(home, f'[http]\nkeys = {{ me = "sha256:{"0" * 64}", you = "sha256:{"1" * 64}" }}\n')
     changes = await live.settings.change({"http.keys": {"me": f"sha256:{'0' * 64}"}})
     assert [(one.key, one.before, one.after, one.takes_effect) for one in changes] == [
@@ -228,7 +228,7 @@ async def test_a_key_is_revoked_at_once_and_its_hash_not_shown(home: Home):
     assert (live["http.keys"].value, live["http.keys"].live) == (["me"], True)
 
 
-def test_a_broken_file_does_not_hide_what_holds(home: Home):
+def test_a_broken_file_does_not_hide_the_current_settings(home: Home):
     live = Live(home)
     home.config.write_text("budget = ")
     assert live["budget"].value == "8GiB"
@@ -246,7 +246,7 @@ def test_a_broken_file_does_not_hide_what_holds(home: Home):
         ("models[q].kv", "k8v4"),
     ],
 )
-def test_an_edited_file_says_it_and_keeps_all_else(home: Home, key, value):
+def test_an_edited_file_has_the_new_value_and_keeps_everything_else(home: Home, key, value):
     home.create()
     home.config.write_text(TEXT)
     text = edited_text(home.config, key, value)
@@ -259,7 +259,7 @@ def test_an_edited_file_says_it_and_keeps_all_else(home: Home, key, value):
     assert keys_in(text) == keys_in(TEXT) | {key}
 
 
-def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):
+def test_a_missing_file_counts_as_empty_and_a_broken_one_is_not_edited(home: Home):
     home.create()
     assert parse(edited_text(home.config, "max_rows", 8)).max_rows == 8
     assert edited_text(home.config, "max_rows", None) == ""
@@ -270,7 +270,7 @@ def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):
         assert home.config.read_bytes() == broken
 
 
-def test_the_page_shows_keys_values_and_what_waits(home: Home):
+def test_the_page_shows_keys_values_and_pending_changes(home: Home):
     live = Live(home)
     home.config.write_text(TEXT.replace("# mine", "max_rows = 8"))
     console = Console(width=100, file=io.StringIO(), highlight=False)

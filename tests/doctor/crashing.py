@@ -1,4 +1,4 @@
-"""Trials of which one kills its process and one never ends: for the parent's tests."""
+"""A fake selftest process, in which one trial kills the process and one never ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check on machines that have what it looks for: what it finds, and what to do about it."""
+"""The checks of `kvctl doctor`, on machines with and without faults: verdicts and advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scene(home: Home, engine=CPU, **how) -> Scene:
 
 
 def examined(finding: Finding) -> tuple[str, str]:
-    """The verdict and the advice, which every problem needs."""
+    """Return the verdict and the advice; only problems have advice, and each must have it."""
     assert (finding.advice is not None) == (finding.verdict in {"warn", "fail"})
     return finding.verdict, finding.advice or ""
 
@@ -57,7 +57,7 @@ def test_a_machine_without_openblas(home: Home, tmp_path):
     assert examined(found) == ("warn", "Debian: apt install libopenblas0-pthread")
 
 
-def test_openblas_that_is_there(home: Home, tmp_path):
+def test_openblas_that_is_installed(home: Home, tmp_path):
     library = tmp_path / "usr/lib/x86_64-linux-gnu/libopenblas.so.0"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -66,23 +66,23 @@ def test_openblas_that_is_there(home: Home, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "verdict"), [('blas = "off"', "warn"), ('blas = "/no"', "fail")])
-def test_openblas_by_the_configuration(made: Home, text, verdict, monkeypatch):
+def test_openblas_that_the_configuration_disables_or_misses(made: Home, text, verdict, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     made.config.write_text(text)
     assert examined(installation.openblas(scene(made)))[0] == verdict
 
 
-def test_openblas_is_not_for_accelerators(home: Home):
+def test_accelerators_do_not_need_openblas(home: Home):
     assert installation.openblas(scene(home, METAL)).verdict == "skip"
 
 
-def test_the_pins_are_those_of_the_package():
+def test_the_pinned_versions_are_installed():
     assert installation.pins("linux").keys() == {"mlx", "mlx-lm", "nanobind"}
     assert installation.pins("darwin").keys() == {"mlx", "mlx-lm"}
     assert installation.versions(Scene(Home(Path("/x")))).verdict == "ok"
 
 
-def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
+def test_a_version_other_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
     assert "mlx is 0.1, but kvd" in found.observed
@@ -100,13 +100,13 @@ def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
         (InternalError("SIGSEGV"), "linux", "fail", "MLX does not run: SIGSEGV"),
     ],
 )
-def test_what_computes(engine, platform, verdict, observed, home: Home):
+def test_the_device_that_computes(engine, platform, verdict, observed, home: Home):
     found = installation.device(scene(home, engine, platform=platform))
     assert observed in found.observed
     assert examined(found)[0] == verdict
 
 
-def test_what_a_worker_finds_here():
+def test_a_worker_process_describes_the_engine():
     found = ask()
     assert isinstance(found, dict), found
     assert found.keys() == CPU.keys()
@@ -141,7 +141,7 @@ def with_host(subject: Scene, **how) -> Scene:
 
 
 @pytest.mark.parametrize(("calculated", "verdict"), [(12 * 2**30, "ok"), (10 * 2**30, "warn")])
-def test_metals_limit_differs_from_the_calculated_one(calculated, verdict, home: Home):
+def test_metals_limit_is_compared_with_kvds_calculation(calculated, verdict, home: Home):
     subject = with_host(scene(home, METAL, platform="darwin"), accelerator_limit=calculated)
     found = installation.wired_limit(subject)
     assert examined(found)[0] == verdict
@@ -172,7 +172,7 @@ def test_pressure_is_reported(home: Home):
     ],
 )
 def test_open_files(hard, verdict, most, home: Home, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))  # the daemon asks for more
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))  # soft and hard limit
     found = limits.open_files(scene(home))
     assert (examined(found)[0], found.numbers["most"]) == (verdict, most)
 
@@ -199,7 +199,7 @@ def test_models_of_the_hub_are_counted(home: Home, tmp_path):
 # -- the home -------------------------------------------------------------------------------------
 
 
-def test_a_home_that_is_not_there_yet_is_no_fault(home: Home):
+def test_a_home_that_does_not_exist_yet_is_no_fault(home: Home):
     subject = scene(home)
     found = [place.folder(subject), place.configuration(subject), place.lock(subject)]
     found += [*place.sockets(subject), place.log(subject)]
@@ -221,7 +221,7 @@ def test_a_bad_configuration_names_its_key_and_place(made: Home):
     assert advice.startswith(f"correct 'bugdet' in {made.config}")
 
 
-def test_a_configuration_of_models_that_are_gone(made: Home):
+def test_a_configuration_whose_models_do_not_exist(made: Home):
     made.config.write_text('models = ["demo", "./gone"]')
     advice = f"correct models in {made.config}"
     assert examined(place.configuration(scene(made))) == ("fail", advice)
@@ -259,7 +259,7 @@ def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
     assert place.lock(scene(made)).observed == "free: no daemon runs here"
 
 
-def test_what_is_in_the_sockets_place(made: Home):
+def test_a_file_in_the_sockets_place(made: Home):
     made.socket.touch()
     assert examined(place.sockets(scene(made))[0]) == ("fail", "move it away")
 
@@ -272,12 +272,12 @@ def test_a_path_too_long_for_a_socket(tmp_path):
 # -- the daemon -----------------------------------------------------------------------------------
 
 
-def test_none_runs(made: Home):
+def test_no_daemon_runs(made: Home):
     (found,) = running.daemon(scene(made))
     assert found.verdict == "skip"
 
 
-def test_one_that_does_not_answer(made: Home):
+def test_a_daemon_that_does_not_answer(made: Home):
     with listen.hold_lock(made):
         (found,) = running.daemon(scene(made))
     assert examined(found)[0] == "fail"
@@ -297,7 +297,7 @@ def test_another_program_has_the_port(made: Home):
     assert running.http_port(scene(made)).verdict == "skip"
 
 
-# -- all of it ------------------------------------------------------------------------------------
+# -- all checks -----------------------------------------------------------------------------------
 
 
 def test_an_exception_in_a_check_is_reported_and_the_other_checks_run(home: Home, monkeypatch):
@@ -311,7 +311,7 @@ def test_an_exception_in_a_check_is_reported_and_the_other_checks_run(home: Home
     assert list(sections) == list(CHECKS)
 
 
-def test_the_worst_counts():
+def test_the_worst_verdict_counts():
     assert worst([]) == worst([Section("x", [Finding("a", "skip", "")])]) == "ok"
     assert worst([Section("x", [Finding("a", "ok", ""), Finding("b", "warn", "")])]) == "warn"
 
@@ -347,12 +347,12 @@ def test_the_command_as_json(made: Home):
     assert {"python", "device", "memory", "config", "socket", "daemon"} <= set(names)
 
 
-def test_the_readings_are_the_daemons_own(home: Home):
+def test_memory_is_read_as_the_daemon_reads_it(home: Home):
     assert scene(home).host.total == memory.reader().host().total
 
 
 @pytest.mark.process
-def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
+def test_a_running_daemon_and_the_problems_that_it_reports(home: Home):
     daemon = Daemon(write_config(home, "http = {enabled = false}"), "--fake").start()
     try:
         (found,) = running.daemon(scene(home))

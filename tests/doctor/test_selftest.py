@@ -1,4 +1,4 @@
-"""The selftest in its short form, and what becomes of trials that die, hang or find something."""
+"""The quick selftest, and how trials are reported that die, hang or find a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.worker.attention.stand_in import StandIn
 
 
 @pytest.mark.process
-def test_its_short_form_finds_nothing_wrong_here(home: Home, tmp_path):
+def test_the_quick_selftest_finds_no_fault_on_this_machine(home: Home, tmp_path):
     scene = Scene(home)
     steps = list(selftest.run(scene, quick=True))
     sections = [step for step in steps if isinstance(step, Section)]
@@ -39,7 +39,7 @@ def test_its_short_form_finds_nothing_wrong_here(home: Home, tmp_path):
 
 
 @pytest.mark.process
-def test_a_trial_that_kills_its_process_or_hangs_costs_only_itself():
+def test_a_trial_that_kills_its_process_or_hangs_does_not_affect_the_others():
     steps = list(selftest.computing(quick=True, module="tests.doctor.crashing", most_s=1.5))
     found = [step for step in steps if isinstance(step, Finding)]
     assert [(one.name, one.verdict) for one in found] == [
@@ -63,7 +63,7 @@ def test_trials_that_cannot_begin_are_reported():
 
 
 @pytest.mark.mlx
-def test_attention_that_is_off_is_found(monkeypatch):
+def test_wrong_results_of_attention_are_found(monkeypatch):
     right = decode.decode_attention
 
     def off(queries: mx.array, handle, scale: float, sinks: mx.array | None) -> mx.array:
@@ -77,11 +77,11 @@ def test_attention_that_is_off_is_found(monkeypatch):
 
 
 @pytest.mark.mlx
-def test_pools_that_are_copied_are_found(monkeypatch):
+def test_a_flush_that_copies_its_pools_is_found(monkeypatch):
     right = KVStore.flush
 
     def held(self: KVStore) -> None:
-        """Another holder keeps the pools' arrays, as a step in flight would."""
+        """Flush while another reference keeps the pools' arrays, as a step in flight would."""
         pools = [pool for layer in self.layers for pool in layer.pools]
         views = [array.reshape(-1) for pool in pools for array in pool.arrays()]
         mx.eval(views)
@@ -118,7 +118,7 @@ def test_a_worker_that_outlives_its_daemon_is_found(home: Home, monkeypatch):
 
 
 class OneIsRefused(Client):
-    """Asks for more than the model has room for, with one seed."""
+    """A client whose request with seed 9 asks for more tokens than fit into the context."""
 
     def generate(self, model, prompt=None, **options):
         if options["seed"] == 9:
@@ -127,7 +127,7 @@ class OneIsRefused(Client):
 
 
 @pytest.mark.process
-def test_a_request_that_fails_in_company_is_found(home: Home, monkeypatch):
+def test_a_failed_request_among_others_is_found(home: Home, monkeypatch):
     home.create()
     home.config.write_text("http = {enabled = false}\n")
     with living._serving(home, "--fake") as process:
@@ -141,7 +141,7 @@ def test_a_request_that_fails_in_company_is_found(home: Home, monkeypatch):
 
 
 @pytest.mark.mlx
-def test_kernels_are_compared_where_there_are_some(monkeypatch):
+def test_kernels_are_compared_if_there_are_any(monkeypatch):
     monkeypatch.setattr(attention, "_CALLS", 1)
     monkeypatch.setattr(attention, "_KEYS", 128)
     two = [attention.Case(), attention.Case(mx.bfloat16, lengths=(2, 70))]

@@ -1,3 +1,5 @@
+"""The daemon raises its limit on open files."""
+
 from __future__ import annotations
 
 import resource
@@ -5,7 +7,7 @@ import resource
 from kvd.host import files
 
 
-def test_the_limit_is_raised_as_far_as_it_may_be(monkeypatch):
+def test_the_limit_is_raised_as_far_as_the_system_allows(monkeypatch):
     said = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: said.append(limits))
     for limits in ((256, resource.RLIM_INFINITY), (256, 1024), (9000, 9999), (1024, 1024)):
@@ -14,7 +16,7 @@ def test_the_limit_is_raised_as_far_as_it_may_be(monkeypatch):
     assert said == [(files.WANTED, resource.RLIM_INFINITY), (1024, 1024)]
 
 
-def test_a_system_that_refuses_is_no_reason_not_to_serve(monkeypatch):
+def test_a_system_that_refuses_causes_no_error(monkeypatch):
     def refuses(*_):
         raise ValueError("current limit exceeds maximum limit")
 

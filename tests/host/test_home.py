@@ -1,3 +1,5 @@
+"""The daemon's home: its place, its private folders, and the length limit of socket paths."""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +16,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_option_wins_over_the_environment_and_that_over_the_default(monkeypatch):
+def test_the_option_overrides_the_environment_which_overrides_the_default(monkeypatch):
     monkeypatch.setenv("KVD_HOME", "/from/environment")
     assert locate("/from/option").root == Path("/from/option")
     assert locate().root == Path("/from/environment")
@@ -22,25 +24,25 @@ def test_the_option_wins_over_the_environment_and_that_over_the_default(monkeypa
     assert locate().root == Path.home() / ".kvd"
 
 
-def test_a_relative_home_is_absolute_since_the_daemon_may_change_its_folder(monkeypatch, tmp_path):
+def test_a_relative_home_becomes_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert locate("here").root == tmp_path / "here"
 
 
-def test_all_folders_are_private_and_an_open_root_is_made_so(home: Home):
+def test_all_folders_are_private_and_an_existing_root_becomes_private(home: Home):
     home.root.mkdir(mode=0o755)
     home.create()
     home.create()
     assert [mode(p) for p in (home.root, home.logs, home.cache)] == [0o700] * 3
 
 
-def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
+def test_the_error_for_a_home_that_cannot_be_created_names_the_options(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="KVD_HOME or --home"):
         Home(tmp_path / "file" / "home").create()
 
 
-def test_a_folder_of_other_things_is_left_as_it_is(home: Home):
+def test_a_folder_with_unrelated_files_is_left_unchanged(home: Home):
     home.root.mkdir(mode=0o755)
     (home.root / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"thesis\.tex.*not a home of kvd.*touch") as caught:
@@ -53,14 +55,14 @@ def test_a_folder_of_other_things_is_left_as_it_is(home: Home):
     assert mode(home.root) == 0o700
 
 
-def test_a_configuration_may_lie_there_before_the_first_start(home: Home):
+def test_a_configuration_may_exist_before_the_first_start(home: Home):
     (home.root / "models").mkdir(parents=True)
     home.config.write_text("")
     home.create()
     assert home.logs.is_dir()
 
 
-def test_a_folder_of_another_user_is_left_as_it_is(home: Home, monkeypatch):
+def test_a_folder_of_another_user_is_left_unchanged(home: Home, monkeypatch):
     home.root.mkdir(mode=0o755)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to another user"):
@@ -68,7 +70,7 @@ def test_a_folder_of_another_user_is_left_as_it_is(home: Home, monkeypatch):
     assert mode(home.root) == 0o755
 
 
-def test_a_user_that_does_not_exist_is_a_name_like_any_other(monkeypatch, tmp_path):
+def test_a_tilde_with_an_unknown_user_is_an_ordinary_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert locate("~no-such-user/x").root == tmp_path / "~no-such-user/x"
 

@@ -1,3 +1,5 @@
+"""The daemon's Unix socket: the lock, the bind, and how connections end."""
+
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +25,7 @@ def made(home: Home) -> Home:
 
 
 class Recorder:
-    """Stands where the actors stand: keeps what comes and answers on demand."""
+    """Replaces the actors: keeps the received bytes, and lets the test write and close."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -54,7 +56,7 @@ async def client_protocol(made: Home):
     recorder.writer.close()
 
 
-def test_a_second_daemon_learns_who_holds_the_home(made: Home):
+def test_the_error_of_a_second_daemon_names_the_pid_of_the_first(made: Home):
     refusal = pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}.*kvctl shutdown")
     with listen.hold_lock(made), refusal, listen.hold_lock(made):
         pass
@@ -70,7 +72,7 @@ def test_a_lock_that_cannot_be_opened_is_a_config_error(made: Home):
     assert caught.value.detail["key"] == "home"
 
 
-def test_the_lock_is_not_inherited_by_what_the_holder_starts(made: Home):
+def test_the_lock_is_not_inherited_by_child_processes(made: Home):
     with listen.hold_lock(made):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -89,8 +91,8 @@ def test_the_socket_is_private_and_a_dead_one_is_replaced(made: Home):
         assert stat.S_IMODE(found) == 0o600
 
 
-def test_a_socket_on_which_somebody_listens_is_not_taken_from_him(made: Home):
-    """The service manager does, with a daemon or without; nor is it woken by our looking."""
+def test_a_socket_with_a_listener_is_not_replaced(made: Home):
+    """The service manager may listen there. The check must not connect, or it starts a daemon."""
     with listen.bind(made.socket) as its:
         mine = made.socket.stat().st_ino
         with pytest.raises(ConfigError, match="kvctl service stop"):
@@ -100,8 +102,8 @@ def test_a_socket_on_which_somebody_listens_is_not_taken_from_him(made: Home):
             its.accept()
 
 
-async def test_the_path_is_not_the_servers_to_remove(made: Home):
-    """Python would from 3.13 on, also where the path is the service manager's."""
+async def test_a_closed_server_keeps_its_path(made: Home):
+    """Python 3.13 deletes the path by default, but it may belong to the service manager."""
     server = await listen.serve(listen.bind(made.socket), Recorder().connect)
     server.close()
     await server.wait_closed()
@@ -115,7 +117,7 @@ def test_a_file_in_the_sockets_place_is_not_deleted(made: Home):
     assert made.socket.read_text() == "precious"
 
 
-def test_the_peer_is_us():
+def test_the_user_id_of_the_peer_is_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert listen.peer_uid(ours) == os.geteuid()
@@ -144,7 +146,7 @@ async def test_a_client_that_only_stops_writing_still_gets_its_answer(client_pro
     await client_protocol.gone.wait()
 
 
-async def test_a_client_that_closes_is_gone_at_once(client_protocol, monkeypatch):
+async def test_a_client_that_disconnects_is_noticed_at_once(client_protocol, monkeypatch):
     monkeypatch.setattr(listen, "_HALF_CLOSED_S", 3600)
     client_protocol.writer.write(b"question\n")
     await client_protocol.talked.wait()
@@ -152,7 +154,7 @@ async def test_a_client_that_closes_is_gone_at_once(client_protocol, monkeypatch
     await client_protocol.gone.wait()
 
 
-async def test_an_end_of_ours_lets_the_last_words_through(client_protocol):
+async def test_bytes_written_before_the_close_still_arrive(client_protocol):
     client_protocol.writer.write(b"x" * 300_000)  # still arriving while we close
     await client_protocol.talked.wait()
     before = len(client_protocol.received)
@@ -185,7 +187,7 @@ async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(client_pro
     await client_protocol.gone.wait()
 
 
-async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):
+async def test_a_client_that_disconnects_before_its_user_id_is_read_causes_no_error(made: Home):
     def uid_of(_: socket.socket) -> int:
         raise ConnectionResetError
 
@@ -206,7 +208,7 @@ async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):
     server.close()
 
 
-def test_the_kernel_of_a_mac_knows_nothing_of_who_is_gone(monkeypatch):
+def test_macos_has_no_user_id_of_a_peer_that_has_disconnected(monkeypatch):
     class Gone:
         def getsockopt(self, *_: int) -> bytes:
             raise OSError(errno.ENOTCONN, "Socket is not connected")
@@ -216,7 +218,7 @@ def test_the_kernel_of_a_mac_knows_nothing_of_who_is_gone(monkeypatch):
         listen.peer_uid(Gone())
 
 
-async def test_another_user_is_turned_away_with_a_reason(made: Home):
+async def test_another_user_is_refused_with_a_reason(made: Home):
     recorder = Recorder()
     loop = asyncio.get_running_loop()
     listener = listen.bind(made.socket)

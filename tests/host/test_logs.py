@@ -1,4 +1,4 @@
-"""The log stays small."""
+"""The log: limits on size and on workers' output, the level, and no prompts in tracebacks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_files_are_bounded_in_size_and_number(tmp_path, monkeypatch, capsys):
     lines = [json.loads(line) for file in reversed(files) for line in file.read_text().splitlines()]
     numbers = [line["number"] for line in lines]
     assert numbers == list(range(500 - len(numbers), 500))
-    assert capsys.readouterr().err == ""  # only the file
+    assert capsys.readouterr().err == ""  # logged to the file only
 
 
 def test_the_level_may_change(tmp_path):
@@ -61,7 +61,7 @@ def test_the_level_may_change(tmp_path):
     assert said == ["now"]
 
 
-def test_a_terminal_is_shown_what_failed_and_not_what_it_held(monkeypatch):
+def test_a_traceback_on_a_terminal_shows_no_values_of_variables(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -69,7 +69,7 @@ def test_a_terminal_is_shown_what_failed_and_not_what_it_held(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     logs.setup(None)
-    prompt = "secret " * 2  # which no line of the source says
+    prompt = "secret " * 2  # no source line contains this value
 
     def serve(prompt: str) -> None:
         raise RuntimeError(len(prompt))
@@ -84,7 +84,7 @@ def test_a_terminal_is_shown_what_failed_and_not_what_it_held(monkeypatch):
     assert "RuntimeError: 14" in said
 
 
-def test_a_file_that_launchd_gave_is_emptied_when_it_has_grown(tmp_path):
+def test_a_large_file_from_launchd_is_truncated(tmp_path):
     path = tmp_path / "launchd.log"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
@@ -96,10 +96,10 @@ def test_a_file_that_launchd_gave_is_emptied_when_it_has_grown(tmp_path):
         os.write(fd, b"next\n")
     finally:
         os.close(fd)
-    assert path.read_bytes() == b"next\n"  # and no hole before it
+    assert path.read_bytes() == b"next\n"  # at the start of the file, without a hole before it
 
 
-def test_what_is_no_file_is_let_be():
+def test_pipes_and_closed_descriptors_are_not_truncated():
     reading, writing = os.pipe()
     logs.truncate_if_large(writing, 0)
     os.close(reading)
@@ -107,12 +107,12 @@ def test_what_is_no_file_is_let_be():
     logs.truncate_if_large(writing, 0)
 
 
-async def test_a_worker_that_prints_without_end_does_not_drown_the_rest():
+async def test_excess_output_of_a_worker_is_omitted_and_counted():
     said, now = [], [0.0]
     lines = _OutputLines(lambda event, **fields: said.append((event, fields)), lambda: now[0])
     lines.data_received(b"line\n" * 5000)
     assert len(said) == 1000
-    now[0] += 0.1  # room for two
+    now[0] += 0.1  # enough time for two more lines
     lines.data_received(b"more\nand more\nand more\n")
     assert said[1000:] == [
         ("worker output omitted", {"lines": 4000}),

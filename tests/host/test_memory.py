@@ -1,3 +1,5 @@
+"""Memory readings on Linux and macOS, and the default budget."""
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +18,7 @@ GIB = 2**30
 
 
 def machine(root, **files):
-    """A root with these files; double underscores stand for slashes."""
+    """Return the readings of a machine with these files; ``__`` in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +34,7 @@ def test_a_machine_without_cgroup_or_psi(tmp_path):
     assert host == HostMemory(total=16 * GIB, available=8 * GIB)
 
 
-def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
+def test_the_tightest_limit_of_a_cgroup_and_its_parents_counts(tmp_path):
     readings = machine(
         tmp_path,
         proc__meminfo=MEMINFO,
@@ -94,7 +96,7 @@ def test_the_budget_is_a_share_of_the_accelerator_where_there_is_one():
 
 
 class FakeLibSystem:
-    """Answers as macOS does, into the same buffers."""
+    """Fakes macOS's system library, which writes its answers into the caller's buffers."""
 
     def __init__(self, settings, footprints):
         self.settings, self.footprints = settings, footprints
@@ -129,7 +131,7 @@ def mac(**settings):
     return darwin.DarwinMemory(FakeLibSystem(base | names, {42: 123456}))
 
 
-def test_a_mac_by_its_default_limit():
+def test_a_mac_with_the_default_limit():
     host = mac().host()
     assert host.total == 64 * GIB
     assert host.available == 4000 * 16384
@@ -137,14 +139,14 @@ def test_a_mac_by_its_default_limit():
     assert host.pressure == "normal"
 
 
-def test_a_mac_whose_user_set_the_limit_and_that_is_short():
+def test_a_mac_with_a_limit_set_by_its_user_and_with_memory_pressure():
     host = mac(iogpu__wired_limit_mb=57344, kern__memorystatus_vm_pressure_level=4).host()
     assert host.accelerator_limit == 56 * GIB
     assert host.pressure == "critical"
     assert mac(kern__memorystatus_vm_pressure_level=2).host().pressure == "warning"
 
 
-def test_small_macs_have_two_thirds():
+def test_the_default_limit_is_two_thirds_on_small_macs():
     assert darwin.recommended(16 * GIB) == int(16 * GIB * 2 / 3)
     assert darwin.recommended(36 * GIB) == 27 * GIB
 
@@ -154,7 +156,7 @@ def test_a_footprint_on_a_mac():
     assert mac().footprint(43) == 0
 
 
-def test_footprints_of_several_leave_out_who_is_gone():
+def test_footprints_leave_out_processes_that_have_ended():
     reader = memory.reader()
 
     found = asyncio.run(reader.footprints([os.getpid(), 2**22 + 1]))

@@ -15,7 +15,7 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with these processor flags whose OpenBLAS detects this type."""
+    """Return a function that fakes the processor's flags and the type that OpenBLAS detects."""
     library = Path("/lib/libopenblas.so.0")
     monkeypatch.delenv(openblas_core.VARIABLE, raising=False)
 
@@ -48,7 +48,7 @@ def test_the_fastest_fitting_type_replaces_a_failed_detection(machine, flags, de
     assert environment(library).get(openblas_core.VARIABLE) == chosen
 
 
-def test_the_user_s_choice_stays(machine, monkeypatch):
+def test_a_type_that_the_user_chose_is_kept(machine, monkeypatch):
     library = machine(AVX512, "Prescott")
     monkeypatch.setenv(openblas_core.VARIABLE, "Haswell")
 
@@ -56,7 +56,7 @@ def test_the_user_s_choice_stays(machine, monkeypatch):
     assert environment(library)[openblas_core.VARIABLE] == "Haswell"
 
 
-def test_a_machine_without_cpuinfo_or_library_is_left_alone(machine, monkeypatch, tmp_path):
+def test_without_cpuinfo_no_type_is_chosen(machine, monkeypatch, tmp_path):
     library = machine(AVX512, "Prescott")
     monkeypatch.setattr(openblas_core, "CPUINFO", tmp_path / "missing")
 

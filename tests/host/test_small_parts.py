@@ -1,4 +1,4 @@
-"""Sources, exit codes, BLAS and logs: a few lines each."""
+"""Model sources, exit codes, BLAS, log formats and NVIDIA's memory: a few tests each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_openblas_is_found_where_distributions_put_it(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="preloading is for Linux")
-def test_a_blas_that_is_not_there_is_a_config_error(tmp_path):
+def test_a_missing_blas_is_a_config_error(tmp_path):
     assert blas.choose("off") is None
     with pytest.raises(errors.ConfigError, match="no library at"):
         blas.choose(str(tmp_path / "none.so"))
@@ -127,7 +127,7 @@ def test_a_terminal_gets_lines_for_people(monkeypatch, capsys, restored_logging)
 
 
 class FakeNvml:
-    """The driver's library with one device of this size."""
+    """NVIDIA's driver library (NVML) with one device of this size."""
 
     def __init__(self, total: int, failing: str = "") -> None:
         self._total, self._failing = total, failing
@@ -143,7 +143,7 @@ class FakeNvml:
         return call
 
 
-def test_nvidia_counts_only_where_mlx_computes_on_it(monkeypatch):
+def test_nvidias_memory_counts_only_with_mlx_for_cuda(monkeypatch):
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(141 * 2**30))
     monkeypatch.setattr(nvidia, "has_cuda_build", lambda: False)
     assert nvidia.total_memory() is None
@@ -152,13 +152,13 @@ def test_nvidia_counts_only_where_mlx_computes_on_it(monkeypatch):
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
-def test_a_driver_that_fails_is_no_accelerator(monkeypatch, failing):
+def test_with_a_failing_driver_there_is_no_accelerator(monkeypatch, failing):
     monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(1, failing))
     assert nvidia.total_memory() is None
 
 
-def test_no_driver_is_no_accelerator(monkeypatch):
+def test_without_a_driver_there_is_no_accelerator(monkeypatch):
     def missing(name):
         raise OSError(name)
 

@@ -1,3 +1,5 @@
+"""Sizes and durations: parsing and formatting."""
+
 from __future__ import annotations
 
 import pytest
@@ -24,7 +26,7 @@ def test_sizes_as_people_write_them(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "8 XB", "8GiB8", "1e9", "GiB", "8,5GB"])
-def test_what_is_no_size_says_how_to_write_one(text):
+def test_the_error_for_an_invalid_size_shows_how_to_write_one(text):
     with pytest.raises(ValueError, match="write it like 8GiB"):
         parse_bytes(text)
 
@@ -38,7 +40,7 @@ def test_a_formatted_size_is_short_and_close(count):
 
 
 @pytest.mark.parametrize("text", ["0", "0GiB", "0.5B", "9" * 400, "9e9TiB".replace("e9", "0" * 9)])
-def test_a_size_of_nothing_or_of_more_than_there_is_is_out_of_range(text):
+def test_zero_and_enormous_sizes_are_out_of_range(text):
     with pytest.raises(ValueError, match="out of range"):
         parse_bytes(text)
 

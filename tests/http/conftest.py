@@ -1,3 +1,5 @@
+"""Fixtures: real daemons that answer HTTP, with the fake engine or the embedded model."""
+
 from __future__ import annotations
 
 import shutil
@@ -43,7 +45,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture
 def live_alone(home: Home) -> Iterator[Live]:
-    """A daemon of this test's own, with the model `slow`."""
+    """A separate daemon for one test, with the model `slow`."""
     daemon = Live(write_config(home, CONFIG), "--fake")
     with stopped(daemon):
         daemon.start()

@@ -12,7 +12,7 @@ from tests.process.helpers import DEADLINE_S, Daemon, wait_for
 
 
 class Live(Daemon):
-    """One whose addresses are known once it runs."""
+    """A daemon whose HTTP addresses are read from its status."""
 
     @property
     def url(self) -> str:
@@ -44,7 +44,7 @@ class Live(Daemon):
 
 @contextlib.contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:
-    """End a daemon with the block, whatever happens in it."""
+    """Kill a daemon at the end of the block, even after an error."""
     try:
         yield
     finally:
@@ -52,7 +52,7 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
-    """Return a request as its bytes."""
+    """Return the bytes of a POST request."""
     said = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(said)}\r\n\r\n"
     return head.encode() + said

@@ -21,7 +21,7 @@ Script = Callable[[Generate], Sequence[Event]]
 
 
 def says(*texts: str) -> Script:
-    """Accept, say these texts a token each, and be done."""
+    """Return a script that accepts a request, sends these texts as one token each, and ends."""
 
     def script(request: Generate) -> Sequence[Event]:
         spoken = [
@@ -49,7 +49,7 @@ def hangs(*before: Event) -> Script:
 
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 - it is told by nobody
+        while not holds():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.005)
 
 
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass
 class Scripted:
-    """A daemon whose requests go as the scripts say, one after the other; the last one repeats."""
+    """A daemon that answers each request with the next script; the last script repeats."""
 
     scripts: list[Script] = field(default_factory=lambda: [says("Hello", " there")])
     calls: list[Call] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Scripted:
         )
 
     async def settled(self) -> None:
-        """Wait until every call was given back."""
+        """Wait until the server has cancelled every call, which it does after an end, too."""
         await until(lambda: self.calls and all(call.cancelled for call in self.calls))
 
 

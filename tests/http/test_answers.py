@@ -1,4 +1,4 @@
-"""Answers: what becomes of the daemon's events, whole and as a stream, without a server."""
+"""Answers from the daemon's events, in one piece and as a stream, without a server."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def chunks(head: Head, of: Wanted, *events) -> list[dict]:
 
 
 def timed(events):
-    """Events come a second apart; those of calls after the first stand with their number."""
+    """Yield the call, time and event, one per second. An event without a call belongs to call 0."""
     for at, event in enumerate(events):
         number, it = event if isinstance(event, tuple) else (0, event)
         yield number, float(at), it
@@ -120,7 +120,7 @@ def test_usage_comes_last_if_asked_for():
     assert got[-1]["kvd"] == got[-2]["kvd"]
 
 
-def test_what_only_kvd_knows():
+def test_the_field_kvd_has_levels_times_and_pauses():
     paused, resumed = m.Paused(id="http", reason="memory"), m.Resumed(id="http")
     events = [m.Queued(id="http", position=2), accepted(), said("a"), paused, resumed, said("b")]
     answer = whole(CHAT, asked(), *events, paused, done(levels=[0, 2]))
@@ -134,7 +134,7 @@ def test_what_only_kvd_knows():
     }
 
 
-def test_several_choices_keep_their_texts_and_ends_apart():
+def test_several_choices_have_separate_texts_and_ends():
     events = [accepted(), said("a"), said("x", 1), finished(1, "length"), said("b")]
     events += [finished(0, "stop"), done("length", completion_tokens=5)]
     answer = whole(CHAT, asked(n=2), *events)
@@ -166,7 +166,7 @@ def test_several_prompts_are_counted_together():
     assert [("kvd" in chunk) for chunk in streamed] == [False, False, False, True]
 
 
-def test_a_choice_without_any_text_begins_all_the_same():
+def test_a_choice_without_text_still_has_a_first_chunk():
     got = chunks(CHAT, asked(), accepted(), done())
     assert [chunk["choices"][0]["delta"] for chunk in got] == [
         {"role": "assistant", "content": ""},
@@ -289,7 +289,7 @@ def test_logprobs_are_kept_only_as_bytes(head):
             [m.PromptLogprobs(id="http", index=0, logprobs=[HALF] * 10)],
         ),
     ],
-    ids=["logprobs", "text", "echo", "told echo"],
+    ids=["logprobs", "text", "echo", "echoed logprobs"],
 )
 def test_an_answer_in_one_piece_is_bounded(monkeypatch, of, events):
     monkeypatch.setattr("kvd.http.whole_answer.MOST_BYTES", 1000)
@@ -298,7 +298,7 @@ def test_an_answer_in_one_piece_is_bounded(monkeypatch, of, events):
     assert caught.value.detail["field"] == "stream"
 
 
-def test_a_stream_says_why_nothing_comes():
+def test_comments_in_a_stream_show_why_it_waits():
     answer = StreamedAnswer(CHAT, asked(), 0.0)
     assert answer.handle(0, m.Queued(id="http", position=3), 0) == b": queued, position 3\n\n"
     assert answer.handle(0, m.Paused(id="http", reason="restart"), 0) == b": paused, restart\n\n"

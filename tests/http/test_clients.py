@@ -1,4 +1,4 @@
-"""The clients that people have, against a real daemon on the fake engine."""
+"""openai, httpx, curl and Prometheus against a real daemon on the fake engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ai(live: Live):
         yield client
 
 
-def test_the_status_and_the_welcome_say_where(live: Live):
+def test_the_status_and_the_welcome_show_the_addresses(live: Live):
     with live.client() as kvd:
         tcp, unix = kvd.status().http
     assert unix == f"unix:{live.home.http_socket}"
@@ -34,7 +34,7 @@ def test_the_status_and_the_welcome_say_where(live: Live):
     assert live.home.http_socket.stat().st_mode & 0o777 == 0o600
 
 
-def test_openai_chat_is_what_the_socket_says(live: Live, ai: openai.OpenAI):
+def test_openai_chat_has_the_same_text_as_the_socket(live: Live, ai: openai.OpenAI):
     answer = ai.chat.completions.create(
         model="fast", messages=HELLO, max_completion_tokens=20, temperature=0.7, seed=5
     )
@@ -48,7 +48,7 @@ def test_openai_chat_is_what_the_socket_says(live: Live, ai: openai.OpenAI):
     assert answer._request_id.startswith("req_")
 
 
-def test_openai_streams_add_up(ai: openai.OpenAI):
+def test_openai_streams_add_up_to_the_answer_in_one_piece(ai: openai.OpenAI):
     settings = {"model": "fast", "messages": HELLO, "max_tokens": 30, "seed": 1, "n": 2}
     whole = ai.chat.completions.create(**settings)
     texts, ends, usage = ["", ""], ["", ""], None
@@ -93,7 +93,7 @@ def test_openai_logprobs_and_stop(ai: openai.OpenAI):
     assert word not in stopped.message.content
 
 
-def test_kvds_own_settings_go_beside_openais(ai: openai.OpenAI):
+def test_settings_that_only_kvd_has_are_accepted(ai: openai.OpenAI):
     extra = {"top_k": 5, "priority": 3, "min_tokens": 2, "ignore_eos": True}
     answer = ai.chat.completions.create(
         model="fast", messages=HELLO, max_tokens=4, extra_body=extra
@@ -139,14 +139,14 @@ def test_openai_lists_models_and_a_request_loads_an_unloaded_one(ai: openai.Open
     assert ai.models.retrieve("on-demand").model_extra["kvd"]["state"] == "ready"
 
 
-def test_a_model_that_cannot_be_loaded_is_no_reason_to_try_again(ai: openai.OpenAI):
+def test_a_request_for_a_model_that_cannot_be_loaded_should_not_be_retried(ai: openai.OpenAI):
     with pytest.raises(openai.InternalServerError) as broken:
         ai.chat.completions.create(model="broken", messages=HELLO)
     assert (broken.value.status_code, broken.value.code) == (500, "invalid_model")
     assert broken.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_openais_async_client_has_many_at_once(live: Live):
+async def test_openais_async_client_has_many_requests_at_once(live: Live):
     async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as ai:
 
         async def one(seed: int) -> str:
@@ -198,7 +198,7 @@ def test_prometheus_finds_metrics(client: httpx.Client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(client: httpx.Client, live: Live, stream):
+def test_a_client_that_disconnects_ends_its_request(client: httpx.Client, live: Live, stream):
     live.wait_idle("slow")
     before = live.model("slow").stats.generated_tokens
     body = asked(model="slow", max_tokens=400, stream=stream)
@@ -232,7 +232,7 @@ def test_a_stream_outlives_its_worker(live: Live, ai: openai.OpenAI):
 
 
 @pytest.mark.slow
-def test_a_drain_finishes_streams_and_refuses_what_is_new(live_alone: Live):
+def test_a_drain_finishes_streams_and_refuses_new_requests(live_alone: Live):
     live = live_alone
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as ai:
         settings = {"model": "slow", "messages": HELLO, "max_tokens": 40}
@@ -255,7 +255,7 @@ def ready_is(url: str, status: int) -> dict | None:
     return answer.json() if answer.status_code == status else None
 
 
-def test_too_much_at_once_is_429_and_goes_by_itself(live_alone: Live):
+def test_a_full_queue_is_429_until_other_requests_end(live_alone: Live):
     line = {"v": 1, "op": "generate", "model": "slow", "prompt": "x", "max_tokens": 400}
     many = b"".join(json.dumps(line | {"id": str(i)}).encode() + b"\n" for i in range(1024))
     url = f"{live_alone.url}/v1"

@@ -30,7 +30,7 @@ def test_completions(demo: Live, temperature):
     assert answer["kvd"]["seed"] == 7
 
 
-def test_chat_with_everything(demo: Live):
+def test_chat_with_all_settings(demo: Live):
     settings = {
         "top_p": 0.9,
         "top_k": 50,
@@ -71,7 +71,7 @@ def test_chat_with_everything(demo: Live):
     assert [c["message"]["content"] for c in answer["choices"]] == [c.text for c in same.choices]
 
 
-def test_the_echo_scores_a_prompt_as_harnesses_do(demo: Live):
+def test_the_echo_scores_a_prompt_for_evaluation_harnesses(demo: Live):
     whole = complete(
         demo, prompt=PROMPT + " call", max_tokens=1, echo=True, logprobs=1, temperature=0
     )

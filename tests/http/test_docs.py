@@ -1,4 +1,4 @@
-"""docs/http.md says what there is, and what it shows runs: against the embedded model."""
+"""`docs/http.md` describes everything, and its examples run against the embedded model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_setting_is_described_with_its_default():
 def test_every_error_is_described():
     codes = names(section("Errors"))
     for code, form in kvd.http.errors._FORMS.items():
-        if code not in {"frame_too_large", "slow_reader"}:  # of the other socket; has no answer
+        if code not in {"frame_too_large", "slow_reader"}:  # errors of the protocol only
             reported = form.code or code
             assert reported in codes, code
             (row,) = [one for one in section("Errors").splitlines() if f"`{reported}`" in one]
@@ -88,7 +88,7 @@ def test_every_path_is_described():
 
 
 class FakeRoutes(Routes):
-    """Routes without anything behind them."""
+    """Routes without a daemon."""
 
 
 def described_paths() -> set[str]:
@@ -97,7 +97,7 @@ def described_paths() -> set[str]:
     return {path for path in found if path in {"/metrics", "/healthz", "/readyz"} or "/v1" in path}
 
 
-# -- what it shows ----------------------------------------------------------------------------
+# -- its examples ------------------------------------------------------------------------------
 
 CURLS = [
     one

@@ -1,4 +1,4 @@
-"""Keys, Host and Origin, without a server."""
+"""Access checks without a server: API keys, and the headers Host and Origin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def guard(**settings) -> Guard:
         "BOX.lan:11711",
     ],
 )
-def test_hosts_that_are_ours(host):
+def test_hosts_that_are_allowed(host):
     guard(hosts=["Box.lan"]).check_host(host)
 
 
@@ -49,7 +49,7 @@ def test_hosts_that_are_ours(host):
         "0x7f.1",
     ],
 )
-def test_hosts_that_are_not(host):
+def test_hosts_that_are_refused(host):
     with pytest.raises(Refusal) as caught:
         guard().check_host(host)
     assert (caught.value.status, caught.value.code) == (403, "host_not_allowed")
@@ -62,7 +62,7 @@ def test_a_host_must_be_given(host):
     assert caught.value.status == 400
 
 
-def test_programs_and_our_own_pages_say_nothing_that_must_be_allowed():
+def test_a_missing_or_own_origin_needs_no_permission():
     assert guard().check_origin(None, "127.0.0.1:11711") is None
     assert guard().check_origin("http://127.0.0.1:11711", "127.0.0.1:11711") is None
 
@@ -71,13 +71,13 @@ def test_programs_and_our_own_pages_say_nothing_that_must_be_allowed():
     "origin",
     ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://", ""],
 )
-def test_pages_of_others_are_refused(origin):
+def test_other_origins_are_refused(origin):
     with pytest.raises(Refusal) as caught:
         guard(origins=["https://chat.example"]).check_origin(origin, "127.0.0.1:11711")
     assert (caught.value.status, caught.value.code) == (403, "origin_not_allowed")
 
 
-def test_pages_of_the_configuration_may():
+def test_configured_origins_are_allowed():
     it = guard(origins=["https://chat.example"])
     assert it.check_origin("https://chat.example", "127.0.0.1") == "https://chat.example"
     assert guard(origins=["*"]).check_origin("null", "127.0.0.1") == "null"

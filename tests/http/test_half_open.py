@@ -1,4 +1,4 @@
-"""Connections of which one half is gone: closed for writing, or in silence, as in a power cut."""
+"""Clients that close only their writing side, or vanish without a packet as in a power failure."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ _ESTABLISHED, _CLOSE_WAIT = "01", "08"
 
 
 def vanish(raw: socket.socket) -> None:
-    """Close it without a word: no FIN, no RST, as where the power fails."""
+    """Close a socket without FIN or RST, as a power failure does."""
     try:
         raw.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
     except OSError as error:
         if error.errno in {errno.EPERM, errno.ENOPROTOOPT}:
-            pytest.skip("needs the right to end a TCP connection in silence")
+            pytest.skip("needs the right to close TCP without a packet (TCP_REPAIR)")
         raise
     raw.close()
 
 
 def held(port: int) -> int:
-    """Return how many connections to this port its server has."""
+    """Return how many connections the server of this port has."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     states = [line.split()[3] for line in lines if line.split()[1].endswith(f":{port:04X}")]
     return sum(state in {_ESTABLISHED, _CLOSE_WAIT} for state in states)
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's TCP can vanish at will")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux can close TCP without a packet"
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def hasty() -> Iterator[Live]:
 
 @pytest.fixture(autouse=True)
 def others_are_served(hasty: Live) -> Iterator[None]:
-    """Another request gets the same answer as alone, and no worker died."""
+    """Check that a concurrent request gets the same answer as alone, and that no worker died."""
     workers = hasty.worker_pid("fast"), hasty.worker_pid("mine")
     transport = httpx.HTTPTransport(uds=str(hasty.home.http_socket))
     body = asked(max_tokens=30, seed=4)
@@ -87,8 +89,8 @@ def others_are_served(hasty: Live) -> Iterator[None]:
 
 @pytest.mark.parametrize("listener", ["tcp", "unix"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_closes_its_half_is_gone_for_http(hasty: Live, listener, stream):
-    """A client that will say nothing more cannot be told from one that left: its request ends."""
+def test_a_client_that_closes_its_writing_side_loses_its_request(hasty: Live, listener, stream):
+    """HTTP cannot tell such a client from one that has disconnected."""
     with hasty.tcp() if listener == "tcp" else hasty.unix() as raw:
         raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=stream)))
         wait_for("it runs", lambda: hasty.running("mine") == 1)
@@ -101,18 +103,18 @@ def test_who_closes_its_half_is_gone_for_http(hasty: Live, listener, stream):
 
 @linux
 @pytest.mark.parametrize("said", [b"", PART], ids=["nothing", "half a request"])
-def test_who_vanished_while_it_was_waited_for_is_waited_for_no_longer(hasty: Live, said):
+def test_a_client_that_vanishes_before_its_request_is_complete_is_dropped(hasty: Live, said):
     port = hasty.address[1]
     raw = hasty.tcp()
     raw.sendall(said)
-    wait_for("it is there", lambda: held(port) == 1)
+    wait_for("the server has the connection", lambda: held(port) == 1)
     vanish(raw)
-    assert held(port) == 1, "the other end noticed"
-    wait_for("it is given up", lambda: held(port) == 0, 10)
+    assert held(port) == 1, "the server noticed the close"
+    wait_for("the server drops the connection", lambda: held(port) == 0, 10)
 
 
 @linux
-def test_who_vanished_amid_its_stream_loses_its_request(hasty: Live):
+def test_a_client_that_vanishes_during_its_stream_loses_its_request(hasty: Live):
     raw = hasty.tcp()
     raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=True)))
     assert raw.recv(15) == b"HTTP/1.1 200 OK"
@@ -121,15 +123,15 @@ def test_who_vanished_amid_its_stream_loses_its_request(hasty: Live):
 
 
 @linux
-async def test_who_vanished_while_nothing_is_said_is_looked_for(home: Home):
-    """An answer in one piece may take minutes: the kernel asks whether its client is there."""
+async def test_a_client_that_vanishes_while_nothing_is_sent_is_noticed(home: Home):
+    """An answer in one piece may take minutes. Meanwhile TCP keepalive checks the client."""
     home.create()
     backend = Scripted([hangs()])
     listeners = open_listeners(home, HttpSettings(port=0))
     listener = listeners[0].socket
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         assert listener.getsockopt(socket.IPPROTO_TCP, option) <= 30
-        listener.setsockopt(socket.IPPROTO_TCP, option, 1)  # and not the half minute of kvd
+        listener.setsockopt(socket.IPPROTO_TCP, option, 1)  # s, so that the test is short
     server = Server(backend, HttpSettings(port=0), listeners, unread_limit=2**20)
     await server.start()
     try:

@@ -1,4 +1,4 @@
-"""Clients that misbehave on both sockets and on TCP: only they suffer."""
+"""Clients that misbehave on TCP and on the Unix sockets: all other clients are served."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture(autouse=True)
 def unharmed(live: Live):
-    """Whatever a test sends: the daemon and its workers stay the same, and others are served."""
+    """Check after each test that no process was replaced and that other clients were served."""
     before = (live.pid, live.worker_pid("fast"), live.worker_pid("flood"))
     witness = Witness(live)
     yield
@@ -39,7 +39,7 @@ def unharmed(live: Live):
 
 
 class Witness(threading.Thread):
-    """Asks for short completions by TCP all the while."""
+    """Requests short completions over TCP while a test runs."""
 
     def __init__(self, live: Live) -> None:
         super().__init__(daemon=True)
@@ -93,12 +93,12 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_costs_its_connection(raw, kind):
+def test_garbage_ends_its_connection(raw, kind):
     raw.sendall(GARBAGE[kind])
     assert re.match(rb"HTTP/1.[01] 4\d\d ", everything(raw))
 
 
-def test_http_on_the_other_socket_is_garbage_there(live: Live):
+def test_http_on_the_socket_of_the_protocol_is_a_malformed_frame(live: Live):
     with live.connect() as raw:
         raw.sendall(request(CHAT, asked()))
         (line,) = everything(raw).splitlines()
@@ -122,12 +122,12 @@ def test_chunks_without_end_are_refused(raw, live: Live):
 
 
 def send(raw: socket.socket, piece: bytes, until_s: float) -> None:
-    """Send until the other end has enough."""
+    """Send until the server closes the connection."""
     end = time.monotonic() + until_s
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while True:
             raw.sendall(piece)
-            assert time.monotonic() < end, "it reads on and on"
+            assert time.monotonic() < end, "the server still reads"
 
 
 def footprint(live: Live) -> int:
@@ -135,7 +135,7 @@ def footprint(live: Live) -> int:
         return kvd.status().footprint_bytes
 
 
-def test_who_does_not_read_loses_its_stream_alone(raw, live: Live):
+def test_a_client_that_does_not_read_loses_only_its_stream(raw, live: Live):
     before, reported = footprint(live), slow_readers(live)
     much = {"max_tokens": 16_000, "n": 16, "logprobs": True, "top_logprobs": 20}
     raw.sendall(request(CHAT, asked(model="flood", stream=True, **much)))
@@ -149,7 +149,7 @@ def slow_readers(live: Live) -> int:
     return sum("slow reader" in one["event"] for one in live.log())
 
 
-def test_who_vanishes_without_a_word_loses_its_request(live: Live):
+def test_a_client_that_resets_its_connection_loses_its_request(live: Live):
     with live.tcp() as raw:
         raw.sendall(request(CHAT, asked(model="slow", max_tokens=400, stream=True)))
         assert raw.recv(15) == b"HTTP/1.1 200 OK"
@@ -167,23 +167,23 @@ def test_pipelined_requests_are_answered_in_order(raw):
     assert counts == [3, 2, 1]
 
 
-def test_byte_by_byte(raw):
+def test_a_request_may_arrive_byte_by_byte(raw):
     for byte in request(CHAT, asked(max_tokens=1)):
         raw.sendall(bytes([byte]))
     assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_deep_nest_is_a_wrong_request(raw):
+def test_deeply_nested_json_is_an_invalid_request(raw):
     body = b"[" * 1_000_000
     raw.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n")
     raw.sendall(body)
     assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("name", ["http.sock", "kvd.sock"])
-def test_another_user_is_turned_away(live: Live, name):
-    """Also where the folder and the socket let them in: the kernel says who they are."""
+def test_another_user_is_refused(live: Live, name):
+    """Even if the modes of folder and socket let it in: the daemon checks the peer's user id."""
     code = (
         "import os, socket, sys\n"
         "path, how = sys.argv[1:]\n"
@@ -222,14 +222,14 @@ def test_another_user_is_turned_away(live: Live, name):
     assert modes == [0o700, 0o700, 0o600]
 
 
-def test_what_hostile_clients_send_is_what_friendly_ones_may():
+def test_the_request_that_these_tests_send_is_valid():
     assert read(request(CHAT, asked()).partition(b"\r\n\r\n")[2], ChatRequest).model == "fast"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of others can be set")
-def test_connections_without_end_leave_the_other_sockets_and_workers_alone(home: Home):
-    """With so few files that they would be used up: a fourth of them is all that a door has."""
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs resource.prlimit")
+def test_too_many_connections_do_not_affect_the_other_sockets_and_workers(home: Home):
+    """The connections exceed the limit on open files, of which a listener uses at most a fourth."""
     daemon = Live(write_config(home, "[http]\nport = 0\n"), "--fake")
     with stopped(daemon), contextlib.ExitStack() as opened:
         daemon.start()

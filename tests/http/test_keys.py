@@ -1,4 +1,4 @@
-"""`kvctl key`: what it prints is what a configuration needs, and what a client shows."""
+"""API keys: `kvctl key` creates them, and a daemon that others can reach requires them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.process.helpers import wait_for, write_config
 
 @pytest.fixture
 def kvctl(monkeypatch, capsys, home: Home):
-    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
+    """Return a function that runs kvctl here and returns its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
@@ -31,7 +31,7 @@ def kvctl(monkeypatch, capsys, home: Home):
     return run
 
 
-def test_a_key_is_data_and_its_line_is_talk(kvctl, home: Home):
+def test_a_new_key_goes_to_stdout_and_its_configuration_line_to_stderr(kvctl, home: Home):
     code, out, err = kvctl("key", "new", "laptop")
     key = out.strip()
     line = err.strip().splitlines()[-1]
@@ -47,13 +47,13 @@ def test_a_key_is_data_and_its_line_is_talk(kvctl, home: Home):
     assert "has a key already" in err
 
 
-def test_a_key_for_programs(kvctl):
+def test_a_new_key_as_json(kvctl):
     reported = json.loads(kvctl("key", "new", "ci", "--json")[1])
     assert reported == {"name": "ci", "key": reported["key"], "hash": keys.hashed(reported["key"])}
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", 'a"', "x" * 65, "\xe4"])
-def test_a_name_that_the_configuration_could_not_have(kvctl, name):
+def test_a_name_that_the_configuration_does_not_allow(kvctl, name):
     code, out, err = kvctl("key", "new", name)
     assert (code, out) == (6, "")
     assert "letters, digits" in err
@@ -61,7 +61,7 @@ def test_a_name_that_the_configuration_could_not_have(kvctl, name):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(home: Home):
+def test_a_daemon_that_others_can_reach_needs_a_key_and_keys_can_be_revoked(home: Home):
     open_to_all = '[http]\nhost = "0.0.0.0"\nport = 0\n'
     daemon = Live(write_config(home, open_to_all), "--fake")
     with stopped(daemon):
@@ -85,17 +85,20 @@ def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(ho
 
         write_config(home, open_to_all + line("b", keys.hashed(other)))
         daemon.signal(1)
-        wait_for("the key is void", lambda: status(one) == 401)
+        wait_for("the key is revoked", lambda: status(one) == 401)
         assert status(other) == 200
 
         write_config(home, open_to_all)
         daemon.signal(1)
-        wait_for("it is refused", lambda: any("key" in str(e.get("reason")) for e in daemon.log()))
+        wait_for(
+            "the configuration is refused",
+            lambda: any("key" in str(e.get("reason")) for e in daemon.log()),
+        )
         assert (status(None), status(other)) == (401, 200)
 
 
 @pytest.mark.process
-def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
+def test_a_second_daemon_on_the_same_port_does_not_start(home: Home, tmp_path_factory):
     first = Live(write_config(home, "[http]\nport = 0\n"), "--fake")
     with stopped(first):
         first.start()
@@ -108,6 +111,6 @@ def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
             assert not second.home.http_socket.exists()
 
 
-def test_nothing_of_http_is_in_memory_where_it_is_off():
+def test_aiohttp_is_imported_only_when_http_is_served():
     code = "import sys, kvd.daemon.daemon, kvd.cli.api_keys\nsys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Where the daemon listens: defaults, ports that are taken, addresses that others can reach."""
+"""Where HTTP listens: defaults, ports in use, and addresses that other machines can reach."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def taken():
         yield other.getsockname()[1]
 
 
-def test_by_default_this_machine_and_this_user(home: Home):
+def test_by_default_only_this_machine_and_this_user_can_connect(home: Home):
     with opened(home) as (tcp, unix):
         port = tcp.socket.getsockname()[1]
         assert tcp.address == f"http://127.0.0.1:{port}"
@@ -57,21 +57,21 @@ def test_by_default_this_machine_and_this_user(home: Home):
     assert not home.http_socket.exists()
 
 
-def test_it_may_be_off_or_on_the_unix_socket_alone(home: Home):
+def test_http_may_be_off_or_on_the_unix_socket_only(home: Home):
     with opened(home, enabled=False) as listeners:
         assert listeners == []
     with opened(home, tcp=False) as listeners:
         assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
 
 
-def test_a_default_port_that_is_taken_is_done_without(home: Home, taken, monkeypatch):
+def test_with_the_default_port_in_use_only_the_unix_socket_opens(home: Home, taken, monkeypatch):
     monkeypatch.setattr(kvd.http.listeners, "DEFAULT_PORT", taken)
     with capture_logs() as logs, opened(home, port=None) as listeners:
         assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
     assert [(one["log_level"], str(taken) in one["address"]) for one in logs] == [("warning", True)]
 
 
-def test_a_port_of_the_configuration_that_is_taken_ends_the_start(home: Home, taken):
+def test_a_configured_port_that_is_in_use_is_an_error(home: Home, taken):
     said = f"port {taken}: another program uses the port"
     with pytest.raises(ConfigError, match=said) as caught, opened(home, port=taken):
         pass
@@ -80,7 +80,7 @@ def test_a_port_of_the_configuration_that_is_taken_ends_the_start(home: Home, ta
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=ipv6)])
-def test_without_keys_nobody_else_may_reach_it(home: Home, host):
+def test_an_address_that_other_machines_can_reach_needs_keys(home: Home, host):
     with pytest.raises(ConfigError, match="API key") as caught, opened(home, host=host):
         pass
     assert caught.value.detail["key"] == "http.keys"
@@ -90,7 +90,7 @@ def test_without_keys_nobody_else_may_reach_it(home: Home, host):
 
 
 @ipv6
-def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
+def test_all_addresses_of_a_host_name_share_one_port(home: Home, monkeypatch):
     both = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
     monkeypatch.setattr(kvd.http.listeners, "_resolve", lambda _: both)
     with opened(home, host="localhost") as (four, six, _):
@@ -98,19 +98,19 @@ def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
         assert (four.address, six.address) == (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
 
 
-def test_a_name_that_is_none(home: Home):
+def test_a_host_name_that_does_not_resolve_is_an_error(home: Home):
     with pytest.raises(ConfigError) as caught, opened(home, host="no such host"):
         pass
     assert caught.value.detail["key"] == "http.host"
 
 
-def test_an_address_of_another_machine(home: Home):
+def test_an_address_of_another_machine_is_an_error(home: Home):
     with pytest.raises(ConfigError) as caught, opened(home, host="192.0.2.1", keys=KEYS):
         pass
     assert caught.value.detail["key"] == "http.host"
 
 
-def test_sockets_of_the_service_manager_take_the_place_of_ours(home: Home):
+def test_sockets_of_the_service_manager_replace_the_configured_ones(home: Home):
     given = socket.create_server(("127.0.0.1", 0))
     with opened(home, [given]) as (tcp, unix):
         assert tcp.socket is given
@@ -144,13 +144,13 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
         ("box.lan:5", {"host": "box.lan", "port": 5}),
     ],
 )
-def test_the_command_line_says_where(said, is_):
+def test_the_command_line_overrides_the_address(said, is_):
     assert with_command_line(HttpSettings(keys=KEYS), said) == HttpSettings(keys=KEYS, **is_)
     assert with_command_line(HttpSettings(enabled=False, tcp=False), "1") == HttpSettings(port=1)
 
 
 @pytest.mark.parametrize("said", ["", "on", "host", "1:x", "70000", "-1", "1.5"])
-def test_the_command_line_may_be_wrong(said):
+def test_an_invalid_address_on_the_command_line_is_refused(said):
     with pytest.raises(ValueError, match="PORT"):
         with_command_line(HttpSettings(), said)
 
@@ -167,7 +167,7 @@ def test_the_command_line_may_be_wrong(said):
         ('host = ""', "http.host"),
     ],
 )
-def test_a_wrong_table_names_the_key(table, key):
+def test_the_error_for_an_invalid_setting_names_the_key(table, key):
     with pytest.raises(ConfigError) as caught:
         parse(f"[http]\n{table}")
     assert caught.value.detail["key"].startswith(key)

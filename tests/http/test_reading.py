@@ -1,4 +1,4 @@
-"""Requests: what is asked of the daemon for them, and what is refused, by the field's name."""
+"""HTTP bodies become requests to the daemon, or errors that name the field."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_every_setting_reaches_the_daemon():
     )
 
 
-def test_null_is_as_good_as_nothing():
+def test_a_null_field_counts_as_absent():
     optional = [f.encode_name for f in msgspec.structs.fields(ChatRequest) if not f.required]
     assert chat(**dict.fromkeys(optional)) == chat()
     optional = [f.encode_name for f in msgspec.structs.fields(CompletionRequest) if not f.required]
     assert text(**dict.fromkeys(optional)) == text()
 
 
-def test_a_request_without_a_max_of_its_own_takes_the_older_name():
+def test_max_tokens_counts_if_max_completion_tokens_is_absent():
     assert chat(max_tokens=4).max_tokens == 4
 
 
@@ -139,19 +139,19 @@ def test_prompts_in_all_their_forms(prompt, asked):
     assert asked == got
 
 
-def test_an_echo_asks_for_the_prompts_logprobs_where_it_needs_them():
+def test_an_echo_requests_prompt_logprobs_only_if_it_needs_them():
     assert text(echo=True)[0].prompt_logprobs is None
     assert text(echo=True, logprobs=2)[0].prompt_logprobs == 2
     assert text(echo=True, prompt=[1])[0].prompt_logprobs == 0
     assert text(logprobs=2)[0].prompt_logprobs is None
 
 
-def test_a_prompt_alone_may_be_asked_for():
+def test_an_echo_without_a_completion_is_possible():
     (one,) = text(echo=True, logprobs=1, max_tokens=0)
     assert (one.max_tokens, one.prompt_logprobs) == (1, 1)
 
 
-def test_edges_of_sampling():
+def test_special_values_of_sampling():
     assert chat(top_p=0).sampling == Sampling(temperature=0.0)
     assert chat(top_k=-1).sampling.top_k == 0
     assert chat(seed=-1).sampling.seed == 2**63 - 1
@@ -203,7 +203,7 @@ WRONG_CHATS = [
 
 
 @pytest.mark.parametrize(("fields", "field", "says"), WRONG_CHATS, ids=lambda v: str(v)[:40])
-def test_a_wrong_field_is_named(fields, field, says):
+def test_the_error_for_an_invalid_chat_field_names_it(fields, field, says):
     with pytest.raises(InvalidRequest) as caught:
         chat(**fields)
     assert caught.value.detail["field"].startswith(field)
@@ -232,13 +232,13 @@ def test_a_wrong_field_is_named(fields, field, says):
     ],
     ids=lambda v: str(v)[:40],
 )
-def test_a_wrong_field_of_a_completion_is_named(fields, field):
+def test_the_error_for_an_invalid_completion_field_names_it(fields, field):
     with pytest.raises(InvalidRequest) as caught:
         text(**fields)
     assert caught.value.detail["field"].startswith(field)
 
 
-def test_what_is_not_supported_is_taken_where_it_asks_for_nothing():
+def test_unsupported_fields_are_accepted_with_values_that_have_no_effect():
     fields = {f.encode_name for f in msgspec.structs.fields(ChatRequest)}
     harmless = {k: v for k, (_, values) in UNSUPPORTED.items() for v in values if k in fields}
     assert harmless.keys() >= {"tools", "tool_choice", "response_format"}
@@ -247,7 +247,7 @@ def test_what_is_not_supported_is_taken_where_it_asks_for_nothing():
 
 
 @pytest.mark.parametrize("field", ["metadata", "user", "prediction"])
-def test_what_is_ignored_is_not_made_into_objects(field):
+def test_ignored_fields_are_not_decoded_into_objects(field):
     nest = b"[" + b"[]," * 100_000 + b"[]]"
     body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%b":%b}'
     tracemalloc.start()
@@ -261,7 +261,7 @@ def test_what_is_ignored_is_not_made_into_objects(field):
 
 
 @pytest.mark.parametrize("value", [b"1e999", b'"' + b"x" * 1000 + b'"'], ids=["huge", "long"])
-def test_what_is_not_supported_is_refused_whatever_it_is(value):
+def test_unsupported_fields_are_refused_without_decoding_them(value):
     body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"tools":%b}'
     with pytest.raises(InvalidRequest, match="tools is not supported"):
         read(body % value, ChatRequest)
@@ -272,7 +272,7 @@ def test_what_is_not_supported_is_refused_whatever_it_is(value):
     [b"", b"{", b"[]", b"null", b"\xff", b'{"user":"\xff","model":"m"}', b"[" * 100_000, b'"x"'],
     ids=lambda b: repr(b[:20]),
 )
-def test_what_is_no_request_is_a_typed_error(body):
+def test_an_invalid_body_is_a_typed_error(body):
     with pytest.raises(InvalidRequest):
         read(body, ChatRequest)
 
@@ -293,7 +293,7 @@ REQUESTS = st.sampled_from(list(NEEDED)).flatmap(
 
 
 @given(REQUESTS)
-def test_whatever_comes_only_typed_errors_come_out(found):
+def test_any_fields_raise_only_typed_errors(found):
     kind, fields = found
     body = json.dumps({"model": "m"} | NEEDED[kind] | fields).encode()
     with contextlib.suppress(KvdError):

@@ -16,12 +16,12 @@ from tests.process.helpers import source, wait_for
 
 MODEL = "crowded"
 MOST = 1024
-"""What one model may hold."""
+"""Requests that one model may hold."""
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 
 
 class Visits:
-    """Times and statuses of one client, in order."""
+    """Times and statuses of the attempts of one client, in order."""
 
     def __init__(self, reported: Callable[[int], None]) -> None:
         self._reported = reported
@@ -53,7 +53,7 @@ class Visits:
 
 @pytest.mark.slow
 async def test_openai_retries_by_itself(live: Live):
-    """The package obeys 429 and Retry-After without a loop."""
+    """The package obeys 429 and Retry-After, so the caller needs no loop."""
     live.load(source(tps=20), MODEL)
     line = {"v": 1, "op": "generate", "model": MODEL, "prompt": "x", "max_tokens": 400}
     many = b"".join(json.dumps(line | {"id": str(i)}).encode() + b"\n" for i in range(MOST))

@@ -1,4 +1,4 @@
-"""The real server over a scripted daemon: statuses, headers, who is let in, who is cancelled."""
+"""The real server over a scripted daemon: statuses, headers, access and disconnects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ANSWERED = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_error_has_its_status_before_the_first_word(home: Home, stream):
+async def test_every_error_before_the_first_token_has_its_status(home: Home, stream):
     scripts = [fails(error) for error, *_ in ANSWERED]
     async with serving(home, *scripts) as it:
         for error, status, code, retry_after in ANSWERED:
@@ -91,7 +91,7 @@ async def test_every_error_has_its_status_before_the_first_word(home: Home, stre
         await it.backend.settled()
 
 
-async def test_the_field_is_the_errors_param(home: Home):
+async def test_the_field_of_an_error_becomes_param(home: Home):
     async with serving(home, fails(errors.InvalidRequest("bad", field="stop[0]"))) as it:
         assert (await post(it.url)).json()["error"]["param"] == "stop[0]"
         wrong = await post(it.url, CHAT | {"temperature": -1})
@@ -109,14 +109,14 @@ async def test_the_field_is_the_errors_param(home: Home):
         ("sampling.logit_bias", "sampling.logit_bias names", "logit_bias", "logit_bias names"),
     ],
 )
-async def test_what_a_worker_finds_has_https_own_name(home: Home, field, said, param, reported):
+async def test_errors_of_workers_name_fields_of_http(home: Home, field, said, param, reported):
     async with serving(home, fails(errors.InvalidRequest(said, field=field))) as it:
         error = (await post(it.url)).json()["error"]
         assert error["param"] == param
         assert error["message"].startswith(reported)
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(home: Home):
+async def test_an_error_in_the_middle_of_a_stream_ends_it(home: Home):
     script = fails(errors.WorkerDied("died"), BEGUN, word())
     async with serving(home, script) as it:
         answer = await post(it.url, CHAT | {"stream": True})
@@ -127,7 +127,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(home: Home):
         await it.backend.settled()
 
 
-async def test_paths_and_methods_that_are_not(home: Home):
+async def test_unknown_paths_and_methods(home: Home):
     async with serving(home) as it:
         missing = await get(it.url, "/v1/embeddings")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
@@ -172,7 +172,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(home: Home):
         assert (await post(it.url, CHAT | {"user": "x" * 1500})).status_code == 200
 
 
-async def test_packed_bodies_are_refused_unread(home: Home):
+async def test_compressed_bodies_are_refused_unread(home: Home):
     packed = gzip.compress(json.dumps(CHAT).encode())
     async with serving(home) as it, httpx.AsyncClient(verify=False) as client:
         url = f"{it.url}/v1/chat/completions"
@@ -187,7 +187,7 @@ async def test_packed_bodies_are_refused_unread(home: Home):
         assert plain.status_code == 200
 
 
-async def test_who_sends_half_a_request_is_not_waited_for(home: Home):
+async def test_an_incomplete_request_times_out(home: Home):
     async with serving(home, idle_timeout_s=0.2) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
@@ -215,7 +215,7 @@ LARGE = CHAT | {"user": "x" * 4000}
 PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n"
 
 
-async def test_many_large_bodies_at_once_are_too_many(home: Home, little_room):
+async def test_large_bodies_share_a_limit_per_kind_of_socket(home: Home, little_room):
     async with serving(home) as it:
         _, slow = await asyncio.open_connection("127.0.0.1", it.port)
         slow.write(PART + b"x" * 8500)
@@ -226,16 +226,16 @@ async def test_many_large_bodies_at_once_are_too_many(home: Home, little_room):
         async with asyncio.timeout(10):
             while not await answered(429):
                 pass
-            assert (await post(it.url)).status_code == 200, "small ones are always read"
+            assert (await post(it.url)).status_code == 200, "small bodies are always read"
             async with local(it.socket) as client:
                 other = await client.post("/v1/chat/completions", json=LARGE)
-            assert other.status_code == 200, "the other door has a bound of its own"
+            assert other.status_code == 200, "the Unix socket has a separate limit"
             slow.close()
             while not await answered(200):
                 pass
 
 
-async def test_bodies_count_with_what_has_come_of_them(home: Home, little_room):
+async def test_only_the_received_part_of_a_body_counts(home: Home, little_room):
     async with serving(home) as it:
         chunked = PART.replace(b"Content-Length: 9000", b"Transfer-Encoding: chunked")
         halves = [(PART, b"{"), (chunked, b"1\r\n{\r\n")] * 8
@@ -278,7 +278,7 @@ async def answered(port: int, head: bytes, body: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/healthz", "/nowhere"])
-async def test_who_expects_anything_else_is_answered(home: Home, path):
+async def test_an_unknown_expectation_is_answered(home: Home, path):
     async with serving(home) as it:
         body = json.dumps(CHAT).encode()
         method = "POST" if "chat" in path else "GET"
@@ -289,7 +289,7 @@ async def test_who_expects_anything_else_is_answered(home: Home, path):
         assert [one for one in logs if one["log_level"] == "error"] == []
 
 
-async def test_nobody_is_asked_for_a_body_that_is_refused(home: Home):
+async def test_a_body_that_will_be_refused_is_not_requested(home: Home):
     key = keys.make()
     expects = b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: %d\r\n"
     known = expects + b"Authorization: Bearer " + key.encode() + b"\r\n"
@@ -301,11 +301,11 @@ async def test_nobody_is_asked_for_a_body_that_is_refused(home: Home):
         assert (await answered(it.port, old % 2, b"{}")).startswith(b"HTTP/1.0 400 ")
 
 
-# -- going away -------------------------------------------------------------------------------
+# -- disconnects ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_cancels_its_request(home: Home, stream):
+async def test_a_client_that_disconnects_cancels_its_request(home: Home, stream):
     async with serving(home, hangs(BEGUN, word())) as it:
         asking = asyncio.create_task(post(it.url, CHAT | {"stream": stream}))
         await until(lambda: it.backend.calls)
@@ -315,7 +315,7 @@ async def test_a_client_that_goes_away_cancels_its_request(home: Home, stream):
 
 
 @pytest.mark.parametrize("listener", ["tcp", "unix"])
-async def test_who_goes_away_with_its_next_request_half_sent_is_noticed(home: Home, listener):
+async def test_a_disconnect_after_half_of_the_next_request_is_noticed(home: Home, listener):
     async with serving(home, hangs(BEGUN), idle_timeout_s=0.4) as it:
         if listener == "tcp":
             _, writer = await asyncio.open_connection("127.0.0.1", it.port)
@@ -323,7 +323,7 @@ async def test_who_goes_away_with_its_next_request_half_sent_is_noticed(home: Ho
             _, writer = await asyncio.open_unix_connection(it.socket)
         writer.write(request("/v1/chat/completions", CHAT))
         await until(lambda: it.backend.calls)
-        # More than is read ahead, so that its end is not read either.
+        # More than the server reads ahead, so that it does not read the disconnect either.
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 8000000\r\n\r\n")
         writer.write(b"x" * 600_000)
         await asyncio.sleep(0.1)
@@ -362,7 +362,7 @@ async def test_an_answer_that_gets_too_large_in_one_piece_is_refused(home: Home,
 
 
 def slow_client(stage, *, stream: bool) -> socket.socket:
-    """Return a connection that has asked and takes little at a time."""
+    """Return a connection that has sent a request and buffers little of the answer."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
     raw.connect(("127.0.0.1", stage.port))
@@ -371,15 +371,15 @@ def slow_client(stage, *, stream: bool) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_takes_nothing_of_its_answer_is_cut_off(home: Home, stream):
-    text = "x" * 3_900_000  # more than the kernel takes, less than what a stream may leave
+async def test_a_client_that_reads_nothing_of_its_answer_is_cut_off(home: Home, stream):
+    text = "x" * 3_900_000  # more than the kernel buffers, less than `unread_limit`
     async with serving(home, says(text), idle_timeout_s=0.3) as it:
         with capture_logs() as logs, slow_client(it, stream=stream):
             await until(lambda: [one for one in logs if "slow reader" in one["event"]])
         assert (await post(it.url)).status_code == 200
 
 
-async def test_who_takes_its_answer_bit_by_bit_gets_all_of_it(home: Home):
+async def test_a_client_that_reads_its_answer_slowly_gets_all_of_it(home: Home):
     text = "x" * 3_900_000
     async with serving(home, says(text), idle_timeout_s=0.3) as it:
         with slow_client(it, stream=False) as raw:
@@ -404,10 +404,10 @@ async def test_several_calls_of_one_request_end_together(home: Home):
         assert [call.request.prompt for call in it.backend.calls] == ["a", "b"]
 
 
-# -- who may ----------------------------------------------------------------------------------
+# -- access -----------------------------------------------------------------------------------
 
 
-async def test_a_key_is_needed_where_there_are_keys_but_not_by_those_who_only_look(home: Home):
+async def test_with_keys_requests_over_tcp_need_one_except_health_checks(home: Home):
     key = keys.make()
     async with serving(home, keys={"me": keys.hashed(key)}, metrics=reported()) as it:
         for path in ("/v1/models", "/v1/models/m", "/metrics"):
@@ -444,7 +444,7 @@ async def test_a_foreign_host_or_origin_is_refused_everywhere(home: Home):
         assert it.backend.calls == []
 
 
-async def test_pages_of_the_configuration_may_use_it(home: Home):
+async def test_pages_of_configured_origins_are_served(home: Home):
     page = "https://chat.example"
     key = keys.make()
     settings = {"origins": [page], "keys": {"me": keys.hashed(key)}}
@@ -470,7 +470,7 @@ async def test_pages_of_the_configuration_may_use_it(home: Home):
         assert other.status_code == 403
 
 
-async def test_another_user_is_turned_away_from_the_unix_socket(home: Home):
+async def test_another_user_is_refused_on_the_unix_socket(home: Home):
     async with serving(home, uid_of=lambda _: os.geteuid() + 1) as it:
         transport = httpx.AsyncHTTPTransport(uds=it.socket)
         async with httpx.AsyncClient(transport=transport, base_url="http://kvd") as client:
@@ -551,7 +551,7 @@ async def test_metrics_are_served_if_there_are_any(home: Home):
         assert answer.headers["Content-Type"] == "text/plain; version=0"
 
 
-async def test_openais_client_waits_and_tries_again(home: Home):
+async def test_openais_client_waits_and_retries(home: Home):
     busy = fails(errors.Overloaded("full", retry_after_s=0.05))
     async with serving(home, busy, busy, says("at", " last")) as it:
         async with AsyncOpenAI(base_url=f"{it.url}/v1", api_key="none") as client:
@@ -566,7 +566,7 @@ async def test_openais_client_waits_and_tries_again(home: Home):
         assert len(it.backend.calls) == 2
 
 
-async def test_openais_client_does_not_try_again_what_cannot_be(home: Home):
+async def test_openais_client_does_not_retry_permanent_errors(home: Home):
     async with serving(home, fails(errors.ModelFailed("gave up"))) as it:
         async with AsyncOpenAI(base_url=f"{it.url}/v1", api_key="none") as client:
             with pytest.raises(Exception, match="gave up"):
@@ -574,7 +574,7 @@ async def test_openais_client_does_not_try_again_what_cannot_be(home: Home):
         assert len(it.backend.calls) == 1
 
 
-async def test_a_silent_stream_shows_that_it_lives(home: Home, monkeypatch):
+async def test_a_silent_stream_sends_keepalives(home: Home, monkeypatch):
     monkeypatch.setattr("kvd.http.completion.KEEPALIVE_S", 0.05)
     async with serving(home, hangs(BEGUN)) as it, httpx.AsyncClient(verify=False) as client:
         url = f"{it.url}/v1/chat/completions"
@@ -591,12 +591,12 @@ async def first(lines, count: int):
             return
 
 
-async def test_the_end_of_the_server_ends_what_runs(home: Home):
+async def test_closing_the_server_ends_running_requests(home: Home):
     async with serving(home, hangs(BEGUN)) as it:
         asking = asyncio.create_task(post(it.url, CHAT | {"stream": True}))
         await until(lambda: it.backend.calls)
         began = time.monotonic()
-    assert time.monotonic() - began < 1.8, "the farewell is 1 s"
+    assert time.monotonic() - began < 1.8, "running requests get 1 s"
     await it.backend.settled()
     with pytest.raises(httpx.RemoteProtocolError):
         await asking
@@ -630,17 +630,17 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, m
         await it.backend.settled()
 
 
-async def test_connections_that_come_at_once_are_bounded_as_those_that_come_one_by_one(
+async def test_connections_at_once_have_the_same_limit_as_one_after_the_other(
     home: Home, monkeypatch
 ):
-    """They are accepted in one turn of the loop, before the first of them is known."""
+    """They are accepted in one pass of the event loop, before aiohttp lists the first of them."""
     monkeypatch.setattr(files, "limit", lambda: 40)
     async with serving(home) as stage:
         many = [socket.create_connection(("127.0.0.1", stage.port)) for _ in range(30)]
         refused = 0
         for one in many:
             one.setblocking(False)
-        for _ in range(20):  # turns of the loop, in which they are accepted and answered
+        for _ in range(20):  # passes of the loop, to accept and answer all
             await asyncio.sleep(0.01)
         for one in many:
             with one, contextlib.suppress(BlockingIOError):
