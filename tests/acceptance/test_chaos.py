@@ -1,4 +1,4 @@
-"""Workers that die and hang under many streams, with real processes: `bench.chaos`, in short."""
+"""A short `bench.chaos`: real workers die and hang while they serve many streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_streams_have_the_tokens_of_an_undisturbed_run() -> None:
     assert (found.kills, found.stops) == (2, 1)
     assert found.streams >= 12
     assert found.spared_streams >= 4
-    assert found.restarts >= 2  # two strikes may meet one process
+    assert found.restarts >= 2  # two of the three faults may hit the same process
 
 
 def test_the_recorded_run_lost_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What `explain` says is what a real daemon then grants to real workers: within 2 % of bytes."""
+"""The bytes that `explain` forecasts are those that real workers are granted, within 2 %."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.process]
 ROWS, PROMPT, NEW = 8, 900, 24
 CLOSE = 0.02
 NOISE = 12 * 2**20
-"""A process's share of pages that others map too moves by so much with who else runs."""
+"""Bytes by which a footprint varies, because other processes share some of its pages."""
 
 
 async def peak_of(client: AsyncClient, alias: str) -> int:
@@ -77,9 +77,7 @@ async def check(client: AsyncClient, source: str, scheme: str, lower: dict[str, 
 @pytest.mark.parametrize(
     ("name", "schemes"), [("demo", ("k8v8", "k4v4")), ("wide", ("k8v4",))], ids=["demo", "wide"]
 )
-def test_the_forecast_is_what_is_granted(
-    name: str, schemes: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_forecast_equals_the_grant(name: str, schemes: tuple[str, ...], tmp_path: Path) -> None:
     source = name
     if name == "wide":
         shapes.write("wide", mx.float16, tmp_path / "wide")

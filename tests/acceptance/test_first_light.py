@@ -25,7 +25,7 @@ from tests.process.helpers import Daemon, wait_for
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
 LENGTHS = (10, 4000, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
-"""Prompt tokens of the concurrent requests, exactly."""
+"""Exact prompt tokens of the concurrent requests."""
 MAX_TOKENS = 100
 
 
@@ -64,7 +64,7 @@ def request(index: int, tokens: int) -> Request:
     while len(ids) < tokens + 8:
         ids += Encoder().encode(sentences[place % len(sentences)])
         place += 1
-    # Cutting can split a word that would be tokenized otherwise: cut until the text has as many.
+    # A cut may split a word and so change its tokens: try cuts until the count is exact.
     prompt = next(
         text
         for extra in range(-3, 8)
@@ -115,11 +115,11 @@ def test_status_shows_the_model(daemon: Daemon) -> None:
     assert stats["pages_total"] >= stats.get("pages_used", 0)
     assert stats["memory"]["kv_pages"] == stats["pages_total"] * model["info"]["page_bytes"]
     assert stats["memory"]["footprint"] > 50_000_000
-    # 5.8 M parameters: as they are stored, or in float32 where there is no compiler.
+    # 5.8 M parameters, as they are stored or, without a compiler, in float32.
     assert 11_000_000 < stats["memory"]["weights"] < 24_000_000
 
 
-def test_tokens_stream_as_they_come(daemon: Daemon) -> None:
+def test_tokens_are_streamed_as_they_are_generated(daemon: Daemon) -> None:
     one = Request("The list of all values that", {"max_tokens": 2000, "temperature": 1.2})
     process = start(daemon, one)
     assert process.stdout is not None
@@ -133,7 +133,7 @@ def test_tokens_stream_as_they_come(daemon: Daemon) -> None:
     wait_for("its row is gone", lambda: daemon.model("demo").requests == 0)
 
 
-def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
+def test_sixteen_concurrent_requests_get_the_same_text_as_alone(daemon: Daemon) -> None:
     requests = [request(index, tokens) for index, tokens in enumerate(LENGTHS)]
     with daemon.client() as kvd:
         alone = [kvd.generate("demo", one.prompt, **one.settings).text.encode() for one in requests]
@@ -152,10 +152,10 @@ def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
             assert (index, process.returncode) == (index, 0), errors
             assert (index, output) == (index, alone[index])
     assert daemon.model("demo").stats.max_rows_in_step >= 8
-    wait_for("nothing is held", lambda: daemon.model("demo").stats.pages_used == 0)
+    wait_for("no page is in use", lambda: daemon.model("demo").stats.pages_used == 0)
 
 
-def test_bad_input_is_reported_and_costs_nothing_else(daemon: Daemon, tmp_path: Path) -> None:
+def test_bad_input_is_reported_and_affects_nothing_else(daemon: Daemon, tmp_path: Path) -> None:
     whole = demo.path()
     broken = tmp_path / "truncated"
     shutil.copytree(whole, broken)
@@ -203,7 +203,7 @@ def test_recall_through_the_daemon_agrees_with_dense(daemon: Daemon) -> None:
     assert daemon.kvctl("unload", "dense").returncode == 0
 
 
-def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
+def test_a_second_model_continues_when_the_worker_of_the_first_dies(daemon: Daemon) -> None:
     done = daemon.kvctl("load", str(demo.path()), "--alias", "second", "--kv", "k4v4")
     assert done.returncode == 0, done.stderr
     assert daemon.model("second").kv.name == "k4v4"
@@ -222,7 +222,7 @@ def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
     assert daemon.kvctl("unload", "second").returncode == 0
 
 
-def test_killed_worker_comes_back_and_its_stream_goes_on(daemon: Daemon) -> None:
+def test_a_killed_worker_restarts_and_its_stream_continues(daemon: Daemon) -> None:
     settings = {"max_tokens": 1500, "temperature": 1.3, "seed": 5, "ignore_eos": True}
     long = Request("An iterator is", settings)
     undisturbed, _ = start(daemon, long).communicate(timeout=60)

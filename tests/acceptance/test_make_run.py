@@ -1,4 +1,4 @@
-"""`make run`, the first command that anybody types."""
+"""`make run`, the first command of the README."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_serves_the_embedded_model_and_says_what_to_try(home: Home) -> None:
+def test_make_run_serves_the_embedded_model_and_suggests_commands(home: Home) -> None:
     process = subprocess.Popen(
         ["make", "--no-print-directory", "run", f"VENV={sys.prefix}"],
         cwd=ROOT,

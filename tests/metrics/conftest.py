@@ -1,3 +1,5 @@
+"""A fixture for `promtool`, Prometheus's own checker."""
+
 from __future__ import annotations
 
 import shutil
@@ -12,7 +14,7 @@ Promtool = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def promtool() -> Promtool:
-    """Prometheus's own judge: call it with arguments, and text for its stdin."""
+    """Return a function that runs `promtool` with these arguments, and this text as stdin."""
     path = shutil.which("promtool")
     if path is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one daemon, and is asked what a dashboard would ask."""
+"""Runs a real Prometheus that scrapes one daemon, and queries it as a dashboard does."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ scrape_configs:
 
 @dataclass
 class Prometheus:
-    """A connection to it."""
+    """A connection to a running Prometheus."""
 
     http: httpx.Client
 
     def ask(self, path: str, **fields: str) -> Any:
-        """Return the data of an answer of its API."""
+        """Return the data of a reply of the HTTP API."""
         said = self.http.get(f"/api/v1/{path}", params=fields).json()
         assert said["status"] == "success", (fields, said)
         return said["data"]
 
     def query(self, expr: str) -> list[Any]:
-        """Return what an expression is now."""
+        """Return the current value of a PromQL expression."""
         return self.ask("query", query=expr)["result"]
 
 
 @contextlib.contextmanager
 def running(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
-    """Start one in this folder, and end it with the block."""
+    """Run Prometheus until the block ends, with its files in this folder."""
     config, log = folder / "prometheus.yml", folder / "prometheus.log"
     config.write_text(CONFIG.format(target=target, rules=rules))
     program = shutil.which("prometheus")

@@ -1,4 +1,4 @@
-"""A daemon that has served something: what it exports is what a page of metrics may speak of."""
+"""A daemon that has served, evicted, refused and restarted, so that it exports all metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ port = 0
 
 @dataclass
 class Served:
-    """The daemon, and what was asked of it."""
+    """The daemon, and the requests that it is sent."""
 
     daemon: Daemon
     tokens: int = 0
-    """That came to clients."""
+    """Tokens that clients have received."""
 
     @property
     def address(self) -> str:
@@ -46,7 +46,7 @@ class Served:
         self.tokens += tokens
 
     def busy(self) -> None:
-        """Load, serve, find a prompt again, refuse, lose a worker, and make room."""
+        """Load, serve, hit the prefix cache, refuse requests, kill a worker, and evict a model."""
         daemon = self.daemon
         assert httpx.get(f"http://{self.address}/healthz").is_success
         daemon.load(source(tps=0), "one")
@@ -59,10 +59,10 @@ class Served:
             assert _refusal(kvd, "two", "x" * 9000) == "context_too_long"
         os.kill(daemon.worker_pid("two"), signal.SIGKILL)
         self.complete("two", "It comes back.", 20)
-        daemon.load(source(tps=1000), "three")  # one of the others has to go
+        daemon.load(source(tps=1000), "three")  # evicts one of the others
 
     def disturbed(self) -> None:
-        """Have models push each other out, refuse something, and lose a worker."""
+        """Let models evict each other, refuse a request, and kill a worker."""
         for model in ("one", "two", "three"):
             self.complete(model, "What two prompts have in common. " * 20, 100)
         with self.daemon.client() as kvd:
@@ -75,13 +75,13 @@ class Served:
             return kvd.metrics()
 
     def value(self, series: str) -> float:
-        """Return what a series is now."""
+        """Return the current value of a series."""
         return value_in(self.text(), series)
 
     def settled(self) -> str:
-        """Return the metrics once the last counters of the workers have come."""
+        """Return the metrics once the workers have reported their last counters."""
         wait_for(
-            "the workers tell what they have counted",
+            "the workers report their counters",
             lambda: self.value('kvd_worker_steps_total{model="one"}') >= 80,
         )
         return self.text()

@@ -1,4 +1,4 @@
-"""What `kvctl metrics` makes of the text."""
+"""`kvctl metrics` parses the text of the metrics into families and samples."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_each_family_has_its_lines():
     assert "\n".join(line for lines in found.values() for line in lines) + "\n" == some()
 
 
-def test_nothing_has_no_families():
+def test_an_empty_text_has_no_families():
     assert list(families("")) == []
 
 
-def test_samples_are_read_as_they_were_meant():
+def test_samples_are_read_with_their_labels_and_values():
     read = samples(some().splitlines())
     assert read[:2] == [
         Sample("kvd_budget_bytes", {}, 5),

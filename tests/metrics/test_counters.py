@@ -1,4 +1,4 @@
-"""What moments add up to, that it never falls, and that it stays small."""
+"""Counters: sums of observations that never fall, for a limited number of models."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_the_life_of_a_request():
     assert it.finished == {"stop": 0, "length": 1, "cancelled": 0}
     assert (it.failed["overloaded"], it.paused["memory"]) == (1, 1)
     assert (it.queue.total, it.first.total, it.whole.total) == (0.05, 0.2, 3.0)
-    assert sum(it.gaps.counts) == 4, "each token counts"
+    assert sum(it.gaps.counts) == 4, "each token has a gap"
     assert it.gaps.total == pytest.approx(0.04)
-    assert it.gaps.counts[it.gaps.bounds.index(0.01)] == 4, "and took as long as the others"
+    assert it.gaps.counts[it.gaps.bounds.index(0.01)] == 4, "tokens of one event share its time"
 
 
-def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
+def test_a_value_at_a_bound_is_in_its_bucket_and_a_huge_one_in_the_last():
     counters, _ = counters_of("m")
     counters(telemetry.RequestAdmitted("m", 0.3))
     counters(telemetry.RequestAdmitted("m", 1e9))
@@ -75,7 +75,7 @@ def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
     assert queue.counts[-1] == 1
 
 
-def test_counters_go_on_where_the_last_process_stopped():
+def test_counters_continue_from_those_of_the_last_process():
     counters, _ = counters_of("m")
     seen = []
     for life, reported in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
@@ -103,7 +103,7 @@ def test_a_peak_is_kept_until_the_next_process():
         assert counters.models["m"].worker.peak == expected
 
 
-def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
+def test_requests_for_unknown_models_are_counted_without_a_model():
     counters, _ = counters_of("m")
     for number in range(1000):
         counters(telemetry.RequestArrived(f"made up {number}"))
@@ -114,7 +114,7 @@ def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
     assert counters.name("made up 7") == NO_MODEL
 
 
-def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
+def test_an_unloaded_model_keeps_its_counters_until_many_others_are_unloaded():
     counters, known = counters_of("first")
     counters(telemetry.RequestArrived("first"))
     known.clear()
@@ -128,11 +128,11 @@ def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
 
     assert "first" not in counters.models
     assert len(counters.models) <= KEPT_AFTER_UNLOAD + 2, (
-        "none, those that are gone, and the newest"
+        "no model, unloaded models, and the newest"
     )
 
 
-def test_models_that_are_there_are_never_dropped_and_come_back_with_their_counters():
+def test_counters_of_known_models_are_never_dropped():
     counters, known = counters_of("stays")
     counters(telemetry.RequestArrived("stays"))
     for number in range(100):
@@ -161,7 +161,7 @@ def test_loads_and_restarts():
     assert it.restarts.keys() == set(CAUSES)
 
 
-def test_every_kind_of_event_begins_with_0():
+def test_counts_of_all_event_kinds_start_at_0():
     section = (DOCS / "protocol.md").read_text().partition("| kind | |")[2].partition("\n## ")[0]
     kinds = {
         kind
@@ -171,7 +171,7 @@ def test_every_kind_of_event_begins_with_0():
     assert kinds == {*ACTIONS, *GLOBAL_ACTIONS}
 
 
-def test_the_failures_that_begin_with_0_are_codes_of_ours():
+def test_failures_whose_counts_start_at_0_are_error_codes_of_kvd():
     def codes(base: type[KvdError]) -> set[str]:
         return {base.code}.union(*(codes(sub) for sub in base.__subclasses__()))
 

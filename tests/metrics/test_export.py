@@ -1,4 +1,4 @@
-"""What a real daemon exports, on both doors, as Prometheus's own tools read it."""
+"""Metrics of a real daemon over HTTP and the socket, as Prometheus's own tools read them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_every_metric_of_the_page_is_exported_and_no_other(served: Served):
     assert families(served.settled()) - of_accelerators == expected
 
 
-def test_promtool_has_nothing_to_say_against_it(served: Served, promtool: Promtool):
+def test_promtool_finds_no_problem(served: Served, promtool: Promtool):
     done = promtool("check", "metrics", text=served.settled())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_it_tells_what_was_done(served: Served):
+def test_the_metrics_show_what_the_daemon_did(served: Served):
     text = served.settled()
     for series, value in {
         'kvd_requests_received_total{model=""}': 1,
@@ -90,7 +90,7 @@ def test_it_tells_what_was_done(served: Served):
     assert value_in(text, "kvd_event_loop_lag_seconds_count") > 0
 
 
-def test_http_tells_the_same_in_the_format_that_is_asked_for(served: Served):
+def test_http_serves_the_same_metrics_in_the_requested_format(served: Served):
     url = f"http://{served.address}/metrics"
     plain = httpx.get(url)
     assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -124,7 +124,7 @@ def test_counters_never_fall_when_workers_die(served: Served):
     served.complete("three", "The last words of the first process.", 30)
     steps = 'kvd_worker_steps_total{model="three"}'
     before_steps = wait_for(
-        "it tells its counters", lambda: served.value(steps) >= 30 and served.value(steps)
+        "the worker reports its counters", lambda: served.value(steps) >= 30 and served.value(steps)
     )
     before = counters()
     first = served.daemon.worker_pid("three")
@@ -139,10 +139,10 @@ def test_counters_never_fall_when_workers_die(served: Served):
         if after.get(name, -1) < value
     }
     assert not fallen
-    wait_for("the second process adds to it", lambda: served.value(steps) >= before_steps + 5)
+    wait_for("the second process adds its steps", lambda: served.value(steps) >= before_steps + 5)
 
 
-def test_kvctl_prints_them(served: Served):
+def test_kvctl_prints_metrics(served: Served):
     done = served.daemon.kvctl("metrics", "restarts")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("# HELP kvd_worker_restarts_total ")
@@ -160,17 +160,15 @@ def test_kvctl_prints_them(served: Served):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
-def test_prometheus_scrapes_it_and_every_panel_has_something_to_show(
-    served: Served, tmp_path: Path
-):
+def test_prometheus_scrapes_the_daemon_and_every_panel_has_data(served: Served, tmp_path: Path):
     with running(tmp_path, served.address, RULES) as prometheus:
         scrapes = 'sum(count_over_time(up{{job="kvd"}}[1m])) >= {}'
         wait_for("a first scrape", lambda: prometheus.query(scrapes.format(1)))
         served.disturbed()
-        wait_for("scrapes of what it did", lambda: prometheus.query(scrapes.format(4)))
+        wait_for("scrapes after the disturbances", lambda: prometheus.query(scrapes.format(4)))
 
         (up,) = prometheus.query('up{job="kvd"}')
-        assert up["value"][1] == "1", "scraped as it is, without a complaint"
+        assert up["value"][1] == "1", "the scrape failed"
         (target,) = prometheus.ask("targets")["activeTargets"]
         assert (target["health"], target["lastError"]) == ("up", "")
         silent = queries("1m") + recipes()

@@ -1,4 +1,4 @@
-"""A scrape is gathered on the event loop, and encoded beside it."""
+"""A scrape is gathered on the event loop and encoded in a thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Idle:
 
 
 @simulated
-async def test_what_happens_while_it_is_encoded_is_in_the_next_scrape():
+async def test_observations_during_the_encoding_are_in_the_next_scrape():
     async def late(call) -> Answer:
         exposition.counters(telemetry.RequestAdmitted("m", 0.2))
         exposition.counters(telemetry.RequestPaused("m", "memory"))
@@ -75,7 +75,7 @@ async def test_scrapes_come_one_after_the_other():
     assert (len(texts), most) == (5, 1)
 
 
-async def test_the_event_loop_has_nothing_to_do_with_encoding(monkeypatch: pytest.MonkeyPatch):
+async def test_encoding_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch):
     encoded, threads = families.encoded, []
 
     def watched(*arguments) -> Answer:

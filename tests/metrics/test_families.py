@@ -1,4 +1,4 @@
-"""What is gathered, as others read it in both formats."""
+"""Encoded samples in both formats, as Prometheus's parsers read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text(samples: Samples, accept: str = "") -> str:
 
 
 @both
-def test_what_was_gathered_is_what_is_read(parse, accept):
+def test_parsers_read_the_gathered_samples(parse, accept):
     read = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in parse(text(some(), accept))
@@ -95,12 +95,12 @@ def test_counters_keep_their_whole_name_in_the_plain_format():
     assert f'{c.RECEIVED.name}{{model="m"}} 3.0' in lines
 
 
-def test_a_metric_without_samples_is_not_there():
+def test_a_metric_without_samples_is_omitted():
     assert text(Samples()) == ""
     assert text(Samples(), OPEN) == "# EOF\n"
 
 
-def test_wrong_labels_are_a_mistake_of_ours():
+def test_wrong_labels_raise():
     samples = Samples()
     with pytest.raises(ValueError, match="kvd_budget_bytes has the labels"):
         samples.put(c.BUDGET, 1, "m")
@@ -124,7 +124,7 @@ def test_wrong_labels_are_a_mistake_of_ours():
         ("application/openmetrics-text;version=2.x\udcff", PLAIN),
     ],
 )
-def test_the_format_is_the_one_that_is_asked_for(accept, kind):
+def test_the_accept_header_selects_the_format(accept, kind):
     body, reported = encoded(some(), accept)
     assert reported == kind
     assert body.endswith(b"# EOF\n") == (kind != PLAIN)

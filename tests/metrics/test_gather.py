@@ -1,4 +1,4 @@
-"""What a snapshot becomes, where no fake daemon has it to tell."""
+"""Samples that no test with a fake daemon covers: the timing of attention kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.stub import INFO, MODEL, daemon_status
 
 
 def gathered(fused: FusedAttention | None) -> Samples:
-    """Return the samples of a daemon with one model, with what came of its kernels."""
+    """Return the samples of a daemon with one model and this use of kernels."""
     model = replace(MODEL, info=replace(INFO, fused=fused))
     snapshot = Snapshot(
         status=daemon_status(model),
@@ -31,7 +31,7 @@ def gathered(fused: FusedAttention | None) -> Samples:
 
 
 @pytest.mark.parametrize(("used", "call_ms"), [(True, 0.25), (False, 2.0)])
-def test_attention_that_was_timed_tells_its_seconds_also_of_the_path_not_taken(used, call_ms):
+def test_timed_attention_exports_the_seconds_of_both_paths(used, call_ms):
     fused = FusedAttention(used=used, call_ms=call_ms, reference_ms=1.5)
     assert gathered(fused).found[c.ATTENTION_CALL] == {
         ("demo", "fused"): call_ms / 1000,
@@ -40,7 +40,7 @@ def test_attention_that_was_timed_tells_its_seconds_also_of_the_path_not_taken(u
 
 
 @pytest.mark.parametrize("fused", [None, FusedAttention(used=False, reason="switched off")])
-def test_attention_that_was_not_timed_tells_none(fused):
+def test_attention_that_was_not_timed_exports_no_seconds(fused):
     found = gathered(fused).found
     assert c.ATTENTION_CALL not in found
     assert found[c.ATTENTION] == {("demo", INFO.attention_path): 1}

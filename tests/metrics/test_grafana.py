@@ -1,4 +1,4 @@
-"""Grafana's own types keep every field of the dashboard; unknown fields would have no effect."""
+"""Grafana's own types keep every field of the dashboard: Grafana would ignore unknown ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/kvd.json"
 BEYOND = ("step", "titleFormat", "textFormat", "tagKeys")
-"""Fields of Prometheus annotations, which Grafana's types leave out."""
+"""Fields of Prometheus annotations that Grafana knows although its types do not have them."""
 
 
 def lost(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """Yield the places of what is in one and not in the other."""
+    """Yield the path of each value of ``ours`` that ``theirs`` does not have."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key, value in ours.items():
             if key in theirs:

@@ -1,4 +1,4 @@
-"""How late the event loop is, on the simulated clock, and once on the real one."""
+"""`Lag`, which measures how late the event loop is, on the simulated and the real clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.sim.loop import simulated
 
 
 @simulated
-async def test_it_looks_often_while_there_is_work_and_seldom_else():
+async def test_the_lag_is_measured_often_while_there_is_work_and_rarely_otherwise():
     work = [True]
     lag = Lag(lambda: work[0])
     lag.start()
@@ -21,7 +21,7 @@ async def test_it_looks_often_while_there_is_work_and_seldom_else():
     before = sum(lag.seen.counts)
     await asyncio.sleep(10.05)
     assert abs(sum(lag.seen.counts) - before - 10 / IDLE_S) <= 1
-    assert lag.seen.total < 1e-6, "time stands still while this loop works"
+    assert lag.seen.total < 1e-6, "the simulated clock stands still while the loop works"
 
     lag.stop()
     before = sum(lag.seen.counts)
@@ -29,11 +29,11 @@ async def test_it_looks_often_while_there_is_work_and_seldom_else():
     assert sum(lag.seen.counts) == before
 
 
-async def test_a_stall_is_seen():
+async def test_a_blocked_loop_is_measured():
     lag = Lag(lambda: True)
     lag.start()
     await asyncio.sleep(0.01)
-    time.sleep(BUSY_S + 0.1)  # noqa: ASYNC251 - the stall
+    time.sleep(BUSY_S + 0.1)  # noqa: ASYNC251 - blocks the loop
     await asyncio.sleep(0.01)
     lag.stop()
     assert sum(lag.seen.counts) == 1

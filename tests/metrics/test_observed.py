@@ -1,4 +1,4 @@
-"""What is counted of a whole system, on the simulated clock: times are exact."""
+"""Metrics of a whole system on the simulated clock, where times are exact."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ async def test_counters_survive_a_death_and_its_cause_is_counted():
         assert (await client.end(key)).reason == "length"
         it = of(w)
         assert it.worker.total.step > before
-        assert it.generated == 6, "what was sent before is not sent again"
+        assert it.generated == 6, "tokens sent before the death are not sent again"
         assert (it.paused["restart"], it.resumed, it.restarts["killed"], it.loads) == (1, 1, 1, 2)
         assert (count(it.queue), count(it.first), count(it.gaps)) == (1, 1, 5)
-        assert it.gaps.total > 5.0, "the way back is one of the gaps"
+        assert it.gaps.total > 5.0, "the restart is one of the gaps"
         assert it.actions["replay"] == 1
 
 
@@ -109,7 +109,7 @@ def test_causes_of_restarts(script, cause):
 
 
 @simulated
-async def test_requests_that_rest_for_others_and_go_on():
+async def test_a_preempted_request_is_counted_as_paused_and_resumed():
     async with world({"demo": [SLOW]}) as w:
         client, worker = w.client(), w.spawn.last("demo")
         key = client.generate(max_tokens=3)
@@ -124,7 +124,7 @@ async def test_requests_that_rest_for_others_and_go_on():
 
 
 @simulated
-async def test_refusals_are_counted_where_they_belong():
+async def test_refusals_are_counted_for_their_model_if_it_is_known():
     async with world() as w:
         client = w.client()
         with pytest.raises(errors.UnknownModel):
@@ -156,7 +156,7 @@ async def test_an_unloaded_model_keeps_its_counters_and_loses_its_gauges():
 
 
 @simulated
-async def test_the_text_is_asked_for_over_the_socket():
+async def test_the_text_is_available_over_the_socket():
     async with world() as w:
         client = w.client()
         reply = await client.ask(messages.Metrics)
@@ -165,7 +165,7 @@ async def test_the_text_is_asked_for_over_the_socket():
 
 
 @simulated
-async def test_models_that_come_and_go_do_not_add_up():
+async def test_models_that_were_unloaded_do_not_lengthen_the_text():
     async with world(load=()) as w:
         client = w.client()
         lengths = []
@@ -174,4 +174,4 @@ async def test_models_that_come_and_go_do_not_add_up():
             await client.end(client.generate(f"m{number}", max_tokens=1))
             await client.ask(messages.Unload, model=f"m{number}")
             lengths.append(len(await w.metrics.text()))
-        assert max(lengths[30:]) < 1.02 * lengths[29], "names of one length more are all"
+        assert max(lengths[30:]) < 1.02 * lengths[29], "the text grows with unloaded models"

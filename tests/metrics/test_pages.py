@@ -1,4 +1,4 @@
-"""Page, dashboard and alerts speak of what is exported, and are what they are said to be."""
+"""`docs/metrics.md`, the dashboard and the alerts are valid and use only exported metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def queries(interval: str = "1m") -> list[str]:
 
 
 def recipes() -> list[str]:
-    """Return the expressions of the page."""
+    """Return the PromQL expressions of `docs/metrics.md`."""
     (block,) = re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return [line for line in block.splitlines() if line and not line.startswith("#")]
 
@@ -71,7 +71,7 @@ def test_every_metric_is_in_a_group_and_well_named():
         assert not metric.help.endswith("."), metric.name
 
 
-def test_the_page_speaks_of_metrics_that_are_there():
+def test_the_page_names_only_existing_metrics():
     page = PAGE.read_text(encoding="utf-8")
     known = KNOWN | {metric.name for metric in everything()}
     stems = {name for name in names_in(page) if name.endswith("_")}
@@ -89,10 +89,10 @@ def test_the_dashboard_is_what_its_script_writes():
     assert build.text() == DASHBOARD.read_text(encoding="utf-8"), "run deploy/grafana/build.py"
 
 
-def test_the_dashboard_is_one_that_grafana_takes():
+def test_the_dashboard_is_valid_for_grafana():
     page = dashboard()
     assert page["uid"] == "kvd"
-    assert "id" not in page, "Grafana gives it one when it is imported"
+    assert "id" not in page, "Grafana assigns an id at the import"
     ids = [panel["id"] for panel in page["panels"]]
     assert len(ids) == len(set(ids))
     places: set[tuple[int, int]] = set()
@@ -100,7 +100,7 @@ def test_the_dashboard_is_one_that_grafana_takes():
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not places & cells, f"{panel['title']} lies on another one"
+        assert not places & cells, f"{panel['title']} overlaps another panel"
         places |= cells
         if panel["type"] == "row":
             continue
@@ -111,7 +111,7 @@ def test_the_dashboard_is_one_that_grafana_takes():
     assert variables == ["datasource", "instance", "model"]
 
 
-def test_what_it_and_the_alerts_ask_for_is_exported():
+def test_dashboard_page_and_alerts_use_only_exported_metrics():
     asked = set().union(*map(names_in, [*queries(), *recipes(), RULES.read_text()]))
     asked |= names_in(json.dumps(dashboard()["templating"]))
     assert asked <= KNOWN
@@ -119,7 +119,7 @@ def test_what_it_and_the_alerts_ask_for_is_exported():
 
 
 @pytest.mark.parametrize("expr", [*queries(), *recipes()])
-def test_its_labels_are_there(expr):
+def test_queries_use_only_existing_labels(expr):
     """A query with an unknown label would silently select nothing."""
     for name, inside in re.findall(r"(kvd_[a-z0-9_]+)\{([^}]*)\}", expr):
         for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside):
@@ -129,14 +129,14 @@ def test_its_labels_are_there(expr):
 def test_prometheus_understands_every_query(promtool: Promtool, tmp_path: Path):
     asked = [*queries(), *recipes()]
     rules = [{"record": f"it:{at}", "expr": expr} for at, expr in enumerate(asked)]
-    file = tmp_path / "queries.json"  # YAML, too
+    file = tmp_path / "queries.json"  # JSON is YAML, too
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     done = promtool("check", "rules", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules)} rules found" in done.stdout
 
 
-def test_the_configuration_and_the_alerts_are_good(promtool: Promtool):
+def test_the_configuration_and_the_alerts_are_valid(promtool: Promtool):
     done = promtool("check", "config", ROOT / "deploy/prometheus/prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     done = promtool("check", "rules", "--lint-fatal", RULES)
@@ -151,7 +151,7 @@ def test_the_alerts_fire_when_they_should(promtool: Promtool):
     assert alerts == {name for name in alerts if name in cases.read_text()}, "alerts without a test"
 
 
-def test_what_alerts_tell_to_call_is_there():
+def test_commands_that_alerts_name_exist():
     said = set(re.findall(r"`kvctl (\w+)", RULES.read_text()))
     assert said <= {it.name for it in COMMANDS}
 

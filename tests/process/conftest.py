@@ -1,3 +1,5 @@
+"""Fixtures: real daemons with the fake engine, for one test or for a module."""
+
 from __future__ import annotations
 
 import shutil

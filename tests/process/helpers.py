@@ -21,7 +21,7 @@ from protocol.errors import KvdError, NotRunning
 from protocol.types import ModelStatus
 
 DEADLINE_S = 30.0
-"""Timeout for steps that usually take a second: two cores may be busy."""
+"""Timeout of waits that usually take a second, because the machine may be busy."""
 
 
 def wait_for(what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
@@ -143,7 +143,7 @@ class Daemon:
         return raw
 
     def end(self) -> None:
-        """Kill it, even if it is stopped; for teardown."""
+        """Kill it, even if SIGSTOP suspended it; for teardown."""
         if self.process is None:
             return
         if self.process.poll() is None:

@@ -1,4 +1,4 @@
-"""Streams that continue in the next daemon after a kill: ``journal = "disk"``."""
+"""With ``journal = "disk"``, streams of a killed daemon continue in the next one."""
 
 from __future__ import annotations
 

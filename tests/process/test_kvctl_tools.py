@@ -99,7 +99,7 @@ def test_tokenize_fails_at_once_when_the_worker_dies(daemon: Daemon):
 
 @pytest.fixture
 def kvctl(monkeypatch, capsys, home: Home):
-    """Run kvctl in this process: exit code, stdout and stderr."""
+    """Return a function that runs kvctl here and returns its exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])

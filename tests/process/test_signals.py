@@ -91,7 +91,7 @@ class Terminal:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="only on Linux does opening a terminal claim it"
+    sys.platform != "linux", reason="only on Linux, opening a terminal makes it the controlling one"
 )
 def test_a_closed_terminal_drains_the_daemon(make_daemon):
     daemon = make_daemon()
@@ -107,7 +107,7 @@ def test_a_closed_terminal_drains_the_daemon(make_daemon):
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="only on Linux does opening a terminal claim it"
+    sys.platform != "linux", reason="only on Linux, opening a terminal makes it the controlling one"
 )
 def test_with_nohup_a_closed_terminal_does_not_stop_the_daemon(make_daemon):
     daemon = make_daemon()

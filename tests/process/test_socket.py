@@ -1,4 +1,4 @@
-"""Bad input on the socket: a typed error, and at most the connection ends."""
+"""Bad input on the socket gets a typed error, and ends at most its own connection."""
 
 from __future__ import annotations
 

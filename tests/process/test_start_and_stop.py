@@ -1,3 +1,5 @@
+"""`kvd serve`: how it starts, drains, stops and is killed, and which starts it refuses."""
+
 from __future__ import annotations
 
 import json
@@ -77,7 +79,7 @@ def test_a_second_signal_ends_the_daemon_at_once(daemon: Daemon):
     worker = daemon.worker_pid("m")
     running = Reader(daemon, "m", max_tokens=10_000).begun()
     daemon.signal(signal.SIGTERM)
-    daemon.signal(signal.SIGTERM)  # at once: counts as one, since make passes signals on
+    daemon.signal(signal.SIGTERM)  # counts as the same signal, which `make` may send twice
     time.sleep(0.6)
     assert alive(daemon.pid)
     daemon.signal(signal.SIGTERM)

@@ -1,3 +1,5 @@
+"""Workers that are killed, hang, fail to load or are unloaded, with a real daemon."""
+
 from __future__ import annotations
 
 import os
@@ -110,5 +112,5 @@ def test_requests_of_a_client_that_disconnects_are_cancelled(daemon: Daemon):
         completion = kvd.generate("m", "Hi", max_tokens=10_000)
         next(iter(completion))
         wait_for("it runs", lambda: daemon.model("m").stats.rows_running == 1)
-    wait_for("it is gone", lambda: daemon.model("m").requests == 0)
-    wait_for("the row too", lambda: daemon.model("m").stats.rows_running == 0)
+    wait_for("the request is gone", lambda: daemon.model("m").requests == 0)
+    wait_for("the row is gone", lambda: daemon.model("m").stats.rows_running == 0)

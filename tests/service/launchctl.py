@@ -1,7 +1,7 @@
-"""Plays `launchctl` where there is none: it reads the agent, and runs what that says.
+"""A fake `launchctl` for machines without launchd. It starts an agent's program as a real process.
 
-Knows the subcommands that kvd uses, with their exit statuses; what a job's processes do is real.
-State is in the folder of the environment's ``PLAYED``.
+It has the subcommands that kvd uses, with the exit statuses of the real ones. Its state is in the
+folder that the environment variable ``FAKE_LAUNCHD`` names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(os.environ["PLAYED"])
+HERE = Path(os.environ["FAKE_LAUNCHD"])
 DOMAIN = f"gui/{os.getuid()}"
 
 
@@ -62,7 +62,7 @@ def start(job: Path) -> int:
 
 
 def pid_of(job: Path) -> int | None:
-    """The process that lives; a zombie does not."""
+    """Return the pid of the job's process if it runs; a zombie counts as ended."""
     try:
         pid = int(job.with_suffix(".pid").read_text())
     except FileNotFoundError:

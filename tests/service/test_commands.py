@@ -1,4 +1,4 @@
-"""`kvctl service` as it is typed: `launchctl` is played, and the daemon is a real one."""
+"""The commands of `kvctl service`, with a fake `launchctl` and a real daemon."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.process.helpers import Daemon, wait_for
 pytestmark = pytest.mark.process
 
 
-class Played:
-    """The command line on a machine whose launchd is played."""
+class Kvctl:
+    """`kvctl service` on a machine with a fake launchd."""
 
     def __init__(self, home: Home, folder: Path) -> None:
         self.home, self._folder = home, folder
@@ -38,14 +38,14 @@ class Played:
 
 
 @pytest.fixture
-def kvctl(home: Home, tmp_path, monkeypatch) -> Iterator[Played]:
+def kvctl(home: Home, tmp_path, monkeypatch) -> Iterator[Kvctl]:
     script = tmp_path / "bin" / "launchctl"
     script.parent.mkdir()
-    player = Path(__file__).with_name("launchctl.py")
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {player} "$@"\n')
+    fake = Path(__file__).with_name("launchctl.py")
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PLAYED", str(tmp_path))
+    monkeypatch.setenv("FAKE_LAUNCHD", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
     folder = tmp_path / "agents"
 
@@ -55,12 +55,12 @@ def kvctl(home: Home, tmp_path, monkeypatch) -> Iterator[Played]:
     monkeypatch.setattr(installer, "manager_of", launchd)
     home.create()
     home.config.write_text("http = {enabled = false}\n")
-    played = Played(home, folder)
-    yield played
-    installer.uninstall(played.manager)
+    command = Kvctl(home, folder)
+    yield command
+    installer.uninstall(command.manager)
 
 
-def test_a_life(kvctl: Played, home: Home):
+def test_the_life_of_a_service(kvctl: Kvctl, home: Home):
     assert "not installed" in kvctl("status", status=3)
     assert "the service is not installed" in kvctl("start", status=1)
     assert "<key>ProgramArguments</key>" in kvctl("install", "--print")
@@ -69,13 +69,13 @@ def test_a_life(kvctl: Played, home: Home):
     assert "running; starts with your session" in kvctl("install")
     state = json.loads(kvctl("status", "--json"))
     assert (state["state"], state["answers"], state["outdated"]) == ("running", True, [])
-    assert (home.logs / "launchd.log").read_text() == ""  # the daemon has its own log
+    assert (home.logs / "launchd.log").read_text() == ""  # the daemon writes to its own log
     assert "daemon started" in (home.logs / "kvd.log").read_text()
 
     home.config.write_text("http = {enabled = false}\nmax_rows = 3\n")
     assert "needs a restart: max_rows" in kvctl("reload")
     home.config.write_text("max_rows = -3\n")
-    assert "max_rows" in kvctl("reload", status=5)  # before the daemon is signalled
+    assert "max_rows" in kvctl("reload", status=5)  # refused before the daemon is signalled
     home.config.write_text("http = {enabled = false}\nmax_rows = 3\ndrain_timeout_s = 99.0\n")
     shown = kvctl("status")
     assert "the installed service files are outdated" in shown
@@ -93,15 +93,15 @@ def test_a_life(kvctl: Played, home: Home):
     assert "the service was not installed" in kvctl("uninstall")
 
 
-def test_one_that_does_not_come_up_says_why(kvctl: Played, home: Home, monkeypatch):
+def test_the_log_shows_why_a_service_does_not_start(kvctl: Kvctl, home: Home, monkeypatch):
     monkeypatch.setattr(service, "_START_TIMEOUT_S", 0.5)
     (home.logs / "kvd.log").mkdir()
     assert "the daemon does not start" in kvctl("install", status=1)
     why = f"error: cannot use {home.logs / 'kvd.log'}"
-    wait_for("its last words", lambda: why in kvctl("logs"))
+    wait_for("the error in the log", lambda: why in kvctl("logs"))
 
 
-def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
+def test_a_daemon_that_is_not_the_services_prevents_an_install(kvctl: Kvctl, home: Home):
     daemon = Daemon(home, "--fake").start()
     try:
         said = kvctl("install", status=4)
@@ -112,7 +112,7 @@ def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
     assert label(kvctl.manager.service).startswith("dev.kvd.kvd-")
 
 
-def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, home: Home):
+def test_a_foreign_file_is_named_and_left_unchanged(kvctl: Kvctl, home: Home):
     (path,) = kvctl.manager.files()
     path.parent.mkdir()
     path.write_text("<plist/>")
@@ -129,7 +129,7 @@ def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, hom
     assert json.loads(kvctl("status", "--json"))["files"] == [str(path)]
 
 
-def test_paths_that_look_like_markup_are_shown_as_they_are(kvctl: Played, tmp_path, monkeypatch):
+def test_paths_that_look_like_markup_are_shown_unchanged(kvctl: Kvctl, tmp_path, monkeypatch):
     folder, home = tmp_path / "[b]agents\\[0]", Home(tmp_path / "[dim]\\[h")
     monkeypatch.setattr(installer, "manager_of", lambda described: Launchd(described, folder))
     kvctl.home = home
@@ -144,16 +144,14 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(kvctl: Played, tmp_pa
 NOWHERE = '[http]\nhost = "nowhere.invalid"\n'
 
 
-def test_a_host_that_does_not_resolve_is_asked_for_only_where_the_manager_listens(
-    kvctl: Played, home: Home
-):
+def test_the_host_is_resolved_only_if_the_service_manager_listens_on_it(kvctl: Kvctl, home: Home):
     home.config.write_text(NOWHERE)
     kvctl("status", status=3)
     assert "nowhere.invalid" in kvctl("install", "--on-demand", status=5)
     kvctl("uninstall")
 
 
-def test_a_host_that_no_longer_resolves_hinders_no_stop(kvctl: Played, home: Home):
+def test_a_service_with_a_host_that_no_longer_resolves_can_be_stopped(kvctl: Kvctl, home: Home):
     home.config.write_text("[http]\nport = 0\n")
     kvctl("install", "--on-demand")
     home.config.write_text(NOWHERE)

@@ -1,4 +1,4 @@
-"""Files with the service's names that are not kvd's."""
+"""Files at the paths of the service that belong to another program or home."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protocol.errors import ServiceError
 UNIT = b"[Service]\nExecStart=/usr/bin/something else\n"
 AGENT = b'<plist version="1.0"><dict><key>Label</key><string>dev.kvd.kvd</string></dict></plist>\n'
 COMPLIANT = f"""#!/bin/sh
-# Does what it is told; launchd never has a job.
+# Every command succeeds, and launchd never has a job.
 test "$1" = print && test "$2" != gui/{os.getuid()} && exit 113
 exit 0
 """
@@ -62,7 +62,7 @@ def theirs(request, manager: Manager) -> bytes:
     return UNIT if manager.name == "systemd" else AGENT
 
 
-def test_they_are_neither_replaced_nor_deleted(manager: Manager, theirs: bytes):
+def test_foreign_files_are_neither_replaced_nor_deleted(manager: Manager, theirs: bytes):
     path = place_of(manager)
     path.write_bytes(theirs)
     for act in (installer.install, installer.uninstall):
@@ -74,7 +74,7 @@ def test_they_are_neither_replaced_nor_deleted(manager: Manager, theirs: bytes):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_who_insists_has_them_replaced(manager: Manager, theirs: bytes):
+def test_force_replaces_foreign_files(manager: Manager, theirs: bytes):
     path = place_of(manager)
     path.write_bytes(theirs)
     assert installer.install(manager, force=True) == [path]
@@ -85,7 +85,7 @@ def test_who_insists_has_them_replaced(manager: Manager, theirs: bytes):
 
 @pytest.mark.parametrize("target", ["/dev/null", "mine"])
 @pytest.mark.parametrize("force", [False, True])
-def test_a_link_stays(manager: Manager, target, force):
+def test_a_link_is_neither_replaced_nor_deleted(manager: Manager, target, force):
     path = place_of(manager)
     path.with_name("mine").write_bytes(manager.files()[path])
     path.symlink_to(target)
@@ -96,7 +96,7 @@ def test_a_link_stays(manager: Manager, target, force):
     assert str(path.readlink()) == target
 
 
-def test_what_another_installation_wrote_is_ours(manager: Manager):
+def test_a_file_of_another_installation_of_kvd_is_replaced(manager: Manager):
     path = place_of(manager)
     older = dataclasses.replace(manager.service, program=("/old/bin/kvd",), drain_s=1.0)
     path.write_bytes(*dataclasses.replace(manager, service=older).files().values())
@@ -106,7 +106,7 @@ def test_what_another_installation_wrote_is_ours(manager: Manager):
 
 
 @pytest.mark.parametrize("name", ['a b%h$HOME"q\\', "%%$$", "plain"])
-def test_any_home_is_known_again(name, tmp_path, manager: Manager):
+def test_the_files_of_any_home_are_recognized(name, tmp_path, manager: Manager):
     service = dataclasses.replace(manager.service, home=tmp_path / name)
     same = dataclasses.replace(manager, service=service)
     path = place_of(same)
@@ -114,7 +114,7 @@ def test_any_home_is_known_again(name, tmp_path, manager: Manager):
     assert installer.installed(same) == [path]
 
 
-def test_sockets_of_somebody_else_stay_when_the_service_goes(home: Home, tmp_path, manager):
+def test_an_uninstall_keeps_foreign_sockets(home: Home, tmp_path, manager):
     if manager.name == "launchd":
         pytest.skip("launchd has one file")
     socket = place_of(manager).with_suffix(".socket")
@@ -125,7 +125,7 @@ def test_sockets_of_somebody_else_stay_when_the_service_goes(home: Home, tmp_pat
     assert list(socket.parent.iterdir()) == [socket]
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(manager: Manager):
+def test_a_failed_write_leaves_no_temporary_file(manager: Manager):
     path = place_of(manager)
     path.mkdir()
     with pytest.raises(ServiceError, match="cannot write"):

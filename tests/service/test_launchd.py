@@ -1,6 +1,6 @@
 """The launchd agent: its keys and types, and the calls of a fake `launchctl` that records them.
 
-The real one is on macOS alone; nothing here has been run there.
+The real one exists only on macOS, where these tests have not been run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ KEYS = {
 
 
 def conform(value: object, kind: object, place: str = "") -> None:
-    """Raise unless the value has the keys and types that launchd knows."""
+    """Fail unless the value has the keys and types that launchd knows."""
     if isinstance(kind, dict):
         assert isinstance(value, dict), place
         for key, one in value.items():
@@ -69,7 +69,7 @@ def conform(value: object, kind: object, place: str = "") -> None:
         assert isinstance(value, list), place
         for one in value:
             conform(one, kind[0], place)
-    elif isinstance(value, list):  # a socket's name may stand for several
+    elif isinstance(value, list):  # one name may stand for several sockets
         for one in value:
             conform(one, kind, place)
     else:
@@ -87,18 +87,18 @@ def conform_job(job: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("service", [SERVICE, ON_DEMAND], ids=["session", "on demand"])
-def test_keys_and_types_are_launchds(service: Service):
+def test_keys_and_types_are_those_of_launchd(service: Service):
     conform_job(agent(service))
     assert plistlib.loads(render(service)) == agent(service)
 
 
 @pytest.mark.parametrize("wrong", [{"Keepalive": True}, {"Umask": "077"}, {"ExitTimeOut": 45.0}])
-def test_the_schema_finds_what_is_wrong(wrong):
+def test_the_schema_finds_wrong_keys_and_types(wrong):
     with pytest.raises(AssertionError):
         conform_job(agent(SERVICE) | wrong)
 
 
-def test_what_the_keys_promise():
+def test_the_values_of_the_keys():
     job = agent(SERVICE)
     assert job["Label"] == "dev.kvd." + SERVICE.name
     assert job["ProcessType"] == "Interactive"
@@ -122,7 +122,7 @@ def test_on_demand_launchd_listens_and_nothing_else_starts_it():
 
 @pytest.mark.skipif(shutil.which("plistutil") is None, reason="needs plistutil (libplist)")
 @pytest.mark.parametrize("service", [SERVICE, ON_DEMAND], ids=["session", "on demand"])
-def test_apples_format_as_another_reader_understands_it(service: Service, tmp_path):
+def test_another_parser_of_apples_format_reads_the_same(service: Service, tmp_path):
     text = tmp_path / "agent.plist"
     text.write_bytes(render(service))
     for source, form in ((text, "bin"), (tmp_path / "agent.bin", "xml")):
@@ -140,7 +140,7 @@ def test_the_file_of_deploy_is_what_install_would_write():
     assert plistlib.loads(text) == wanted
 
 
-def test_homes_have_services_of_their_own(home: Home, monkeypatch):
+def test_each_home_has_its_own_service(home: Home, monkeypatch):
     monkeypatch.setenv("HOME", str(home.root))
     usual = describe(Home(home.root / ".kvd"), Config())
     other = describe(Home(home.root / "other"), Config())
@@ -148,7 +148,7 @@ def test_homes_have_services_of_their_own(home: Home, monkeypatch):
     assert re.fullmatch(r"dev\.kvd\.kvd-[0-9a-f]{8}", label(other))
 
 
-def test_a_longer_drain_is_waited_for(home: Home):
+def test_a_longer_drain_has_a_longer_exit_timeout(home: Home):
     assert agent(describe(home, Config(drain_timeout_s=600)))["ExitTimeOut"] > 600
 
 
@@ -175,14 +175,14 @@ LISTENS = 'x = {\n\tstate = not running\n\tsockets = {\n\t\t"kvd" = {\n\t\t}\n\t
         (LISTENS, "listening", None),
     ],
 )
-def test_what_print_says(text, word, pid):
+def test_the_output_of_launchctl_print_is_parsed(text, word, pid):
     state = parse(text)
     assert (state.status, state.pid) == (word, pid)
 
 
 @pytest.fixture
 def launchctl(tmp_path, monkeypatch):
-    """A `launchctl` that has a job or not, and notes what it is asked."""
+    """Install a fake `launchctl`; return a function that returns its calls since the last time."""
     notes, job = tmp_path / "notes", tmp_path / "job"
     script = tmp_path / "bin" / "launchctl"
     script.parent.mkdir()
@@ -208,7 +208,7 @@ esac
     return asked
 
 
-def test_its_life(launchctl, home: Home, tmp_path):
+def test_the_life_of_a_service(launchctl, home: Home, tmp_path):
     manager = Launchd(describe(home, Config()), tmp_path / "agents")
     domain, target = f"gui/{os.getuid()}", f"gui/{os.getuid()}/{label(manager.service)}"
     assert installer.installed(manager) == []
@@ -235,7 +235,7 @@ def test_its_life(launchctl, home: Home, tmp_path):
 
 
 class Clock:
-    """Replaces `time`: sleeps end at once, and at `ends` the job is gone."""
+    """Replaces `time`: sleeps return at once, and the job ends at the time `ends`."""
 
     def __init__(self, job: Path, ends: float) -> None:
         self._job, self._ends, self._now = job, ends, 0.0
@@ -249,7 +249,7 @@ class Clock:
             self._job.unlink(missing_ok=True)
 
 
-def test_one_that_launchd_has_to_kill_is_waited_for(launchctl, home: Home, tmp_path, monkeypatch):
+def test_a_stop_waits_until_launchd_kills_the_daemon(launchctl, home: Home, tmp_path, monkeypatch):
     manager = Launchd(describe(home, Config(drain_timeout_s=1.0)), tmp_path / "agents")
     (tmp_path / "bin/launchctl").write_text(
         f"#!/bin/sh\ncase $1 in print) test -e {tmp_path / 'job'} || exit 113 ;; esac\n"
@@ -266,7 +266,7 @@ def test_one_that_launchd_has_to_kill_is_waited_for(launchctl, home: Home, tmp_p
         manager.stop()
 
 
-def test_another_way_to_be_started_is_seen(launchctl, home: Home, tmp_path):
+def test_installed_files_for_another_way_to_start_are_outdated(launchctl, home: Home, tmp_path):
     usual = Launchd(describe(home, Config()), tmp_path / "agents")
     waits = Launchd(describe(home, Config(), on_demand=True), tmp_path / "agents")
     installer.install(waits)

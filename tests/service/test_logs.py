@@ -19,11 +19,11 @@ from tests.process.helpers import wait_for
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(sys.platform != "linux", reason="systemd is on Linux alone"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has systemd"),
 ]
 
 JOURNALS = {
-    # An empty one is followed in silence, for ever.
+    # An empty journal is followed without any output.
     "empty": 'case "$*" in *--follow*) exec sleep 600 ;; esac',
     "none": "echo 'No journal files were found.' >&2; exit 1",
     "full": 'echo "from the journal"; case "$*" in *--follow*) exec sleep 600 ;; esac',
@@ -32,7 +32,7 @@ JOURNALS = {
 
 @pytest.fixture
 def kvctl(home: Home, tmp_path):
-    """Return how to start it on a machine with such a journal; None: without the program."""
+    """Return a function that starts `kvctl service logs` on a machine with a given journal."""
     home.create()
     home.logs.mkdir(exist_ok=True)
     for path, content in (
@@ -47,7 +47,7 @@ def kvctl(home: Home, tmp_path):
     started: list[subprocess.Popen[bytes]] = []
 
     def start(journal: str | None, *arguments: str) -> Path:
-        """Return what it writes its output to."""
+        """Return the file of its output. ``journal``: of `JOURNALS`; None: no `journalctl`."""
         if journal is not None:
             script = programs / "journalctl"
             script.write_text(f"#!/bin/sh\n{JOURNALS[journal]}\n")
@@ -78,15 +78,15 @@ def test_without_a_journal_the_daemons_own_log_is_followed(kvctl, journal, home:
     log = home.logs / "kvd.log"
     log.write_text("long ago\nbefore\n")
     output = kvctl(journal, "-f", "-n", "1")
-    wait_for("what was there", lambda: "before\n" in output.read_text())
+    wait_for("the last line", lambda: "before\n" in output.read_text())
     log.rename(log.with_suffix(".1"))
     log.write_text("after a rotation\n")
-    wait_for("what comes", lambda: "after a rotation\n" in output.read_text())
+    wait_for("the new line", lambda: "after a rotation\n" in output.read_text())
     assert "long ago" not in output.read_text()
 
 
-def test_a_journal_that_has_words_is_shown(kvctl, home: Home):
+def test_a_journal_with_lines_is_shown(kvctl, home: Home):
     (home.logs / "kvd.log").write_text("from the log\n")
     output = kvctl("full", "-f")
-    wait_for("its words", output.read_text)
+    wait_for("the lines of the journal", output.read_text)
     assert output.read_text() == "from the journal\n"

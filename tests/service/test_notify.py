@@ -1,4 +1,4 @@
-"""The datagrams of sd_notify, and the sockets of a manager."""
+"""The datagrams of sd_notify, and the sockets that systemd and launchd pass on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_environment_is_read_and_cleared(manager):
     assert heard(manager) == {"READY": "1", "STATUS": "a b c"}
 
 
-async def test_the_watchdog_of_the_environment_is_heeded(manager):
+async def test_keepalives_start_if_the_environment_has_a_watchdog(manager):
     ours = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
     it = Notifier.from_environment(ours)
     it.ready("x")
@@ -43,33 +43,33 @@ async def test_the_watchdog_of_the_environment_is_heeded(manager):
     it.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names without a file are Linux's")
-def test_a_name_may_be_abstract():
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract names")
+def test_the_name_of_the_socket_may_be_abstract():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as subject:
         subject.bind(b"\0kvd-test-%d" % os.getpid())
         Notifier(f"@kvd-test-{os.getpid()}").ready("x")
         assert heard(subject) == {"READY": "1", "STATUS": "x"}
 
 
-async def test_life_is_shown_by_the_event_loop_until_the_end(manager):
+async def test_keepalives_are_sent_only_while_the_event_loop_runs(manager):
     it = Notifier(manager.getsockname(), watchdog_s=0.02)
     it.ready("x")
     assert heard(manager) == {"READY": "1", "STATUS": "x"}
     assert heard(manager) == {"WATCHDOG": "1"}
     manager.setblocking(False)
-    with pytest.raises(BlockingIOError):  # the loop has not turned since
+    with pytest.raises(BlockingIOError):  # the event loop has not run since
         manager.recv(4096)
     await asyncio.sleep(0.05)
     assert heard(manager) == {"WATCHDOG": "1"}
     it.close()
 
 
-def test_a_watchdog_for_another_process_is_not_ours():
+def test_a_watchdog_for_another_process_is_ignored():
     found = Notifier.from_environment({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"})
     assert found._every_s is None
 
 
-def test_a_reload_says_when_it_began_and_a_stop_how_long_it_takes(manager):
+def test_a_reload_reports_its_start_and_a_stop_its_timeout(manager):
     it = Notifier(manager.getsockname())
     it.reloading()
     said = heard(manager)
@@ -106,7 +106,7 @@ def _three_free() -> int:
 
 @pytest.fixture
 def passed(tmp_path):
-    """Consecutive descriptors, as systemd passes them; their user closes them."""
+    """Return the first of three consecutive descriptors of sockets. The test closes them."""
     made = [listening(tmp_path / "k"), listening(tmp_path / "h"), listening()]
     first = _three_free()
     for index, one in enumerate(made):
@@ -131,7 +131,7 @@ def test_systemds_sockets_are_found_by_name(passed):
 @pytest.mark.parametrize(
     "names", ["", "unknown:unknown:unknown", "kvd.socket:x.socket:kvd-http.socket"]
 )
-def test_unnamed_ones_are_known_by_their_kind(passed, names):
+def test_sockets_without_known_names_are_assigned_by_their_kind(passed, names):
     variables = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": names}
     found = from_systemd(variables, passed)
     assert {name: len(of_it) for name, of_it in found.items()} == {"kvd": 2, "http": 1}
@@ -140,7 +140,7 @@ def test_unnamed_ones_are_known_by_their_kind(passed, names):
             one.close()
 
 
-def test_what_was_meant_for_another_process_or_does_not_listen_is_not_taken(tmp_path):
+def test_sockets_for_another_process_and_files_are_not_used(tmp_path):
     first = _three_free()
     assert from_systemd({"LISTEN_PID": "1", "LISTEN_FDS": "1"}, first) == {}
     with (tmp_path / "f").open("w") as file:
@@ -150,7 +150,7 @@ def test_what_was_meant_for_another_process_or_does_not_listen_is_not_taken(tmp_
 
 
 class Libsystem:
-    """launch_activate_socket as <launch.h> has it: 0, and an array that the caller frees."""
+    """Fakes launch_activate_socket of <launch.h>: returns 0 and an array that the caller frees."""
 
     ESRCH = 3
 

@@ -1,4 +1,4 @@
-"""systemd's units: verified by systemd itself, and installed and started where there can be one."""
+"""The systemd units: verified by systemd, and run by a real manager where a test may start one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(folder: Path, service: Service) -> list[Path]:
 
 
 def verified(files: list[Path], tmp_path: Path) -> tuple[int, str]:
-    """Return what systemd says of the units: nothing, if they are right."""
+    """Return the exit status and the output of systemd's check; it prints only problems."""
     command = ["systemd-analyze", "--user", "verify", *map(str, files)]
     environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -46,7 +46,7 @@ analyzed = pytest.mark.skipif(
 
 @pytest.fixture
 def strange(tmp_path) -> Home:
-    """A home whose name has everything that systemd reads in its own way."""
+    """A home whose name has all characters that are special to systemd."""
     return Home(tmp_path / 'a b%h$HOME"q\\')
 
 
@@ -59,7 +59,7 @@ def test_systemd_finds_nothing_wrong(on_demand, home: Home, tmp_path):
 
 
 @analyzed
-def test_systemd_would_find_it(home: Home, tmp_path):
+def test_systemd_finds_a_misspelled_key(home: Home, tmp_path):
     (file,) = written(tmp_path / "u", describe(home, Config()))
     file.write_text(file.read_text().replace("OOMPolicy", "OOMPolice"))
     assert "OOMPolice" in verified([file], tmp_path)[1]
@@ -67,7 +67,7 @@ def test_systemd_would_find_it(home: Home, tmp_path):
 
 @analyzed
 @pytest.mark.parametrize("on_demand", [False, True])
-def test_any_path_is_understood(on_demand, strange: Home, tmp_path):
+def test_special_characters_in_paths_are_escaped(on_demand, strange: Home, tmp_path):
     described = describe(strange, Config(), on_demand=on_demand)
     service = dataclasses.replace(described, variables={"HF_HOME": '/a "b" 5% $c'})
     strange.create()
@@ -85,7 +85,7 @@ def parsed(text: str) -> configparser.ConfigParser:
     return parser
 
 
-def test_what_the_keys_promise(home: Home):
+def test_the_values_of_the_keys(home: Home):
     service = describe(home, Config(drain_timeout_s=100.5))
     unit = parsed(units(service)[f"{service.name}.service"])
     wanted = {
@@ -125,7 +125,7 @@ def test_on_demand_only_the_sockets_are_started_by_the_session(home: Home):
         (HttpSettings(host="127.0.0.2"), ["http.sock", "127.0.0.2:11711"]),
     ],
 )
-def test_http_is_listened_for_as_the_configuration_says(http, listens, home: Home):
+def test_the_http_sockets_are_those_of_the_configuration(http, listens, home: Home):
     service = describe(home, Config(http=http), on_demand=True)
     text = units(service).get(f"{service.name}-http.socket", "")
     found = [line for line in text.splitlines() if line.startswith("ListenStream=")]
@@ -151,7 +151,7 @@ def test_the_files_of_deploy_are_what_install_would_write():
         assert found == named
 
 
-def test_files_of_the_other_way_are_found_out(home: Home, tmp_path):
+def test_installed_files_for_another_way_to_start_are_outdated(home: Home, tmp_path):
     waits = describe(home, Config(), on_demand=True)
     files = written(tmp_path / "u", waits)
     usual = Systemd(dataclasses.replace(waits, on_demand=False), tmp_path / "u")
@@ -161,7 +161,7 @@ def test_files_of_the_other_way_are_found_out(home: Home, tmp_path):
     assert installer.outdated(Systemd(waits, tmp_path / "u")) == []
 
 
-# -- a real one -----------------------------------------------------------------------------------
+# -- a real manager -------------------------------------------------------------------------------
 
 APART = """
 own={root}/cg
@@ -174,9 +174,10 @@ echo $$ > "$own$before/cgroup.procs"
 find $own/kvd-test-$$ -depth -type d -exec rmdir {{}} \\;
 exit $status
 """
-"""Enters a cgroup of its own, and makes that the root of all that is seen from inside.
+"""Script that runs `ALONE` in a new cgroup, which looks like the root cgroup from inside.
 
-A manager moves whatever it finds in its root: without this it would be the whole machine's.
+A manager moves all processes of its root cgroup. Without this script, it would move those of the
+whole machine.
 """
 ALONE = """
 umount {root}/cg || exit 77
@@ -184,7 +185,7 @@ mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/u && chmod 700 /ru
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 77
 test "$(sed -n 's/^0:://p' /proc/self/cgroup)" = / || exit 77
 for pid in $(cat /sys/fs/cgroup/cgroup.procs); do
-  test $pid = 1 && exit 77  # that is not a cgroup of our own
+  test $pid = 1 && exit 77  # not a separate cgroup
 done
 unset DBUS_SESSION_BUS_ADDRESS INVOCATION_ID NOTIFY_SOCKET
 export XDG_RUNTIME_DIR=/run/u
@@ -202,7 +203,7 @@ status=$?
 kill $manager; wait $manager
 exit $status
 """
-"""A user manager in namespaces of its own, where a machine lets us have one."""
+"""Script that runs a user manager in separate namespaces. Exits with 77 if that is not allowed."""
 STORY = """
 set -e
 kvctl() {{ {python} -m kvd.cli --json "$@"; }}
@@ -213,7 +214,7 @@ say install; kvctl service install; kvctl service status
 say reload; echo 'max_rows = 4' >> {root}/.kvd/config.toml; kvctl service reload
 say crash; before=$(main); kill -9 $before
 until test "$(main)" != 0 && test "$(main)" != $before; do sleep 0.1; done
-systemctl --user start {unit}.service  # until it is ready
+systemctl --user start {unit}.service  # waits until it is ready
 kvctl service status
 say wanted; wants
 say demand; kvctl service install --on-demand; kvctl service status
@@ -236,11 +237,11 @@ def cgroup_of(pid: int) -> str:
 
 @pytest.fixture
 def story(tmp_path, home: Home):
-    """Return what each step of a service's life says."""
+    """Return the output of each step of `STORY`, the life of a service."""
     systemd = next((p for p in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")
                     if Path(p).exists()), None)  # fmt: skip
     if systemd is None or shutil.which("unshare") is None or os.geteuid() != 0:
-        pytest.skip("needs systemd, and the rights to run a manager of one's own")
+        pytest.skip("needs systemd, and root to run a separate manager")
     root = home.root
     root.mkdir()
     (root / ".kvd").mkdir(mode=0o700)
@@ -262,7 +263,7 @@ def story(tmp_path, home: Home):
     )
     assert {pid: cgroup_of(pid) for pid in places} == places, "the manager moved others' processes"
     if done.returncode == 77:
-        pytest.skip("this machine allows no systemd of one's own")
+        pytest.skip("this machine does not allow a separate manager")
     assert done.returncode == 0, done.stdout + done.stderr
     reported = {}
     for part in done.stdout.split("== ")[1:]:
@@ -273,7 +274,7 @@ def story(tmp_path, home: Home):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_real_systemd_runs_it(story, home: Home):
+def test_a_real_systemd_runs_the_service(story, home: Home):
     def state(step: str) -> str:
         return story[step][-1]["state"]
 
