@@ -39,7 +39,7 @@ def test_a_request_that_does_not_fit_leaves_the_grant_unchanged():
     assert ledger.grants == {"a": 600, "b": 300}
 
 
-def test_waiting_requests_are_granted_oldest_first_when_others_give_back():
+def test_waiting_requests_are_granted_oldest_first_when_memory_is_given_back():
     ledger = Ledger(BUDGET)
     feed(
         ledger, MemoryRequest("a", 1, 1000), MemoryRequest("b", 1, 500), MemoryRequest("c", 1, 500)

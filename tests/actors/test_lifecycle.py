@@ -224,7 +224,7 @@ def m():
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, EVENTS)))
-def test_the_table(state: str, event: str):
+def test_every_event_in_every_state(state: str, event: str):
     expected = EXPECTED[state].get(event, NOT)
     m = machine(state)
     before = msgspec.json.encode(m)
@@ -238,7 +238,7 @@ def test_the_table(state: str, event: str):
     assert expected == " ".join([type(m.state).__name__, *(type(c).__name__ for c in commands)])
 
 
-def test_the_table_of_this_test_is_complete():
+def test_the_expected_table_is_complete():
     assert set(STATES) == set(EXPECTED)
     assert (
         {type(state) for state in STATES.values()} == set(lc.TRANSITIONS) == set(ev.State.__args__)

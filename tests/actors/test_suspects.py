@@ -26,7 +26,7 @@ def died(subject: Suspects, *rids: str, attributable: bool = True) -> list[str] 
     return story
 
 
-def test_a_kill_from_outside_suspects_no_request() -> None:
+def test_a_kill_from_outside_makes_no_request_suspect() -> None:
     subject = inside("a")
     for _ in range(5):
         assert died(subject, "a", attributable=False) is None
@@ -100,7 +100,7 @@ def test_if_all_are_queued_all_are_suspected() -> None:
     assert subject.groups == [["a"], ["b"]]
 
 
-def test_a_kill_from_outside_in_a_trial_repeats_it() -> None:
+def test_a_kill_from_outside_during_a_trial_repeats_the_trial() -> None:
     subject = inside("a", "b")
     died(subject, "a", "b")
     assert subject.next_group() == ["a"]

@@ -579,7 +579,7 @@ async def test_kills_from_outside_never_fail_a_model():
 
 
 @simulated
-async def test_a_crash_loop_fails_the_model_alone_with_its_story():
+async def test_a_crash_loop_fails_only_that_model_and_the_error_has_the_story():
     async with world(load=("demo", "other")) as w:
         client = w.client()
         for _ in range(3):

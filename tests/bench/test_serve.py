@@ -140,7 +140,7 @@ def test_a_ratio_compares_runs_in_pairs() -> None:
     assert math.isnan(ratio([], [], "tok_s"))
 
 
-def test_bars_pass_miss_or_say_that_they_were_not_measured() -> None:
+def test_bars_pass_or_miss_or_were_not_measured() -> None:
     results = {"steady": {"a": [measures(tok_s=3.0)], "b": [measures(tok_s=1.0)], "c": []}}
 
     def bar(ours: str, limit: float, *, at_least: bool = True, trace: str = "steady") -> Bar:

@@ -373,4 +373,4 @@ def test_a_running_daemon_and_the_problems_that_it_reports(home: Home):
 def reload(daemon: Daemon, count: int) -> None:
     daemon.signal(signal.SIGHUP)
     with daemon.client() as client:
-        wait_for("it was read", lambda: client.status().config_reloads == count)
+        wait_for("the configuration is read", lambda: client.status().config_reloads == count)

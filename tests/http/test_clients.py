@@ -239,7 +239,7 @@ def test_a_drain_finishes_streams_and_refuses_new_requests(live_alone: Live):
         stream = iter(ai.chat.completions.create(**settings, stream=True))
         next(stream)
         live.signal(signal.SIGTERM)
-        unready = wait_for("it drains", lambda: ready_is(f"{live.url}/readyz", 503))
+        unready = wait_for("the daemon drains", lambda: ready_is(f"{live.url}/readyz", 503))
         assert unready["status"] == "draining"
         with pytest.raises(openai.InternalServerError) as refused:
             ai.chat.completions.create(**settings)
@@ -263,7 +263,7 @@ def test_a_full_queue_is_429_until_other_requests_end(live_alone: Live):
         settings = {"model": "slow", "messages": HELLO, "max_tokens": 1}
         with live_alone.connect() as raw:
             raw.sendall(many)
-            wait_for("all wait", lambda: live_alone.running("slow") == 1024)
+            wait_for("the queue is full", lambda: live_alone.running("slow") == 1024)
             with pytest.raises(openai.RateLimitError) as busy:
                 ai.chat.completions.create(**settings)
         assert busy.value.code == "rate_limit_exceeded"

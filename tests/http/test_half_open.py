@@ -93,12 +93,12 @@ def test_a_client_that_closes_its_writing_side_loses_its_request(hasty: Live, li
     """HTTP cannot tell such a client from one that has disconnected."""
     with hasty.tcp() if listener == "tcp" else hasty.unix() as raw:
         raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=stream)))
-        wait_for("it runs", lambda: hasty.running("mine") == 1)
+        wait_for("the request runs", lambda: hasty.running("mine") == 1)
         raw.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             while raw.recv(65536):
                 pass
-        wait_for("its request is ended", lambda: hasty.running("mine") == 0)
+        wait_for("the request is ended", lambda: hasty.running("mine") == 0)
 
 
 @linux
@@ -119,7 +119,7 @@ def test_a_client_that_vanishes_during_its_stream_loses_its_request(hasty: Live)
     raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=True)))
     assert raw.recv(15) == b"HTTP/1.1 200 OK"
     vanish(raw)
-    wait_for("its request is ended", lambda: hasty.running("mine") == 0, 10)
+    wait_for("the request is ended", lambda: hasty.running("mine") == 0, 10)
 
 
 @linux

@@ -114,7 +114,7 @@ def test_a_hundred_megabytes_are_refused(raw, live: Live):
 
 
 @pytest.mark.slow
-def test_chunks_without_end_are_refused(raw, live: Live):
+def test_an_endless_chunked_body_is_refused(raw, live: Live):
     before = footprint(live)
     raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
     send(raw, b"10000\r\n" + b"x" * 65536 + b"\r\n", until_s=10)
@@ -139,7 +139,7 @@ def test_a_client_that_does_not_read_loses_only_its_stream(raw, live: Live):
     before, reported = footprint(live), slow_readers(live)
     much = {"max_tokens": 16_000, "n": 16, "logprobs": True, "top_logprobs": 20}
     raw.sendall(request(CHAT, asked(model="flood", stream=True, **much)))
-    wait_for("it is cut off", lambda: slow_readers(live) > reported, 60)
+    wait_for("the client is cut off", lambda: slow_readers(live) > reported, 60)
     live.wait_idle("flood")
     assert live.model("flood").stats.generated_tokens % (16 * 16_000) != 0
     assert footprint(live) - before < 40e6

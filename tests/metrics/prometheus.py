@@ -69,7 +69,7 @@ def running(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
         )
         assert process.poll() is None, log.read_text()
         with httpx.Client(base_url=f"http://{found[1]}", timeout=30) as http:
-            wait_for("it is ready", lambda: http.get("/-/ready").is_success)
+            wait_for("Prometheus is ready", lambda: http.get("/-/ready").is_success)
             yield Prometheus(http)
     finally:
         process.terminate()

@@ -28,7 +28,7 @@ def killed(home, make_daemon) -> tuple[Daemon, list[Reader]]:
     os.kill(daemon.pid, signal.SIGKILL)
     daemon.wait()
     assert all(isinstance(one.finished().error, NotRunning) for one in readers)
-    wait_for("its worker ends", lambda: not alive(worker))
+    wait_for("the worker ends", lambda: not alive(worker))
     daemon.start()
     return daemon, readers
 

@@ -94,7 +94,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(daemon: Daemon):
     assert (late.returncode, "deadline passed after" in late.stderr) == (7, True)
     assert late.stdout
     running = start(daemon, "load", source(tps=20, load=20), "--alias", "loading")
-    wait_for("it loads", lambda: len(daemon.kvctl("status").stdout.split("loading")) > 1)
+    wait_for("the model loads", lambda: len(daemon.kvctl("status").stdout.split("loading")) > 1)
     waiting = daemon.kvctl("generate", "loading", "Hi", "--deadline", "0.5")
     assert (waiting.returncode, "while the request waited" in waiting.stderr) == (7, True)
     running.kill()

@@ -220,7 +220,7 @@ def test_chat_survives_ctrl_c_and_stores_the_typed_lines(daemon: Daemon):
     chat = Terminal(daemon, "chat", "slow")
     chat.wait_for("/help lists")
     chat.type("a question\n")
-    wait_for("it runs", lambda: daemon.model("slow").stats.rows_running)
+    wait_for("the request runs", lambda: daemon.model("slow").stats.rows_running)
     os.kill(chat.process.pid, signal.SIGINT)
     chat.wait_for("cancelled")
     chat.type("/stats\n")

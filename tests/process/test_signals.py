@@ -27,7 +27,9 @@ def reload(daemon: Daemon) -> None:
     before = len(events(daemon, "reloading the configuration"))
     done = ("configuration reloaded", "configuration refused")
     daemon.signal(signal.SIGHUP)
-    wait_for("it was read", lambda: sum(len(events(daemon, one)) for one in done) > before)
+    wait_for(
+        "the configuration is read", lambda: sum(len(events(daemon, one)) for one in done) > before
+    )
 
 
 def test_sighup_without_a_terminal_reloads_the_configuration(home: Home, make_daemon):
@@ -80,9 +82,10 @@ class Terminal:
                 stderr=err,
                 text=True,
             )
-        wait_for("it answers", daemon.answers)
+        wait_for("the daemon answers", daemon.answers)
         wait_for(
-            "it serves", lambda: "daemon started" in (daemon.home.logs / "kvd.log").read_text()
+            "the daemon serves",
+            lambda: "daemon started" in (daemon.home.logs / "kvd.log").read_text(),
         )
         os.close(terminal)
 

@@ -66,7 +66,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_and_they_still_finish(daemon: 
 def test_a_stop_does_not_wait_for_a_load(home: Home, make_daemon):
     write_config(home, f'models = [{{source = "{source(load=600)}", alias = "m"}}]')
     daemon = make_daemon().start()
-    wait_for("it loads", lambda: "loading" in daemon.kvctl("status").stdout)
+    wait_for("the model loads", lambda: "loading" in daemon.kvctl("status").stdout)
     worker = json.loads(daemon.kvctl("status", "--json").stdout)["models"][0]["worker_pid"]
     daemon.signal(signal.SIGTERM)
     assert daemon.wait(15) == 0

@@ -111,6 +111,6 @@ def test_requests_of_a_client_that_disconnects_are_cancelled(daemon: Daemon):
     with daemon.client() as kvd:
         completion = kvd.generate("m", "Hi", max_tokens=10_000)
         next(iter(completion))
-        wait_for("it runs", lambda: daemon.model("m").stats.rows_running == 1)
+        wait_for("the request runs", lambda: daemon.model("m").stats.rows_running == 1)
     wait_for("the request is gone", lambda: daemon.model("m").requests == 0)
     wait_for("the row is gone", lambda: daemon.model("m").stats.rows_running == 0)
