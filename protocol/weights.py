@@ -5,20 +5,50 @@ A file has 8 bytes of header length, the header in JSON, and the tensors' bytes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from itertools import pairwise
+from typing import Annotated, BinaryIO
+
+import msgspec
+from msgspec import Meta
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that a change of dtype converts; packed weights and their 8-bit scales stay."""
 _HALVES = {"F16", "BF16"}
+_ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
+    "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
+_Size = Annotated[int, Meta(ge=0, lt=2**31)]
+"""Sizes of MLX's dimensions."""
+_Offset = Annotated[int, Meta(ge=0, lt=2**62)]
 
-Tensors = dict[str, dict[str, Any]]
-"""The header's entries by tensor name: ``dtype``, ``shape`` and ``data_offsets``."""
+
+class Tensor(msgspec.Struct, frozen=True, gc=False):
+    """An entry of the header. Offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Offset, _Offset]
+
+    @property
+    def nbytes(self) -> int:
+        start, end = self.data_offsets
+        return end - start
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+Tensors = dict[str, Tensor]
+"""The header's entries by tensor name."""
+_entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry = msgspec.json.Decoder(Tensor)
 
 
 class BrokenFileError(Exception):
@@ -38,18 +68,18 @@ class Weights:
     """Elements of half-precision matrices, which the native library keeps as stored."""
 
     @classmethod
-    def of(cls, tensors: Iterable[dict[str, Any]]) -> Weights:
+    def of(cls, tensors: Iterable[Tensor]) -> Weights:
         entries = list(tensors)
-        floats = [entry for entry in entries if entry["dtype"] in _FLOATS]
+        floats = [entry for entry in entries if entry.dtype in _FLOATS]
         return cls(
             tensors=len(entries),
-            stored_bytes=sum(map(nbytes, entries)),
-            float_bytes=sum(map(nbytes, floats)),
-            float_elements=sum(math.prod(entry["shape"]) for entry in floats),
+            stored_bytes=sum(entry.nbytes for entry in entries),
+            float_bytes=sum(entry.nbytes for entry in floats),
+            float_elements=sum(entry.elements for entry in floats),
             half_elements=sum(
-                math.prod(entry["shape"])
+                entry.elements
                 for entry in floats
-                if entry["dtype"] in _HALVES and len(entry["shape"]) == 2
+                if entry.dtype in _HALVES and len(entry.shape) == 2
             ),
         )
 
@@ -64,11 +94,6 @@ class Weights:
         return converted - self.half_elements * (itemsize - 2) if packed else converted
 
 
-def nbytes(tensor: dict[str, Any]) -> int:
-    start, end = tensor["data_offsets"]
-    return int(end) - int(start)
-
-
 def read_header(stream: BinaryIO, size: int) -> Tensors:
     """Return the header of a file of ``size`` bytes, after checking that the file is complete.
 
@@ -78,15 +103,28 @@ def read_header(stream: BinaryIO, size: int) -> Tensors:
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise BrokenFileError(f"is truncated or no safetensors file ({size} bytes)")
     try:
-        header = json.loads(stream.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        ends = (entry["data_offsets"][1] for entry in tensors.values())
-        expected = 8 + length + max(ends, default=0)
-        for entry in tensors.values():
-            _ = math.prod(entry["shape"]), entry["dtype"], nbytes(entry)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        entries = _entries.decode(stream.read(length))
+        entries.pop("__metadata__", None)
+        tensors = {name: _entry.decode(entry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenFileError(f"has a broken header ({error})") from error
+    expected = 8 + length + max((it.data_offsets[1] for it in tensors.values()), default=0)
     if size != expected:
         word = "truncated" if size < expected else "longer than its header says"
         raise BrokenFileError(f"is {word}: {size} bytes instead of {expected}")
+    _check_places(tensors)
     return tensors
+
+
+def _check_places(tensors: Tensors) -> None:
+    """Check that each tensor has the bytes of its shape, and shares none with another."""
+    for name, tensor in tensors.items():
+        itemsize = _ITEM_BYTES.get(tensor.dtype)
+        if itemsize is not None and tensor.elements * itemsize != tensor.nbytes:
+            raise BrokenFileError(
+                f"has a broken header (tensor {name:.100}: {tensor.nbytes} bytes for"
+                f" {tensor.dtype:.20} of shape {list(tensor.shape[:8])})"
+            )
+    places = sorted((it.data_offsets for it in tensors.values()), key=lambda it: (it[1], it[0]))
+    if any(start < end for (_, end), (start, _) in pairwise(places)):
+        raise BrokenFileError("has a broken header (tensors overlap)")

@@ -7,7 +7,6 @@ Recurrent states are not covered.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -18,13 +17,12 @@ from typing import Any
 
 from actors.system import Settings
 from kvd.host.memory.nvidia import has_cuda_build
-from protocol import memory_bounds
+from protocol import memory_bounds, model_folder
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec, floors_of, schemes_of
 from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
-from protocol.weights import BrokenFileError, Weights, read_header
 
 INTERPRETER_BYTES = 95 * 1024 * 1024
 """Python, MLX, mlx-lm's libraries and what the checks at load leave behind, measured on Linux."""
@@ -88,10 +86,12 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
 
 def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     """Estimate the model in a folder; raises `InvalidModel` if there is none."""
-    config = _config(folder)
+    config = model_folder.read_config(folder)
     text = config.get("text_config") or config
     itemsize = 4 if machine.on_cpu else 2
-    weights = _weights(folder).in_memory(4 if machine.on_cpu else None, packed=machine.native)
+    headers = model_folder.read_weights(model_folder.weight_files(folder))
+    model_folder.check_layers(folder, config, headers)
+    weights = headers.in_memory(4 if machine.on_cpu else None, packed=machine.native)
     schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
@@ -166,33 +166,6 @@ def _downloaded(hub_id: str) -> Path | None:
     except OSError:
         return None
     return snapshot if snapshot.is_dir() else None
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InvalidModel(f"{file} cannot be read ({error})", path=str(file)) from error
-    if not isinstance(found, dict):
-        raise InvalidModel(f"{file} is not a JSON object", path=str(file))
-    return found
-
-
-def _weights(folder: Path) -> Weights:
-    tensors: dict[str, dict[str, Any]] = {}
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise InvalidModel(f"{folder} has no model*.safetensors", path=str(folder))
-    for file in files:
-        try:
-            with file.open("rb") as stream:
-                tensors |= read_header(stream, file.stat().st_size)
-        except OSError as error:
-            raise InvalidModel(f"{file} cannot be read ({error})", path=str(file)) from error
-        except BrokenFileError as error:
-            raise InvalidModel(f"{file} {error}", path=str(file)) from error
-    return Weights.of(tensors.values())
 
 
 def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:

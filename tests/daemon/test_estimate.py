@@ -30,10 +30,10 @@ QWEN = {
 
 
 def folder(tmp_path: Path, config: dict[str, object]) -> Path:
-    """A folder with this config and one tensor of 1000 half floats."""
-    header = json.dumps(
-        {"w": {"dtype": "BF16", "shape": [10, 100], "data_offsets": [0, 2000]}}
-    ).encode()
+    """A folder with this config, one tensor of 1000 half floats, and empty ones for its layers."""
+    tensors = {"w": {"dtype": "BF16", "shape": [10, 100], "data_offsets": [0, 2000]}}
+    empty = {"dtype": "BF16", "shape": [0], "data_offsets": [2000, 2000]}
+    header = json.dumps(tensors | {f"layer{number}": empty for number in range(4)}).encode()
     (tmp_path / "config.json").write_text(json.dumps(config))
     data = len(header).to_bytes(8, "little") + header + bytes(2000)
     (tmp_path / "model.safetensors").write_bytes(data)
@@ -78,7 +78,7 @@ def test_what_a_config_does_not_say_is_an_error_that_says_so(tmp_path, config):
 
 
 def test_broken_folders_are_named(tmp_path):
-    with pytest.raises(InvalidModel, match=r"config\.json cannot be read"):
+    with pytest.raises(InvalidModel, match=r"config\.json is missing"):
         estimate(tmp_path, KVSpec(), MACHINE)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InvalidModel, match="not a JSON object"):
@@ -88,6 +88,16 @@ def test_broken_folders_are_named(tmp_path):
         estimate(tmp_path, KVSpec(), MACHINE)
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(InvalidModel, match="truncated or no safetensors"):
+        estimate(tmp_path, KVSpec(), MACHINE)
+
+
+def test_a_forecast_reads_no_endless_file_and_builds_no_endless_list(tmp_path):
+    layers = folder(tmp_path, QWEN | {"num_hidden_layers": 10**9})
+    with pytest.raises(InvalidModel, match="the weight files have only 5 tensors"):
+        estimate(layers, KVSpec(), MACHINE)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(InvalidModel, match="is a device"):
         estimate(tmp_path, KVSpec(), MACHINE)
 
 

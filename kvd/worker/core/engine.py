@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.core import builder
+from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
@@ -38,7 +38,7 @@ from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
 from kvd.worker.text.choices import Choices, deadline_exceeded
-from protocol.errors import ContextTooLong, InsufficientMemory
+from protocol.errors import ContextTooLong
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import (
@@ -83,13 +83,10 @@ class MLXEngine:
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         try:
             return self._load(command, progress, ask_grant)
-        except (RuntimeError, MemoryError) as error:
-            if (short := shortage.shortage_of(error)) is None:
+        except BaseException as error:
+            if (typed := load_errors.typed(error, command.source)) is None:
                 raise
-            raise InsufficientMemory(
-                f"the device ran out of memory while the model was loaded ({short.reason}):"
-                " stop other programs that use the device, or lower the budget to its free memory"
-            ) from error
+            raise typed from error
 
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         model = builder.load_model(command, progress, ask_grant)

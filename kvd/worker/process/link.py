@@ -15,8 +15,8 @@ _WRITE_BYTES = 64 * 1024
 """Bytes of reports that are encoded at a time. Encoded reports can no longer be merged."""
 
 
-class Orphaned(Exception):
-    """The daemon closed its end of the socket."""
+class Orphaned(BaseException):
+    """The daemon closed its end of the socket. No error, so that no handler of errors keeps it."""
 
 
 class Link:

@@ -44,8 +44,8 @@ RATE_WINDOW_S = 2.0
 _log = logging.getLogger("kvd.worker")
 
 
-class _Stopped(Exception):
-    """The daemon sent `Stop` without drain, or during the load."""
+class _Stopped(BaseException):
+    """The daemon sent `Stop` without drain, or during the load; no error, like `Orphaned`."""
 
 
 class Loop:

@@ -7,7 +7,6 @@ seam into mlx-lm's attention must be installed before `load`, because `load` imp
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,8 @@ from mlx.utils import tree_flatten
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import pack_weights, packed_arrays
-from protocol import weights
+from kvd.worker.text.failures import is_failure, one_line
+from protocol import model_folder
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from protocol.weights import Weights
 
@@ -31,9 +31,6 @@ EMBEDDED = ("demo",)
 DEFAULT_CONTEXT = 4096
 _T = TypeVar("_T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt",
-)  # fmt: skip
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _EVAL_BYTES = 256 * 1024 * 1024
 """Weights that are read between two progress reports."""
@@ -126,7 +123,7 @@ def _download(source: str, progress: ReportProgress, files: Sequence[str] | None
         folder = download.result()
     except Exception as error:  # several libraries raise here
         raise UnknownModel(
-            f"cannot get {source} from the Hub: {_first_line(error)}; check the id and the "
+            f"cannot get {source} from the Hub: {one_line(error)}; check the id and the "
             "network, or give the absolute path of a folder that has the model",
             source=source,
         ) from error
@@ -156,35 +153,16 @@ def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> Future[_
 
 def inspect(path: Path) -> Headers:
     """Read the folder's config and headers; raise early what `load` would raise."""
-    config = _read_object(path / "config.json")
+    model_folder.check_files(path)
+    config = model_folder.read_config(path)
     _check_architecture(config)
-    files = _weight_files(path)
-    tensors: dict[str, dict[str, Any]] = {}
-    for file in files:
-        try:
-            with file.open("rb") as stream:
-                tensors |= weights.read_header(stream, file.stat().st_size)
-        except OSError as error:
-            raise _invalid(file, f"cannot be read ({error.strerror})") from error
-        except weights.BrokenFileError as error:
-            raise _invalid(file, str(error)) from error
-    if not any((path / name).exists() for name in _TOKENIZER_FILES):
-        raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    return Headers(path, config, tuple(files), Weights.of(tensors.values()))
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise _invalid(file, "is missing") from None
-    except OSError as error:
-        raise _invalid(file, f"cannot be read ({error.strerror})") from error
-    except ValueError as error:  # JSON or UTF-8
-        raise _invalid(file, f"is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise _invalid(file, "is not a JSON object")
-    return found
+    files = model_folder.weight_files(path)
+    weights = model_folder.read_weights(files)
+    model_folder.check_layers(path, config, weights)
+    if not any((path / name).exists() for name in model_folder.TOKENIZER_FILES):
+        names = ", ".join(model_folder.TOKENIZER_FILES)
+        raise model_folder.invalid(path, f"has no tokenizer (none of {names})")
+    return Headers(path, config, tuple(files), weights)
 
 
 def _check_architecture(config: dict[str, Any]) -> None:
@@ -200,26 +178,12 @@ def _check_architecture(config: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"the model brings its own code ({config['model_file']}), which kvd does not run"
         )
-    named = config.get("architectures") or []
+    named = config.get("architectures")
+    named = named if isinstance(named, list) else []
     remapped = [MODEL_ARCHITECTURE_REMAPPING.get((kind, str(name))) for name in named]
     module = next(filter(None, remapped), None) or MODEL_REMAPPING.get(kind, kind)
     if not module.isidentifier() or not importlib.util.find_spec(f"mlx_lm.models.{module}"):
         raise UnsupportedModel(f"mlx-lm does not know the model type {kind!r}", model_type=kind)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    files = sorted(path.glob("model*.safetensors"))
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = _read_object(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise _invalid(index, "has no weight_map")
-        for name in sorted({str(shard) for shard in shards.values()}):
-            if not (path / name).exists():
-                raise _invalid(path / name, "is missing, though the index lists it")
-    if not files:
-        raise _invalid(path, "has no model*.safetensors")
-    return files
 
 
 def default_dtype() -> Any:
@@ -249,13 +213,17 @@ def load(
     logging.set_verbosity_error()  # hides warnings about prompts beyond transformers' own limit
     try:
         model, config = load_model(path, lazy=True)
-    except Exception as error:  # mlx-lm's loaders and models raise any type
-        raise _invalid(path, f"cannot be loaded: {_first_line(error)}") from error
+    except BaseException as error:  # mlx-lm's loaders and models raise any type
+        if not is_failure(error):
+            raise
+        raise model_folder.invalid(path, f"cannot be loaded: {one_line(error)}") from error
     try:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # tokenizers raise any type too
-        problem = f"has a tokenizer that cannot be loaded: {_first_line(error)}"
-        raise _invalid(path, problem) from error
+    except BaseException as error:  # tokenizers raise any type too
+        if not is_failure(error):
+            raise
+        problem = f"has a tokenizer that cannot be loaded: {one_line(error)}"
+        raise model_folder.invalid(path, problem) from error
     product: products.Product | None = None
     parameters = int(get_total_parameters(model))
     if library is not None:
@@ -318,15 +286,5 @@ def _setting(config: dict[str, Any], key: str) -> Any:
     return config.get(key) or (config.get("text_config") or {}).get(key)
 
 
-def _invalid(path: Path, problem: str) -> InvalidModel:
-    return InvalidModel(f"{path} {problem}", path=str(path))
-
-
 def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
-    return _invalid(path, f"has weights that cannot be read: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    """Return a short error text, because loaders may list all tensors of a model."""
-    line, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {line[:300]}"
+    return model_folder.invalid(path, f"has weights that cannot be read: {one_line(error)}")

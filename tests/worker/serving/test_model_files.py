@@ -64,7 +64,7 @@ def test_the_hub_without_a_network_says_what_to_do(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UnknownModel, match="check the id and the network") as caught:
         model_files.resolve("some/model")
-    assert "LocalEntryNotFoundError: cannot reach;" in caught.value.message
+    assert "LocalEntryNotFoundError: cannot reach the Hub;" in caught.value.message
 
 
 def test_a_download_reports_progress_and_returns_its_folder(monkeypatch, folder):
@@ -264,6 +264,23 @@ def test_weights_that_do_not_fit_the_config(folder):
     change_config(folder, hidden_size=128)
     with pytest.raises(InvalidModel, match="cannot be loaded: ValueError"):
         model_files.load(folder)
+
+
+def test_the_error_names_missing_weights(tmp_path):
+    folder = tiny_model.save(tmp_path / "tiny")
+    weights = mx.load(str(folder / "model.safetensors"))
+    missing = [name for name in weights if name.startswith("model.layers.1.mlp.")]
+    kept = {name: array for name, array in weights.items() if name not in missing}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    with pytest.raises(InvalidModel, match=f"Missing {len(missing)} parameters") as caught:
+        model_files.load(folder)
+    assert missing[0] in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_architectures_that_are_no_list(folder):
+    change_config(folder, architectures=5)
+    model_files.inspect(folder)
 
 
 def test_a_config_without_what_the_model_needs(folder):

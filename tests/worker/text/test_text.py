@@ -256,3 +256,32 @@ def test_token_ids_outside_the_vocabulary_are_refused_with_their_field(fields, f
     with pytest.raises(InvalidRequest, match="outside the vocabulary of 700") as caught:
         text_of("qwen").encode(request)
     assert caught.value.detail == {"field": field}
+
+
+def test_a_panic_of_the_tokenizer_fails_only_the_request(monkeypatch):
+    class PanicException(BaseException):
+        """The library's class has this name and base."""
+
+    def panic(*_args: object, **_options: object) -> None:
+        raise PanicException("chunk size must be non-zero")
+
+    text = text_of("qwen")
+    monkeypatch.setattr(type(text._tokenizer), "encode", panic)
+    with pytest.raises(InvalidRequest, match=r"tokenizer fails on the prompt .*chunk size"):
+        text.encode(submit(prompt="hello"))
+
+
+def test_long_texts_are_counted_in_pieces(monkeypatch):
+    text = text_of("qwen", context=50_000)
+    encode, lengths = text._tokenizer.encode, []
+
+    def observed(piece, **options):
+        lengths.append(len(piece))
+        return encode(piece, **options)
+
+    monkeypatch.setattr(text._tokenizer, "encode", observed)
+    with pytest.raises(ContextTooLong) as caught:
+        text.encode(submit(prompt="q " * 1_000_000))
+    assert caught.value.detail["prompt_tokens"] > 50_000
+    assert max(lengths) <= 65_536
+    assert sum(lengths) < 200_000
