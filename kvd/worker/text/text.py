@@ -22,8 +22,8 @@ from protocol.types import ChatMessage, TokenLogprob
 from protocol.worker import Submit, Tokenize, Tokenized
 
 _PROBE_CHARS = 4
-"""Characters per token of the context length. Tokens of longer texts are counted first, in pieces, because
-tokenizing takes up to 240 bytes per character (measured)."""
+"""Characters per token of the context length. Tokens of longer texts are counted first, in pieces,
+because tokenizing takes up to 240 bytes per character (measured)."""
 _PIECE_CHARS = 1 << 16
 _PIECE_SLACK = 64
 """Tokens that a piece may have in addition because its ends are cut."""
