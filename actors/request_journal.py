@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from actors import mail
-from actors.request_state import RequestState
+from actors.request_state import RequestState, SentChoice, split_character
 from actors.runtime.actor import Ref
 from actors.telemetry import Timing
 from protocol import messages
@@ -38,6 +39,8 @@ class ReportReceived(_Record, tag="report", frozen=True):
     report: wire.RowReport
     at: float = 0.0
     """Wall-clock time of the request's last report, set by the journal."""
+    previous: int = 0
+    """Checksum of the request's previous record, set by the journal."""
 
 
 class RequestDropped(_Record, tag="dropped", frozen=True):
@@ -50,8 +53,12 @@ Record = RequestReceived | ReportReceived | RequestDropped
 class RequestJournal(Protocol):
     """Stores records durably. Never raises, and never blocks for long."""
 
-    def write(self, record: Record) -> None:
-        """Store a record before this returns, as far as that is possible."""
+    def write(self, record: Record) -> bool:
+        """Store a record before this returns; return whether that succeeded.
+
+        Without its `RequestReceived` a request cannot be continued; without its last reports it
+        can.
+        """
 
 
 @dataclass
@@ -101,23 +108,41 @@ class SavedRequest:
     def to_state(
         self, request: messages.Attach, client: Ref[mail.ClientMail], deadline: float | None
     ) -> RequestState:
-        state = RequestState(request.id, client, self.submit, Timing(self.model), deadline)
-        state.prompt_tokens, state.prompt_reported = self.prompt_tokens, len(self.prompt_logprobs)
-        state.replayed = True
-        for sent, saved in zip(state.choices, self.choices, strict=True):
-            sent.tokens.extend(saved.tokens)
-            sent.text_bytes, sent.reason = len(saved.text.encode()), saved.reason
+        """Return the request as the router tracks it; raises `InvalidRequest` for `received`."""
+        state = RequestState(
+            request.id,
+            client,
+            self.submit,
+            Timing(self.model),
+            deadline,
+            attach_name=self.submit.rid,
+            prompt_tokens=self.prompt_tokens,
+            prompt_reported=len(self.prompt_logprobs),
+            received_prompt_logprobs=request.received_prompt_logprobs,
+            replayed=True,
+            choices=[
+                SentChoice(array("i", saved.tokens), len(saved.text.encode()), saved.reason, known)
+                for saved, known in zip(self.choices, self.received(request), strict=True)
+            ],
+        )
+        for number, choice in enumerate(state.choices):
+            if self.end is not None or choice.reason is not None:
+                choice.check_received(number)
         return state
 
-    def missing_events(self, request: messages.Attach) -> list[Event]:
-        """Return the events that the client has not received; raises `InvalidRequest`."""
-        received = request.received or [messages.ReceivedChoice()] * len(self.choices)
+    def received(self, request: messages.Attach) -> Sequence[ReceivedChoice]:
+        """Return what the client has of each choice; raises `InvalidRequest`."""
+        received = request.received or [ReceivedChoice()] * len(self.choices)
         if len(received) != len(self.choices):
             raise InvalidRequest(
                 f"received has {len(received)} entries, but the request has {len(self.choices)} "
                 "choices; send one entry for each choice, or none",
                 field="received",
             )
+        return received
+
+    def missing_events(self, request: messages.Attach) -> list[Event]:
+        """Return the events that the client has not received; raises `InvalidRequest`."""
         events: list[Event] = []
         if self.prompt_tokens is not None:
             accepted = messages.Accepted(
@@ -130,7 +155,9 @@ class SavedRequest:
         start = request.received_prompt_logprobs
         if logprobs := self.prompt_logprobs[start:]:
             events.append(messages.PromptLogprobs(id=request.id, index=start, logprobs=logprobs))
-        for number, (choice, known) in enumerate(zip(self.choices, received, strict=True)):
+        for number, (choice, known) in enumerate(
+            zip(self.choices, self.received(request), strict=True)
+        ):
             events += _missing_tokens(request.id, number, choice, known)
             if len(self.choices) > 1 and (reason := choice.reason) is not None:
                 events.append(messages.ChoiceFinished(id=request.id, choice=number, reason=reason))
@@ -147,21 +174,10 @@ class SavedRequest:
 def _missing_tokens(
     request_id: str, number: int, choice: SavedChoice, received: ReceivedChoice
 ) -> Sequence[Event]:
-    text = choice.text.encode()
-    if received.tokens > len(choice.tokens) or received.text_bytes > len(text):
-        raise InvalidRequest(
-            f"choice {number} has {len(choice.tokens)} tokens and {len(text)} bytes of text, but "
-            f"received says {received.tokens} and {received.text_bytes}",
-            field="received",
-        )
     try:
-        new_text = text[received.text_bytes :].decode()
+        new_text = choice.text.encode()[received.text_bytes :].decode()
     except UnicodeDecodeError:
-        raise InvalidRequest(
-            f"text_bytes {received.text_bytes} ends inside a character of choice {number}; count "
-            "whole characters in UTF-8",
-            field="received",
-        ) from None
+        raise split_character(number, received) from None
     tokens = choice.tokens[received.tokens :]
     if not (tokens or new_text):
         return []

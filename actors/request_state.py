@@ -1,7 +1,9 @@
 """A request as the router tracks it: what the worker gets and what the client has received.
 
 `RequestState.apply_report` turns a worker's report into the client's event. After the death of a
-worker, `RequestState.to_submit` includes everything sent, so that nothing is sent twice.
+worker, `RequestState.to_submit` includes everything sent, so that nothing is sent twice. A client
+that attaches may have received more than the journal contains. The worker then computes that part
+again, and its events are withheld.
 """
 
 from __future__ import annotations
@@ -17,20 +19,60 @@ from actors.runtime.actor import Ref
 from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
-from protocol.messages import Event, FinishReason
-from protocol.types import Usage
+from protocol.errors import InvalidRequest
+from protocol.messages import Event, FinishReason, ReceivedChoice
+from protocol.types import TokenLogprob, Usage
 
 Stage = Literal["waiting", "running", "paused"]
 
 
 @dataclass
 class SentChoice:
-    """What the client has received of one choice."""
+    """What workers have reported of one choice; the client has received this or more."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     text_bytes: int = 0
     """Bytes of text in UTF-8."""
     reason: FinishReason | None = None
+    received: ReceivedChoice = field(default_factory=ReceivedChoice)
+    """What the client had when it attached."""
+
+    split: bool = False
+    """Whether what the client had ends inside a character."""
+
+    def take_new(self, report: wire.RowTokens) -> tuple[list[int], str]:
+        """Count a report; return the tokens and the text that the client has not received."""
+        text = report.text.encode()
+        tokens = report.tokens[max(0, self.received.tokens - len(self.tokens)) :]
+        new_text = text[max(0, self.received.text_bytes - self.text_bytes) :]
+        self.tokens.extend(report.tokens)
+        self.text_bytes += len(text)
+        try:
+            return tokens, new_text.decode()
+        except UnicodeDecodeError:
+            self.split = True
+            return tokens, ""
+
+    def check_received(self, number: int) -> None:
+        """Raise `InvalidRequest` if the client claims to have more than this choice has."""
+        received = self.received
+        if self.split:
+            raise split_character(number, received)
+        if received.tokens > len(self.tokens) or received.text_bytes > self.text_bytes:
+            raise InvalidRequest(
+                f"choice {number} has {len(self.tokens)} tokens and {self.text_bytes} bytes of "
+                f"text, but received says {received.tokens} and {received.text_bytes}; send what "
+                "you have",
+                field="received",
+            )
+
+
+def split_character(number: int, received: ReceivedChoice) -> InvalidRequest:
+    return InvalidRequest(
+        f"text_bytes {received.text_bytes} ends inside a character of choice {number}; count "
+        "whole characters in UTF-8",
+        field="received",
+    )
 
 
 @dataclass
@@ -45,8 +87,7 @@ class RequestState:
     deadline: float | None = None
     """Time of the deadline on the event loop's clock."""
     attach_name: str = ""
-    """Name to attach by; empty without a journal."""
-    journaled: bool = True
+    """Name to attach by; empty if the request is not journaled."""
     prompt_tokens: int | None = None
     """None until a worker accepts the request."""
     prompt_reported: int = 0
@@ -57,6 +98,8 @@ class RequestState:
     running: bool = False
     paused: bool = False
     """Whether the client has received `Paused`, and no `Resumed` since."""
+    received_prompt_logprobs: int = 0
+    """Tokens of the prompt whose logprobs the client had when it attached."""
     replayed: bool = False
     """Whether an earlier worker had the request, so that the next one replays what was sent."""
     choices: list[SentChoice] = field(default_factory=list)
@@ -106,13 +149,12 @@ class RequestState:
                 self.running = True
                 return self._resume()
             case wire.RowPrompt(index=index, logprobs=logprobs):
-                self.prompt_reported = index + len(logprobs)
-                return messages.PromptLogprobs(id=self.id, index=index, logprobs=logprobs)
+                return self._apply_prompt(index, logprobs)
             case wire.ChoiceFinished(choice=choice, reason=reason):
                 self.choices[choice].reason = reason
                 return messages.ChoiceFinished(id=self.id, choice=choice, reason=reason)
-            case wire.RowFinished(reason=reason, usage=usage):
-                return messages.Done(id=self.id, reason=reason, usage=usage)
+            case wire.RowFinished():
+                return self._finish(report)
             case wire.RowFailed(error=error):
                 return messages.Error(id=self.id, error=error)
             case _:
@@ -133,18 +175,34 @@ class RequestState:
         )
         return [*events, messages.Done(id=self.id, reason="cancelled", usage=usage)]
 
-    def _apply_tokens(self, report: wire.RowTokens) -> Event:
-        sent = self.choices[report.choice]
-        sent.tokens.extend(report.tokens)
-        sent.text_bytes += len(report.text.encode())
+    def _apply_prompt(self, index: int, logprobs: list[TokenLogprob]) -> Event | None:
+        self.prompt_reported = index + len(logprobs)
+        first = max(index, self.received_prompt_logprobs)
+        new = logprobs[first - index :]
+        return messages.PromptLogprobs(id=self.id, index=first, logprobs=new) if new else None
+
+    def _apply_tokens(self, report: wire.RowTokens) -> Event | None:
+        tokens, text = self.choices[report.choice].take_new(report)
+        if not (tokens or text):
+            return None
+        known = len(report.tokens) - len(tokens)
         return messages.Tokens(
             id=self.id,
-            index=report.index,
-            tokens=report.tokens,
-            text=report.text,
+            index=report.index + known,
+            tokens=tokens,
+            text=text,
             choice=report.choice,
-            logprobs=report.logprobs,
+            logprobs=None if report.logprobs is None else report.logprobs[known:],
         )
+
+    def _finish(self, report: wire.RowFinished) -> Event:
+        if report.reason != "cancelled":
+            try:
+                for number, choice in enumerate(self.choices):
+                    choice.check_received(number)
+            except InvalidRequest as error:
+                return messages.Error(id=self.id, error=error.info())
+        return messages.Done(id=self.id, reason=report.reason, usage=report.usage)
 
     def _apply_accepted(self, prompt_tokens: int) -> Event | None:
         if self.prompt_tokens is not None:

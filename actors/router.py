@@ -157,13 +157,11 @@ class Router(Actor[mail.RouterMail]):
             submit,
             Timing(request.model, _now()),
             deadline,
-            state.saved.attach_name(rid) if message.journaled else "",
-            message.journaled,
         )
         state.observe(telemetry.RequestArrived(request.model))
         self._handle(admission_events.RequestArrived(rid, request.model, _size(submit), deadline))
-        if message.journaled and rid in state.requests:  # not refused
-            state.saved.record_request(rid, request.model, submit)
+        if message.journaled and (accepted := state.requests.get(rid)) is not None:
+            accepted.attach_name = state.saved.record_request(rid, request.model, submit)
 
     def _attach(self, message: mail.AttachRequest) -> None:
         """Send a client the events that it lacks of a saved request, and continue the request."""
@@ -175,6 +173,7 @@ class Router(Actor[mail.RouterMail]):
                     f"request {rid!r} already belongs to another connection", request=rid
                 )
             saved = state.saved.find(rid)
+            resumed = saved.to_state(request, message.client, state.saved.deadline_of(saved))
             events = saved.missing_events(request)
         except KvdError as error:
             message.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
@@ -184,11 +183,10 @@ class Router(Actor[mail.RouterMail]):
         if saved.end is not None:
             state.saved.drop(rid)
             return
-        deadline = state.saved.deadline_of(saved)
-        state.requests[rid] = saved.to_state(request, message.client, deadline)
+        state.requests[rid] = resumed
         state.observe(telemetry.RequestArrived(saved.model))
         self._handle(
-            admission_events.RequestArrived(rid, saved.model, _size(saved.submit), deadline)
+            admission_events.RequestArrived(rid, saved.model, _size(saved.submit), resumed.deadline)
         )
 
     def _expire_saved(self) -> None:
@@ -202,7 +200,7 @@ class Router(Actor[mail.RouterMail]):
         request = self._state.requests.get(rid)
         if request is None:
             return
-        if request.journaled:
+        if request.attach_name:
             self._state.saved.record_report(rid, report)
         if (event := request.apply_report(report)) is not None:
             self._send(request, event)
@@ -267,7 +265,7 @@ class Router(Actor[mail.RouterMail]):
                 self._end(rid, error)
             case admission_events.ConfirmCancel(rid=rid):
                 request = state.requests.pop(rid)
-                if request.journaled:
+                if request.attach_name:
                     state.saved.drop(rid)
                 for event in request.cancelled_events():
                     self._send(request, event)
@@ -282,7 +280,7 @@ class Router(Actor[mail.RouterMail]):
         state = self._state
         request = state.requests.pop(rid)
         # While the daemon drains, and after a refused attach, the client may attach again.
-        if request.journaled and not (state.machine.draining or rid in state.saved.saved):
+        if request.attach_name and not (state.machine.draining or rid in state.saved.saved):
             state.saved.drop(rid)
         self._send(request, messages.Error(id=request.id, error=error))
 

@@ -43,10 +43,6 @@ class SavedRequests:
     """When the wait began, on the event loop's clock."""
     expires_at: float | None = None
 
-    def attach_name(self, rid: str) -> str:
-        """Return the name that a client attaches by; empty without a journal."""
-        return rid if self.journal is not None else ""
-
     def begin(self, now: float) -> None:
         """Start the timeout after which unclaimed requests are dropped."""
         if self.expires_at is None:
@@ -81,9 +77,11 @@ class SavedRequests:
             )
         return found
 
-    def record_request(self, rid: str, model: str, submit: wire.Submit) -> None:
-        if self.journal is not None:
-            self.journal.write(RequestReceived(rid, model, submit))
+    def record_request(self, rid: str, model: str, submit: wire.Submit) -> str:
+        """Return the name that a client attaches by; empty if the request is not journaled."""
+        if self.journal is None or not self.journal.write(RequestReceived(rid, model, submit)):
+            return ""
+        return rid
 
     def record_report(self, rid: str, report: wire.RowReport) -> None:
         """Record a report before its client gets it; the request is no longer saved."""

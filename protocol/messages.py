@@ -133,7 +133,7 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
     request: RequestId
     """Name of the request, from its ``accepted`` event."""
     received: Annotated[list[ReceivedChoice], Meta(max_length=fields.MAX_CHOICES)] = []
-    """What the client has of each choice; empty: nothing."""
+    """What the client has of each choice, also beyond the journal; empty: nothing."""
     received_prompt_logprobs: Count = 0
     """Tokens of the prompt whose logprobs the client has."""
 
@@ -294,7 +294,7 @@ class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
     seed: int
     """Seed of the sampling, drawn by the daemon if the request has none."""
     request: str = ""
-    """Name for ``attach``; empty if the journal is not on disk."""
+    """Name for ``attach``; empty if the request is not in a journal on disk."""
 
 
 class Queued(_Event, tag="queued", frozen=True, kw_only=True):

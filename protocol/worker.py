@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from protocol import fields
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.messages import FinishReason
@@ -77,7 +78,7 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     sampling: Sampling
     """Sampling settings; the seed is always set."""
     max_tokens: int | None = None
-    n: int = 1
+    n: fields.Choices = 1
     stop: list[str] = []
     stop_tokens: list[int] = []
     ignore_eos: bool = False

@@ -149,7 +149,7 @@ class CompletionRecord:
         self.seed: int | None = None
         """The sampling seed, once the request is accepted."""
         self.request: str = ""
-        """The id for `attach` if the daemon dies; empty unless ``journal = "disk"``."""
+        """The id for `attach` if the daemon dies; empty if the request is not journaled on disk."""
         self.usage: Usage | None = None
         self.reason: m.FinishReason | None = None
         """Why the request ended; None while it runs."""

@@ -1,26 +1,25 @@
-r"""The journal on disk: requests and their sent events survive the daemon.
+"""The journal on disk: requests and their sent events survive the daemon.
 
-One file of records, which `_compact` rewrites without expired ones. When `write` returns, the
-record is in the system's cache: it survives this process, but not a power loss::
-
-    kvd journal 2\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
-
-Reading stops at the first truncated or damaged record, which a dying daemon was writing. If the
-disk is full or the file reaches its limit, further requests are served but not journaled.
+One file of records (`kvd.host.journal_file`), which `DiskJournal` rewrites without expired ones.
+When `write` returns, the record is in the system's cache: it survives this process, but not a power
+loss. Neither damage nor a full disk stops the daemon's start. Damaged records are skipped, and a
+copy of the file is kept. If the file cannot grow, further requests are served but not journaled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import struct
 import time
-import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from actors.request_journal import (
     Record,
@@ -30,23 +29,25 @@ from actors.request_journal import (
     SavedRequest,
 )
 from kvd.host.home import unusable
+from kvd.host.journal_file import Damage, Files, JournalFile, checksum, size_in_file
 from protocol.worker import RowFailed, RowFinished
 
-MAGIC = b"kvd journal 2\n"
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
 """The file is compacted when its dead bytes exceed both this and its live bytes."""
-_HEADER = struct.Struct(">II")
-_MAX_RECORD = 64 * 1024 * 1024
-"""Larger than any frame of a worker, so a longer record is damaged."""
-
-
-class _RequestId(msgspec.Struct):
-    rid: str
-
-
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of the disk. Any other error of the journal's folder is one of the configuration."""
+_RETRY_S = 60.0
+"""Seconds until the next attempt to compact the file after the disk failed."""
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Record).decode
-_decode_rid = msgspec.msgpack.Decoder(_RequestId).decode
+
+
+@dataclass
+class _Kept:
+    """A request in the file."""
+
+    nbytes: int = 0
+    newest: int | None = None
+    """Checksum of its newest record; None after a record that could not be written."""
 
 
 class DiskJournal:
@@ -59,63 +60,92 @@ class DiskJournal:
         limit_bytes: int,
         keep_s: float,
         clock: Callable[[], float] = time.time,
+        files: Files = os,
     ) -> None:
-        """Open the journal in this folder; raises `ConfigError` if that fails."""
+        """Open the journal in this folder; raises `ConfigError` if the folder is unusable."""
         self._path = folder / "requests"
         self._limit = limit_bytes
         self._keep_s = keep_s
         self._clock = clock
+        self._files = files
         self._log = structlog.get_logger("kvd.daemon.journal")
-        self._sizes: dict[str, int] = {}
-        """Bytes of each kept request."""
+        self._kept: dict[str, _Kept] = {}
         self._live = 0
+        """Bytes of all kept requests."""
         self._ended: dict[str, float] = {}
         """End times of finished requests, whose clients may still attach to read the end."""
         self._warned = False
+        self._retry_at = float("-inf")
+        """When to compact again after the disk failed."""
+        self.saved: dict[str, SavedRequest] = {}
+        self._file: JournalFile | None = None
+        """None if the disk failed at the start: then nothing is journaled."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self.saved = self._read()
-            self._compact()
+            files.makedirs(folder, 0o700, exist_ok=True)
+            self._file = JournalFile(self._path, os.O_RDWR | os.O_CREAT, files)
         except OSError as error:
-            raise unusable(self._path, error) from error
+            if error.errno not in _DISK_FAULTS:
+                raise unusable(self._path, error) from error
+            self._warn(error)
+            return
+        damage = self._restore(self._file)
+        if self._file.size > self._live:
+            self._compact(self._file)
+        self._report(damage)
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._file is not None:
+            self._file.close()
 
-    def write(self, record: Record) -> None:
-        """Append a record; records of requests that are not kept are ignored."""
+    def write(self, record: Record) -> bool:
+        """Append a record; return whether the file contains it.
+
+        Reports on requests that are not in the file are ignored. After a report that cannot be
+        written, no more reports on its request are: the next daemon continues from those before.
+        """
         match record:
             case RequestReceived():
-                record = msgspec.structs.replace(record, at=self._clock())
-            case ReportReceived(rid=rid) | RequestDropped(rid=rid) if rid not in self._sizes:
-                return
-            case ReportReceived(rid=rid, report=RowFinished() | RowFailed()):
-                self._ended[rid] = self._clock()
-                record = msgspec.structs.replace(record, at=self._clock())
-            case _:
-                pass
-        frame = _frame(_encode(record))
-        room = isinstance(record, RequestDropped) or self._has_room(len(frame))
-        if not room or not self._append(frame):
-            self._stop_keeping(record.rid)
-            return
-        self._size += len(frame)
-        if isinstance(record, RequestDropped):
-            self._drop(record.rid)
-        else:
-            self._sizes[record.rid] = self._sizes.get(record.rid, 0) + len(frame)
-            self._live += len(frame)
+                return self._add(record)
+            case ReportReceived():
+                return self._continue(record)
+            case RequestDropped():
+                known = record.rid in self._kept
+                self._drop(record.rid)
+                return known and self._append(_encode(record))
 
-    def _stop_keeping(self, rid: str) -> None:
-        """Drop a request, because one of its records could not be written."""
-        frame = _frame(_encode(RequestDropped(rid)))
-        if rid in self._sizes and self._append(frame):
-            self._size += len(frame)
-        self._drop(rid)
+    def _add(self, record: RequestReceived) -> bool:
+        payload = _encode(replace(record, at=self._clock()))
+        if not (self._has_room(payload) and self._append(payload)):
+            return False
+        self._kept[record.rid] = _Kept()
+        self._count(record.rid, payload)
+        return True
+
+    def _continue(self, record: ReportReceived) -> bool:
+        kept, at = self._kept.get(record.rid), 0.0
+        if kept is None:
+            return False
+        if isinstance(record.report, RowFinished | RowFailed):
+            at = self._ended[record.rid] = self._clock()
+        if kept.newest is None:
+            return False
+        payload = _encode(replace(record, at=at, previous=kept.newest))
+        if not (self._has_room(payload) and self._append(payload)):
+            kept.newest = None
+            return False
+        self._count(record.rid, payload)
+        return True
+
+    def _count(self, rid: str, payload: bytes) -> None:
+        """Count a record in the file that belongs to a kept request."""
+        kept, nbytes = self._kept[rid], size_in_file(payload)
+        kept.newest = checksum(payload)
+        kept.nbytes += nbytes
+        self._live += nbytes
 
     def _drop(self, rid: str) -> None:
-        self._live -= self._sizes.pop(rid, 0)
+        if (kept := self._kept.pop(rid, None)) is not None:
+            self._live -= kept.nbytes
         self._ended.pop(rid, None)
 
     def _expire(self) -> None:
@@ -127,32 +157,37 @@ class DiskJournal:
                 return
             self._drop(rid)
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self, payload: bytes) -> bool:
+        """Return whether the limit permits another record; compact the file if that frees much."""
+        if self._file is None:
+            return False
         self._expire()
-        dead = self._size - self._live
-        full = self._size + size > self._limit
+        size, dead = self._file.size + size_in_file(payload), self._file.size - self._live
         # Compact only if that frees many bytes, because it rewrites the whole file.
-        if dead > max(LEAST_DEAD_BYTES, self._live) or (full and dead > self._limit // 8):
-            with contextlib.suppress(OSError):  # the old file stays intact
-                self._compact()
-        if self._size + size <= self._limit:
+        much = dead > max(LEAST_DEAD_BYTES, self._live)
+        if (much or (size > self._limit and dead > self._limit // 8)) and (
+            self._clock() >= self._retry_at
+        ):
+            self._report(self._compact(self._file))
+            size = self._file.size + size_in_file(payload)
+        if size <= self._limit:
             return True
-        self._warn(f"the journal has {self._size} bytes, and journal_limit is {self._limit}")
+        self._warn(f"the journal has {self._file.size} bytes, and journal_limit is {self._limit}")
         return False
 
-    def _append(self, frame: bytes) -> bool:
+    def _append(self, payload: bytes) -> bool:
+        if self._file is None:
+            return False
         try:
-            if os.pwrite(self._fd, frame, self._size) == len(frame):
-                return True
-            reason = "the disk is full"
+            self._file.append(payload)
         except OSError as error:
-            reason = error.strerror or str(error)
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, self._size)
-        self._warn(reason)
-        return False
+            self._warn(error)
+            return False
+        return True
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: OSError | str) -> None:
+        if isinstance(reason, OSError):
+            reason = reason.strerror or str(reason)
         if not self._warned:
             self._warned = True
             self._log.warning(
@@ -160,79 +195,83 @@ class DiskJournal:
                 reason=reason,
             )
 
-    def _compact(self) -> None:
-        """Rewrite the file with the kept requests only."""
-        sizes: dict[str, int] = {}
-        fresh = self._path.with_suffix(".new")
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(os.dup(fd), "wb") as stream:
-                stream.write(MAGIC)
-                for payload in self._payloads():
-                    rid = _decode_rid(payload).rid
-                    if rid in self._sizes:
-                        frame = _frame(payload)
-                        stream.write(frame)
-                        sizes[rid] = sizes.get(rid, 0) + len(frame)
-            fresh.replace(self._path)
-        except BaseException:
-            os.close(fd)
-            fresh.unlink(missing_ok=True)
-            raise
-        os.close(self._fd)
-        self._fd, self._sizes, self._live = fd, sizes, sum(sizes.values())
-        self._size = len(MAGIC) + self._live
-        self._warned = False
+    def _report(self, damage: Damage) -> None:
+        if damage.records:
+            self._log.warning(
+                "the journal is damaged, or another version wrote it: all other records are in "
+                "use; `kvctl doctor` describes the copy of the file",
+                records=damage.records,
+                bytes=damage.nbytes,
+            )
 
-    def _payloads(self) -> Iterator[bytes]:
-        with os.fdopen(os.dup(self._fd), "rb") as stream:
-            stream.seek(0)
-            if stream.read(len(MAGIC)) != MAGIC:
-                return
-            while len(header := stream.read(_HEADER.size)) == _HEADER.size:
-                length, checksum = _HEADER.unpack(header)
-                if length > _MAX_RECORD:
-                    return
-                payload = stream.read(length)
-                if len(payload) < length or zlib.crc32(payload) != checksum:
-                    return
+    def _compact(self, file: JournalFile) -> Damage:
+        """Rewrite the file with the kept requests only, and return what was damaged.
+
+        A damaged file is kept as a copy. If the disk fails, the old file stays in use.
+        """
+        damage, sizes, path = Damage(), Counter[str](), self._path.with_suffix(".new")
+        try:
+            fresh = JournalFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._files)
+            try:
+                fresh.extend(self._kept_payloads(file, sizes, damage))
+                fresh.sync()  # without it, a power loss could leave an empty file of this name
+                if damage.records:
+                    self._keep_copy()
+                self._files.replace(path, self._path)
+            except BaseException:
+                fresh.close()
+                with contextlib.suppress(OSError):
+                    self._files.unlink(path)
+                raise
+        except OSError as error:
+            self._retry_at = self._clock() + _RETRY_S
+            self._log.warning("the journal cannot be compacted", reason=error.strerror)
+            return damage
+        file.close()
+        self._file, self._live, self._warned = fresh, sizes.total(), False
+        for rid, kept in self._kept.items():
+            kept.nbytes = sizes[rid]
+        return damage
+
+    def _kept_payloads(
+        self, file: JournalFile, sizes: Counter[str], damage: Damage
+    ) -> Iterator[bytes]:
+        for record, payload in file.records(damage):
+            if record.rid in self._kept and not isinstance(record, RequestDropped):
+                sizes[record.rid] += size_in_file(payload)
                 yield payload
 
-    def _read(self) -> dict[str, SavedRequest]:
-        size = os.fstat(self._fd).st_size
-        found: dict[str, SavedRequest] = {}
-        intact, now = len(MAGIC), self._clock()
-        for payload in self._payloads():
-            intact += _HEADER.size + len(payload)
-            try:
-                self._restore(found, _decode(payload), now)
-            except msgspec.MsgspecError as error:  # written by another version
-                self._log.warning("journal record cannot be decoded", reason=str(error))
-        for rid in [rid for rid, at in self._ended.items() if at + self._keep_s < now]:
-            del found[rid], self._ended[rid]
-        self._size = intact
-        self._sizes = dict.fromkeys(found, 0)
-        if size > intact:
-            self._log.warning("the journal's end is damaged", lost_bytes=size - intact)
-        if found:
-            self._log.info("requests wait for their clients to attach", count=len(found))
-        return found
+    def _keep_copy(self) -> None:
+        """Give the file a second name, in place of an older copy; without it if the disk fails."""
+        copy = self._path.with_suffix(".damaged")
+        with contextlib.suppress(OSError):
+            self._files.unlink(copy)
+        with contextlib.suppress(OSError):
+            self._files.link(self._path, copy)
 
-    def _restore(self, found: dict[str, SavedRequest], record: Record, now: float) -> None:
-        match record:
-            case RequestReceived(rid=rid, model=model, submit=submit, at=at):
-                left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
-                found[rid] = SavedRequest(model, submit, left)
-            case ReportReceived(rid=rid, report=report) if rid in found:
-                found[rid].apply_report(report)
-                if isinstance(report, RowFinished | RowFailed):
-                    self._ended[rid] = record.at
-            case RequestDropped(rid=rid):
-                found.pop(rid, None)
-                self._ended.pop(rid, None)
-            case _:
-                pass
-
-
-def _frame(payload: bytes) -> bytes:
-    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+    def _restore(self, file: JournalFile) -> Damage:
+        """Read `saved` from the file; return what was damaged."""
+        damage, now = Damage(), self._clock()
+        for record, payload in file.records(damage):
+            match record:
+                case RequestReceived(rid=rid, model=model, submit=submit, at=at):
+                    self._drop(rid)
+                    left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
+                    self.saved[rid] = SavedRequest(model, submit, left)
+                    self._kept[rid] = _Kept()
+                    self._count(rid, payload)
+                case ReportReceived(rid=rid, report=report):
+                    try:
+                        self.saved[rid].apply_report(report)
+                    except LookupError:  # a choice that the request does not have
+                        damage.add(size_in_file(payload))
+                    if isinstance(report, RowFinished | RowFailed):
+                        self._ended[rid] = record.at
+                    self._count(rid, payload)
+                case RequestDropped(rid=rid):
+                    self._drop(rid)
+        self._expire()
+        self.saved = {rid: saved for rid, saved in self.saved.items() if rid in self._kept}
+        if self.saved:
+            self._log.info("requests wait for their clients to attach", count=len(self.saved))
+        return damage

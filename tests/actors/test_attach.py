@@ -29,11 +29,15 @@ SLOW = Script(token_s=1.0)
 class MemoryJournal:
     """A journal in a list; `saved` reads it as the journal on disk is read."""
 
+    full = False
+
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records = list(records)
 
-    def write(self, record: Record) -> None:
-        self.records.append(record)
+    def write(self, record: Record) -> bool:
+        if not self.full:
+            self.records.append(record)
+        return not self.full
 
     def saved(self) -> dict[str, SavedRequest]:
         found: dict[str, SavedRequest] = {}
@@ -108,6 +112,56 @@ def test_attach_sends_the_missing_events_and_continues(had: int) -> None:
     scene()
 
 
+@pytest.mark.parametrize(("saved", "had"), [(5, 6), (5, 8), (1, 9), (0, 3)])
+def test_a_client_ahead_of_the_journal_gets_only_what_it_lacks(saved: int, had: int) -> None:
+    journal, name = interrupted(max(saved, 1), max_tokens=9)
+    if not saved:  # only the request itself was written
+        del journal.records[1:]
+    text = "".join(f"{one} " for one in expected(9))
+    known = len("".join(f"{one} " for one in expected(had)))
+
+    @simulated
+    async def scene() -> None:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            key = attach(client, name, (had, known))
+            assert (await client.end(key)).reason == "length"
+            first, *events = client.events[key]
+            assert isinstance(first, messages.Accepted)
+            assert first.request == name
+            tokens = [one for one in events if isinstance(one, messages.Tokens)]
+            assert [one.index for one in tokens] == list(range(had, 9))
+            assert [one for event in tokens for one in event.tokens] == expected(9)[had:]
+            assert text_of(client, key) == text[known:]
+        assert journal.saved()[name].choices[0].tokens == expected(9)
+
+    scene()
+
+
+@pytest.mark.parametrize(
+    ("received", "reason"),
+    [
+        ((10, 9), "choice 0 has 9 tokens and 34 bytes of text, but received says 10 and 9"),
+        ((9, 99), "choice 0 has 9 tokens and 34 bytes of text, but received says 9 and 99"),
+    ],
+)
+def test_a_client_cannot_have_more_than_the_request_ever_has(
+    received: tuple[int, int], reason: str
+) -> None:
+    journal, name = interrupted(5, max_tokens=9)
+
+    @simulated
+    async def scene() -> None:
+        wrong = [ReceivedChoice(*received)]
+        for _ in range(2):  # found at the end first, and at once when the journal has the end
+            async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+                with pytest.raises(errors.InvalidRequest, match=reason):
+                    await w.client().ask(messages.Attach, request=name, received=wrong)
+            assert journal.saved()[name].end is not None
+
+    scene()
+
+
 def test_the_end_is_kept_until_it_is_fetched() -> None:
     journal, name = interrupted(9, max_tokens=10)
     [last] = [one for one in journal.records if isinstance(one, ReportReceived)][-1:]
@@ -138,8 +192,6 @@ async def test_attach_rejects_unknown_requests_and_wrong_counts() -> None:
         client = w.client()
         for wrong, kind in (
             ({"request": "other"}, errors.UnknownRequest),
-            ({"request": name, "received": [ReceivedChoice(4, 0)]}, errors.InvalidRequest),
-            ({"request": name, "received": [ReceivedChoice(0, 999)]}, errors.InvalidRequest),
             (
                 {"request": name, "received": [ReceivedChoice(), ReceivedChoice()]},
                 errors.InvalidRequest,
@@ -218,6 +270,23 @@ async def test_a_forced_stop_saves_the_requests_that_it_ends() -> None:
         key = attach(client, name)
         assert (await client.end(key)).reason == "length"
         assert client.tokens(key) == expected(9)
+
+
+@simulated
+async def test_a_request_that_is_not_written_has_no_attach_name() -> None:
+    journal = MemoryJournal()
+    async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
+        client = w.client()
+        journal.full = True
+        lost = client.generate()
+        await until(lambda: client.count(lost) == 2)
+        journal.full = False
+        kept = client.generate()
+        for key in (lost, kept):
+            assert (await client.end(key)).reason == "length"
+        names = [client.events[key][0].request for key in (lost, kept)]
+        assert names[0] == ""
+        assert {record.rid for record in journal.records} == {names[1]}
 
 
 @simulated

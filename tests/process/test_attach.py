@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 
 import pytest
@@ -66,3 +67,55 @@ def test_streams_continue_after_a_kill_9_of_the_daemon(killed):
     asyncio.run(check())
     gone = daemon.kvctl("attach", name)
     assert (gone.returncode, gone.stdout) == (6, "")
+
+
+@pytest.fixture
+def limited_files():
+    """Limit the files of the programs that the test starts to 64 KiB, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(start):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+        try:
+            return start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
+
+
+def test_a_cut_journal_on_a_full_disk_costs_neither_the_start_nor_the_request(
+    home, make_daemon, limited_files
+):
+    write_config(home, MODEL.replace("tps=40", "tps=100"))
+    daemon = make_daemon().start()
+    wait_for("the model", lambda: [one for one in daemon.log() if one.get("state") == "ready"])
+    worker = daemon.worker_pid("m")
+    stops = [f"{number}{'終' * 4000}" for number in range(8)]
+    options = OPTIONS | {"max_tokens": 100, "stop": stops}  # a journal longer than the limit
+    reader = Reader(daemon, "m", "Ha", **options)
+    wait_for("tokens", lambda: len(reader.completion.tokens) > 15)
+    os.kill(daemon.pid, signal.SIGKILL)
+    daemon.wait()
+    reader.finished()
+    wait_for("its worker ends", lambda: not alive(worker))
+    # A power loss leaves the newest records as zeros: the client is ahead of the journal.
+    path = home.journal / "requests"
+    size = path.stat().st_size
+    os.truncate(path, size - 1500)
+    os.truncate(path, size + 4096)
+
+    limited_files(daemon.launch)
+    wait_for("the daemon answers", daemon.answers)
+    reasons = [one["event"] for one in daemon.log() if one["level"] == "warning"]
+    assert any("the journal is damaged" in one for one in reasons), reasons
+    assert "the journal cannot be compacted" in reasons
+    with daemon.client() as kvd:
+        new = kvd.generate("m", "Hi", max_tokens=1)
+        assert new.text
+        assert new.request == ""
+        rest = kvd.attach(reader.completion)
+        assert rest.text
+        expected = kvd.generate("m", "Ha", **options)
+        assert expected.text
+        assert (rest.choices, rest.usage) == (expected.choices, expected.usage)
