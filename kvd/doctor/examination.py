@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvd.doctor import installation, limits, place, running
+from kvd.doctor import installation, journal, limits, place, running
 from kvd.doctor.finding import Finding, Section, fail
 from kvd.doctor.scene import Scene
 
@@ -26,7 +26,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         limits.disk,
         limits.hub_cache,
     ),
-    "Home": (place.folder, place.configuration, place.lock, place.sockets, place.log),
+    "Home": (
+        place.folder,
+        place.configuration,
+        place.lock,
+        place.sockets,
+        journal.records,
+        place.log,
+    ),
     "Daemon": (running.daemon, running.http_port, running.service),
 }
 

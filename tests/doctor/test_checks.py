@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvd
-from kvd.doctor import installation, limits, place, running
+from kvd.doctor import installation, journal, limits, place, running
 from kvd.doctor.engine import ask
 from kvd.doctor.examination import CHECKS, examine
 from kvd.doctor.finding import Finding, Section, worst
@@ -202,7 +202,7 @@ def test_models_of_the_hub_are_counted(home: Home, tmp_path):
 def test_a_home_that_does_not_exist_yet_is_no_fault(home: Home):
     subject = scene(home)
     found = [place.folder(subject), place.configuration(subject), place.lock(subject)]
-    found += [*place.sockets(subject), place.log(subject)]
+    found += [*place.sockets(subject), journal.records(subject), place.log(subject)]
     assert {one.verdict for one in found} == {"ok"}
 
 
