@@ -24,7 +24,7 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedRow, SharedStore
 from protocol.pages import TAIL_TOKENS
 
-FORMAT = 1
+FORMAT = 2
 """Format of saved states. It increases when an older reader would misread a newer file."""
 
 CONVERTIBLE = (KVCache, RotatingKVCache, QuantizedKVCache)

@@ -85,7 +85,7 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32, holds sums of values, the
     maximum (of base-2 logits) and the sum of weights; undefined for padding.
     """
-    text, (tiles, warps) = _split_text(shape, language), shape.plan(language)
+    text, tiles, warps = _split_plan(shape, language)
     count = given.splits.shape[0]
     arrays = {
         "queries": given.queries,
@@ -228,7 +228,12 @@ def _pool_names(shape: Shape) -> list[str]:
     return names
 
 
-_split_text = lru_cache(64)(decode.split_source)
+@lru_cache(64)
+def _split_plan(shape: Shape, language: Language) -> tuple[str, int, int]:
+    """Return the kernel's text, its tiles and its warps."""
+    return decode.split_source(shape, language), *shape.plan(language)
+
+
 _combine_text = lru_cache(64)(decode.combine_source)
 _append_text = lru_cache(64)(append.append_source)
 _rotate_text = lru_cache(64)(rotate.rotate_source)
