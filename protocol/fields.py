@@ -9,8 +9,17 @@ from msgspec import Meta
 MAX_BYTES = 2**63 - 1
 MAX_INT = 2**31 - 1
 """Limit of counts and token ids. JSON itself has none, but msgpack and arrays do."""
+MAX_S = 365 * 24 * 3600.0
+"""Limit of durations in seconds. Infinity and very large numbers overflow the system's timers."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_S)]
+PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_S)]
+
+TEXT_PATTERN = r"^[^\x00]*\Z"
+TEXT_RULE = "must not contain NUL, which no path and no argument of a program can hold"
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=TEXT_PATTERN)]
+Source = Annotated[str, Meta(min_length=1, max_length=4096, pattern=TEXT_PATTERN)]
+"""What a model is loaded from: an embedded name, a folder or a Hub id."""
 ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
 """Names appear in tables, logs and command lines, so control characters and spaces are excluded."""
 ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with -"

@@ -55,7 +55,7 @@ class Metrics(_Request, tag="metrics", frozen=True, kw_only=True):
 class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model."""
 
-    model: fields.Name
+    model: fields.Source
     """Source: an embedded name, a folder's absolute path, or a Hub id."""
     alias: fields.Alias | None = None
     """Name that requests use; absent: the last part of the source."""

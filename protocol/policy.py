@@ -7,9 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.fields import MAX_INT, Priority
-
-MAX_TTL_S = 365 * 24 * 3600.0
+from protocol.fields import MAX_INT, PositiveSeconds, Priority
 
 
 class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,7 +17,7 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Priority when memory is short: models of lower priority give memory back first."""
     pinned: bool = False
     """Whether the model is never evicted."""
-    idle_ttl_s: Annotated[float, Meta(gt=0.0, le=MAX_TTL_S)] | None = None
+    idle_ttl_s: PositiveSeconds | None = None
     """Seconds without requests after which the model is unloaded; absent: no limit."""
     max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Maximum tokens of prompt and completion together; absent: the model's own limit."""

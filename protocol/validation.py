@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
+from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, TEXT_PATTERN, TEXT_RULE
 
 _MAX_ECHO = 40
 """Maximum characters of a value in a message; a longer value would hide the rest of it."""
@@ -26,7 +26,7 @@ _TYPES = {
 }
 _GIVEN = _TYPES | {"int": "a number", "float": "a number with a fraction", "bool": "a boolean"}
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
-_RULES = {repr(ALIAS_PATTERN): ALIAS_RULE}
+_RULES = {repr(ALIAS_PATTERN): ALIAS_RULE, repr(TEXT_PATTERN): TEXT_RULE}
 
 _AT_PATH = re.compile(r"(?P<reason>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _PATH_STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[[^\]]*\]")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
+from protocol.fields import PositiveSeconds
 from protocol.worker import Phase
 
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 WatchedPhase = Literal["spawning", "loading"] | Phase
 
 
@@ -19,27 +18,27 @@ class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The phases of a loaded model count only while it has requests: an idle worker may be silent.
     """
 
-    spawning_s: Seconds = 60.0
+    spawning_s: PositiveSeconds = 60.0
     """From the start of the process to its first report. Covers Python and MLX from a slow disk."""
-    loading_s: Seconds = 600.0
+    loading_s: PositiveSeconds = 600.0
     """Without progress of the load. Covers one shard of a large model from a slow disk."""
-    idle_s: Seconds = 120.0
+    idle_s: PositiveSeconds = 120.0
     """While the worker waits for a grant or a time slice. It sends counters every few seconds."""
-    tokenize_s: Seconds = 300.0
+    tokenize_s: PositiveSeconds = 300.0
     """While the worker tokenizes a prompt. Covers the largest prompt that fits into a frame."""
-    prefill_s: Seconds = 600.0
+    prefill_s: PositiveSeconds = 600.0
     """For one chunk, and compiling its kernels. A chunk of an 8B model on a CPU takes 80 s."""
-    decode_s: Seconds = 300.0
+    decode_s: PositiveSeconds = 300.0
     """For one step. Some steps are traced or compiled first."""
-    flush_s: Seconds = 300.0
+    flush_s: PositiveSeconds = 300.0
     """While the worker writes all full pages of all rows and finishes earlier launches."""
-    pools_s: Seconds = 300.0
+    pools_s: PositiveSeconds = 300.0
     """For copying one slice of pages, or all pools once."""
-    asked_s: Seconds = 10.0
+    asked_s: PositiveSeconds = 10.0
     """Between asking the worker to exit and sending SIGTERM."""
-    halted_s: Seconds = 2.0
+    halted_s: PositiveSeconds = 2.0
     """Like `asked_s`, if the worker must not finish its requests."""
-    terminated_s: Seconds = 5.0
+    terminated_s: PositiveSeconds = 5.0
     """Between SIGTERM and SIGKILL, and between SIGKILLs: a process in a driver call exits late."""
 
     def of(self, phase: WatchedPhase) -> float:

@@ -23,6 +23,7 @@ from protocol.errors import ConfigError, InvalidRequest
 
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
 LENGTHS = "1024,4096,16384"
+_SHAPE = click.IntRange(1, 65_536)
 _IMAGES = (".png", ".svg")
 _COLUMNS = {
     "SCHEME": "scheme",
@@ -49,10 +50,10 @@ _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K
     help="The model whose geometry is measured (default: demo).",
     shell_complete=model_sources,
 )
-@option("--heads", "N", "Query heads.", type=int)
-@option("--kv-heads", "N", "Key and value heads.", type=int)
-@option("--head-dim", "N", "Channels of a head.", type=int)
-@option("--layers", "N", "Layers.", type=int)
+@option("--heads", "N", "Query heads.", type=_SHAPE)
+@option("--kv-heads", "N", "Key and value heads.", type=_SHAPE)
+@option("--head-dim", "N", "Channels of a head.", type=_SHAPE)
+@option("--layers", "N", "Layers.", type=_SHAPE)
 @option("--dtype", "TYPE", "float32, bfloat16 or float16.")
 @option(
     "--schemes",

@@ -13,21 +13,28 @@ from rich.table import Column, Table
 
 from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
-from kvd.cli.options import LEVELS, kv_options
+from kvd.cli.options import LEVELS, Number, kv_options
 from kvd.cli.tables import headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from kvd.host.home import locate
+from protocol.fields import MAX_INT
 from protocol.kv import KVSpec
 
 
 @click.command(panels=standard_panels())
 @model_source("What to measure.")
 @kv_options(*LEVELS)
-@option("--max-kl", "NATS", "Highest mean KL divergence.", default=0.02)
-@option("--min-top1", "SHARE", "Lowest share of steps with the same top token.", default=0.95)
-@option("--prompts", "N", "Texts to measure on.", default=4)
-@option("--tokens", "N", "Length of each text.", default=1024)
+@option("--max-kl", "NATS", "Highest mean KL divergence.", type=Number(0, 100), default=0.02)
+@option(
+    "--min-top1",
+    "SHARE",
+    "Lowest share of steps with the same top token.",
+    type=Number(0, 1),
+    default=0.95,
+)
+@option("--prompts", "N", "Texts to measure on.", type=click.IntRange(1, 10_000), default=4)
+@option("--tokens", "N", "Length of each text.", type=click.IntRange(1, MAX_INT), default=1024)
 @common_options("home", "json")
 def calibrate(
     common: CommonOptions,

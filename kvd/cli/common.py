@@ -20,6 +20,7 @@ from kvd.host import exits
 from kvd.host.exits import Exit
 from kvd.host.home import locate
 from protocol.errors import KvdError, UnknownModel, UnknownOp, UnsupportedVersion
+from protocol.fields import MAX_INT
 from protocol.types import DaemonStatus, ModelStatus
 
 Command = Callable[..., Any]
@@ -51,7 +52,7 @@ def model_source(text: str) -> Decorator:
 
 
 def last_lines(minimum: int) -> Decorator:
-    limits = click.IntRange(min=minimum)
+    limits = click.IntRange(minimum, MAX_INT)
     return click.option(
         "--lines", "-n", metavar="N", type=limits, default=50, help="Show the last N lines."
     )

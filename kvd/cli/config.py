@@ -174,7 +174,7 @@ def _parse_value(text: str) -> Any:
     """Return the TOML value of a text; quotes of strings may be left out."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

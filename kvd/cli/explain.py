@@ -12,6 +12,7 @@ from kvd.cli.options import kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
+from protocol.fields import MAX_INT
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 from protocol.messages import MAX_FORECAST_ROWS
@@ -33,7 +34,7 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
     "--ctx",
     "context",
     metavar="TOKENS",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_INT),
     help="Prompt and completion of a row (default: the model's whole context).",
 )
 @option("--rows", "N", "Concurrent requests.", type=click.IntRange(0, MAX_FORECAST_ROWS), default=1)

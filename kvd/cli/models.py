@@ -22,6 +22,7 @@ from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import KvdError, NotRunning
+from protocol.fields import MAX_INT
 from protocol.forecast import Forecast
 from protocol.types import DaemonStatus
 
@@ -56,7 +57,7 @@ class Candidate:
     "TOKENS",
     "Context of the one request that has to fit.",
     name="context",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_INT),
     default=4096,
 )
 @common_options()

@@ -13,6 +13,7 @@ import rich_click as click
 from kvd.cli.common import Command, Decorator
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes
+from protocol.fields import MAX_S
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
 
@@ -28,18 +29,30 @@ def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int |
         raise click.BadParameter(str(error)) from None
 
 
-class Seconds(click.FloatRange):
-    """A range of seconds without NaN, which click's comparisons accept."""
+class Number(click.FloatRange):
+    """A range without NaN, which click's comparisons accept."""
 
-    name = "number of seconds"
+    name = "number"
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(low, high)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        seconds: float = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a valid number of seconds.", param, ctx)
-        return seconds
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+        return number
+
+
+class Seconds(Number):
+    """A duration of at least this many seconds."""
+
+    name = "number of seconds"
+
+    def __init__(self, low: float) -> None:
+        super().__init__(low, MAX_S)
 
 
 class _KVOption(NamedTuple):

@@ -23,7 +23,7 @@ from protocol.types import DaemonStatus
     "--interval",
     "SECONDS",
     "Time between updates, with --watch.",
-    type=Seconds(min=0.1),
+    type=Seconds(0.1),
     default=2.0,
 )
 @common_options()

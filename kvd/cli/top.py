@@ -26,7 +26,7 @@ from protocol.types import DaemonStatus
 
 
 @click.command()
-@option("--interval", "SECONDS", "Time between updates.", type=Seconds(min=0.25), default=1.0)
+@option("--interval", "SECONDS", "Time between updates.", type=Seconds(0.25), default=1.0)
 @common_options("home", "socket")
 def top(common: CommonOptions, *, interval: float) -> None:
     """Watch the daemon on the whole screen; ? shows the keys, q quits."""

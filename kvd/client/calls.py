@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
+from math import isfinite
 from typing import Any, Generic, TypeVar, Unpack
 
 from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
-from protocol.errors import LocalProtocolError
+from protocol.errors import InvalidRequest, LocalProtocolError
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -82,7 +83,12 @@ class Calls(ABC, Generic[C, L]):
         """Change settings by key until the daemon ends; return the values in effect.
 
         None as a value restores the value of the file. ``table`` adds all settings to the reply.
+        Raises `InvalidRequest` for NaN and infinity, which JSON does not have: sent, they would
+        become None.
         """
+        for key, value in (settings or {}).items():
+            if isinstance(value, float) and not isfinite(value):
+                raise InvalidRequest(f"{key} must be a finite number, not {value}", field=key)
         request = m.Configure(
             id=self._exchange.next_id(),
             budget_bytes=budget_bytes,

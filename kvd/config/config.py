@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.machines.watchdog import WatchdogTimeouts
+from actors.registry_state import short_name
 from actors.saved_requests import KEEP_S
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText, parse_kv
@@ -16,7 +18,7 @@ from kvd.config.options import Attention
 from kvd.host.memory import nvidia
 from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
-from protocol.fields import Alias, Name
+from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, Alias, PositiveSeconds, Seconds, Source
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from protocol.types import TimeSlicesMode
@@ -35,7 +37,7 @@ delays decoding rows once instead of four times."""
 class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
     """One model of the configuration."""
 
-    source: Name
+    source: Source
     """The embedded model (``demo``), the path of a folder, or a Hub id."""
     alias: Alias | None = None
     """Name for requests. Default: the short name of the source."""
@@ -43,6 +45,11 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
     """A KV scheme, or a table with ``scheme`` and other settings."""
     load: Literal["start", "demand"] = "start"
     """``start``: loaded with the daemon. ``demand``: loaded by the first request that names it."""
+
+    @property
+    def name(self) -> str:
+        """Name that requests use."""
+        return self.alias or short_name(self.source)
 
     @property
     def policy(self) -> ModelPolicy:
@@ -66,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
     """Bytes for all models together. Default: three quarters of the memory that Metal recommends,
     of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
-    models: list[str | ModelEntry] = []
+    models: list[Source | ModelEntry] = []
     """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
     """Maximum rows in one decode step of a model."""
@@ -74,7 +81,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompt tokens per step. Affects the output. Default: 256, with CUDA 1024."""
     time_slices: TimeSlicesMode = "auto"
     """Whether models share the accelerator in time slices. ``auto``: if there is an accelerator."""
-    drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
+    drain_timeout_s: Seconds = 30.0
     """Seconds that a stop waits for running requests. Must be below launchd's ``ExitTimeOut``."""
     blas: str = "auto"
     """BLAS for workers on Linux without an accelerator: ``auto``, ``off``, or the path of a library
@@ -91,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of the daemon."""
     journal_limit: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] = "256MiB"
     """Maximum size of the journal's file. Requests beyond it are served, but not kept."""
-    journal_keep_s: Annotated[float, Meta(gt=0)] = KEEP_S
+    journal_keep_s: PositiveSeconds = KEEP_S
     """Seconds that a request waits for its client after the daemon died."""
     swap_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
     """Maximum size of one model's swapped-out rows on disk. Rows beyond it are recomputed; with 0,
@@ -136,11 +143,17 @@ def load(path: Path) -> Config:
 
 def parse(text: str, path: str = "config.toml") -> Config:
     """Parse TOML; raises `ConfigError` with the key."""
+    return convert(read_toml(text, path), path)
+
+
+def read_toml(text: str, path: str = "config.toml") -> dict[str, Any]:
+    """Return the tables of a text; raises `ConfigError` if it is not TOML."""
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except ValueError as error:  # also for integers with more than 4300 digits
         raise ConfigError(f"{path} is not TOML: {error}", key="") from error
-    return convert(data, path)
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply; no setting needs that", key="") from error
 
 
 def convert(data: dict[str, Any], path: str) -> Config:
@@ -151,6 +164,7 @@ def convert(data: dict[str, Any], path: str) -> Config:
         key, text = describe_error(str(error), Config)
         raise ConfigError(f"{path}: {text}", key=key) from error
     _check_texts(config, path)
+    _check_names(config, path)
     return config
 
 
@@ -169,3 +183,22 @@ def _check_texts(config: Config, path: str) -> None:
             _ = entry.kv_spec
     except ValueError as error:
         raise ConfigError(f"{path}: {key}: {error}", key=key) from error
+
+
+def _check_names(config: Config, path: str) -> None:
+    """Raise `ConfigError` if requests could not name one of the models."""
+    names: dict[str, int] = {}
+    for index, entry in enumerate(config.entries):
+        key = f"models[{index}]"
+        if re.search(ALIAS_PATTERN, entry.name) is None:
+            raise ConfigError(
+                f"{path}: {key} has the name {entry.name[:40]!r}, but a name {ALIAS_RULE}; give "
+                "the model an alias",
+                key=key,
+            )
+        if (first := names.setdefault(entry.name, index)) != index:
+            raise ConfigError(
+                f"{path}: {key} and models[{first}] have the same name {entry.name!r}; give one of "
+                "them another alias",
+                key=key,
+            )

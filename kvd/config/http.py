@@ -9,6 +9,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvd.host.units import parse_bytes
+from protocol.fields import PositiveSeconds
 
 DEFAULT_PORT = 11711
 MAX_BODY_BYTES = 24 * 1024 * 1024
@@ -41,7 +42,7 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Web pages that may use the API (CORS), such as ``https://chat.example``; ``*`` allows all."""
     body_limit: str | Annotated[int, Meta(ge=1024, le=MAX_BODY_BYTES)] = "8MiB"
     """Maximum size of a request body."""
-    idle_timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 75.0
+    idle_timeout_s: PositiveSeconds = 75.0
     """Seconds without a complete request after which a connection is closed."""
 
     @property
@@ -60,7 +61,7 @@ def with_command_line(settings: HttpSettings, option: str | None) -> HttpSetting
     if option == "off":
         return replace(settings, enabled=False)
     host, _, port = option.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
         raise ValueError(f"{option!r} must be PORT, HOST:PORT or off")
     host = host.removeprefix("[").removesuffix("]") or settings.host
     return replace(settings, enabled=True, tcp=True, host=host, port=int(port))

@@ -9,7 +9,6 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from actors.registry_state import short_name
 from actors.status import KnownModel
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
@@ -211,7 +210,7 @@ _EVENTS: dict[TakesEffect, tuple[str, str]] = {
 
 
 def by_name(settings: Config) -> dict[str, ModelEntry]:
-    return {entry.alias or short_name(entry.source): entry for entry in settings.entries}
+    return {entry.name: entry for entry in settings.entries}
 
 
 def known_model(entry: ModelEntry, root: Path) -> KnownModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,7 +57,7 @@ def may_change_live(key: str) -> bool:
 
 def keys_in(text: str) -> set[str]:
     keys: set[str] = set()
-    for key, value in tomllib.loads(text).items():
+    for key, value in config.read_toml(text).items():
         if key == "models":
             for entry in value:
                 table = {"source": entry} if isinstance(entry, str) else entry
@@ -81,7 +80,7 @@ def with_value(settings: Config, key: str, value: Any) -> Config:
         name, _, field = key.removeprefix("models[").rpartition("].")
         data["models"] = [msgspec.to_builtins(entry) for entry in settings.entries]
         for entry, model in zip(settings.entries, data["models"], strict=True):
-            if (entry.alias or short_name(entry.source)) == name:
+            if entry.name == name:
                 model[field] = value
     else:
         table, _, field = key.rpartition(".")

@@ -41,8 +41,9 @@ _LINGER_S = 2.0
 @contextlib.contextmanager
 def hold_lock(home: Home) -> Iterator[None]:
     """Lock the home for this process, or raise `AlreadyRunning` with the holder's pid."""
+    _check_lock(home.lock)
     try:
-        fd = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise unusable(home.lock, error) from error
     try:
@@ -62,10 +63,24 @@ def hold_lock(home: Home) -> Iterator[None]:
         os.close(fd)
 
 
+def _check_lock(path: Path) -> None:
+    """Raise `ConfigError` if writing the lock file would change another file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise ConfigError(
+                f"cannot use {path}: it is a link or no file, and the daemon would write its pid "
+                "there; move it away",
+                key="home",
+            )
+
+
 def holder(home: Home) -> int | None:
     """Return the pid of the process that holds the lock (0 if unknown), or None."""
     try:
-        with home.lock.open("rb") as lock:
+        # Without O_NONBLOCK, opening a FIFO would block.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(home.lock, flags), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

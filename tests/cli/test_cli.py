@@ -7,14 +7,19 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import click
 import pytest
 from msgspec.structs import replace
 
 import kvd
 from kvd.__main__ import main as kvd_main
+from kvd.cli.app import app
 from kvd.cli.console import format_message, print_message
+from kvd.client.options import RANGES
+from kvd.config.kv import KVText
 from kvd.doctor import running
 from kvd.doctor.scene import Scene
 from kvd.host.home import Home
@@ -399,7 +404,9 @@ def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
         (("explain", "demo", "--rows", "99999999"), "is not in the range 0<=x<=65536"),
         (("status", "--interval", "nan"), "'nan' is not a valid number of seconds"),
         (("status", "--interval", "x"), "'x' is not a valid number of seconds"),
-        (("status", "--interval", "0"), "0.0 is not in the range x>=0.1"),
+        (("status", "--interval", "0"), "0.0 is not in the range 0.1<=x<=31536000"),
+        (("status", "--watch", "--interval", "inf"), "inf is not in the range 0.1<=x<=31536000"),
+        (("logs", "-n", "1" + "0" * 30), "in the range 0<=x<=2147483647"),
         (("generate", "demo", "Hi", "--temperature", "warm"), "'warm' is not a valid float"),
     ],
 )
@@ -407,6 +414,34 @@ def test_numbers_of_the_command_line_are_checked(kvctl, arguments, message):
     code, out, err = kvctl(*arguments)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
+
+
+def options_of(command: click.Command, path: str = "") -> Iterator[tuple[str, click.Parameter]]:
+    context = click.Context(command, resilient_parsing=True)
+    names = command.list_commands(context) if isinstance(command, click.Group) else ()
+    for name in names:
+        yield from options_of(command.get_command(context, name), f"{path} {name}")
+    yield from ((f"{path} {option.opts[0]}", option) for option in command.params)
+
+
+def test_every_number_of_the_command_line_is_bounded():
+    """By the option itself, or because its value is checked as a field of the protocol."""
+    checked = {*RANGES, "stop_tokens", *ModelPolicy.__struct_fields__, "idle_ttl"}
+    checked |= {f"kv_{field}" for field in KVText.__struct_fields__}
+    numeric = 0
+    for path, option in options_of(app):
+        if not isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
+            continue
+        numeric += 1
+        if option.name in checked:
+            continue
+        highest = getattr(option.type, "max", None)
+        assert highest is not None, f"{path} has no upper bound"
+        assert highest < float("inf"), path
+        if isinstance(option.type, click.types.FloatParamType):
+            with pytest.raises(click.BadParameter):
+                option.type.convert("nan", option, None)
+    assert numeric > 20
 
 
 def test_a_short_command_imports_neither_asyncio_nor_pydantic_nor_the_engine():

@@ -418,6 +418,15 @@ def test_tokenize_and_changes_of_settings(home: Home):
     )
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_setting_that_json_cannot_hold_is_refused(home: Home, value: float):
+    with stub_daemon(home.socket, well) as requests, Client(home=home.root) as client:
+        sent = len(requests)
+        with pytest.raises(errors.InvalidRequest, match="drain_timeout_s must be a finite number"):
+            client.configure(settings={"drain_timeout_s": value})
+    assert len(requests) == sent
+
+
 async def test_tokenize_and_changes_of_settings_in_asyncio(home: Home):
     with stub_daemon(home.socket, well) as requests:
         async with AsyncClient(home=home.root) as client:

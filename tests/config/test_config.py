@@ -119,6 +119,19 @@ def kv(settings: str) -> str:
         ("watchdog = {decode = 9}", "watchdog.decode", "did you mean decode_s?"),
         ("watchdog = {decode_s = 0}", "watchdog.decode_s", "must be more than 0"),
         ("drain_timeout_s = 'long'", "drain_timeout_s", "must be a number, not a text"),
+        ("drain_timeout_s = inf", "drain_timeout_s", "must be at most 31536000"),
+        ("drain_timeout_s = nan", "drain_timeout_s", "must be at least 0"),
+        ("journal_keep_s = 1e308", "journal_keep_s", "must be at most 31536000"),
+        ("models = ['']", "models[0]", "must not be empty"),
+        (r'models = ["/a\u0000/demo"]', "models[0]", "must not contain NUL"),
+        (r'models = [{source = "a\u0000"}]', "models[0].source", "must not contain NUL"),
+        ("models = ['/a/my model']", "models[0]", "the name 'my model', but a name may hold"),
+        ("models = ['/a/x', 'b/x']", "models[1]", "models[0] have the same name 'x'"),
+        (
+            "models = ['a', {source = 'b', alias = 'a'}]",
+            "models[1]",
+            "give one of them another alias",
+        ),
     ],
 )
 def test_an_error_names_the_key(text, key, says):
@@ -132,6 +145,19 @@ def test_an_error_names_the_key(text, key, says):
 def test_the_error_for_invalid_toml_names_the_file_and_the_line():
     with pytest.raises(ConfigError, match=r"my\.toml is not TOML: .*line 2"):
         parse("budget = [1\nx", "my.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"budget = {'[' * 1000}{']' * 1000}", "nested too deeply"),
+        (f"budget = {'{a=' * 1000}", "nested too deeply"),
+        (f"budget = 1{'0' * 5000}", "is not TOML"),
+    ],
+)
+def test_what_the_parser_cannot_read_is_a_config_error(text, reason):
+    with pytest.raises(ConfigError, match=f"my.toml.*{reason}"):
+        parse(text, "my.toml")
 
 
 def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):

@@ -64,6 +64,23 @@ def test_the_error_of_a_second_daemon_names_the_pid_of_the_first(made: Home):
         assert made.lock.read_text() == f"{os.getpid()}\n"
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_lock_that_links_to_another_file_is_refused_and_the_file_unchanged(made: Home, link):
+    other = made.root / "config.toml"
+    other.write_text("budget = '1GiB'\n")
+    link(other, made.lock)
+    with pytest.raises(ConfigError, match=r"kvd\.lock: it is a link"), listen.hold_lock(made):
+        pass
+    assert other.read_text() == "budget = '1GiB'\n"
+
+
+def test_a_lock_that_is_a_fifo_is_refused_and_blocks_nothing(made: Home):
+    os.mkfifo(made.lock)
+    assert listen.holder(made) is None
+    with pytest.raises(ConfigError, match="it is a link or no file"), listen.hold_lock(made):
+        pass
+
+
 def test_a_lock_that_cannot_be_opened_is_a_config_error(made: Home):
     made.lock.mkdir()
     refusal = pytest.raises(ConfigError, match=r"cannot use .*kvd\.lock")

@@ -15,12 +15,10 @@ import msgspec
 from msgspec import inspect as types
 
 from kvd.config.http import KeyHash, Origin
-from protocol.fields import ALIAS_PATTERN, MAX_BYTES, MAX_INT
+from protocol.fields import ALIAS_PATTERN, MAX_BYTES, MAX_INT, MAX_S, TEXT_PATTERN
 from protocol.kv import MAX_LAYERS
-from protocol.policy import MAX_TTL_S
 
-DAY_S = 24 * 3600
-ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_TTL_S, DAY_S})
+ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_S})
 """Bounds that pages omit, because no setting comes near them."""
 PATTERNS = {
     ALIAS_PATTERN: "letters, digits and `._:/@+-`, not `-` first",
@@ -144,7 +142,7 @@ def _either(parts: list[str]) -> str:
 
 
 def _text(kind: types.StrType) -> str:
-    if kind.pattern is not None:
+    if kind.pattern not in {None, TEXT_PATTERN}:
         return PATTERNS.get(kind.pattern, f"text like `{kind.pattern}`")
     if kind.max_length is not None:
         least = f"{kind.min_length} to " if kind.min_length else "up to "
