@@ -8,7 +8,7 @@ from typing import get_args
 import rich_click as click
 
 import kvd
-from kvd.cli.common import option, standard_panels
+from kvd.cli.common import Group, option, standard_panels
 from kvd.cli.options import kv_options, parse_size
 from kvd.config.http import HttpSettings, with_command_line
 from kvd.config.options import Attention, Options
@@ -27,7 +27,7 @@ def _check_address(_: click.Context, __: click.Parameter, text: str | None) -> s
     return text
 
 
-@click.group("kvd", no_args_is_help=True)
+@click.group("kvd", cls=Group, no_args_is_help=True)
 @click.version_option(kvd.__version__, message="%(version)s", help="Print the version.")
 def app() -> None:
     """Serve language models from one memory budget. kvctl controls the daemon."""

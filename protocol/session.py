@@ -21,7 +21,7 @@ OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
 
 
 class _Envelope(msgspec.Struct):
-    """The fields of an invalid request that its error refers to."""
+    """The fields that the reply to an invalid request is built from."""
 
     id: RequestId
     v: int = VERSION
@@ -67,7 +67,7 @@ class ServerSession:
         return encode_line(event)
 
     def refuse(self, error: Error) -> bytes:
-        """Encode an error that does not close a request, even if its id is in use."""
+        """Encode an error from `receive`. An open request with the same id stays open."""
         return encode_line(error)
 
     def _take(self, line: bytes) -> Request | Error:
@@ -157,7 +157,7 @@ def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
     except msgspec.ValidationError as fault:
         return errors.MalformedFrame(f"not a request: {describe_error(str(fault), _Envelope)[1]}")
     except (ValueError, RecursionError) as fault:
-        # The error above ended the decoding, so the bytes after it may still be invalid JSON.
+        # Decoding stopped at `error`, so the rest of the line may be invalid JSON.
         return errors.MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))

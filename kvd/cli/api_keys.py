@@ -10,7 +10,7 @@ import re
 import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, Group, common_options
 from kvd.cli.console import print_message, stdout_console
 from kvd.config import config
 from kvd.host.home import locate
@@ -18,7 +18,7 @@ from kvd.http import keys
 from protocol.errors import InvalidRequest
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=Group, no_args_is_help=True)
 def key() -> None:
     """Manage API keys of the HTTP interface."""
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import rich_click as click
 
 import kvd
-from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.common import CommonOptions, Group, common_options
 from kvd.cli.shell_setup import completion_options
 from kvd.host.exits import Exit
 
@@ -65,7 +65,7 @@ _EPILOG = (
 )
 
 
-class LazyGroup(click.RichGroup):
+class LazyGroup(Group):
     """Imports a command's module only when the command is used; help lists commands by panel."""
 
     def __init__(self, *args: Any, lazy_commands: Iterable[LazyCommand], **attributes: Any) -> None:
@@ -94,13 +94,6 @@ class LazyGroup(click.RichGroup):
             if similar:
                 ctx.fail(f"No such command {args[0]!r}. Did you mean {similar[0]!r}?")
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Ctrl-C exits with `Exit.INTERRUPTED`; click would exit with 1."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise SystemExit(Exit.INTERRUPTED) from None
 
 
 @click.group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,25 @@ from protocol.types import DaemonStatus, ModelStatus
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+
+
+class Group(click.RichGroup):
+    """Lists commands in the order of their definition, and prints errors as stderr allows."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(self.commands)
+
+    def _error_formatter(self) -> click.RichHelpFormatter:
+        # rich-click renders errors for stdout, and prints them to stderr.
+        with contextlib.redirect_stdout(sys.stderr or sys.stdout):
+            return super()._error_formatter()
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. Ctrl-C exits with `Exit.INTERRUPTED`; click would exit with 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise SystemExit(Exit.INTERRUPTED) from None
 
 
 def option(
@@ -59,8 +79,18 @@ def last_lines(minimum: int) -> Decorator:
 
 
 _OPTIONS: dict[str, Decorator] = {
-    "home": option("--home", "PATH", "The daemon's home (default: KVD_HOME, else ~/.kvd)."),
-    "socket": option("--socket", "PATH", "The daemon's socket (default: in its home)."),
+    "home": option(
+        "--home",
+        "PATH",
+        "The daemon's home (default: KVD_HOME, else ~/.kvd).",
+        shell_complete=completion.paths,
+    ),
+    "socket": option(
+        "--socket",
+        "PATH",
+        "The daemon's socket (default: in its home).",
+        shell_complete=completion.paths,
+    ),
     "json": click.option("--json", is_flag=True, help="Print the data as JSON."),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rich_click as click
+from click.shell_completion import CompletionItem
 
 from kvd.client import Client
 from protocol.errors import KvdError
@@ -27,12 +28,21 @@ def model_names(context: click.Context, _: click.Parameter, incomplete: str) -> 
     return [name for name in names if name.startswith(incomplete)]
 
 
-def model_sources(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+def paths(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete names of files; `click.Path` would check the path as well."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def model_sources(
+    _: click.Context, __: click.Parameter, incomplete: str
+) -> list[str] | list[CompletionItem]:
     """Return what `kvctl load` accepts with this beginning: names, Hub ids and folders."""
     from kvd.cli.local_models import EMBEDDED, in_hub_cache  # noqa: PLC0415 - only here
 
     names = [*EMBEDDED, *(model.source for model in in_hub_cache())]
-    return [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))
+    found = [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))
+    # A folder of the working folder may be given without ./, as in `Qwen3/`.
+    return found or [CompletionItem(incomplete, type="dir")]
 
 
 def setting_keys(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:

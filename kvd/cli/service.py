@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import CommonOptions, common_options, last_lines
+from kvd.cli.common import CommonOptions, Group, common_options, last_lines
 from kvd.cli.console import print_message, stderr_console, stdout_console, write
 from kvd.cli.logs import print_line
 from kvd.cli.tables import named_values
@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 20.0
 _COLORS = {"running": "green", "listening": "green", "failed": "bold red", "stopped": "dim"}
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=Group, no_args_is_help=True)
 def service() -> None:
     """Run the daemon of this home as a service of launchd (macOS) or systemd (Linux)."""
 

@@ -28,7 +28,8 @@ def _script(context: click.Context) -> str:
     completion = get_completion_class(shell)
     if completion is None:
         raise click.UsageError(
-            f"there is no completion for the shell {shell!r}; set SHELL to another shell"
+            f"there is no completion for the shell {shell!r}; name one, as in "
+            "`SHELL=bash kvctl --show-completion` (bash, zsh or fish)"
         )
     root = context.find_root()
     assert root.info_name is not None

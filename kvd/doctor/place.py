@@ -103,7 +103,7 @@ def _socket(name: str, path: Path, scene: Scene) -> Finding:  # noqa: PLR0911 - 
         advice = f"chmod 600 {shlex.quote(str(path))}"
         return warn(name, f"{path} is open to others (mode {mode:o})", advice)
     left = SOCKET_PATH_LIMIT - size
-    return ok(name, f"a process listens on {path}; the path may be {left} bytes longer")
+    return ok(name, f"a process listens on {path}, {left} bytes below the length limit")
 
 
 def _absent(name: str, path: Path, scene: Scene) -> Finding:

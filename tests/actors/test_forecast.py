@@ -43,7 +43,10 @@ def costs(base: int = 10_000) -> Costs:
 
 
 class Simulation:
-    """A governor with models. To check a forecast, its commands can also be carried out."""
+    """A governor with models.
+
+    It can also carry out the governor's commands, to check a forecast against what happens.
+    """
 
     def __init__(self) -> None:
         self.governor = Governor(Ledger(BUDGET))
@@ -155,7 +158,7 @@ def test_idle_models_are_evicted_before_rows_are_preempted():
     preempting = simulation.ask(rows=46)
     assert [it.method for it in preempting.steps] == ["precision", "precision", "idle"]
     assert preempting.shortfall_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
-    assert preempting.verdict == "waits", "no row is preempted for more than a fair share"
+    assert preempting.verdict == "waits", "no row is preempted beyond a fair share"
 
 
 def test_the_models_own_rows_start_lower_before_rows_of_others_are_preempted():

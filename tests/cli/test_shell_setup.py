@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +55,38 @@ def test_an_unknown_shell_is_a_usage_error(tmp_path: Path):
         done = run(option, shell="/bin/dash", home=tmp_path)
         assert (done.exit_code, "no completion for the shell 'dash'" in done.output) == (2, True)
     assert not list(tmp_path.iterdir())
+
+
+def completions(words: str, **environment: str) -> str:
+    """Return what bash gets for the word after ``words``, one ``type,value`` in a line."""
+    words += " "
+    given = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split())), **environment}
+    given["_KVCTL_COMPLETE"] = "bash_complete"
+    return CliRunner().invoke(app, env=given, prog_name="kvctl").output
+
+
+def test_paths_are_completed_by_the_shell() -> None:
+    for words in ("kvctl --home", "kvctl status --socket"):
+        assert completions(words) == "file,\n"
+
+
+def test_a_folder_without_a_dot_is_completed_by_the_shell(tmp_path: Path) -> None:
+    given = {"HF_HUB_CACHE": str(tmp_path), "COMP_WORDS": "kvctl load Qwenf", "COMP_CWORD": "2"}
+    assert completions("", **given) == "dir,Qwenf\n"
+
+
+def test_commands_are_listed_in_the_order_of_the_help() -> None:
+    listed = [line.partition(",")[2] for line in completions("kvctl service").splitlines()]
+    assert listed[:3] == ["install", "uninstall", "start"]
+
+
+def test_a_usage_error_in_a_file_has_no_colours(tmp_path: Path) -> None:
+    """Stdout is a terminal, stderr is a file."""
+    error = tmp_path / "error"
+    command = f"{sys.executable} -m kvd.cli nope 2> {error}"
+    leader, follower = pty.openpty()
+    subprocess.run(command, shell=True, stdout=follower, stdin=follower, check=False)
+    os.close(leader)
+    os.close(follower)
+    assert "No such command" in error.read_text()
+    assert "\x1b" not in error.read_text()

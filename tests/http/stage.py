@@ -99,7 +99,7 @@ class Scripted:
         )
 
     async def settled(self) -> None:
-        """Wait until the server has cancelled every call, which it does after an end, too."""
+        """Wait until the server has cancelled every call. It also cancels calls that have ended."""
         await until(lambda: self.calls and all(call.cancelled for call in self.calls))
 
 

@@ -63,7 +63,7 @@ def test_the_life_of_a_request():
     assert (it.queue.total, it.first.total, it.whole.total) == (0.05, 0.2, 3.0)
     assert sum(it.gaps.counts) == 4, "each token has a gap"
     assert it.gaps.total == pytest.approx(0.04)
-    assert it.gaps.counts[it.gaps.bounds.index(0.01)] == 4, "tokens of one event share its time"
+    assert it.gaps.counts[it.gaps.bounds.index(0.01)] == 4, "divided among the tokens"
 
 
 def test_a_value_at_a_bound_is_in_its_bucket_and_a_huge_one_in_the_last():
@@ -128,7 +128,7 @@ def test_an_unloaded_model_keeps_its_counters_until_many_others_are_unloaded():
 
     assert "first" not in counters.models
     assert len(counters.models) <= KEPT_AFTER_UNLOAD + 2, (
-        "no model, unloaded models, and the newest"
+        "`KEPT_AFTER_UNLOAD` unloaded models, the entry without a model, and the newest model"
     )
 
 

@@ -35,10 +35,10 @@ def prefill_attention(
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
-    Without a backend there may be more queries than the step has tokens: the rest is padding, whose
-    output is finite if its queries are. ``sinks``: ``[q_heads]`` logits of gpt-oss's attention
-    sinks. ``pending``: lazy results of other rows of the pass, to evaluate when the scratch is
-    full.
+    Without a backend, ``queries`` may be longer than the step's tokens. The extra queries are
+    padding; if they are finite, so is their output. ``sinks``: ``[q_heads]`` logits of gpt-oss's
+    attention sinks. ``pending``: lazy results of other rows of the pass, to evaluate when the
+    scratch is full.
 
     Returns ``[1, q_heads, count, v_dim]``: lazy if everything fits the scratch at once, otherwise
     evaluated part by part.
@@ -57,7 +57,7 @@ def prefill_attention(
     if task.fits_one_call(cut):
         task.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
         return _dense(task, slice(0, task.work.kv_heads))
-    if task.padding and cut.keys is not None:  # only the dense kernel needs few shapes
+    if task.padding and cut.keys is not None:  # only the dense kernel needs padding
         own = queries[:, :, : handle.step.count]
         attended = prefill_attention(own, handle, scale, sinks, pending=pending)
         return mx.pad(attended, [(0, 0), (0, 0), (0, task.padding), (0, 0)])
