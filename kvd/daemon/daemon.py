@@ -31,6 +31,7 @@ from kvd.daemon.welcome import welcome
 from kvd.host import blas, files, listen, logs, memory
 from kvd.host.exits import Exit
 from kvd.host.home import check_socket_path
+from kvd.host.loop import DaemonLoop
 from kvd.host.units import format_bytes
 from kvd.http.listeners import check_keys, open_listeners
 from kvd.metrics.exposition import Exposition
@@ -93,7 +94,8 @@ def run(options: Options) -> Exit:
                 listener = listen.bind(home.socket)
                 opened.callback(home.socket.unlink, missing_ok=True)
             opened.callback(listener.close)
-            return asyncio.run(daemon.serve(listener))
+            with asyncio.Runner(loop_factory=DaemonLoop) as runner:
+                return runner.run(daemon.serve(listener))
 
 
 class Daemon:

@@ -6,6 +6,7 @@ The timer is slower when idle, to save power. It misses no block, because a bloc
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from kvd.metrics.bounds import LAG_S
@@ -35,9 +36,11 @@ class Lag:
             self._timer = None
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = loop.time() + (BUSY_S if self._busy() else IDLE_S)
-        self._timer = loop.call_at(due, self._measure, loop, due)
+        wait_s = BUSY_S if self._busy() else IDLE_S
+        # The loop's own clock does not count the time in which the loop did not run.
+        due = time.monotonic() + wait_s
+        self._timer = loop.call_later(wait_s, self._measure, loop, due)
 
     def _measure(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        self.seen.observe(max(0.0, loop.time() - due))
+        self.seen.observe(max(0.0, time.monotonic() - due))
         self._schedule(loop)

@@ -57,6 +57,25 @@ def test_a_step_that_hangs_ends_the_worker_and_fails_only_its_request(home, make
     assert ends.index("worker_terminated") < ends.index("worker_killed")
 
 
+def test_a_daemon_that_was_stopped_does_not_end_its_workers(home, make_daemon):
+    write_config(home, "[watchdog]\ndecode_s = 0.7")
+    daemon = make_daemon().start()
+    daemon.load(source(tps=6), "m")
+    worker = daemon.worker_pid("m")
+    reader = Reader(daemon, "m", max_tokens=14)
+    # Between two reports, the daemon waits for the next timer.
+    wait_for("the daemon is idle", lambda: len(reader.completion.tokens) >= 2)
+    time.sleep(0.05)
+    daemon.signal(signal.SIGSTOP)
+    time.sleep(1.8)  # longer than decode_s, and long enough to count as a gap
+    daemon.signal(signal.SIGCONT)
+    assert reader.finished().error is None
+    assert len(reader.completion.tokens) == 14
+    assert (daemon.worker_pid("m"), daemon.model("m").restarts) == (worker, 0)
+    (gap,) = [line for line in daemon.log() if line["event"].startswith("the daemon did not run")]
+    assert gap["seconds"] > 1
+
+
 def test_kills_from_outside_never_fail_a_model(daemon: Daemon):
     daemon.load(source(tps=50), "m")
     for killed in range(1, 4):  # three crashes would fail the model
