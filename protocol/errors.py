@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import msgspec
+
+MAX_TEXT = 2000
+"""Maximum characters of a message and of each text in its details."""
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def shorten(text: str, limit: int = MAX_TEXT) -> str:
+    """Return a text of at most ``limit`` characters; a longer one loses its middle."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}…{text[len(text) - (limit - 1) // 2 :]}"
+
+
+def bounded(value: Any) -> Any:
+    """Return a value whose texts are short, valid UTF-8 and free of control characters.
+
+    Messages and details may quote what a client sent or a model's folder contains: a key of
+    megabytes, half a surrogate pair, or control characters that a terminal would obey.
+    """
+    match value:
+        case str():
+            escaped = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], shorten(value))
+            return shorten(escaped)
+        case dict():
+            return {key: bounded(item) for key, item in value.items()}
+        case list() | tuple():
+            return [bounded(item) for item in value]
+    return value
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,7 +54,7 @@ _BY_CODE: dict[str, type[KvdError]] = {}
 
 
 class KvdError(Exception):
-    """Base of all errors."""
+    """Base of all errors. The message and the details are `bounded`."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
@@ -37,9 +67,9 @@ class KvdError(Exception):
             _BY_CODE[code] = cls
 
     def __init__(self, message: str, **detail: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.detail = detail
+        self.message: str = bounded(message)
+        self.detail: dict[str, Any] = bounded(detail)
+        super().__init__(self.message)
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(self.code, self.message, self.retryable, self.detail)

@@ -10,8 +10,12 @@ from typing import Any
 
 from msgspec import inspect
 
+from protocol.errors import shorten
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, TEXT_PATTERN, TEXT_RULE
 
+_MAX_MESSAGE = 500
+"""Characters of msgspec's message that are kept. Unknown keys in it may have megabytes, and the
+search for similar keys would then take seconds."""
 _MAX_ECHO = 40
 """Maximum characters of a value in a message; a longer value would hide the rest of it."""
 
@@ -38,6 +42,7 @@ def describe_error(message: str, kind: Any) -> tuple[str, str]:
     `kind` is the type to which msgspec decoded; hints about allowed values come from it. A message
     of unknown form is returned unchanged.
     """
+    message = shorten(message, _MAX_MESSAGE)
     found = _AT_PATH.fullmatch(message)
     reason, path = (found["reason"], found["path"]) if found else (message, "")
     key = "a key of " if found and found["key"] else ""

@@ -36,7 +36,7 @@ class Bodies:
 
     async def read(self, request: web.Request) -> bytearray:
         """Return a request's body; raises `Refusal` or `Overloaded`."""
-        coding = request.headers.get("Content-Encoding", "identity")
+        coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
         if coding.strip().lower() != "identity":
             raise errors.encoded(coding)
         announced = request.content_length

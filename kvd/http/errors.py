@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import ErrorInfo
+from protocol.errors import ErrorInfo, bounded
 
 INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -34,9 +34,9 @@ class Refusal(Exception):
     def encoded(self) -> bytes:
         """Return the JSON object that OpenAI's clients expect."""
         error: dict[str, Any] = {
-            "message": self.message,
+            "message": bounded(self.message),
             "type": self.type,
-            "param": self.param,
+            "param": bounded(self.param),
             "code": self.code,
         }
         if self.info is not None:
@@ -72,6 +72,7 @@ _FORMS = {
     "slow_reader": _Form(500, _SERVER),
 }
 
+_PLAIN_CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
 _FIELDS = {"tokens": "prompt", "stop_tokens": "stop_token_ids", "sampling.logit_bias": "logit_bias"}
 """Protocol fields that have a different name in HTTP requests, with that name."""
@@ -119,11 +120,11 @@ def too_slow(seconds: float) -> Refusal:
 
 def encoded(coding: str) -> Refusal:
     """Return the answer to a compressed body, whose decompressed size would be unbounded."""
-    message = f"Content-Encoding {coding[:40]!r} is not supported: send it uncompressed"
+    message = f"Content-Encoding {coding!r} is not supported: send it uncompressed"
     return Refusal(415, message, INVALID, "unsupported_encoding", final=True)
 
 
 def plain(status: int, reason: str) -> Refusal:
     """Return the answer to an error of the HTTP library, such as an unknown path or method."""
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
+    code = _PLAIN_CODES.get(status, "bad_request" if status < 500 else "internal")
     return Refusal(status, reason, _SERVER if status >= 500 else INVALID, code)

@@ -16,7 +16,17 @@ from kvd.http import keys
 from kvd.http.errors import forbidden, plain, unauthorized
 
 if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
     from kvd.config.http import HttpSettings
+
+
+def single(headers: CIMultiDictProxy[str], name: str) -> str | None:
+    """Return a header's value; refuse several, of which another reader may take another one."""
+    values = headers.getall(name, ())
+    if len(values) > 1:
+        raise plain(400, f"the request has {len(values)} {name} headers; send one")
+    return values[0] if values else None
 
 
 @dataclass(frozen=True)

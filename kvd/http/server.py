@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-import kvd
 from kvd.host import files, listen
 from kvd.http import errors
 from kvd.http.bodies import Bodies
-from kvd.http.guard import Guard
+from kvd.http.connection import SERVER, Connection, FullConnection, refused
+from kvd.http.guard import Guard, single
 from kvd.http.routes import OPEN_PATHS, Routes
 from kvd.http.stalled import aborted_if_stalled
 from protocol.errors import InternalError, KvdError
@@ -39,9 +38,6 @@ _OPENING_S = 1.0
 """Seconds until an accepted connection appears in aiohttp's list, or has already ended."""
 _SHUTDOWN_S = 1.0
 """Seconds to send the last answers when the daemon ends."""
-_LINGER_S = 2.0
-"""Seconds for a client that still sends to read why it was refused."""
-_LONGEST_ECHO = 100
 _ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _ORIGIN = web.RequestKey("origin", str)
@@ -81,13 +77,8 @@ class Server:
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
-            access_log=None,
-            logger=_LibraryLog(),
             handler_cancellation=True,
-            keepalive_timeout=settings.idle_timeout_s,
-            lingering_time=_LINGER_S,
             shutdown_timeout=_SHUTDOWN_S / 2,  # aiohttp waits for it twice
-            auto_decompress=False,  # the size after decompression would be unbounded
         )
         self._servers: list[asyncio.Server] = []
         self._opening: list[tuple[float, Listener, asyncio.BaseProtocol]] = []
@@ -119,8 +110,8 @@ class Server:
             here = _local_end(listener.socket.getsockname())
             if sum(_local_end(other.sockname) == here for other in listed) + opening >= most:
                 _log.warning("too many connections", most=most, address=listener.address)
-                return _Full()
-        protocol = server()
+                return FullConnection()
+        protocol = Connection(server, self._settings.idle_timeout_s)
         self._opening.append((time.monotonic(), listener, protocol))
         return protocol
 
@@ -151,11 +142,11 @@ class Server:
         try:
             response = await handler(request)
         except errors.Refusal as refusal:
-            response = _refused(refusal)
+            response = refused(refusal)
         except KvdError as error:
-            response = _refused(errors.of(error.info()))
+            response = refused(errors.of(error.info()))
         except web.HTTPException as found:
-            response = _refused(errors.plain(found.status, _explained(request, found)))
+            response = refused(errors.plain(found.status, _explained(request, found)))
             if "Allow" in found.headers:
                 response.headers["Allow"] = found.headers["Allow"]
         except ConnectionError:
@@ -165,7 +156,7 @@ class Server:
             if request.get(_BEGUN):
                 raise ConnectionResetError("the stream cannot continue") from None
             failed = InternalError("internal error; the daemon's log has the reason")
-            response = _refused(errors.of(failed.info()))
+            response = refused(errors.of(failed.info()))
         self._answered(_route_path(request), response.status)
         _log.debug(
             "http",
@@ -186,15 +177,15 @@ class Server:
                 _log.warning("refused a connection of another user", uid=uid)
                 raise errors.forbidden("this daemon serves another user", "permission_denied")
             return await handler(request)
-        host = request.headers.get("Host")
+        host = single(request.headers, "Host")
         self._guard.check_host(host)
-        origin = self._guard.check_origin(request.headers.get("Origin"), host)
+        origin = self._guard.check_origin(single(request.headers, "Origin"), host)
         if origin is not None:
             request[_ORIGIN] = origin
         if request.method == "OPTIONS" and origin is not None:
             return _preflight(request)
         if request.path not in OPEN_PATHS:
-            owner = self._guard.check_key(request.headers.get("Authorization"))
+            owner = self._guard.check_key(single(request.headers, "Authorization"))
             if owner is not None:
                 request[_OWNER] = owner
         return await handler(request)
@@ -223,7 +214,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     request[_BEGUN] = True
     if (request_id := request.get(_REQUEST_ID)) is not None:  # absent if aiohttp refused it itself
         response.headers[_ID_HEADER] = request_id
-    response.headers["Server"] = f"kvd/{kvd.__version__}"
+    response.headers["Server"] = SERVER
     if (origin := request.get(_ORIGIN)) is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = _ID_HEADER
@@ -231,7 +222,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 def _explained(request: web.Request, found: web.HTTPException) -> str:
-    path = request.path[:_LONGEST_ECHO]
+    path = request.path
     if found.status == 405:
         allowed = found.headers.get("Allow", "none")
         return f"{path} does not support {request.method}; it supports {allowed}"
@@ -240,15 +231,6 @@ def _explained(request: web.Request, found: web.HTTPException) -> str:
     known = {route.resource.canonical for route in request.app.router.routes() if route.resource}
     hint = f"did you mean /v1{path}?" if f"/v1{path}" in known else "OpenAI's API is at /v1"
     return f"nothing is at {path}; {hint}"
-
-
-def _refused(refusal: errors.Refusal) -> web.Response:
-    response = web.json_response(
-        body=refusal.encoded(), status=refusal.status, headers=refusal.headers
-    )
-    if refusal.final:
-        response.force_close()
-    return response
 
 
 def _preflight(request: web.Request) -> web.Response:
@@ -262,30 +244,3 @@ def _preflight(request: web.Request) -> web.Response:
     if "Access-Control-Request-Private-Network" in request.headers:
         headers["Access-Control-Allow-Private-Network"] = "true"
     return web.Response(status=204, headers=headers)
-
-
-class _Full(asyncio.Protocol):
-    """Answers a connection above the limit with 503 and closes it."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
-        transport.write(b"Connection: close\r\nContent-Length: 0\r\n\r\n")
-        transport.close()
-
-
-class _LibraryLog:
-    """aiohttp's log. Errors that clients cause are logged at debug level."""
-
-    def exception(self, message: str, *arguments: object, exc_info: object = None) -> None:
-        if isinstance(exc_info, HttpProcessingError):
-            _log.debug("malformed HTTP request", reason=exc_info.message)
-        elif isinstance(exc_info, ConnectionError):
-            _log.debug("client disconnected", reason=str(exc_info))
-        else:
-            _log.error(message % arguments, exc_info=exc_info)
-
-    def debug(self, message: str, *arguments: object, exc_info: object = None) -> None:
-        """Drop messages for aiohttp's own developers."""
-
-    warning = debug
