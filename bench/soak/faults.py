@@ -13,8 +13,8 @@ from collections import Counter
 from bench.soak.served import ROAMING, STRUCK, Served
 from protocol.errors import KvdError
 
-BUDGETS_MIB = (1200, 800, 560)
-"""From enough for all three models to enough for two of them."""
+BUDGETS_MIB = (720, 520, 430)
+"""From enough for all three models to two of them with few rows."""
 
 
 class Faults:

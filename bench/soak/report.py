@@ -14,7 +14,8 @@ SERIES = {
     "steady_worker_descriptors": (lambda it: it["steady"].get("descriptors"), 0.2, 4.0),
     "journal_mib": (lambda it: it["journal_mib"], 0.2, 8.0),
     "swap_mib": (lambda it: it["swap_mib"], 0.2, 64.0),
-    "gap_p50_s": (lambda it: it["gap_p50_s"], 0.5, 0.05),
+    "first_p50_s": (lambda it: it["first_p50_s"], 0.5, 0.1),
+    "token_p50_s": (lambda it: it["token_p50_s"], 0.5, 0.005),
 }
 """By series: its value in a sample, and the growth up to which it counts as flat, as a share of the
 start and in its own unit. The larger of both applies."""
@@ -69,9 +70,9 @@ def draw(samples: list[dict[str, Any]], path: Path) -> None:
             ("log", lambda it: it["log_mib"]),
         ]),
         ("seconds", [
-            ("first tokens, median", lambda it: it["first_p50_s"]),
-            ("between tokens, median", lambda it: it["gap_p50_s"]),
-            ("between tokens, p95", lambda it: it["gap_p95_s"]),
+            ("first token, longest", lambda it: it["first_most_s"]),
+            ("first token, median", lambda it: it["first_p50_s"]),
+            ("per further token, median", lambda it: it["token_p50_s"]),
         ]),
     ]  # fmt: skip
     figure, axes = plt.subplots(len(panels), sharex=True, figsize=(9, 11))
@@ -87,7 +88,8 @@ def draw(samples: list[dict[str, Any]], path: Path) -> None:
                 values.append(float("nan") if found is None else found)
             axis.plot(times, values, linewidth=0.9, label=label)
         axis.set_ylabel(unit)
-        axis.set_ylim(bottom=0)
+        if unit != "seconds":
+            axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     axes[-1].set_yscale("log")

@@ -19,8 +19,8 @@ async def sample(client: AsyncClient, served: Served, tally: Tally, began: float
     """Return one sample; clears the latencies that ``tally`` has collected since the last one."""
     status = await client.status()
     workers = {it.name: it.worker_pid for it in status.models if it.worker_pid}
-    first, gaps = tally.first_s, tally.gaps_s
-    tally.first_s, tally.gaps_s = [], []
+    first, per_token = tally.first_s, tally.token_s
+    tally.first_s, tally.token_s = [], []
     return {
         "at": round(time.monotonic() - began, 1),
         "life": served.lives,
@@ -35,8 +35,8 @@ async def sample(client: AsyncClient, served: Served, tally: Tally, began: float
         "swap_mib": _size(served.home / "swap") / MIB,
         "log_mib": _size(served.home / "logs") / MIB,
         "first_p50_s": statistics.median(first) if first else None,
-        "gap_p50_s": statistics.median(gaps) if gaps else None,
-        "gap_p95_s": statistics.quantiles(gaps, n=20)[-1] if len(gaps) > 1 else None,
+        "first_most_s": max(first, default=None),
+        "token_p50_s": statistics.median(per_token) if per_token else None,
     }
 
 

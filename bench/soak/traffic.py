@@ -43,8 +43,8 @@ class Tally:
     tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     """Seconds until the first tokens of streams of `STEADY`, since the last sample."""
-    gaps_s: list[float] = field(default_factory=list)
-    """Seconds between two events with tokens of one stream of `STEADY`, since the last sample."""
+    token_s: list[float] = field(default_factory=list)
+    """Mean seconds per further token of streams of `STEADY`, since the last sample."""
 
 
 class Traffic:
@@ -135,18 +135,16 @@ class Traffic:
 
     async def _read(self, completion: AsyncCompletion, model: str, manner: str) -> bool:
         """Read events; return whether the client left before the end."""
-        began = last = time.monotonic()
-        seen = 0
+        began, first, seen, tokens = time.monotonic(), None, 0, 0
         async for event in completion:
             if not isinstance(event, Tokens):
                 continue
-            now = time.monotonic()
-            if model == STEADY:
-                (self.tally.gaps_s if seen else self.tally.first_s).append(
-                    now - (last if seen else began)
-                )
-            last, seen = now, seen + 1
+            seen += 1
             self.tally.tokens += len(event.tokens)
+            if first is None:
+                first = time.monotonic()
+            else:
+                tokens += len(event.tokens)
             if seen == 8 and manner == "cancel":
                 await completion.cancel()
             elif seen == 8 and manner == "leave":
@@ -154,7 +152,9 @@ class Traffic:
                 return True
             elif seen == 8 and manner == "slow":
                 await asyncio.sleep(PAUSE_S)
-                last = time.monotonic()
+        if model == STEADY and manner == "whole" and first is not None and tokens:
+            self.tally.first_s.append(first - began)
+            self.tally.token_s.append((time.monotonic() - first) / tokens)
         return False
 
     # -- HTTP -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
     assert found["compared"] > 0
     assert found["violations"] == 0
     assert found["faults"]["daemon killed"] == 1
-    assert "between tokens" in (tmp_path / "soak.svg").read_text()
+    assert "per further token" in (tmp_path / "soak.svg").read_text()
 
 
 def test_growth_in_the_last_life_is_found() -> None:
@@ -50,5 +50,6 @@ def _sample(at: int, *, rss: float, life: int = 2) -> dict[str, Any]:
         "steady": process,
         "journal_mib": 1.0,
         "swap_mib": 0.0,
-        "gap_p50_s": None,
+        "first_p50_s": None,
+        "token_p50_s": None,
     }
