@@ -1,4 +1,7 @@
-"""The daemon's own decisions, without a socket; whole daemons are in tests/process."""
+"""Parts of `Daemon` without starting it: model sources, option precedence, and the welcome text.
+
+Tests that start a daemon are in tests/process.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def test_notices_may_have_fields_of_any_name():
     assert (said["its_level"], said["its_event"], said["model"]) == (2, "x", "demo")
 
 
-def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
+def test_models_of_the_command_line_are_relative_to_the_working_directory(
+    home: Home, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     entries = daemon(home, Config(models=["other"]), models=("./y",))._models_to_load()
     assert entries == [ModelToLoad(str(tmp_path / "y"))]
@@ -56,13 +61,13 @@ def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monk
     assert dense._models_to_load() == [ModelToLoad("demo", kv=KVSpec(16, 16))]
 
 
-def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):
+def test_the_command_lines_budget_overrides_the_configurations(home: Home):
     settings = Config(budget="2GiB")
     assert daemon(home, settings, budget_bytes=2**30)._budget == 2**30
     assert daemon(home, settings)._budget == 2**31
 
 
-def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home, monkeypatch):
+def test_the_command_lines_attention_overrides_the_configurations(home: Home, monkeypatch):
     said = []
     monkeypatch.setattr(
         kvd.daemon.daemon, "Spawner", lambda **options: said.append(options["attention"])
@@ -78,7 +83,7 @@ def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home
     assert said == ["auto", "reference", "auto", "reference"]
 
 
-async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkeypatch):
+async def test_keys_that_are_set_while_http_starts_are_required(home: Home, monkeypatch):
     home.create()
     (listener,) = open_listeners(home, HttpSettings(tcp=False))
     one = Daemon(Options(home, fake=True), Config(), listeners=[listener])
@@ -99,7 +104,7 @@ async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkey
     listener.close()
 
 
-def test_the_welcome_suggests_what_is_there(home: Home):
+def test_the_welcome_suggests_a_loaded_model_or_else_a_load(home: Home):
     text = welcome(home, [MODEL], [])
     assert "serves demo (k8v8)" in text
     assert "generate demo" in text
@@ -107,7 +112,7 @@ def test_the_welcome_suggests_what_is_there(home: Home):
     assert "load demo" in welcome(home, [], [])
 
 
-def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
+def test_the_welcome_names_failed_models_and_suggests_no_commands_for_them(home: Home):
     text = welcome(home, [], [("demo", "it does not fit")])
     assert "failed  demo: it does not fit" in text
     assert "status" in text
@@ -118,7 +123,7 @@ def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
     assert "generate demo" in text
 
 
-def test_what_the_command_line_said_reaches_the_daemon(tmp_path):
+def test_options_of_the_command_line_are_unpacked_as_they_were_packed(tmp_path):
     root = tmp_path / os.fsdecode(b"caf\xe9 \xff")  # file names need not be UTF-8
     said = Options(Home(root), 5, ("demo", "/ä"), KVSpec(8, 4, floors={-1: "k8v8"}), "reference")
     assert Options.unpacked(said.packed()) == said

@@ -1,4 +1,7 @@
-"""Estimates from a model's files equal its worker's numbers, except the interpreter's share."""
+"""Estimates from a model's files equal the costs that its worker reports, except the base bytes.
+
+The base bytes include the interpreter's memory, which an estimate takes from a constant.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def folder(tmp_path: Path, config: dict[str, object]) -> Path:
     return tmp_path
 
 
-def test_weights_are_those_of_the_headers(tmp_path):
+def test_bytes_of_weights_are_read_from_the_safetensors_headers(tmp_path):
     found = estimate(folder(tmp_path, QWEN), KVSpec(), MACHINE).costs
     packed = estimate(tmp_path, KVSpec(), replace(MACHINE, native=True)).costs
     on_card = estimate(tmp_path, KVSpec(), replace(MACHINE, on_cpu=False)).costs
@@ -49,7 +52,7 @@ def test_weights_are_those_of_the_headers(tmp_path):
     assert found.base_bytes > found.weights_bytes + MACHINE.attention_scratch
 
 
-def test_windows_are_kinds_of_their_own(tmp_path):
+def test_layers_with_a_window_are_a_separate_attention_kind(tmp_path):
     types = ["sliding_attention", "full_attention"] * 2
     config = QWEN | {"sliding_window": 1024, "layer_types": types}
     kinds = estimate(folder(tmp_path, config), KVSpec(), MACHINE).costs.kinds
@@ -70,7 +73,7 @@ def test_a_multimodal_config_has_its_language_model_one_level_down(tmp_path):
 @pytest.mark.parametrize(
     "config", [{}, QWEN | {"num_attention_heads": 0, "head_dim": None}, QWEN | {"hidden_size": "x"}]
 )
-def test_what_a_config_does_not_say_is_an_error_that_says_so(tmp_path, config):
+def test_a_missing_or_invalid_value_in_the_config_is_an_error_with_advice(tmp_path, config):
     config = {**config}
     config.pop("head_dim", None)
     with pytest.raises(InvalidModel, match="load the model first"):
@@ -101,7 +104,7 @@ def test_a_forecast_reads_no_endless_file_and_builds_no_endless_list(tmp_path):
         estimate(tmp_path, KVSpec(), MACHINE)
 
 
-def test_sources_are_found_where_they_are(tmp_path, monkeypatch):
+def test_sources_are_resolved_to_folders(tmp_path, monkeypatch):
     snapshot = tmp_path / "hub/models--org--name/snapshots/abc"
     snapshot.mkdir(parents=True)
     (tmp_path / "hub/models--org--name/refs").mkdir()
@@ -117,7 +120,7 @@ def test_sources_are_found_where_they_are(tmp_path, monkeypatch):
             folder_of(source)
 
 
-def test_processes_with_the_library_are_counted(tmp_path):
+def test_processes_that_map_mlx_are_counted(tmp_path):
     for pid, text in ((1, "a /lib/libc.so\n"), (2, "b /x/libmlx.so\n"), (3, "c /x/libmlx.so\n")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "maps").write_text(text)
@@ -137,7 +140,7 @@ def test_processes_with_the_library_are_counted(tmp_path):
     ],
     ids=["default", "floors", "dense start", "bounded rows"],
 )
-def test_an_estimate_is_what_the_worker_says(kv):
+def test_an_estimate_equals_what_the_worker_reports(kv):
     pytest.importorskip("mlx.core")
     from kvd.worker.core.engine import MLXEngine
 

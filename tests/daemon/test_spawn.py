@@ -1,4 +1,4 @@
-"""Real children, each a few lines of Python in place of the engine."""
+"""`Spawner` with real child processes, each of which runs a few lines of Python as its worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ say(Started(pid=os.getpid()))
 
 
 class Scripted(Spawner):
-    """Runs a script where the engine would run."""
+    """Starts processes that run a script instead of a worker."""
 
     def __init__(self, script: str) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Scripted(Spawner):
         return [sys.executable, "-c", PREAMBLE + self._script, str(fd)]
 
 
-class ReportReceived:
-    """What came from one child."""
+class Child:
+    """Spawns one child, and records its reports and its exit."""
 
     def __init__(self) -> None:
         self.reports: list[object] = []
@@ -66,7 +66,7 @@ def open_files() -> int:
 @pytest.fixture
 async def heard():
     async with asyncio.timeout(20):
-        yield ReportReceived()
+        yield Child()
 
 
 async def test_all_reports_come_before_the_exit_and_nothing_after(heard):
@@ -79,7 +79,7 @@ async def test_all_reports_come_before_the_exit_and_nothing_after(heard):
     assert heard.reports[-1] == Progress(stage="stage 2999", fraction=2999 / 3000)
 
 
-async def test_commands_arrive_also_those_given_at_once(heard):
+async def test_commands_sent_before_the_worker_reads_arrive_in_order(heard):
     worker = await heard.spawn(
         """
 decoder, seen = FrameDecoder(), []
@@ -97,7 +97,7 @@ say(Progress(stage=' '.join(type(c).__name__ for c in seen), fraction=len(seen[0
     worker.kill()
 
 
-async def test_the_end_of_the_daemon_is_the_end_of_the_stream(heard):
+async def test_a_worker_reads_the_end_of_the_stream_when_the_daemon_closes_it(heard):
     worker = await heard.spawn("assert link.recv(1) == b''\nsys.exit(9)")
     await heard.first.wait()
     worker._frames.close()
@@ -133,7 +133,7 @@ async def test_an_out_of_memory_kill_is_recognized(heard, tmp_path, ours, counte
 def test_one_kill_of_the_kernel_explains_one_death(tmp_path):
     vmstat = tmp_path / "vmstat"
     watch = OomWatch(vmstat)
-    assert not watch.killed_process()  # nothing there to read
+    assert not watch.killed_process()  # the file does not exist
     vmstat.write_text("oom_kill 1\n")
     assert [watch.killed_process(), watch.killed_process()] == [True, False]
     vmstat.write_text("oom_kill 2\n")
@@ -142,14 +142,14 @@ def test_one_kill_of_the_kernel_explains_one_death(tmp_path):
 
 
 @pytest.mark.parametrize("garbage", [r"b'\0\0\0\3abc'", r"b'\xff\xff\xff\xff'"])
-async def test_a_worker_that_breaks_the_protocol_is_killed_and_that_is_no_bad_luck(heard, garbage):
+async def test_a_worker_that_breaks_the_protocol_is_killed_with_its_own_status(heard, garbage):
     with capture_logs() as logs:
         await heard.spawn(f"link.sendall({garbage})\ntime.sleep(60)")
         assert await heard.exit == Exit(76)
     assert [log["event"] for log in logs] == ["worker broke the protocol"]
 
 
-async def test_a_grandchild_that_keeps_the_pipes_does_not_keep_the_dead_alive(heard):
+async def test_a_grandchild_that_keeps_the_pipes_open_does_not_delay_the_exit_for_long(heard):
     await heard.spawn("if os.fork(): os._exit(5)\ntime.sleep(4)")
     started = asyncio.get_running_loop().time()
     assert await heard.exit == Exit(5)
@@ -180,7 +180,7 @@ async def test_a_process_that_cannot_be_started_raises_and_leaks_nothing(heard, 
     assert open_files() == before
 
 
-async def test_a_worker_inherits_nothing_but_its_end(heard):
+async def test_a_worker_inherits_only_its_end_of_the_socket(heard):
     reader, writer = os.pipe()
     try:
         await heard.spawn(
@@ -191,10 +191,10 @@ async def test_a_worker_inherits_nothing_but_its_end(heard):
     finally:
         os.close(reader)
         os.close(writer)
-    assert heard.reports[-1].fraction <= 1  # the listing itself
+    assert heard.reports[-1].fraction <= 1  # the descriptor that lists /dev/fd
 
 
-def test_the_environment_preloads_and_finds_us(monkeypatch):
+def test_the_environment_preloads_the_blas(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
     variables = environment(Path("/lib/libopenblas.so.0"))
     assert variables["LD_PRELOAD"] == "/lib/libopenblas.so.0:/lib/other.so"
@@ -203,12 +203,12 @@ def test_the_environment_preloads_and_finds_us(monkeypatch):
     assert environment(None)["LD_PRELOAD"] == "/lib/other.so"
 
 
-def test_workers_learn_what_attends():
+def test_workers_get_the_attention_setting():
     assert Spawner()._environment["KVD_ATTENTION"] == "auto"
     assert Spawner(attention="reference")._environment["KVD_ATTENTION"] == "reference"
 
 
-def test_workers_learn_where_the_calibration_is(tmp_path, monkeypatch):
+def test_workers_get_the_calibration_folder(tmp_path, monkeypatch):
     monkeypatch.delenv(calibration.FOLDER_VARIABLE, raising=False)
     assert Spawner(calibration=tmp_path)._environment[calibration.FOLDER_VARIABLE] == str(tmp_path)
     assert calibration.FOLDER_VARIABLE not in Spawner()._environment

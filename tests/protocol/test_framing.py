@@ -1,4 +1,7 @@
-"""Framing: whole, byte by byte, and garbage. Only RemoteProtocolError may come out."""
+"""Framing: the result does not depend on how the stream is cut, and messages round trip.
+
+Garbage raises `RemoteProtocolError` and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of a generate request: their ranges, named in errors, and both ways of the wire."""
+"""Fields of a generate request: their ranges, errors that name the field, and their encoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from protocol.worker import RowPrompt, RowTokens, Submit
 
 
 def taken(**fields: Any) -> Generate | Error:
-    """Return what the daemon's end makes of a generate request with these fields."""
+    """Decode a generate request with these fields, as the daemon does."""
     line = {"id": "a", "op": "generate", "model": "m", "prompt": "p"} | fields
     (found,) = ServerSession().receive(json.dumps(line).encode() + b"\n")
     assert isinstance(found, Generate | Error)

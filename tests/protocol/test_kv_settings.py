@@ -1,4 +1,4 @@
-"""KV settings: what they mean together, and errors that say what to do."""
+"""KV settings: their defaults, how they combine, and the errors for invalid ones."""
 
 from __future__ import annotations
 

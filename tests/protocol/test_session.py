@@ -1,4 +1,4 @@
-"""The session machine, from both ends and against clients that do not keep the rules."""
+"""Client and server sessions together, and server sessions with invalid requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.types import Usage
 
 
 class Pair:
-    """Two ends with a link between them that carries one byte at a time."""
+    """A client session and a server session; what one sends reaches the other byte by byte."""
 
     def __init__(self) -> None:
         self.client = ClientSession()
@@ -229,7 +229,7 @@ def test_sampling_out_of_range_names_the_field(name, value):
     "fields",
     [{"max_tokens": 0}, {"max_tokens": 10**30}, {"stop": [""]}, {"stop": ["x"] * 17}],
 )
-def test_other_values_out_of_range(fields):
+def test_values_out_of_range_outside_sampling_name_the_field(fields):
     line = {"id": "a", "op": "generate", "model": "m", "prompt": "x", **fields}
     error = answer(ServerSession(), json.dumps(line).encode())
 

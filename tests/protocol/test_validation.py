@@ -1,4 +1,4 @@
-"""Wrong values are explained in words, for every form of constraint that our types use."""
+"""Wrong values are explained in words, for every form of constraint that the protocol uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Inner(msgspec.Struct):
 
 
 class Zoo(msgspec.Struct, forbid_unknown_fields=True):
-    """One field for each form."""
+    """One field for each form of constraint."""
 
     share: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     over: Annotated[float, Meta(gt=0.5)] = 1.0

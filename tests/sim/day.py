@@ -1,9 +1,9 @@
-"""A worker's day without tensors: scheduler, admission and ledger are real, the rest is counted.
+"""Simulates a worker's day: scheduler, admission and ledger are real, pages are only counted.
 
 The simulated engine follows the real one: rows fill pages as they grow, pools grow by slabs and
-shrink only when they must, prefixes are cached if memory is free. Another model requests memory and
-gives it back. If it is denied, a simulated governor steps rows down and preempts rows until the
-request is granted. Answers arrive late, and clients cancel. Every promised rule is asserted after
+shrink only when they must, and prefixes are cached if memory is free. Another model requests memory
+and gives it back. If its request is denied, a simulated governor steps rows down and preempts rows
+until it is granted. Grants arrive late, and clients cancel. Every promised rule is asserted after
 every step.
 """
 
@@ -40,7 +40,7 @@ def on(level: int, pages: int) -> int:
 
 
 def pages_for(length: int, level: int) -> int:
-    """Full attention."""
+    """Pages of a row with full attention."""
     return on(level, full_pages(length))
 
 
@@ -69,8 +69,10 @@ class SimRequest:
     overtaken_by: list[SimRequest] = field(default_factory=list)
     """Requests that arrived later and were admitted first."""
     groups_ahead: int = 0
-    """Prefill groups led by rows before it in the order, since it could last be prefilled."""
+    """Prefill groups that a request up to this one in queue order led, while this one was in
+    prefill. Admission, suspension and preemption reset both counts."""
     groups_behind: int = 0
+    """Prefill groups that a request behind this one led."""
 
     @property
     def max_new(self) -> int:
@@ -87,13 +89,13 @@ class SimRequest:
 
     @property
     def pages(self) -> int:
-        """Pages that it fills now."""
+        """Pages that the request fills now."""
         own = full_pages(self.prefilled + self.sent) - full_pages(self.prefilled)
         return on(self.level, full_pages(self.prefilled) + self.open_choices * own)
 
 
 class Day:
-    """One seeded day. After `run`, `counts` says what happened."""
+    """One seeded day. `counts` has the number of each kind of event."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -134,7 +136,7 @@ class Day:
         self.at(self.now + self.draw.expovariate(1 / mean), act)
 
     def run(self) -> None:
-        """Simulate the day, and then on until every request is over."""
+        """Simulate the day, then continue until every request has ended."""
         self._fill()
         while self._events or self.admission.has_work:
             while self._events and self._events[0][0] <= self.now:
@@ -171,7 +173,7 @@ class Day:
         self._submit(draw.randint(-(-length // 2), length))
 
     def _submit_burst(self) -> None:
-        """32 requests with the same system prompt, or 32 short questions."""
+        """Submit 32 prompts of one length: long, as with a system prompt, or short questions."""
         length = self.draw.choice([1550, 60])
         for _ in range(32):
             self._submit(length)
@@ -297,7 +299,7 @@ class Day:
             self.counts["stepped down"] += 1
 
     def _needed(self) -> int:
-        """Pages that the grant must cover."""
+        """Return the pages that the grant must cover."""
         admission, scheduler = self.admission, self.scheduler
         missing = admission.missing_pages(
             scheduler.reserved_pages, scheduler.reserved_rows, self.held
@@ -360,7 +362,7 @@ class Day:
         return result
 
     def _smallest_pools(self, cached: int) -> tuple[int, int, int]:
-        """The smallest pools for what rows have reserved and prefixes fill."""
+        """Return the fields of `Held` for pools without spare pages and rows."""
         return self.scheduler.reserved_pages + cached, self.scheduler.reserved_rows, cached
 
     def _give_up_spare(self) -> bool:
@@ -378,12 +380,12 @@ class Day:
         self.held = Held(pages, max(held.rows, scheduler.reserved_rows), held.cached)
 
     def _kept(self) -> int:
-        """Pages of rows that are preempted in memory."""
+        """Return the pages of rows that are preempted in memory."""
         reserved = sum(self.scheduler.find(request.rid).pages for request in self.running)
         return self.scheduler.reserved_pages - reserved
 
     def _swap_out_kept(self) -> None:
-        """Swap preempted rows out: no row runs, the first does not fit, and more was denied."""
+        """Swap preempted rows out: no row runs, and memory for the head of the queue was denied."""
         assert self._kept()
         for request in self._in_state("waiting", "preempted"):
             self.admission.reduce_kept(request.rid, 0)
@@ -414,7 +416,7 @@ class Day:
                 self._cache(full_pages(chunk.end) // 2)
 
     def _cache(self, pages: int) -> None:
-        """Cache a prefix if memory is left besides what rows have reserved."""
+        """Cache a prefix if memory is left beyond what rows have reserved."""
         before, self.held = self.held, Held(*self._smallest_pools(self.held.cached + pages))
         if self._needed() > self.admission.budget.pages:
             self.held = before
@@ -484,7 +486,7 @@ class Day:
         assert budget.granted_bytes <= self.ledger.grants["me"]
 
     def _check_overtaking(self, request: SimRequest) -> None:
-        """Check the bound of `scheduling.queue`."""
+        """Check the bound on overtaking that `scheduling.queue` promises."""
         if request.overtaken_by:
             last = max(request.overtaken_by, key=lambda other: other.number)
             highest = max(other.priority for other in request.overtaken_by)
@@ -499,7 +501,7 @@ class Day:
         assert sorted(decode) == sorted(active), "a row without a token in this step"
 
     def _check_group(self, group: tuple[Chunk, ...], decoded: int) -> None:
-        """Check the token budget of a step and the bound of `scheduling.prefill_order`."""
+        """Check a step's token budget and the bound that `scheduling.prefill_order` promises."""
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
         assert decoded + longest * len(group) <= BUDGET

@@ -1,4 +1,4 @@
-"""Fakes of the ports: worker processes with scripted faults, and memory readings.
+"""Fakes of `actors.ports`: worker processes with scripted faults, memory readings, configuration.
 
 A fake process follows the worker's protocol: it loads, requests memory, generates tokens at a fixed
 speed, and dies or hangs where its script requires it.
@@ -70,21 +70,21 @@ class Script:
     spawn_error: Exception | None = None
     load_error: ErrorInfo | None = None
     exit_at_load: int | None = None
-    """Exit status in the middle of the load."""
+    """Exit status if the process exits in the middle of the load."""
     crash_after: int | None = None
-    """Number of tokens after which it exits with SIGSEGV."""
+    """Number of tokens after which the process exits with SIGSEGV."""
     poison: dict[str, int] = field(default_factory=dict)
-    """By prompt, the position of the token at which it exits with SIGSEGV."""
+    """By prompt, the position of the token at which the process exits with SIGSEGV."""
     hang_at: str | None = None
-    """Where it hangs: ``start``, ``load`` or ``token``."""
+    """Where the process hangs: ``start``, ``load`` or ``token``."""
     deaf: bool = False
-    """It ignores `Stop` and SIGTERM."""
+    """Whether the process ignores `Stop` and SIGTERM."""
     kill_s: float = 0.01
     """Seconds from a signal to the exit."""
     early: bool = False
-    """It reports before the spawn returns."""
+    """Whether the process sends its first report before the spawn returns."""
     nonsense: bool = False
-    """It reports `Ready` twice."""
+    """Whether the process reports `Ready` twice."""
 
 
 def token(prompt: str, seed: int, position: int) -> int:
@@ -150,7 +150,7 @@ class FakeProcess:
 
     @property
     def has_progress(self) -> bool:
-        """Whether some request has generated a new token in this process."""
+        """Whether any request has generated a token in this process."""
         return any(row.generated > row.sent for row in self._rows.values())
 
     # -- controlled by tests --------------------------------------------------------------------
@@ -288,7 +288,7 @@ class FakeProcess:
 
 @dataclass
 class FakeSpawn:
-    """Starts fake processes: the n-th one of a model follows its n-th script, or the last."""
+    """Starts fake processes: a model's n-th start uses its n-th script, or its last one."""
 
     scripts: dict[str, list[Script]] = field(default_factory=dict)
     processes: dict[str, list[FakeProcess]] = field(default_factory=lambda: defaultdict(list))

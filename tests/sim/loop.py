@@ -18,7 +18,7 @@ class DeadlockError(AssertionError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never blocks. Passes the time that it would have blocked to `jump`."""
+    """Never blocks. Passes the time for which it would have blocked to `jump`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """A simulated worker that keeps the governor's contract, without tensors and without a process.
 
 It reserves the worst case of each row before the row runs, requests memory before it grows, gives
-back what it is asked for, preempts rows and resumes them. It counts bytes and tokens and knows no
-clock. Pages, pools and prompts are covered by `tests.sim.day`.
+back what the governor reclaims, preempts rows and resumes them. It counts bytes and tokens, and has
+no clock. `tests.sim.day` simulates pages, pools and prompts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from actors.machines.governor_events import Reclaim
 from protocol.types import Reclaimable
 
 MIN_TOKENS = 256
-"""Tokens that a row generates before it can be preempted again."""
+"""Tokens that a row must generate before it can be preempted again. They are not simulated, so a
+row is preempted at most once."""
 MAX_PREFIXES = 120
 
 
 @dataclass(frozen=True)
 class SimModel:
-    """A model. Sizes in MiB; row sizes per 1000 tokens, by precision level."""
+    """A model; sizes are in MiB."""
 
     name: str
     base: int
     per_1000: tuple[int, ...]
+    """Size of 1000 tokens of a row, by precision level."""
     load_s: float
     tokens_per_s: float
     max_rows: int = 8
@@ -68,7 +70,7 @@ class SimWorker:
     seq: int = 0
     open_total: int | None = None
     denied: int | None = None
-    """Total of a memory request that waits in the ledger."""
+    """Total of the last memory request if it was denied; the ledger remembers it."""
     budget: int = 0
     running: list[SimRequest] = field(default_factory=list)
     queue: list[SimRequest] = field(default_factory=list)
@@ -113,7 +115,7 @@ class SimWorker:
         self.queue.append(request)
 
     def admit(self) -> list[SimRequest]:
-        """Start rows from the head of the queue; return them. Request memory if one lacks it."""
+        """Start queued requests in order and return them. If one lacks memory, request it."""
         started: list[SimRequest] = []
         while self.queue and len(self.running) < self.model.max_rows:
             head = self.queue[0]
@@ -181,7 +183,7 @@ class SimWorker:
             self.request(self.grant)
 
     def reclaim(self, reclaim: Reclaim) -> list[SimRequest]:
-        """Give memory back; return the rows that this preempted."""
+        """Give memory back; return the preempted rows."""
         preempted: list[SimRequest] = []
         before = self.grant
         match reclaim.method:

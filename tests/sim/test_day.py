@@ -1,4 +1,4 @@
-"""A day of mixed traffic: no starvation, no use above the grant, each request ends exactly once."""
+"""Simulated days: no starvation, no use above the grant, each request ends exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A week under one budget: never exceeded, no aborts, no livelock, cheapest method first."""
+"""Simulated weeks: the budget is never exceeded, no request is aborted, memory is reclaimed by the
+cheapest method first, and reclaiming ends."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
         assert counts[f"event {kind}"] > 0, f"no event {kind}"
 
 
-def test_a_seed_replays() -> None:
+def test_a_seed_always_gives_the_same_week() -> None:
     first, second = Week(3), Week(3)
     first.run()
     second.run()

@@ -1,13 +1,13 @@
-"""A week of mixed traffic: five models under a budget for two, and the governor's real machine.
+"""Simulates a week of mixed traffic for the real governor: five models under a budget for two.
 
-Workers keep the governor's contract (`tests.sim.sim_worker`). The simulation around them plays the
-daemon: it brings requests to workers, loads on demand, evicts, holds requests and replays what a
-crash lost. Messages take time both ways, users pin models and change the budget, the system reports
-memory pressure, and workers use more than they were granted. Every promise is asserted after every
-event.
+Workers keep the governor's contract (`tests.sim.sim_worker`). The simulation does the rest of the
+daemon's work: it forwards requests to workers, loads on demand, evicts, holds requests and replays
+requests after a crash. Messages take time both ways, users pin models and change the budget, the
+system reports memory pressure, and workers use more than they were granted. Every promise is
+asserted after every event.
 
-A seed replays: ``python -m tests.sim.week SEED``. ``FIRST LAST`` runs many seeds and prints the
-counts; names of files with such counts add them up.
+A seed always gives the same week. ``python -m tests.sim.week SEED`` runs one, and ``FIRST LAST``
+a range of seeds; both print counts as JSON. With names of such JSON files it prints their sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.sim.sim_worker import MIN_TOKENS, SimModel, SimRequest, SimWorker
 HOUR, DAYS = 3600.0, 7
 BUDGET = 6000
 LATENCY_S = 0.02
-"""Seconds that a message takes."""
+"""Seconds that a message takes between daemon and worker."""
 MODELS = (
     SimModel("chat", 2200, (60, 45, 32), 20, 40),
     SimModel("code", 2600, (80, 60, 42), 30, 30),
@@ -42,9 +42,9 @@ MODELS = (
     SimModel("talk", 1500, (50, 50, 30), 12, 60),
 )
 LONGEST_S = 4 * HOUR
-"""From a request's arrival to its end."""
+"""Limit on the seconds from a request's arrival to its end."""
 MAX_COMMANDS = 12
-"""Limit of commands to workers, per request and per other change."""
+"""Limit on the governor's commands, per request, crash, or other change by users or the system."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class ModelEntry:
 
 
 class Week:
-    """One seeded week. After `run`, `counts` says what happened."""
+    """One seeded week. `counts` has the number of each kind of event."""
 
     def __init__(self, seed: int, request_count: int = 170) -> None:
         self.draw = random.Random(seed)
@@ -74,7 +74,7 @@ class Week:
         self.steps = 0
         self.most_granted = 0.0
         self.longest = 0.0
-        """Seconds from a request's arrival to its end."""
+        """Most seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
         self.governor = Governor(Ledger(BUDGET))
         self.entries = {model.name: ModelEntry(model) for model in MODELS}
@@ -82,9 +82,9 @@ class Week:
         self.request_count = request_count
         self.resized = False
         self.ceiling: int | None = None
-        """Limit of the grants while they are above a lowered budget."""
+        """Limit on the sum of grants while it is above a lowered budget."""
         self.changes = 0
-        """What users and the system did besides sending requests."""
+        """Number of things that users and the system did, except requests and crashes."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._alarm_at: float | None = None
@@ -179,7 +179,7 @@ class Week:
         return ModelPolicy(priority=entry.priority, pinned=entry.pinned, idle_ttl_s=entry.ttl_s)
 
     def _exceed_grant(self) -> None:
-        """A worker uses more than it was granted, for a minute."""
+        """Measure for a minute that a worker uses more than its grant."""
         self.changes += 1
         alive = [it for it in self.entries.values() if it.worker is not None]
         if not alive:
@@ -267,7 +267,7 @@ class Week:
             self._advance(entry)
 
     def _evict(self, entry: ModelEntry, *, requeue: bool) -> None:
-        """Drain an idle model. A request may have arrived meanwhile."""
+        """Drain an idle model, which may have received a request in the meantime."""
         if requeue:
             assert entry.state in {"ready", "draining"}
             self.counts["requeued"] += 1
@@ -289,7 +289,7 @@ class Week:
     def _exited(
         self, entry: ModelEntry, *, crashed: bool, refused: bool = False, requeue: bool = False
     ) -> None:
-        """The process exited. Requests that a crash lost are replayed."""
+        """Handle the exit of a worker's process; replay its requests, unless they were refused."""
         worker = entry.worker
         entry.life += 1
         entry.worker, entry.serving = None, False
@@ -316,7 +316,7 @@ class Week:
     # Between daemon and worker.
 
     def _send(self, entry: ModelEntry, life: int, kind: str, report: dict[str, object]) -> None:
-        """Deliver a worker's report later, with what the worker could give back when it sent it."""
+        """Deliver a worker's report later, with the bytes that are reclaimable now."""
         worker = entry.worker
         reclaimable = (
             worker.reclaimable() if worker is not None and entry.state != "loading" else None
@@ -341,7 +341,7 @@ class Week:
             )
 
     def _schedule_report(self, entry: ModelEntry) -> None:
-        """Send counters, at most four times a second."""
+        """Report reclaimable bytes, at most four times a second."""
         if not entry.reporting:
             entry.reporting = True
             self.later(0.25, lambda: self._report(entry))
@@ -444,7 +444,7 @@ class Week:
         )
 
     def _note_preempted(self, request: SimRequest) -> None:
-        """Count the tokens that a preempted row generated before."""
+        """Count the tokens that a row generated before it was preempted."""
         ran_s = self.now - (request.started or self.now) - request.prompt / 2000
         most = request.length - 1 - request.generated
         request.generated += max(0, min(most, int(ran_s * request.model.tokens_per_s)))
@@ -484,7 +484,7 @@ class Week:
                     self._check_order(command)
 
     def _check_order(self, event: governor_events.RecordEvent) -> None:
-        """No method is used while a cheaper one has something that no reclaim asks for."""
+        """Check that no cheaper method could have freed memory of a model without open reclaim."""
         method = event.kind.removeprefix("reclaim_")
         least = self.governor.view(self.now).min_bytes
         for account in self.governor.accounts.values():

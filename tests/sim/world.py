@@ -1,7 +1,7 @@
-"""A whole system on fakes, with clients that exchange bytes with it.
+"""A whole `System` on fake ports, with clients that exchange bytes with it.
 
-At the end of a world, every invariant is checked: the metrics add up, every request has had its
-last event, and no process is left.
+At the end of `world`, every invariant is checked: the metrics add up, every request has received
+its last event, and no process is left.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class World:
         self._check_metrics()
 
     def _check_metrics(self) -> None:
-        """Every request that arrived is over or open."""
+        """Check that every request that arrived is counted as ended or open."""
         models = self.metrics.counters.models.values()
         received = sum(it.received for it in models)
         over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
@@ -155,7 +155,7 @@ class World:
         )
 
     def check_tokens(self) -> None:
-        """At the end: clients received the tokens that were counted."""
+        """Check after the end that clients received as many tokens as were counted."""
         models = self.metrics.counters.models
         if len(models) > KEPT_AFTER_UNLOAD:
             return  # the counters forgot some removed models

@@ -1,4 +1,4 @@
-"""The check of wording finds what it names, and leaves plain sentences alone."""
+"""The wording check finds an example of each of its rules, and nothing in plain sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The package that trains the embedded model: its commands exist, and its rows can be built."""
+"""The package that trains the embedded model: the commands in its README exist, its dependencies
+are declared, and its conversations alternate between user and assistant."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def test_every_command_of_its_page_is_a_module_with_these_options():
+def test_every_command_of_its_readme_is_a_module_with_these_options():
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"python -m demo_training\.(\w+) (.*(?:\\\n.*)?)", page)
 
@@ -31,7 +32,7 @@ def test_every_command_of_its_page_is_a_module_with_these_options():
             assert f'"{option}"' in source, (module, option)
 
 
-def test_it_declares_what_it_imports():
+def test_the_package_declares_what_it_imports():
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[a-z-]+", text)[0] for text in project["dependencies"]}
     sources = "\n".join(path.read_text() for path in FOLDER.glob("demo_training/*.py"))
@@ -44,7 +45,7 @@ def test_it_declares_what_it_imports():
     assert declared == {"mlx-kvd", *imported}
 
 
-def test_conversations_alternate_and_ask_for_no_held_out_fact():
+def test_conversations_alternate_between_user_and_assistant():
     from demo_training import chat
 
     rng = random.Random(1)
