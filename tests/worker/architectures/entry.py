@@ -1,6 +1,6 @@
-"""One model of the zoo: a tiny configuration of one model file, and its peculiarities.
+"""`Entry`: a tiny configuration of one of mlx-lm's model files, and how its tests differ.
 
-Knows nothing of MLX; the tables of configurations build on it.
+The tables of configurations (`plain.py`, `experts.py`, ...) build on it. Does not import MLX.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Every model uses the keys it knows: `ModelArgs.from_dict` drops the others.
+# Every model uses the keys that it knows: `ModelArgs.from_dict` drops the others.
 COMMON: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -32,13 +32,14 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration and the few numbers in which its model differs from the others.
+    """A model's configuration, and the numbers in which its tests differ from those of others.
 
     ``reach``: how many tokens back a changed token must still affect the last logits. ``gains``:
-    factors of weights whose path contains the key, after the usual scaling. ``seed``: picks other
-    weights. ``chunked``: bound of the relative difference between a sequence read in chunks and
-    single tokens and one read at once. ``unread``: indices of the arrays of its caches that are
-    never read. ``why``: the reason for every value that is not the default.
+    factors for weights whose path contains the key, applied after the usual scaling. ``seed``:
+    selects different random weights. ``chunked``: largest relative difference between the logits of
+    a sequence read in chunks and single tokens, and of the same sequence read at once. ``unread``:
+    indices of the cache arrays that the model never reads. ``why``: the reason for every value that
+    is not the default.
     """
 
     config: dict[str, Any]
@@ -51,5 +52,5 @@ class Entry:
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """The common keys with ``changes``."""
+    """Return `COMMON` with ``changes``."""
     return COMMON | changes

@@ -7,10 +7,10 @@ from tests.worker.architectures.experts import MOE
 from tests.worker.architectures.recurrent import LATENT
 
 GROUPED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-# Above 70 tokens the index decides; below it all keys are seen.
+# Up to 96 keys, all are seen; with more, the index selects 96 of them.
 INDEX = {"index_head_dim": 32, "index_n_heads": 4, "index_topk": 96}
 
-ZEROS = "its index cache has values of zeros, as large as the keys, which nothing reads"
+ZEROS = "the values in its index cache are zeros, which nothing reads"
 YARN = {
     "type": "yarn",
     "factor": 2.0,
@@ -42,7 +42,8 @@ LATENTS: dict[str, Entry] = {
             hc_mult=2,
             hc_sinkhorn_iters=4,
         ),
-        why="head sizes that no block of 16 divides: else keys round to 4 bits, where noise jumps",
+        why="with head sizes that blocks of 16 divide, the model would round keys to 4 bits, and a"
+        " tiny difference could become a large one",
     ),
     "glm4_moe_lite": Entry(plain(**MOE | LATENT, **GROUPED)),
     "glm_moe_dsa": Entry(

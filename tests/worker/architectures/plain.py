@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from tests.worker.architectures.entry import Entry, plain
 
-# Why the embeddings of some models are smaller.
-TIMES_ROOT = "multiplies the embeddings by the root of the hidden size, which drowns attention"
+# The reason for smaller embeddings.
+TIMES_ROOT = (
+    "multiplies the embeddings by the square root of the hidden size, so attention would hardly"
+    " affect the logits"
+)
 
 PLAIN: dict[str, Entry] = {
     "apertus": Entry(plain(head_dim=16, post_norm=False, qk_norm=True)),
@@ -19,12 +22,14 @@ PLAIN: dict[str, Entry] = {
             conv_window=2,
         ),
         gains={"conv_k": 0.4, "conv_v": 1.5, "o_proj": 1.5},
-        why="its convolutions' state is one token's key and value: flat attention makes them count",
+        why="the state of its convolutions is one token's key and value, which affect the logits"
+        " enough only if attention is nearly uniform",
     ),
     "cohere": Entry(
         plain(logit_scale=0.25, use_qk_norm=True),
         gains={"embed": 0.4},
-        why="tied embeddings and one norm for attention and MLP: the token itself weighs most",
+        why="with tied embeddings and one norm for attention and MLP, the newest token would"
+        " dominate the logits",
     ),
     "ernie4_5": Entry(plain(head_dim=32, use_bias=False)),
     "exaone": Entry(plain(num_layers=3, hidden_size=160, num_attention_heads=2)),

@@ -1,4 +1,4 @@
-"""mlx-lm's own run of one sequence over its own caches, which every other way must equal."""
+"""The reference: mlx-lm runs one sequence over its own caches. Tests compare all else with it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ TOKENS = 97
 
 
 def tokens(length: int, seed: int = 1) -> mx.array:
-    """Random token ids [length], int32."""
+    """Return random token ids [length], int32."""
     return mx.random.randint(0, TOKENS, (length,), key=mx.random.key(seed))
 
 
 def run(model: nn.Module, ids: mx.array, chunk: int | None = 64, decoded: int = 3) -> mx.array:
-    """Logits [length, vocabulary], float32, of ids [length]: all but the last ``decoded`` are
-    read in chunks of ``chunk`` tokens (None: at once), the rest one by one."""
+    """Return the logits [length, vocabulary], float32, of ids [length].
+
+    The last ``decoded`` tokens are read one by one, and those before them in chunks of ``chunk``
+    tokens (None: at once).
+    """
     cache = make_prompt_cache(model)
     length = ids.size - decoded
     edges = [*range(0, length, chunk or length), *range(length, ids.size), ids.size]
@@ -35,12 +38,12 @@ def _forward(model: nn.Module, ids: mx.array, cache: list[Any]) -> mx.array:
 
 
 def difference(got: mx.array, expected: mx.array) -> float:
-    """Largest absolute difference, relative to the largest logit; NaN if any value is."""
+    """Return the largest absolute difference, relative to the largest logit; NaN if any is NaN."""
     return (mx.abs(got - expected).max() / mx.abs(expected).max()).item()
 
 
 def parts(cache: Any) -> list[tuple[Any, Any]]:
-    """The places of one cache's arrays: (owner, key), an attribute's name or a list's index."""
+    """Return the places of a cache's arrays: (object, attribute name) or (list, index)."""
     if hasattr(cache, "caches"):
         return [part for inner in cache.caches for part in parts(inner)]
     if hasattr(cache, "cache"):

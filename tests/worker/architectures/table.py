@@ -1,7 +1,7 @@
 """Writes docs/models.md: how kvd serves each model file of mlx-lm, and why.
 
-``python -m tests.worker.architectures.table`` rewrites the table. Tests compare the page with the
-probe.
+``python -m tests.worker.architectures.table`` rewrites the page's tables. Tests compare the page
+with what the probe finds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RULE = "|---|---|---|---|---|"
 def line(name: str, served: Served) -> str:
     """Return a model's line of the table."""
     parts = describe.parts(served)
-    # Sizes belong to the tiny configuration.
+    # Without the sizes of windows, which are those of the tiny configuration.
     kinds = ", ".join(dict.fromkeys(part.kind.split(" ")[0] for part in parts))
     paths = ", ".join(dict.fromkeys(part.path for part in parts))
     together = "yes" if all(part.batched for part in parts) else "no"
@@ -31,7 +31,7 @@ def line(name: str, served: Served) -> str:
 
 
 def table() -> list[str]:
-    """Return the lines of the whole table."""
+    """Return the lines of both tables."""
     lines = [HEAD, RULE]
     for name in ZOO:
         model, _ = build(name)

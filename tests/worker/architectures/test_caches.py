@@ -1,8 +1,8 @@
 """Every architecture gives the same logits over kvd's caches as over mlx-lm's own.
 
-Three sequences in one batch, of which one joins and one leaves later. With dense pages the logits
-must equal mlx-lm's own single-sequence runs. With quantized pages they must equal the same passes
-over dequantized copies of the pages.
+Three sequences run in one batch; one of them joins late, and one leaves early. With dense pages the
+logits must equal mlx-lm's own single-sequence runs. With quantized pages they must equal the same
+passes over dequantized copies of the pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ JOINS, LEAVES = 3, 6
 """The step at which the longest sequence joins and the shortest leaves."""
 CLOSE = 1e-4
 SCHEME, CHUNK_SCHEME = "k8v4", "k4v8"
-"""Different bits for keys and values, so that mixing them up shows, and both bits on both sides."""
+"""Keys and values have different bits, so that mixing them up changes the logits. In one of the two
+schemes keys have more bits, in the other one values."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Case:
     served: Served
 
     def runner(self, scheme: str) -> Runner:
-        """Return a runner over pages of another scheme."""
+        """Return a runner over pages of this scheme; the probe's own if it uses mlx-lm's caches."""
         cache = self.served.runner.cache
         if not isinstance(cache, ModelCache):
             return self.served.runner
@@ -67,7 +68,7 @@ class Batch:
         self.done = [0 for _ in PROMPTS]
 
     def join(self, index: int) -> list[tuple[int, mx.array]]:
-        """Prefill all but the last token of a prompt; return where chunks began, and logits."""
+        """Prefill all but the last token of a prompt; return the start and logits of each chunk."""
         row = self.rows[index] = self.runner.cache.new_row()
         found = []
         end = PROMPTS[index] - 1
@@ -109,7 +110,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
     batch = Batch(case.runner("k16v16"))
-    # A chunk gives the same logits at less cost, except with caches whose chunks see themselves.
+    # The reference reads chunks, which is faster than single tokens, unless what a token sees
+    # depends on its place in the chunk (`Entry.chunked`).
     decoded = STEPS + 1 if ZOO[case.name].chunked > CLOSE else 0
     expected = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
     prefilled = {index: batch.join(index) for index in (0, 1)}
@@ -128,7 +130,7 @@ def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
     check_cache(batch.runner.cache)
 
 
-def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
+def test_quantized_pages_give_the_logits_of_dequantized_copies(case: Case) -> None:
     runner = case.runner(SCHEME)
     cache = runner.cache
     if not isinstance(cache, ModelCache):
@@ -158,7 +160,7 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
         assert cache.usage.pages_used > 0
 
 
-def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case) -> None:
+def test_chunks_over_quantized_pages_give_the_logits_of_dequantized_copies(case: Case) -> None:
     runner = case.runner(CHUNK_SCHEME)
     cache = runner.cache
     if not isinstance(cache, ModelCache):
@@ -172,14 +174,15 @@ def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case) -> None:
     close(got, case.model(ids[None, 256:], cache=caches)[0])
 
 
-def test_the_table_of_models_is_kept(case: Case) -> None:
+def test_docs_models_has_the_line_of_each_model(case: Case) -> None:
     assert table.line(case.name, case.served) in table.PAGE.read_text().splitlines()
 
 
 NOT_QUANTIZED = {"deepseek_v41": "it has its own cache class, LayerCache"}
 """Models with attention that are served dense, and why: kvd has no store for their caches.
 
-LayerCache is a window, groups that the model compresses itself, their index keys and an open group.
+A LayerCache holds a window, token groups that the model itself has compressed, the groups' index
+keys, and a group that is not complete.
 """
 
 

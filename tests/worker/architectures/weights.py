@@ -1,8 +1,8 @@
 """Random weights that make a tiny model worth testing: attention is sharp and reaches far back.
 
 mlx-lm's own initial weights give nearly uniform attention, and logits that hardly depend on the
-context, so a wrong cache would pass. Here every linear map preserves its input's size, norms are
-near one, and queries and keys are a little larger, which makes attention selective.
+context, so a wrong cache would pass. Here the weights of norms are near one, and every linear map
+makes its input a little larger (`GAIN`). Larger queries and keys make attention selective.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
         if path.endswith(end):
             return draw(old, key)
     owner = path.rpartition(".")[0].rpartition(".")[2]
-    norm = "norm" in owner  # the last part only: dbrx has its attention in norm_attn_norm
-    if norm and old.ndim == 2:  # one norm per head; some start at zero
+    norm = "norm" in owner  # only the last part: the path of dbrx's attention has norm_attn_norm
+    if norm and old.ndim == 2:  # one norm per head; in some models the initial weights are zero
         return 1 + 0.1 * _normal(old, key)
     if old.ndim >= 2 and not norm:
         return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
     return old.astype(mx.float32) + 0.1 * _normal(old, key)
 
 
-# Above one, so that a layer's addend weighs as much as its input.
+# Above one, so that what a layer adds to its input is as large as the input.
 GAIN = 1.4
 
 

@@ -229,8 +229,8 @@ WINDOWS: dict[str, Entry] = {
     "plamo3": Entry(
         plain(num_hidden_layers=4, head_dim=32, sliding_window=40, sliding_window_pattern=2),
         chunked=0.2,
-        why="upstream asks for a mask one wider than its rotating cache, so that what a query sees"
-        " depends on its place in the chunk: 40 tokens for the first and in decode, 41 else",
+        why="mlx-lm's mask is one token wider than its rotating cache: the first query of a chunk,"
+        " and every decoding query, sees 40 tokens, and other queries see 41",
     ),
     "spark2_5": Entry(
         plain(

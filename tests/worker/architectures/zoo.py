@@ -1,4 +1,4 @@
-"""Tiny random models of every model file of mlx-lm that runs here; `ZOO` and `NOT_RUNNABLE`.
+"""Tiny random models of mlx-lm's model files: `ZOO` has those that run here, `NOT_RUNNABLE` others.
 
 There is one file of configurations per family. The models' logits depend on far context
 (`weights.py`), which `test_zoo.py` verifies, so a wrong cache cannot pass unnoticed.
@@ -22,13 +22,13 @@ from tests.worker.architectures.windows import WINDOWS
 
 ZOO: dict[str, Entry] = dict(sorted((PLAIN | EXPERTS | WINDOWS | RECURRENT | LATENTS).items()))
 
-# Model files that cannot run here, with the reason seen.
+# Model files that cannot run here, and why.
 NOT_RUNNABLE: dict[str, str] = {
     "bitnet": "its linear layers are a Metal kernel: [metal_kernel] No Metal back-end.",
     "muse_spark": "mlx_lm.kernels makes a Metal kernel: [metal_kernel] No Metal back-end.",
     "olmo": "imports hf_olmo, which is not installed, and exits the process without it",
     "phi3small": "adds its boolean mask to the scores instead of masking, so that prefill sees the"
-    " future; and writes to token ids up to 100351",
+    " future; and writes logits of token ids up to 100351, which a tiny vocabulary lacks",
 }
 
 
@@ -37,8 +37,8 @@ def build(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return model ``name`` with random float32 weights, and its configuration.
 
-    Another ``seed`` gives other weights; the tests use 0. ``config`` replaces the zoo's
-    configuration; parameters of the same path and shape get the same weights.
+    A different ``seed`` gives different weights. ``config`` replaces the zoo's configuration;
+    parameters with the same path and shape get the same weights.
     """
     seam.install()
     from tests.worker.architectures.weights import redraw

@@ -1,4 +1,4 @@
-"""Runs an engine without a worker process: submits requests, steps, and collects their results."""
+"""Runs an engine without a worker process: submits requests, steps, and collects the results."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Outcome:
     text: str = ""
     reason: str | None = None
     usage: Usage | None = None
-    """Without ``cached_tokens``, which `cached` has: it depends on the cache."""
+    """The reported usage with ``cached_tokens`` 0, so that prefix hits make no difference."""
     cached: int = field(default=0, compare=False)
+    """The reported ``cached_tokens``, which depend on what the prefix cache holds."""
     error: ErrorInfo | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Outcome:
 
 
 class Driver:
-    """An engine, and a daemon that grants up to ``budget`` bytes."""
+    """An engine, and the daemon's part for it: grants up to ``budget`` bytes in total."""
 
     def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
         self.engine = MLXEngine()
@@ -63,14 +64,14 @@ class Driver:
         self.total = 0
         self.seq = 0
         self.others = 0
-        """Bytes of the budget that other models hold."""
+        """Bytes of the budget that other models are assumed to hold."""
         self.denied: tuple[int, int] | None = None
         """The last memory request, if it was denied: its number and bytes."""
         self.asked: list[tuple[int, str]] = []
         self.outcomes: dict[str, Outcome] = {}
         self.stages: list[str] = []
         self.preemptions: dict[str, list[str]] = {}
-        """By request: the modes of its preemptions, each followed by "resumed"."""
+        """By request: the mode of each preemption, followed by "resumed" once it resumed."""
         self.positions: dict[str, list[int]] = {}
         self.reclaimed: list[Reclaimed] = []
         self.info = self.engine.load(
@@ -98,7 +99,7 @@ class Driver:
         )
 
     def retry(self) -> None:
-        """Grant a denied request that fits now, as the daemon does when others return memory."""
+        """Answer a denied memory request again, as the daemon does when others return memory."""
         if self.denied is not None:
             seq, total = self.denied
             self.engine.granted(self.answer(seq, total, "again"))
@@ -146,7 +147,7 @@ class Driver:
                 case _:
                     self._note(report)
         cache, budget = self.engine._runner.cache, self.engine._admission.budget
-        # A step-down holds pages at two levels; the base covers its scratch.
+        # A step-down holds pages at two levels at once; the base includes scratch for that.
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
         check_cache(cache)
@@ -178,7 +179,7 @@ class Driver:
             assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
 
     def reclaim(self, method: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
-        """Reclaim memory, as the governor does, and step until it is returned."""
+        """Reclaim memory, as the governor does, and step until the engine reports the result."""
         before = len(self.reclaimed)
         self.engine.reclaim(Reclaim(seq=7, method=method, wanted_bytes=wanted_bytes, level=level))
         self.run(until=lambda: len(self.reclaimed) > before)

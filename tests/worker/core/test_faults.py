@@ -1,4 +1,4 @@
-"""Steps that fail at any point: requests that did not cause it get the same output."""
+"""A step may fail at any point: requests that did not cause the failure get the same output."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def wanted(_demo: Driver) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def evaluations(_demo: Driver, wanted: dict) -> int:
-    """Evaluations that all requests take without a failure."""
+    """Number of evaluations that all requests take if none fails."""
     _demo.engine._prefix_cache.tree.clear()
     with memory_runs_out(lambda _: False) as seen:
         assert_same(serve(_demo), wanted)
@@ -126,7 +126,7 @@ def test_a_step_without_memory_loses_nothing(
     assert_same(outcomes, wanted)
 
 
-def test_what_the_device_lost_is_computed_again(
+def test_arrays_that_the_device_failed_to_compute_are_computed_again(
     cold: Driver, wanted: dict, evaluations: int
 ) -> None:
     with memory_runs_out((evaluations // 2).__eq__, LATE) as seen:

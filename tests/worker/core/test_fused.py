@@ -1,4 +1,4 @@
-"""Fused decode attention in a runner: plain and compiled steps give the same, and kernels run.
+"""Fused decode attention in a runner: its logits equal those of plain operations.
 
 Tests have no GPU. Two replacements run instead of kernels: `stand_in.StandIn`, plain operations
 over the arrays that a kernel gets, and Metal's source compiled as C++ (`tests.worker.kernels`).
@@ -56,7 +56,6 @@ class Side:
         ModelStepDown(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
 
     def snapshot_and_restore(self, index: int) -> None:
-        """Snapshot and restore a row."""
         cache = self.runner.cache
         snapshot = cache.snapshots.take(self.rows[index])
         cache.free(self.rows[index])
@@ -74,7 +73,7 @@ class Side:
 
 
 class Sides:
-    """Equal rows of one model over several backends; the first uses plain operations."""
+    """The same rows of one model once with plain operations (first), and once for each backend."""
 
     def __init__(self, name: str, *backends: Backend) -> None:
         model = build(name)[0]
@@ -123,7 +122,7 @@ def test_logits_match_plain_operations_through_joins_leaves_commits_and_levels(n
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "events"), [("qwen3", "flush"), ("gpt_oss", "all")])
 def test_the_time_of_flushes_changes_no_bit(name: str, events: str) -> None:
-    """Other rows trigger flushes at any time, and rows are restored: kernels return the same."""
+    """Logits stay the same when other rows trigger flushes at any time, and rows are restored."""
     model = build(name)[0]
     calm, hasty = (Side(model, StandIn().backend()) for _ in range(2))
     for side in (calm, hasty):
@@ -159,7 +158,7 @@ def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:
 
 
 class Shimmed(Fused):
-    """Metal's kernels, run as C++."""
+    """Metal's kernels, compiled and run as C++."""
 
     def __init__(self) -> None:
         super().__init__(METAL)
@@ -177,7 +176,7 @@ class Shimmed(Fused):
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no g++ on Linux")
 def test_metals_own_kernels_serve_a_model() -> None:
-    """Windows and full attention, rows of unequal lengths, two levels, a join and a leave."""
+    """Some layers have windows. Rows of different lengths join, step down and leave."""
     kernels = Shimmed()
     sides = Sides("gemma3_text", FusedBackend(kernels, METAL.most_buffers))
     for length in (3, 200):

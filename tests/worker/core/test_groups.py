@@ -130,7 +130,7 @@ def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
 def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
-    """Reasons: recurrent states, positions as an int, rectangles."""
+    """They have recurrent states, take one position for all rows, or need rectangles."""
     served = serve(build(name)[0], CacheSettings(SCHEMES), TOKENS)
 
     assert not served.runner.group()
@@ -140,7 +140,7 @@ def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
     assert row.length == 3
 
 
-def test_a_model_with_other_numbers_in_a_group_is_not_grouped(
+def test_a_model_with_different_results_in_a_group_is_not_grouped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("llama")[0]
@@ -156,8 +156,11 @@ def test_a_model_with_other_numbers_in_a_group_is_not_grouped(
     assert not runner.cache.sequences
 
 
-def test_on_an_accelerator_rounding_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router of four experts has small products, whose rounding depends on the rows."""
+def test_on_an_accelerator_models_are_grouped_despite_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router of four experts computes small products, which on a CPU round differently
+    depending on the number of rows."""
     model = build("mixtral")[0]
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     monkeypatch.setattr(runners, "on_cpu", lambda: False)
@@ -197,7 +200,7 @@ def test_short_prompts_that_arrive_together_take_one_pass(
 def test_requests_get_the_same_output_alone_and_in_any_group(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among them: scored prompts, several choices, logprobs, cached prompts, and decoding rows."""
+    """Some prompts are scored, some requests have several choices or logprobs, and rows decode."""
     model = Counted(demo.engine._runner.model)
     monkeypatch.setattr(demo.engine._runner, "model", model)
     draw = random.Random(11)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.mlx
 WARM = Sampling(temperature=0.9, seed=5)
 EVERYTHING = 1 << 40
 QUICK = 1e15
-"""Amount per second of work that takes no time."""
+"""Rate, in units per second, of work that practically takes no time."""
 
 
 def prefer(driver: Driver, where: str) -> None:
@@ -64,7 +64,8 @@ def driver(loaded: Driver) -> Iterator[Driver]:
 
 
 def submit_three(driver: Driver) -> None:
-    """One is greedy, one has a seed, two choices and penalties, and one has a long prompt."""
+    """Submit a greedy request, one with a seed, two choices and a penalty, and one with a long
+    prompt."""
     driver.submit("greedy", periodic_prompt(500, 1), max_tokens=70, ignore_eos=True)
     penalized = Sampling(temperature=0.9, seed=3, frequency_penalty=0.5)
     driver.submit("two", periodic_prompt(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
@@ -235,7 +236,7 @@ def _reclaim_one(driver: Driver):
 def test_snapshots_of_queued_requests_are_moved_out_for_the_head_of_the_queue(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """No request runs, and the snapshots of others hold the memory that the head needs."""
+    """No request runs, and snapshots of requests behind the head hold the memory that it needs."""
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {rid: periodic_prompt(500, seed) for seed, rid in enumerate("abc")}
@@ -356,7 +357,7 @@ def test_swapping_out_does_not_stop_other_rows_and_leaves_no_file_at_the_end(
         steps += 1
     made = len(driver.outcomes["stays"].tokens) - before
     assert steps > 5
-    assert made >= steps - 2, "it decodes in each step"
+    assert made >= steps - 2, "the row that stays did not decode in each step"
     assert len(files(driver)) == 1
     driver.engine.close()
     assert files(driver) == []

@@ -1,4 +1,4 @@
-"""A worker dies after any report; its successor continues the streams to the byte."""
+"""After the death of a worker at any report, a new worker continues its streams byte for byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.mlx
 
 WORDS = "To open a file, call open() and read it. To close it,"
 HOLDS = [f"{letter}#" for letter in "aeiou tnsrlh.,"]
-"""Stop strings that hold back any last letter, so that the end of a stream flushes text."""
+"""Stop strings that begin with common characters. Text that ends in one of them is held back, so
+the end of a stream often sends text, too."""
 
 
 def asked() -> list[Submit]:
@@ -64,7 +65,7 @@ def transcripts_of(reports: Iterable[Report]) -> dict[str, Received]:
 
 
 def reports_of(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
-    """Run requests to their end; return all reports of them."""
+    """Run requests to their end; return their reports of tokens and ends."""
     for submit in requests:
         driver.engine.submit(submit)
     reports: list[Report] = []

@@ -133,7 +133,7 @@ def test_a_shared_beginning_is_prefilled_once(demo: Driver) -> None:
     assert hits == [0, 1024, 1280]
 
 
-def test_other_salts_share_nothing_and_scored_prompts_are_prefilled_completely(
+def test_different_salts_share_nothing_and_scored_prompts_are_prefilled_completely(
     demo: Driver,
 ) -> None:
     prompt = prompt_of(600, 7)
@@ -186,7 +186,7 @@ def undisturbed(_demo: Driver) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("after", [1, 3, 6, 30])
-def test_preempted_and_paused_requests_get_the_same_tokens(
+def test_preempted_and_suspended_requests_get_the_same_tokens(
     undisturbed: dict[str, Outcome], demo: Driver, after: int
 ) -> None:
     prompt = prompt_of(700, 8)

@@ -1,4 +1,4 @@
-"""Prompts with the same beginning: prefilled once, counted, and without effect on the output."""
+"""A shared beginning of prompts is prefilled once, hits are counted, and no output changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM = Sampling(temperature=0.9, seed=3)
 
 
 SHARED = prompt_of(375, 0)
-"""About six chunks, as 1500 tokens are with the usual chunk of 256."""
+"""Tokens of almost six chunks, as are 1500 tokens with the default chunk of 256."""
 
 
 @functools.cache
@@ -49,11 +49,11 @@ def computed(driver: Driver) -> int:
 
 
 def assert_prefilled_once(
-    driver: Driver, asked: dict[str, list[int]], before: int, most: int
+    driver: Driver, asked: dict[str, list[int]], before: int, expected: int
 ) -> None:
-    """Assert that ``most`` tokens were prefilled, and that all others were reported as hits."""
+    """Assert that ``expected`` tokens were prefilled, and all others were reported as hits."""
     prefilled = computed(driver) - before
-    assert prefilled == most
+    assert prefilled == expected
     cached = sum(driver.outcomes[rid].cached for rid in asked)
     assert prefilled + cached == sum(len(prompt) - 1 for prompt in asked.values())
 
@@ -80,7 +80,8 @@ def test_32_requests_prefill_their_shared_beginning_once(
 
 
 def test_each_request_has_memory_for_one_checkpoint(driver: Driver) -> None:
-    """Without more memory than rows need, the first leaves 256, the second 320 at worst."""
+    """No memory is left for further checkpoints. At worst the first request leaves its only one at
+    256 tokens, and the second request leaves one at 320, where all prompts diverge."""
     asked = {f"{number}": SHARED + prompt_of(5, 100 + number) for number in range(8)}
     before = computed(driver)
     for rid, prompt in asked.items():
@@ -97,7 +98,8 @@ def test_a_short_prompt_waits_for_a_long_one_that_prefills_its_beginning(driver:
     asked = {"long": prompt_of(1500, 1), "short": prompt_of(1500, 1)[:250] + prompt_of(50, 2)}
     before = computed(driver)
     driver.submit("long", asked["long"], max_tokens=2)
-    driver.run(until=lambda: computed(driver) - before == CHUNK)  # a short prompt would be next
+    # Without a shared beginning, the short prompt would lead the next pass, an express pass.
+    driver.run(until=lambda: computed(driver) - before == CHUNK)
     driver.submit("short", asked["short"], max_tokens=2)
     driver.run(until=lambda: driver.outcomes["short"].over)
     assert not driver.outcomes["long"].over
@@ -154,15 +156,15 @@ def test_hits_are_counted(driver: Driver) -> None:
 
     assert after.queries - before.queries == 2
     assert after.query_tokens - before.query_tokens == 2 * 415
-    assert after.hit_tokens - before.hit_tokens == 256  # of the first, `prefix_every`
-    assert after.checkpoints == 4  # 256 and 384 of the first, 320 and 384 of the second
+    assert after.hit_tokens - before.hit_tokens == 256  # the first prompt's, at `prefix_every`
+    assert after.checkpoints == 4  # the first prompt's at 256 and 384, the second's at 320 and 384
     assert 0 < after.held <= 256 << 20
     driver.engine._prefix_cache.evict(1)
     assert driver.engine.stats().prefix.evicted > after.evicted
 
 
 def test_choices_of_one_request_reserve_its_prompt_once(driver: Driver) -> None:
-    """The driver checks after each step that they stay within the grant."""
+    """The driver checks after each step that the choices stay within the grant."""
     first, further = driver.engine._scheduler.sizes.of(1500, 40, 0)
     assert 7 * further < first
     found = driver.alone(prompt_of(1500, 9), WARM, max_tokens=40, n=8, ignore_eos=True)
@@ -172,7 +174,7 @@ def test_choices_of_one_request_reserve_its_prompt_once(driver: Driver) -> None:
     assert len(found.others) == 7
 
 
-# In all cases the output is that of an engine without a prefix cache.
+# Whatever happens, the output is that of an engine without a prefix cache.
 
 TRUNK = prompt_of(300, 20)
 PROMPTS = [
@@ -192,7 +194,7 @@ def wanted(prompt: int, n: int) -> Outcome:
 
 
 class Batches(RuleBasedStateMachine):
-    """Prompts with shared beginnings arrive, are cancelled and preempted; the tree evicts."""
+    """Requests with a shared beginning are cancelled or preempted, and checkpoints are evicted."""
 
     @initialize(tight=st.booleans())
     def start(self, tight: bool) -> None:
@@ -202,7 +204,7 @@ class Batches(RuleBasedStateMachine):
         self.asked: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
         self.preempted: list[str] = []
-        # With a tight budget checkpoints are evicted for rows, or not made.
+        # With a tight budget, checkpoints are evicted when rows need memory, or are not made.
         driver.budget = driver.total + (4 << 20 if tight else 1 << 30)
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.sampled_from([1, 1, 2]))
@@ -246,7 +248,7 @@ class Batches(RuleBasedStateMachine):
         self.driver.engine._prefix_cache.evict(wanted)
 
     def _grant_what_was_denied(self) -> None:
-        """Snapshots of preempted rows may hold the memory that the queue waits for."""
+        """Grant it because snapshots of preempted rows may hold what the queue waits for."""
         budget = self.driver.engine._admission.budget
         self.driver.budget = 8 * GIB
         if budget.remembered:

@@ -143,7 +143,7 @@ def test_each_reclaim_method_frees_what_it_promised(pressed: Driver) -> None:
         if method in ("precision", "preempt"):
             freed = active - pressed.engine._runner.cache.nbytes
             assert freed > promised / 3, method  # the rest was reserved, and not yet filled
-            # Rows grow meanwhile, by more steps on a slow machine.
+            # Rows grow during the reclaim, which takes more steps on a slow machine.
             assert real - mx.get_active_memory() > 0.8 * freed, method
         after = pressed.engine.stats().reclaimable
         left = after.levels[level - 1] if method == "precision" else getattr(after, method)
@@ -153,7 +153,9 @@ def test_each_reclaim_method_frees_what_it_promised(pressed: Driver) -> None:
     ) == pytest.approx(total, abs=2 * unit)
 
 
-def test_only_as_many_rows_step_down_as_needed_and_new_ones_start_there(pressed: Driver) -> None:
+def test_only_as_many_rows_step_down_as_needed_and_new_rows_start_at_that_level(
+    pressed: Driver,
+) -> None:
     scheduler = pressed.engine._scheduler
     answer = pressed.reclaim("precision", 1, level=1)
     assert [scheduler.find(rid).level for rid in "abc"] == [0, 0, 1]
@@ -183,7 +185,7 @@ def test_a_request_that_fits_only_at_a_lower_level_runs_there(stepping: Driver) 
     budget, stepping.budget = stepping.budget, base + (lowest + 1) * unit
     try:
         assert lowest + 1 < top
-        stepping.reclaim("spare", 1)  # the daemon's answer says how small the budget is now
+        stepping.reclaim("spare", 1)  # the daemon's answer has the smaller budget
         stepping.submit("large", prompt, max_tokens=20, ignore_eos=True)
         stepping.run()
         assert len(stepping.outcomes.pop("large").tokens) == 20

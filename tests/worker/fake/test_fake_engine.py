@@ -1,4 +1,4 @@
-"""The fake engine: keys of its name, faults, and exactly one end for each request."""
+"""The fake engine: settings in the model's name, faults, and exactly one end for each request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loaded(settings="tps=0", **fields):
 
 
 def run(engine, steps=10_000):
-    """Step until there is nothing to do; return all reports, grants answered at once."""
+    """Step until no work is left, and grant memory requests at once; return all reports."""
     reports = []
     for _ in range(steps):
         if not engine.has_work:
@@ -91,7 +91,7 @@ def test_unknown_names_are_refused(name):
 
 
 @pytest.mark.parametrize("settings", ["speed=3", "tps=fast", "tps", "crash_after=1.5"])
-def test_broken_names_list_the_keys(settings):
+def test_errors_about_invalid_names_list_the_keys(settings):
     with pytest.raises(InvalidModel, match="the keys are tps, load"):
         parse(f"fake:{settings}")
 
@@ -366,7 +366,7 @@ def test_load_faults():
         )
 
 
-def test_the_name_sets_the_speed():
+def test_the_name_sets_speed_and_load_time():
     now = 0.0
 
     def sleep(seconds):

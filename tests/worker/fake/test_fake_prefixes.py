@@ -1,4 +1,4 @@
-"""The prefix cache of the fake engine."""
+"""The prefix cache of the fake engine: hits, one prefill of a shared prefix, and eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_cached_tokens_count_prefix_hits_with_the_same_salt():
     assert (stats.prefix.queries, stats.prefix.hit_tokens) == (3, 1280)
     assert stats.prefix.query_tokens == stats.prompt_tokens == 3 * len(SHARED) + 3
     assert stats.computed_tokens + stats.prefix.hit_tokens == stats.prompt_tokens - 3
-    assert stats.prefix.held == (20 + 20) * 64 * 1024  # of each salt
+    assert stats.prefix.held == (20 + 20) * 64 * 1024  # 20 pages of each salt
 
 
 def test_simultaneous_requests_prefill_a_shared_prefix_once():

@@ -24,7 +24,7 @@ PAGE = 64 * 1024
 
 
 def filled(**fields):
-    """Return an engine with three decoding rows of at most 1664 tokens, 25 pages each."""
+    """Return an engine with three decoding rows of at most 1664 tokens (25 pages), and reports."""
     engine = loaded("tps=0,pages=8", prefill_chunk=256, **fields)
     for rid in "abc":
         engine.submit(submit(rid, rid * 1024, max_tokens=640))
@@ -35,7 +35,7 @@ def filled(**fields):
 
 
 def step(engine):
-    """Step; answer memory requests."""
+    """Step once and grant memory requests; return the reports."""
     made = engine.step()
     for report in made:
         if isinstance(report, MemoryRequested):

@@ -1,4 +1,4 @@
-"""Requests of the fake engine continue in a new worker from any report."""
+"""Requests continue in a new fake engine after the first one stopped at any report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.worker.process.peer import submit
 from tests.worker.process.received import Received
 
 HELD_BACK = ["a#", "e#", "i#", "o#"]
-"""Stop strings that hold the last letter back, so that the end of a row has text."""
+"""Stop strings that begin with a vowel. Text that ends in one is held back, so the end of a row
+often sends text, too."""
 REQUESTS = [
     submit("plain", max_tokens=9, logprobs=2),
     submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
