@@ -1,6 +1,6 @@
-"""A model of drop-in caches: rows as attention sees them, with quantized and dequantized pages.
+"""The expected content of drop-in caches: dense rows in which every page is dequantized again.
 
-Covers the content of one cache. `test_state_machine` covers what caches share.
+Covers one cache. `test_state_machine` covers the rows and pages that caches share.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class DenseSequence:
 
     schemes: tuple[Scheme, ...]
     start: int = 0
-    """Length at which the sequence leaves the dense start; 0: it has none."""
+    """Length at which the sequence leaves the dense start; 0 without a dense start."""
     keys: np.ndarray = field(default_factory=lambda: np.zeros((HEADS, 0, K_DIM), np.float32))
     values: np.ndarray = field(default_factory=lambda: np.zeros((HEADS, 0, V_DIM), np.float32))
     level: int = 0
     levels: list[int] = field(default_factory=list)
     tags: list[Tag] = field(default_factory=list)
     was: int = 0
-    """Length at the last comparison, or now."""
+    """Length at the last comparison; tokens may have been removed since then."""
 
     @property
     def length(self) -> int:
@@ -82,7 +82,10 @@ class DenseSequence:
         return made
 
     def retagged(self, new: dict[Tag, Tag]) -> DenseSequence:
-        """Return a copy in another store. Pages that are shared and copied together stay shared."""
+        """Return the sequence as copied to another store, where each copied page gets a new tag.
+
+        ``new`` maps old tags to new ones. Sequences with the same map still share their pages.
+        """
         made = self.copy()
         made.tags = [new.setdefault(tag, Tag()) for tag in self.tags]
         return made
@@ -96,7 +99,7 @@ class DenseSequence:
             self.lower(len(self.levels) - 1, self.level)
 
     def lower(self, index: int, level: int) -> None:
-        """Quantize a page. A side with the same packing on both levels does not change."""
+        """Quantize a page at ``level``. Keys or values that keep their bits do not change."""
         here = slice(PAGE_TOKENS * index, PAGE_TOKENS * (index + 1))
         before, scheme = self.levels[index], self.schemes[level]
         keys, values = through(scheme, (self.keys[:, here], self.values[:, here]))
@@ -119,7 +122,7 @@ class DenseSequence:
                 self.lower(index, 1)
 
     def agrees(self, first: int, sides: Iterable[np.ndarray]) -> None:
-        """Assert that these are the keys and values from token ``start`` on."""
+        """Assert that these are the keys and values from token ``first`` on."""
         for got, true in zip(sides, (self.keys, self.values), strict=True):
             assert np.array_equal(got, true[:, first : first + got.shape[1]])
 
@@ -172,7 +175,8 @@ class Twin:
             before = row.keys, row.values
             new = keys[index, :, span], values[index, :, span]
             row.append(*new)
-            # A chunk sees its own tokens before a page of them is quantized, a decode step after.
+            # A chunk attends to its own tokens before they are quantized in pages. A decode step
+            # attends to the page that it commits.
             chunk = [np.concatenate(sides, axis=1) for sides in zip(before, new, strict=True)]
             truths.append((row.keys, row.values) if tokens == 1 and all(counts) else tuple(chunk))
         reading = self.cache.update_and_fetch(mx.array(keys), mx.array(values))
@@ -214,7 +218,7 @@ class Twin:
             row.trim(count)
 
     def paired(self) -> list[tuple[Row, DenseSequence, dict[int, PageId]]]:
-        """Yield the non-empty rows, their expected content, and their pages by number."""
+        """Return the non-empty rows, their expected content, and their pages by number."""
         return [
             (one.row, row, numbered(one.row))
             for one, row in zip(self.cache.rows, self.rows, strict=True)
@@ -222,7 +226,7 @@ class Twin:
         ]
 
     def adopt(self) -> None:
-        """Quantize rows that a flush has quantized. It may do so once they are long enough."""
+        """Quantize the expected rows where a flush did, and assert that they are long enough."""
         for one, row, _ in self.paired():
             if one.level != row.level:
                 assert one.level == 1
@@ -243,7 +247,7 @@ class Twin:
             assert [row.levels[index] for index in pages] == [page.level for page in pages.values()]
             assert len(row.levels) == one.paged
             seen = pages_seen(self.cache.kind, row.length, one.tail_start)
-            assert seen <= pages.keys(), "not there"
+            assert seen <= pages.keys(), "a visible page is missing"
 
     def wanted_bytes(self) -> int:
         """Return the bytes of distinct pages and of the tails of distinct rows."""

@@ -1,4 +1,4 @@
-"""mlx-lm's loops with kvd's caches, compared with kvd's engine and with mlx-lm's caches."""
+"""mlx-lm's generation loops with kvd's caches, compared with kvd's engine and mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_sequence_gives_the_same_tokens_alone_and_in_a_batch(quantized) -> Non
         assert got[index] == tokens
 
 
-def test_a_sequence_is_quantized_from_its_start_length_on(quantized) -> None:
+def test_a_sequence_is_quantized_from_quantized_kv_start_on(quantized) -> None:
     model, config = build("qwen3")
     (prompt,) = prompts_of(config["vocab_size"], (200,))
     dense, true = alone(model, prompt, 150)
@@ -168,7 +168,7 @@ def test_speculative_decoding_trims_refused_tokens(quantized) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_prompt_cache_of_the_server(name, quantized) -> None:
-    """Insert, fetch the nearest with a trim, continue. The inserted cache does not change."""
+    """Insert a cache, fetch a trimmed copy, and continue it. The inserted one does not change."""
     model, config = build(name)
     (prompt,) = prompts_of(config["vocab_size"], (250,))
     branch = prompt[:30] + [token % 50 + 1 for token in prompt[30:60]]
@@ -281,7 +281,7 @@ def test_a_flush_waits_for_steps_that_were_not_evaluated() -> None:
         found = cache.update_and_fetch(token, token)
         if store.flushes > flushes and store.nbytes == held:
             peaks.append(mx.get_peak_memory() - before)
-        # Lazy; reads the pool.
+        # Not evaluated yet. Its evaluation reads the pool.
         output = scaled_dot_product_attention(token, *found, cache, 0.2, None)
 
     assert peaks

@@ -183,7 +183,7 @@ def damages() -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, Any]], 
             f"{name} of another shape",
             lambda state, _, name=name: state.update({name: [part[:, :1] for part in state[name]]}),
         )
-        yield f"{name} not all there", lambda state, _, name=name: state[name].pop()
+        yield f"one of {name} missing", lambda state, _, name=name: state[name].pop()
 
 
 @pytest.mark.parametrize("damage", [pytest.param(do, id=name) for name, do in damages()])
@@ -241,7 +241,7 @@ def test_mlx_lms_batches_do_not_convert_but_their_sequences_do(rng, lengths) -> 
 @pytest.mark.parametrize(
     "other", [ArraysCache(2), CacheList(KVCache()), ChunkedKVCache(64), DropInKVCache()]
 )
-def test_other_caches_do_not_convert(other) -> None:
+def test_caches_of_other_types_do_not_convert(other) -> None:
     with pytest.raises(TypeError, match=f"cannot convert a {type(other).__name__}"):
         DropInKVCache.from_kv_cache(other)
 
@@ -287,7 +287,7 @@ def held(store: SharedStore) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("how", ["merge", "extend"])
 def test_a_refused_merge_changes_nothing(rng, how) -> None:
-    """The last of three caches does not fit, after the second one was copied."""
+    """The third cache has a different head size, which is found after the second one was copied."""
     store = SharedStore([Scheme(8, 8)], home=True)
     home, good, bad = (
         DropInKVCache.on(store),
@@ -297,7 +297,7 @@ def test_a_refused_merge_changes_nothing(rng, how) -> None:
     for cache, dim in ((home, 64), (good, 64), (bad, 32)):
         cache.update_and_fetch(random(rng, 300, dim), random(rng, 300, dim))
     good.extend(home)
-    home.nbytes  # noqa: B018 - writes what the pass left
+    home.nbytes  # noqa: B018 - finishes the pass, which writes its pages
     before = held(store)
 
     for _ in range(3):
@@ -322,7 +322,7 @@ def test_a_merge_without_memory_changes_nothing(rng, monkeypatch, fails_at) -> N
     other.extend(twin.extract(0))
     twin.update_and_fetch(random(rng, 70), random(rng, 70))
     other.extend(twin)
-    home.nbytes  # noqa: B018 - writes what the pass left
+    home.nbytes  # noqa: B018 - finishes the pass, which writes its pages
     before = held(store)
     calls = itertools.count()
 

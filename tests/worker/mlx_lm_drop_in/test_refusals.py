@@ -1,4 +1,4 @@
-"""Models get the caches only if their logits do not change with them."""
+"""`quantize_kv` refuses a model whose logits change, or that raises, with kvd's caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mlx
 
 
 class Particular:
-    """A model whose logits pass through ``transform``, with its first layer's cache."""
+    """A model with the logits ``transform(cache, logits)``; ``cache``: that of the first layer."""
 
     def __init__(self, transform: Callable[[Any, mx.array], mx.array]) -> None:
         self._model, _ = build("qwen3")
@@ -66,7 +66,7 @@ def test_a_memory_error_is_not_a_refusal() -> None:
 
 
 def off_with_drop_ins(cache: Any, logits: mx.array) -> mx.array:
-    """Return wrong logits for drop-in caches, like a model that misses their ``keys``."""
+    """Return wrong logits for a cache without ``keys``, which drop-in caches do not have."""
     return logits if hasattr(cache, "keys") else logits + 0.1 * mx.arange(logits.shape[-1])
 
 
@@ -79,7 +79,7 @@ def off_when_long(cache: Any, logits: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("transform", [off_with_drop_ins, off_in_batches, off_when_long])
-def test_a_model_with_other_logits_is_refused(transform) -> None:
+def test_a_model_with_different_logits_is_refused(transform) -> None:
     with pytest.raises(UnsupportedModel, match="logits differ by"):
         quantize_kv(Particular(transform))
 
@@ -95,7 +95,7 @@ def test_logits_must_be_numbers(bits) -> None:
 
 
 def test_a_model_that_never_batches_still_gets_caches() -> None:
-    """The model's own caches fail in a batch as well, so kvd's lose nothing."""
+    """The model fails in a batch with mlx-lm's caches, too, so this is no reason to refuse it."""
 
     def transform(cache: Any, logits: mx.array) -> mx.array:
         if isinstance(cache, BatchKVCache) or not isinstance(cache.offset, int):
@@ -118,7 +118,7 @@ def test_max_kv_size_is_no_reason_to_refuse(size) -> None:
     assert kv.make_cache()[0].max_size == size
 
 
-def test_what_was_installed_stays_when_another_scheme_is_refused() -> None:
+def test_installed_caches_stay_when_another_scheme_is_refused() -> None:
     model = Particular(lambda _, logits: logits)
     kv = quantize_kv(model, "k8v4")
     model.transform = off_with_drop_ins

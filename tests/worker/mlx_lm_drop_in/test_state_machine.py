@@ -1,8 +1,9 @@
 """Thousands of random operations on drop-in caches, compared with dense rows.
 
 After every operation, lengths, contents, levels, the references to each row and page, and the bytes
-of each cache and store agree with `tests.worker.mlx_lm_drop_in.dense`. Copies agree bit for bit. In
-CI the operations are the same every time; ``KVD_DROPIN_STEPS=50000`` runs different ones, and more.
+of each cache and store agree with `tests.worker.mlx_lm_drop_in.dense`. Contents agree bit for bit.
+In CI the operations are the same every time. ``KVD_DROPIN_STEPS=50000`` runs more of them, and
+different ones each time.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ COUNTS = (1, 2, 30, 63, 64, 65, 120, 126, 190)
 
 
 class Caches(RuleBasedStateMachine):
-    """Caches of one layer, most of them on its home store, and the models that they agree with."""
+    """Caches of one layer, most of them in its home store, and their expected content."""
 
     schemes: tuple[Scheme, ...] = (Scheme(16, 16),)
     kind = FULL
@@ -126,7 +127,7 @@ class Caches(RuleBasedStateMachine):
         self._checked("decode")
 
     def _meanwhile(self, busy: Twin, shares: bool, drops: bool):
-        """Return what happens in a pass whose keys another layer also attends to."""
+        """Return what happens in a pass before a second layer reads its keys; None if none does."""
         if not shares:
             return None
 
@@ -151,7 +152,7 @@ class Caches(RuleBasedStateMachine):
         rows = [row for part in parts for row in self._moved(part, merged.shared)]
         for one, mine in zip(merged.rows, [r for p in parts for r in p.cache.rows], strict=True):
             if mine in self._rows_of(merged.shared):
-                assert one is mine, "copied, not referred to"
+                assert one is mine, "a row of the same store was copied instead of referenced"
         if drop:
             self.twins = [twin for twin in self.twins if twin not in parts]
         self._add(Twin(merged, rows))
@@ -231,7 +232,7 @@ class Caches(RuleBasedStateMachine):
     @precondition(lambda self: len(self.twins) > 1)
     @rule(choice=CHOICE, cycle=st.booleans())
     def delete(self, choice: int, cycle: bool) -> None:
-        """Drop a cache, or leave it in a reference cycle that the collector frees later."""
+        """Drop a cache; with ``cycle``, only the garbage collector frees it."""
         twin = self._one(choice)
         self.twins.remove(twin)
         if cycle:
@@ -286,7 +287,7 @@ class Caches(RuleBasedStateMachine):
     @precondition(lambda self: len(self.schemes) > 1 and self._alive())
     @rule(choice=CHOICE)
     def lower(self, choice: int) -> None:
-        """Step some sequences of a cache down completely, with all that share their pages."""
+        """Step some sequences of a cache down, and with them the pages that others share."""
         twin = self._one(choice)
         level = 1 + choice % (len(self.schemes) - 1)
         place = twin.cache.shared
@@ -364,7 +365,10 @@ class Caches(RuleBasedStateMachine):
         self._check_contents(store, twins, held)
 
     def _check_contents(self, store: LayerRows, twins: list[Twin], held: Counter[PageId]) -> None:
-        """Compare each page and tail with every sequence that has it, and assert what is shared."""
+        """Compare each page and tail with every sequence that has it.
+
+        Assert that copied sequences share pages, and no others do.
+        """
         layer = store.layers[0]
         pages: dict[PageId, Sides] = {}
         for level, pool in enumerate(layer.pools):
@@ -401,9 +405,10 @@ class Quantized(Caches):
 
 
 class QuantizedLate(Caches):
-    # Two bits, so that a row that is quantized before its own length is detected.
+    # Two bits, so that a row that is quantized too early is detected.
     schemes = (Scheme(16, 16), Scheme(2, 2))
-    # One prompt and one token: no page is due then, so only the dense start requires a flush.
+    # The length after a prompt of 190 tokens and one decoded token. No page is due there, so only
+    # the end of the dense start requires a flush.
     start = 191
 
 
@@ -416,14 +421,14 @@ MACHINES = (Caches, Windows, Quantized, QuantizedLate, QuantizedLateWindows)
 
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools grow by single pages, and are cut soon."""
+    """Make pools grow by single pages, and shrink as soon as more than half of them is free."""
     for module in (shared_store, page_store):
         monkeypatch.setattr(module, "SLAB_PAGES", 0)
 
 
 @pytest.fixture
 def _quick_collector():
-    """Exclude all existing objects from collections."""
+    """Exclude all existing objects from garbage collection, which the tests trigger often."""
     gc.collect()
     gc.freeze()
     yield
@@ -446,7 +451,7 @@ def test_random_operations(machine: type[Caches]) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    # In rounds, since some examples stop early: hypothesis limits the draws of an example.
+    # In rounds, because some examples stop early: hypothesis limits the draws of an example.
     for number in itertools.count(0 if STEPS == CI_STEPS else random.randrange(1 << 32)):
         run_state_machine_as_test(seed(number)(counted), settings=plan)
         if seen["steps"] >= wanted:

@@ -1,4 +1,4 @@
-"""Real models: logits after hits in the prefix tree have the same bits as without them."""
+"""Logits of real models have the same bits after a hit in the prefix tree as without one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIGHT = 6
 
 @dataclass
 class PromptServer:
-    """Serves prompts one after the other, as an engine does; some rows stay while others run."""
+    """Serves prompts one after the other, as an engine does; some rows stay in the cache."""
 
     runner: Runner
     tree: PrefixTree | None
@@ -134,7 +134,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNNERS)
-def test_hits_change_nothing(name: str) -> None:
+def test_hits_change_no_logits(name: str) -> None:
     runner = RUNNERS[name]()
     asked = prompts(len(name))
     plain = PromptServer(runner, None)

@@ -29,9 +29,10 @@ class Kept:
 
 @dataclass
 class FakeCache:
-    """Page numbers, and the number of holders of each."""
+    """A fake of the cache that takes snapshots. A sequence is a tuple of page numbers."""
 
     holds: Counter[int] = field(default_factory=Counter)
+    """By page, the number of snapshots and running rows that hold it."""
 
     def take(self, sequence: tuple[int, ...]) -> Kept:
         self.holds.update(sequence)
@@ -108,7 +109,7 @@ class Prompts(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, salt=SALTS, run=st.booleans())
     def prompt(self, tokens: tuple[int, ...], salt: str, run: bool) -> None:
-        """Serve a prompt as an engine does; with ``run`` it keeps running."""
+        """Serve a prompt as an engine does; with ``run`` its row keeps running."""
         want = self._longest(salt, tokens)
         hit = self.tree.match(tokens, salt)
         self._prune()
@@ -274,7 +275,7 @@ def test_checkpoints_that_save_more_per_byte_are_evicted_later() -> None:
     held, alone = (1, 1, 1, 1), (2, 2, 2, 2)
     for prompt, pages in ((held, (1, 2, 3, 4)), (alone, (5, 6, 7, 8))):
         prefixes.insert(prompt, "", pages)
-    cache.holds.update((1, 2, 3, 4))  # a row runs
+    cache.holds.update((1, 2, 3, 4))  # a running row holds these pages
     freed = prefixes.evict(1)
 
     assert freed == TAIL + 4

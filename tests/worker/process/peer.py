@@ -1,4 +1,4 @@
-"""The daemon's side of a worker, for tests: a real process or a loop in a thread."""
+"""The daemon's side of a worker, for tests. The worker is a process, or a loop in a thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from protocol.worker import (
 )
 
 DEADLINE_S = 30.0
-"""Far above the usual milliseconds, because the cores may be busy."""
+"""Seconds to wait for a worker: far above the usual milliseconds, because the CPU may be busy."""
 
 
 def submit(rid, prompt="hello", **fields):
@@ -82,7 +82,7 @@ class Peer:
             )
 
     def wait_for(self, holds):
-        """Read until ``holds`` returns a true value; return it."""
+        """Read until ``holds`` returns a true value; return that value."""
         end = time.monotonic() + DEADLINE_S
         while not (found := holds()):
             assert time.monotonic() < end, f"timeout; the last reports: {self.reports[-3:]}"

@@ -1,4 +1,4 @@
-"""The loop in a thread: its reports, their order, and that it never waits for the daemon."""
+"""The worker's loop: its reports, their order, and that it never waits for the daemon to read."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unread_reports_do_not_delay_steps_and_none_is_lost(start):
         reference.wait_for_end(rid)
         assert peer.tokens(rid) == reference.tokens(rid)
         assert peer.text(rid) == reference.text(rid)
-    assert len(peer.of(RowTokens)) < 3000  # merged while unsent
+    assert len(peer.of(RowTokens)) < 3000  # tokens that wait to be sent are merged
 
 
 def test_a_cancelled_row_ends_within_a_step(start):

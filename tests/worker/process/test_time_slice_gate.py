@@ -1,4 +1,4 @@
-"""The worker's side of time slices."""
+"""The worker's side of time slices: when it may start a step, and what it reports."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_short_first_step_of_a_slice_does_not_lower_the_step_time():
     gate.request_slice(prefills=False)
     for seq in range(4):
         gate.apply(TimeSlice(seq=seq, slice_s=0.05), 10.0 + seq)
-        step(gate, 10.0 + seq, 0.001)  # its results were computed during the slices of others
+        step(gate, 10.0 + seq, 0.001)  # the GPU computed it before this slice
         (over,) = step(gate, 10.001 + seq, 0.06)
 
     assert over.step_s == pytest.approx(0.06, rel=0.2)

@@ -1,4 +1,4 @@
-"""The worker process: start, exit, and that it never outlives its daemon."""
+"""The worker process: its start, its exit status, and that it ends soon after its daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.process.peer import Process, alive, submit, wait_until
 
 pytestmark = pytest.mark.process
 SOON_S = 2.0
-"""Time in which a worker must exit after its daemon."""
+"""Seconds within which a worker must exit after its daemon has."""
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_daemon_that_breaks_the_protocol_ends_the_worker(worker, data):
     assert "protocol.errors." in worker.errors()
 
 
-def test_the_first_command_is_a_load(worker):
+def test_the_first_command_must_be_a_load(worker):
     worker.send(submit("a"))
     assert worker.wait() == 1
     assert "not a load" in worker.errors()

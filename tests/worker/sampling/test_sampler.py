@@ -1,4 +1,4 @@
-"""Sampling against a plain numpy reference, and independence from the batch."""
+"""Sampled tokens follow a plain numpy reference, and do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_draws_follow_the_reference(sampling):
     draws = 10_000
     counts = np.bincount(draw_many(logits, sampling, draws), minlength=24)
     assert counts[expected == 0].sum() == 0
-    # Cells of at least five expected draws, as the chi-square test asks for; 99.9999 % bound by
-    # the normal approximation, since the seeds are fixed and the test must not be flaky.
+    # The chi-square test needs at least five expected draws in each cell. By the normal
+    # approximation, right samplers pass with 99.9999 % of all seeds.
     cells = expected * draws >= 5
     chi2 = np.sum((counts[cells] - expected[cells] * draws) ** 2 / (expected[cells] * draws))
     freedom = max(1, cells.sum() - 1)
@@ -105,7 +105,7 @@ def test_the_chi_square_bound_can_fail():
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_support_equals_that_of_the_reference(sampling, seed):
-    """At a high temperature exactly the kept tokens are drawn."""
+    """At temperature 10, all tokens that the filters keep are drawn, and no others."""
     logits = make_logits(1, 12, seed=seed)[0]
     hot = Sampling(
         temperature=10.0 if sampling.temperature else 0.0,

@@ -1,4 +1,5 @@
-"""The sampler's rows: edits against a numpy reference, and independence from other rows."""
+"""Rows of a sampler: their edits of logits (bias, penalties, excluded end tokens) follow a numpy
+reference, and their tokens do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -149,7 +150,7 @@ rows = st.builds(
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
 
-# Without shrinking: a failure would take minutes.
+# Without shrinking, because to shrink a failure would take minutes.
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(
     row=rows,
@@ -163,7 +164,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 def test_a_row_s_tokens_and_logprobs_do_not_depend_on_other_rows(
     row, prompt, others, removed_at, order
 ):
-    """Bit for bit, in a pipelined loop: step n+1 is launched before the tokens of n are read."""
+    """They are equal bit for bit, although step n+1 is launched before step n's tokens are read."""
     batch = PipelinedLoop([(row, prompt, 0, 10, removed_at), *((*other, None) for other in others)])
     together = batch.run(order)
     alone = PipelinedLoop([(row, prompt, 0, 10, None)]).run(order)
@@ -174,7 +175,8 @@ def test_a_row_s_tokens_and_logprobs_do_not_depend_on_other_rows(
 class PipelinedLoop:
     """Steps a sampler over rows ``(settings, prompt, join step, tokens, removal step)``.
 
-    A row leaves when it has its tokens. A row with a removal step returns three steps later.
+    A row leaves when it has its tokens. A row with a removal step leaves at that step, and returns
+    three steps later.
     """
 
     def __init__(self, rows) -> None:
@@ -201,7 +203,7 @@ class PipelinedLoop:
             self.collect(landed)
             for number in sorted(self.present):
                 removed_at = self.rows[number][4]
-                # Its token in flight is dropped: the row returns with the tokens that were read.
+                # A removed row loses its token in flight: it returns with the tokens read so far.
                 if len(self.read[number]) >= self.rows[number][3] or step == removed_at:
                     self.sampler.remove(number)
                     self.present.remove(number)
