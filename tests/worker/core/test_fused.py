@@ -73,7 +73,7 @@ class Side:
 
 
 class Sides:
-    """The same rows of one model once with plain operations (first), and once for each backend."""
+    """Rows of one model: first with plain operations, then the same rows with each backend."""
 
     def __init__(self, name: str, *backends: Backend) -> None:
         model = build(name)[0]

@@ -12,14 +12,15 @@ PAGES = 40
 CHUNK = 128
 
 BASE = 1000
-"""Bytes of the base of admissions; ``PAGE``: bytes of a page."""
+"""Base of a budget, in bytes. ``PAGE``: bytes of a page; ``ROW_PAGES``: pages of a row's tail;
+``IDLE``: pages that an idle engine keeps."""
 PAGE = 10
 ROW_PAGES = 3
 IDLE = 8
 
 
 def within(total):
-    """Return a `missing_pages` for this many pages of memory."""
+    """Return the ``missing_pages`` argument of a plan for ``total`` pages of memory."""
     return lambda pages, rows: pages - total
 
 
@@ -33,7 +34,7 @@ def own(start, end, _level=0):
 
 
 def request_of(rid, prompt_len, number=0, priority=0, **fields):
-    """Return a request whose queue key has this number, less what its priority is worth."""
+    """Return a request with queue key ``number``, less 1000 per step of priority."""
     key = QueueKey(number - 1000 * priority, number)
     return ScheduledRequest(rid, prompt_len, 1, key, priority, None, choices=1, **fields)
 

@@ -66,7 +66,7 @@ def test_a_request_waits_while_other_workers_hold_the_memory_and_reports_its_pos
     assert request is not None
     assert not request.resuming
     admission.submit("b", 1920, 64)
-    assert admission.admit(Held()).queue_positions == ()  # the daemon may still grant it
+    assert admission.admit(Held()).queue_positions == ()  # the memory may still be granted
     answer(admission, request, granted=False)
     result = denied(admission)
     assert (result.refused, result.evict_pages) == (None, 0)
@@ -244,7 +244,7 @@ def test_an_idle_engine_keeps_cached_prefixes() -> None:
 
 
 def test_a_denied_memory_request_is_withdrawn_when_its_request_ends() -> None:
-    """Otherwise the daemon would grant it later for nothing."""
+    """Otherwise the daemon would later grant memory that no request needs."""
     admission = admission_of()
     admission.submit("a", 1920, 64)
     request = admission.admit(Held()).memory_request
@@ -257,7 +257,7 @@ def test_a_denied_memory_request_is_withdrawn_when_its_request_ends() -> None:
     assert request.total_bytes == BASE + IDLE * PAGE
 
 
-def test_suspended_and_preempted_requests_are_no_work() -> None:
+def test_suspended_and_preempted_requests_do_not_count_as_work() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
     admission.admit(Held())
@@ -287,7 +287,7 @@ def test_freed_memory_allows_a_denied_request_again(event: str) -> None:
     assert admission.admit(Held()).memory_request is not None
 
 
-def test_pages_no_longer_kept_are_free_for_others() -> None:
+def test_pages_that_a_preempted_request_no_longer_keeps_are_free_for_others() -> None:
     admission = admission_of(pages=30)
     admission.submit("runs", 1, 1)
     admission.submit("a", 640, 64)

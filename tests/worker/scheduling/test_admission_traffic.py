@@ -17,8 +17,8 @@ from tests.worker.scheduling.invariants import check_scheduler
 class Traffic(RuleBasedStateMachine):
     """One worker's admission against the daemon's own ledger, with messages in flight.
 
-    The pools grow as far as the plan allows. They stay until the engine is idle, or until memory is
-    evicted or given back. This is the worst case of an engine.
+    The pools grow as far as the plan allows. They shrink only when the engine is idle, or when
+    memory is evicted or given back. This is the worst case of an engine.
     """
 
     @initialize(budget=st.integers(150, 500))
@@ -38,7 +38,7 @@ class Traffic(RuleBasedStateMachine):
         self.names = 0
 
     def hold(self, *, spare: bool = True) -> None:
-        """Hold the reservations, the cached pages and spare pages from before."""
+        """Hold what is reserved and cached; with ``spare`` at least as much as before."""
         scheduler, held = self.scheduler, self.held
         pages, rows = scheduler.reserved_pages + held.cached, scheduler.reserved_rows
         self.held = Held(
@@ -88,7 +88,7 @@ class Traffic(RuleBasedStateMachine):
         self.admission.finish_choice(data.draw(st.sampled_from(self.able())))
 
     def able(self) -> list[str]:
-        """Return the requests of which one of several choices may end."""
+        """Return the requests that decode several choices, of which one may end."""
         rows = self.scheduler.states.decoding.values()
         return [row.rid for row in rows if row.choices > 1]
 
@@ -183,7 +183,10 @@ class Traffic(RuleBasedStateMachine):
             self.send(self.admission.give_back_idle(self.held.cached))
 
     def gives_up_spare(self) -> bool:
-        """Free spare pages for the head, as the engine does; tails only without running rows."""
+        """Free spare pages for the head, as the engine does, and spare tails if no row runs.
+
+        Return whether anything was freed.
+        """
         before, scheduler = self.held, self.scheduler
         rows = max(scheduler.reserved_rows, before.rows if scheduler.reserved_rows else 0)
         self.held = Held(scheduler.reserved_pages + before.cached, rows, before.cached)

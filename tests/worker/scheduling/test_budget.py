@@ -1,4 +1,4 @@
-"""The worker's side of its grant."""
+"""`PageBudget`: the worker's grant, its memory requests, and the daemon's answers."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_withdrawing_replaces_the_memory_request_that_the_daemon_remembers() -> 
 
 
 def test_a_forgotten_denial_is_still_withdrawn() -> None:
-    """Memory was freed here, so the denial is forgotten; the daemon still remembers it."""
+    """The worker forgets a denial when it frees memory, but the daemon remembers the request."""
     budget = new_budget()
     deny(budget, 7)
     budget.denied = None
     assert budget.withdraw() is not None
-    assert budget.withdraw() is None  # one is open
+    assert budget.withdraw() is None  # a memory request is open
     budget.answer(Grant(seq=budget.seq, total_bytes=1105, granted=True))
     assert budget.withdraw() is None
 

@@ -24,7 +24,7 @@ def requests_of(*sizes):
 
 
 def run(prefill_order, requests, groups=None):
-    """Run this many passes, or all; return the (rid, tokens) pairs of each."""
+    """Run ``groups`` passes, or all; return the (rid, tokens) pairs of each."""
     ran = []
     while groups is None or len(ran) < groups:
         group = prefill_order.choose([one for one in requests if one.remaining])
@@ -57,7 +57,7 @@ def test_chunks_end_on_the_absolute_grid_and_at_the_prompts_end():
     assert prefill_order.choose([request("a", 600, start=512)]) == (Chunk("a", 512, 600),)
 
 
-def test_a_choice_is_repeated_until_it_ran():
+def test_the_same_chunk_is_chosen_until_it_ran():
     prefill_order, requests = order_of(), requests_of(600, 100)
     assert prefill_order.choose(requests) == prefill_order.choose(requests) == (Chunk("a", 0, 256),)
 
@@ -75,7 +75,7 @@ def test_nearly_equal_prompts_run_one_after_the_other():
 
 
 def test_a_long_prompt_alternates_with_short_ones():
-    """The example of the module docstring."""
+    """The example in the docstring of `prefill_order`."""
     assert leads(run(order_of(), requests_of(8 * C, 2 * C, 2 * C))) == "ababacacaaaa"
 
 
@@ -91,7 +91,7 @@ def test_express_leads_have_at_least_the_priority_of_the_first():
         request("high", 2 * C, 1, priority=1),
         request("alike", C, 2),
     ]
-    requests[1].queue_key = QueueKey(5, 1)  # so late that the low one has aged
+    requests[1].queue_key = QueueKey(5, 1)  # so late that "low" is ahead of it
     assert [group[0][0] for group in run(order_of(), requests, 6)] == [
         *("low", "high", "low", "high", "low", "alike")
     ]
@@ -108,7 +108,7 @@ def test_without_groups_one_request_runs_at_a_time():
 
 
 def test_groups_have_last_chunks_and_little_padding():
-    """10 tokens with 64 would be mostly padding, and 600 tokens need several chunks."""
+    """10 tokens would be padded to 64, and 600 tokens need several chunks."""
     requests = requests_of(64, 10, 600, 60, 70)
     assert run(order_of(group=True), requests, 1) == [[("a", 64), ("d", 60), ("e", 70)]]
 
@@ -119,7 +119,8 @@ def test_a_request_joins_a_group_with_its_last_chunk():
 
 
 def test_dense_tails_count_toward_a_group():
-    """Each request has 64 dense tokens before 8 new ones: five equal one full chunk."""
+    """Each request has 64 dense tokens before 8 new ones. Five of them have 360, six have 432, and
+    383 are allowed: a chunk of 256 with a tail of 127."""
     requests = [request(chr(97 + number), 1032, number, start=1024) for number in range(8)]
     assert [len(group) for group in run(order_of(group=True), requests)] == [5, 3]
 
@@ -183,7 +184,7 @@ def test_every_group_respects_budget_grid_and_padding(sizes, group, budget, deco
     decoding=st.integers(0, 40),
 )
 def test_a_prompt_is_prefilled_after_twice_the_chunks_ahead_of_it(crowd, express, group, decoding):
-    """Requests of any size and key arrive at any time; the bound is that of the docstring."""
+    """Requests of any size and key arrive at any time. `prefill_order` states the bound."""
     prefill_order = order_of(group=group, budget=C + 40)
     if express:
         prefill_order.pass_done()

@@ -36,7 +36,7 @@ def test_first_come_first_served():
     assert queue.head is None
 
 
-def test_the_example_of_the_docstring():
+def test_the_example_in_the_docstring_of_the_queue():
     queue = RequestQueue(AGE)
     for rid, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         submit(queue, rid, 60, priority)
@@ -79,8 +79,9 @@ def test_a_requeued_request_keeps_its_key():
 def overtaking(arrivals, serve_first):
     """Serve requests in an adversary's pattern until the first arrival is the head.
 
-    ``arrivals``: (work, priority) of each request. ``serve_first``: requests served after each
-    arrival. Return (work, priority) of the later arrivals served before it, in arrival order.
+    ``arrivals``: (work, priority) of each request. ``serve_first``: how many requests to serve
+    after each arrival. Return (work, priority) of the later arrivals that were served before the
+    first one, in arrival order.
     """
     queue = RequestQueue(AGE)
     overtakers = []
@@ -97,7 +98,7 @@ def overtaking(arrivals, serve_first):
 
 
 def bound(victim, overtakers):
-    """Return the bound of the module docstring."""
+    """Return the bound that the docstring of `queue` states."""
     highest = max(priority for _, priority in overtakers)
     return (highest - victim[1]) * AGE + overtakers[-1][0]
 

@@ -1,4 +1,4 @@
-"""Queue positions: exact near the front, approximate behind, with few reports."""
+"""Queue positions: exact near the front, approximate further back, with few reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reported(positions, queue):
 
 def test_positions_are_reported_once_and_after_changes():
     positions = QueuePositions()
-    assert positions.updates("ab") == []  # not marked as changed
+    assert positions.updates("ab") == []  # because nothing set `stale`
     assert reported(positions, "abc") == {"a": 1, "b": 2, "c": 3}
     assert reported(positions, "abc") == {}
     assert reported(positions, "bc") == {"b": 1, "c": 2}

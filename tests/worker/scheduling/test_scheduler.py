@@ -18,7 +18,7 @@ def scheduler():
 
 
 def run_prefill(scheduler, free=PAGES):
-    """Run plans until nothing prefills; return the chunks."""
+    """Run plans until no prompt is left to prefill; return the chunks."""
     chunks = []
     while group := scheduler.plan(within(free)).group:
         chunks += group
@@ -89,7 +89,7 @@ def test_the_reservation_is_the_worst_case_without_the_tail(scheduler, prompt_le
 
 
 def test_rows_count_in_addition_to_pages(scheduler):
-    """Each row's tail takes two pages here."""
+    """In this test each row's tail takes two pages."""
     scheduler.submit("a", 640, 64)
     calls = []
 
@@ -207,8 +207,8 @@ def test_higher_priorities_are_admitted_first_and_ageing_is_counted_in_work():
     scheduler.plan(within(PAGES))
     scheduler.submit("low", 100, 100)
     scheduler.submit("later", 100, 100)
-    scheduler.submit("urgent", 300, 300, priority=1)  # 400 of 1000 tokens after "low"
-    scheduler.submit("too late", 1, 1, priority=1)  # 1000 after it, and 800 after "later"
+    scheduler.submit("urgent", 300, 300, priority=1)  # 400 tokens after "low"
+    scheduler.submit("too late", 1, 1, priority=1)  # 1000 after "low", 800 after "later"
     admitted = []
     for rid in ("running", "urgent", "low", "too late"):
         scheduler.finish(rid)
@@ -230,7 +230,7 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
 
 
 def test_a_group_uses_the_budget_that_decoding_leaves():
-    """170 tokens: five prompts of 32 with 10 decoding choices, four with 11."""
+    """The budget of 170 tokens holds five prompts of 32 with 10 decoding choices, four with 11."""
     for choices, together in ((10, 5), (11, 4), (30, 4)):
         scheduler = grouping(max_rows=42)
         scheduler.submit("decodes", 1, 10, choices=choices)

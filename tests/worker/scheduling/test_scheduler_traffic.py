@@ -13,7 +13,7 @@ from tests.worker.scheduling.invariants import check_scheduler
 
 
 class Traffic(RuleBasedStateMachine):
-    """Any order of events keeps the invariants, the account and the queue's order.
+    """Any order of events keeps the invariants, the page counts and the queue's order.
 
     A naive model, a dictionary per request, predicts the scheduler's state.
     """
@@ -80,7 +80,7 @@ class Traffic(RuleBasedStateMachine):
         for rid in plan.admitted:
             one = self.requests[rid]
             assert one["state"] == "waiting"
-            for other in self.of("waiting"):  # no earlier request of its priority waits
+            for other in self.of("waiting"):  # no earlier request of the same priority waits
                 if self.requests[other]["priority"] == one["priority"]:
                     assert self.requests[other]["number"] >= one["number"]
             assert (rid in plan.resumed) == one["was_admitted"]

@@ -1,4 +1,4 @@
-"""Prompts with the same beginning: waiting and its bound."""
+"""A prompt waits while an earlier request prefills the same beginning, for a bounded time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = 4
 
 
 def request(number, prompt, priority=0, prompt_started=None):
-    """Return a request with this many prefilled tokens; None: its prompt has not started."""
+    """Return a request; ``prompt_started``: its prefilled tokens, None before its prefill."""
     return request_of(
         f"{number:02}",
         len(prompt),
@@ -96,7 +96,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=14).map(
     group=st.booleans(),
 )
 def test_the_bound_of_the_prefill_order_includes_waiting(crowd, cancelled, group):
-    """At most twice the chunks of the requests ahead, even if some of them are cancelled."""
+    """A request waits for at most twice the chunks of those ahead, even if some are cancelled."""
     order = PrefillOrder(chunk=C, budget=C, group=group)
     coming = [(when, request(at, prompt, rank)) for at, (prompt, rank, when) in enumerate(crowd)]
     allowed = {

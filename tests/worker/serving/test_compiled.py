@@ -72,7 +72,7 @@ def library(request: pytest.FixtureRequest) -> Backend | None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_the_same_to_the_bit_through_joins_leaves_commits_and_flushes(
+def test_logits_are_the_same_to_the_bit_through_joins_leaves_commits_and_flushes(
     name: str, library: Backend | None
 ) -> None:
     pair = Pair(name, CacheSettings(SCHEMES), library)
@@ -101,7 +101,7 @@ def test_rows_on_several_levels(library: Backend | None) -> None:
         pair.step(step)
 
 
-def test_few_shapes_and_little_padding() -> None:
+def test_padded_work_has_few_shapes_and_little_padding() -> None:
     sizes = {padded_work(pages) for pages in range(1, 4097)}
     assert len(sizes) <= 4 * 12
     for pages in range(1, 4097):
@@ -130,7 +130,7 @@ def test_models_that_cannot_be_traced_run_plainly() -> None:
     assert not runner.compiled
 
 
-def test_a_trace_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_gives_wrong_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")[0]
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     right = compiled.CompiledDecode.__call__

@@ -1,4 +1,4 @@
-"""Forecasts equal the worker's accounting for every kind of cache, length and level."""
+"""Forecasts from `Costs` equal the worker's own accounting, for caches of every kind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_costs_are_the_workers_own(cache):
             assert costs.pages_bytes(length, level) == cache.costs.pages_bytes(length, 256, level)
 
 
-def test_a_grant_covers_what_idles_or_what_rows_need():
+def test_a_grant_covers_the_rows_and_at_least_an_idle_worker():
     costs = worker_costs(cache_of(FULL, FULL))
     assert costs is not None
     unit, row = costs.unit_bytes, costs.row_units(5000, 0)

@@ -1,4 +1,4 @@
-"""Prefill on devices that plan for each shape: few widths, and the same results."""
+"""Prefill where each shape of attention is planned (cuDNN): few shapes, and the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = ((130, 7, 64), (1, 70, 33), (64, 64, 64), (63, 5, 200))
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A device that plans for each shape; yields the shapes of queries and keys it computed."""
+    """Simulate a device that plans attention per shape; return the shapes of queries and keys."""
     monkeypatch.setattr(padded_sizes, "attention_is_planned", lambda: True)
     for module, name in ((group, "_on_cpu"), (runners, "on_cpu")):
         monkeypatch.setattr(module, name, lambda: False)
@@ -49,7 +49,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tupl
 )
 @pytest.mark.usefixtures("planned")
 def test_a_chunk_attends_to_the_same_with_its_padding(kind: Kind) -> None:
-    """Padding of 7.0 in keys and values: `Group` compares with dense attention in float32."""
+    """`Group` pads keys and values with 7.0, and compares with dense attention in float32."""
     bench = bench_of(kind=kind)
     rows = [bench.new(), bench.new(100), bench.new(333)]
     for counts in (*LENGTHS, (1, 1, 2)):
@@ -61,8 +61,8 @@ def test_a_chunk_attends_to_the_same_with_its_padding(kind: Kind) -> None:
 
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("share", [4, 24])
-def test_in_parts_too(share: int) -> None:
-    """Some heads at a time, and in tiles."""
+def test_a_padded_chunk_attends_to_the_same_in_parts(share: int) -> None:
+    """With less scratch, attention runs for some heads at a time, or in tiles."""
     bench = bench_of()
     case = Group(bench, [bench.new(2000), bench.new(1500)], (100, 30))
     bench.store.scratch.limit = bench.geometry.dense_bytes(2100) * share // 4
@@ -74,14 +74,16 @@ def runner_of(name: str) -> Runner:
     model = build(name)[0]
     cache = ModelCache(find_layout(model), CacheSettings((Scheme(16, 16),)))
     runner = Runner(model, cache)
-    assert (
-        runner.group() != padded_sizes.attention_is_planned()
-    )  # several rows have too many shapes
+    # Where attention is planned, prompts are not grouped: groups would have too many shapes.
+    assert runner.group() != padded_sizes.attention_is_planned()
     return runner
 
 
 def read(runner: Runner) -> tuple[list[Row], mx.array]:
-    """Prefill three rows, together and alone, with a token in between; return rows and logits."""
+    """Prefill chunks of three rows, grouped or one by one, and decode a token after each chunk.
+
+    Return the rows and logits.
+    """
     rows = [runner.cache.new_row() for _ in range(3)]
     found = []
     for number, counts in enumerate(LENGTHS):

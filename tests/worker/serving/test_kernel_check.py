@@ -1,4 +1,5 @@
-"""Kernels serve a model if they are right at every level, and faster; else the reason is logged."""
+"""Attention kernels serve a model only if they are right at every precision level, and faster than
+plain operations. Otherwise the reason is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 @pytest.fixture(autouse=True)
 def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
-    """Kernels are twice as fast, unless a test sets other times."""
+    """Kernels are twice as fast as plain operations, unless a test changes the times."""
     times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
     monkeypatch.setattr(kernel_timing, "compare", lambda *_: times)
     return times
@@ -86,7 +87,7 @@ def test_wrong_kernels_are_not_used() -> None:
 
 
 class Picky(StandIn):
-    """Wrong or failing for steps that a test selects by their levels."""
+    """Kernels that are wrong, or fail, in steps that a test selects by their levels."""
 
     def __init__(self, is_picked: Any, failure: Exception | None = None) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ def test_lack_of_memory_is_no_verdict_on_kernels() -> None:
 
 
 class Silent(StandIn):
-    """Right, but launches no kernel."""
+    """Returns right numbers, but counts no launch of a kernel."""
 
     def decode_attention(self, given: Attention) -> mx.array:
         found = super().decode_attention(given)
@@ -176,7 +177,9 @@ def test_a_model_that_is_not_served_over_pages_has_no_verdict() -> None:
     assert found.path == "dequantize on read"
 
 
-def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_plain_operations_are_timed_on_steps_of_the_models_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(kernel_timing, "KEYS", 256)
     seen: list[tuple[Any, ...]] = []
@@ -196,7 +199,7 @@ def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyP
     assert found.fused.reference_ms is not None
     assert found.fused.reference_ms > 0
     assert found.runner.cache.nbytes == 0
-    # Four pages and a tail of each row, in two splits.
+    # Each row has four pages and a tail, in two splits.
     timed = [
         (kernel_timing.ROWS, 4, 1, 64),
         kernel_timing.ROWS * 4,
@@ -286,7 +289,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
     assert demo.engine.stats().kernel_launches == 0
     assert fused.info.attention_path.startswith("fused")
     assert fused.info.fused is not None
-    # Two per layer and step.
+    # Each layer launches two kernels in a step.
     assert kernels.launches - loaded >= 2 * fused.info.layers * 19
     assert fused.engine.stats().kernel_launches == kernels.launches
 

@@ -36,7 +36,7 @@ def test_the_embedded_model_is_in_the_package():
     assert (path / "config.json").exists()
 
 
-def test_a_folder_is_itself(folder):
+def test_the_path_of_a_folder_resolves_to_the_folder(folder):
     assert model_files.resolve(str(folder)) == folder
 
 
@@ -47,7 +47,7 @@ def test_other_names_are_unknown(source):
     assert caught.value.detail == {"source": source}
 
 
-def test_a_path_to_nothing_and_to_a_file(folder):
+def test_a_missing_folder_and_a_file_are_refused(folder):
     with pytest.raises(UnknownModel, match="no folder"):
         model_files.resolve(str(folder / "none"))
     with pytest.raises(InvalidModel, match="is a file"):
@@ -81,7 +81,7 @@ def test_a_download_reports_progress_and_returns_its_folder(monkeypatch, folder)
     assert model_files.resolve("some/model", lambda stage, _: ticked.set()) == folder
 
 
-def test_only_what_is_asked_for_is_fetched(monkeypatch, folder):
+def test_only_the_named_files_are_downloaded(monkeypatch, folder):
     import huggingface_hub
 
     variants = []
@@ -148,7 +148,7 @@ def test_an_unknown_architecture(folder, kind):
         model_files.inspect(folder)
 
 
-def test_no_architecture_and_own_code(folder):
+def test_a_config_without_architecture_or_with_own_code_is_refused(folder):
     change_config(folder, model_type=None)
     with pytest.raises(UnsupportedModel, match="no model_type"):
         model_files.inspect(folder)

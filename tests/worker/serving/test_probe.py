@@ -1,4 +1,5 @@
-"""The probe at load: each model gets the best way that is right, and the reason is recorded."""
+"""The probe at load serves each model in the best way that gives right logits, and records why
+better ways were rejected."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_full_attention_models_pass(kind: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4", "k16v4"])
 def test_head_sizes_and_schemes(head_dim: int, scheme: str) -> None:
-    kv_heads = 4 if (head_dim // 16 + len(scheme)) % 2 else 1  # every pair of two occurs
+    # Every head size, and every scheme, occurs with 4 and with 1.
+    kv_heads = 4 if (head_dim // 16 + len(scheme)) % 2 else 1
     found = served("llama", scheme, head_dim=head_dim, num_key_value_heads=kv_heads)
 
     assert found.error < 1e-4
@@ -126,7 +128,7 @@ def test_recurrent_models_keep_their_states() -> None:
     assert found.runner.cache.states.row_bytes > 0
 
 
-def test_a_model_that_works_on_its_keys_gets_arrays_and_the_reason_is_kept() -> None:
+def test_a_model_that_computes_with_its_keys_gets_dequantized_ones_and_the_reason_is_kept() -> None:
     found = served("gemma2")
 
     assert paths(found) == {"full": "dequantize-on-read"}
@@ -262,7 +264,7 @@ def test_a_wrong_product_behind_a_dense_start_is_found(
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]:
-    """The settings and lengths of the checks over quantized pages, in order."""
+    """Return the settings and prompt lengths of the checks over quantized pages, in order."""
     made: list[tuple[Any, tuple[int, ...]]] = []
     check = selfcheck.against_dequantized
 
@@ -296,7 +298,7 @@ def test_a_bounded_size_is_checked_on_rows_that_have_passed_it(
     assert found.runner.cache.settings == settings
 
 
-def test_windows_are_passed_unless_that_takes_long(checks: list[Any]) -> None:
+def test_rows_of_the_check_exceed_windows_unless_they_are_long(checks: list[Any]) -> None:
     served("gemma3_text", sliding_window=300, sliding_window_pattern=2)
     served("gemma3_text", sliding_window=4096, sliding_window_pattern=2)
 
@@ -328,7 +330,7 @@ def test_a_model_that_mlx_lm_cannot_run_is_refused_with_the_reason(
 
 
 class Forgetful(KVCache):
-    """Shows other keys to each sequence."""
+    """Scales the values differently for each cache."""
 
     made = 0
 

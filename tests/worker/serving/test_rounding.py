@@ -1,4 +1,4 @@
-"""The measured number of tokens from which a prefill's products round alike."""
+"""`token_floor`: the measured number of tokens from which all prefills round alike."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (256, 128), (64, 96), (96, 64), (768, 256)])
-def test_from_the_floor_on_a_token_is_rounded_alike_wherever_it_stands(
+def test_from_the_floor_on_rounding_depends_neither_on_length_nor_on_position(
     shape: tuple[int, int],
 ) -> None:
     model = Model(shape)
     floor = token_floor(model)
-    assert floor is not None, "small only by its tokens"
+    assert floor is not None, "these weights are wide enough for a floor"
     (layer,) = model.layers
     tokens = mx.random.normal((320, shape[0]))
     right = layer(tokens)
@@ -41,7 +41,7 @@ def test_the_layer_with_the_highest_floor_decides() -> None:
 
 
 def test_where_padding_would_be_long_there_is_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example is a router of few experts, if BLAS has a separate kernel for it."""
+    """A router of few experts is an example, if BLAS has a separate kernel for narrow weights."""
     right = nn.Linear.__call__
 
     def small(layer: nn.Linear, x: mx.array) -> mx.array:
@@ -58,7 +58,7 @@ def test_large_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_narrow_weights_are_compared_with_chunks_that_are_long_enough() -> None:
-    """A router of four experts: even 300 tokens are a small product."""
+    """With a router of four experts, even 300 tokens make a small product."""
     model = Model((64, 4))
     floor = token_floor(model)
     tokens = mx.random.normal((2048, 64))

@@ -1,4 +1,4 @@
-"""The one place where kvd changes mlx-lm: the canary for new versions of it."""
+"""The one function of mlx-lm that kvd replaces. New versions of mlx-lm may change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed text equals the tokenizer's own, for every tokenizer and split."""
+"""Streamed text equals what the tokenizer decodes at once, for every kind of tokenizer."""
 
 from __future__ import annotations
 

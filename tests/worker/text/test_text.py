@@ -116,7 +116,7 @@ def test_the_prompt_and_one_token_must_fit_into_the_context():
     assert caught.value.detail == {"prompt_tokens": 10, "context_length": 10}
 
 
-def test_a_far_too_long_prompt_is_refused_after_a_part_of_it():
+def test_a_far_too_long_prompt_is_refused_after_a_part_of_it_is_tokenized():
     text = text_of("qwen", context=100)
     seen = []
     encode = text._tokenizer.encode

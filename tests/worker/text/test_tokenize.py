@@ -1,4 +1,5 @@
-"""`Tokenize`: one text between steps, in order, with the tokens that a request would have."""
+"""`Tokenize` commands: their tokens equal those of a request's prompt, and the worker handles at
+most one of them between two steps, in order."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_a_text_may_be_empty_or_exceed_the_context_within_limits():
 
 
 class RecordingEngine(FakeEngine):
-    """Records the order of steps and texts."""
+    """Records in ``order`` when steps run and texts are tokenized."""
 
     def step(self):
         order.append("step")
@@ -81,7 +82,7 @@ def test_one_text_is_tokenized_between_steps_and_errors_leave_rows_alone():
         )
         [end] = peer.wait_for_end("a")
         peer.wait_for(lambda: len(peer.of(Tokenized)) == len(texts))
-        peer.send(Tokenize(seq=6, prompt="idle"))  # without other work
+        peer.send(Tokenize(seq=6, prompt="idle"))  # while no request runs
         peer.wait_for(lambda: len(peer.of(Tokenized)) == 6)
     finally:
         peer.close()

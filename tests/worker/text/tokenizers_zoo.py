@@ -58,7 +58,7 @@ def byte_level(*added):
 
 @functools.cache
 def byte_fallback():
-    """Like Llama 2: a leading space, bytes as ``<0x0A>``, the first space stripped again."""
+    """Like Llama 2: encoding prepends a space, which decoding strips; bytes are ``<0x0A>``."""
     vocab_source = Tokenizer(models.BPE())
     vocab_source.pre_tokenizer = pre_tokenizers.Metaspace()
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -1,4 +1,4 @@
-"""The measuring process of `kvctl bench-kv`: known numbers, and its memory."""
+"""The measuring process of `kvctl bench-kv`: its numbers, its memory, its options and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bytes_errors_and_times_by_scheme() -> None:
     assert 0.05 < k4v4["k_error"] < 0.15
     assert k8v8["output_error"] < k8v4["output_error"]
     assert k8v8["v_error"] < k8v4["v_error"] == k4v4["v_error"]
-    # 2 heads x 64 x keys and values x 3 layers; scales and biases are two float32 in 64 elements.
+    # 2 heads x 64 x keys and values x 3 layers; 64 elements have a scale and a bias in float32.
     elements = 2 * 64 * 2 * 3
     assert dense["bytes_per_token"] == elements * 4
     assert k8v8["bytes_per_token"] == elements * (1 + 8 / 64)
@@ -134,14 +134,14 @@ def test_missing_configuration_is_requested_as_options() -> None:
         ({"text_config": [1]}, "text_config"),
     ],
 )
-def test_an_odd_configuration_is_refused_with_its_field(change, field) -> None:
+def test_an_invalid_configuration_is_refused_with_its_field(change, field) -> None:
     config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 2} | change
     with pytest.raises(UnsupportedModel, match=f"^{field} in config.json is ") as caught:
         shape_of(config)
     assert caught.value.detail == {"field": field}
 
 
-def test_given_values_override_odd_ones() -> None:
+def test_given_values_override_invalid_ones() -> None:
     config = {"num_attention_heads": [8, 4], "hidden_size": 512, "num_hidden_layers": 2}
     config["torch_dtype"] = ["float32"]
     shape = shape_of(config, heads=8, kv_heads=2, dtype="float32")
@@ -151,7 +151,7 @@ def test_given_values_override_odd_ones() -> None:
         shape_of(config, heads=0, kv_heads=2, head_dim=64)
 
 
-def test_of_a_hub_id_only_the_configuration_is_fetched(monkeypatch, tmp_path) -> None:
+def test_only_the_configuration_of_a_hub_model_is_downloaded(monkeypatch, tmp_path) -> None:
     import huggingface_hub
 
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')

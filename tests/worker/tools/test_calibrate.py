@@ -49,7 +49,7 @@ def result_with(path, lowest: str) -> CalibrationResult:
     )  # fmt: skip
 
 
-# Effects of a result.
+# What a result changes.
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_nothing_stays_below_the_lowest_level(tiny, lowest, schemes, left):
     assert apply_floor(schemes, None) == schemes
 
 
-def test_a_load_applies_and_reports_it(tiny, folder):
+def test_a_load_applies_and_reports_the_result(tiny, folder):
     assert Driver(str(tiny)).info.kv_schemes == ["k8v8", "k8v4", "k4v4"]
     store(folder, result_with(tiny, "k8v4"))
 
@@ -88,14 +88,13 @@ def test_a_load_applies_and_reports_it(tiny, folder):
     assert (dense.kv_schemes, dense.kv_layout) == (["k16v16"], "not quantized")
 
 
-# The model it belongs to.
+# The model that a result belongs to.
 
 
-def test_another_model_has_none_even_with_the_same_shapes(tiny, tmp_path, folder):
+def test_another_model_has_no_result_even_with_the_same_shapes(tiny, tmp_path, folder):
     other = tiny_model.save(tmp_path / "other")
-    assert content_key(model_files.inspect(other)) == content_key(
-        model_files.inspect(tiny)
-    )  # a copy
+    # So far its files are copies.
+    assert content_key(model_files.inspect(other)) == content_key(model_files.inspect(tiny))
     file = other / "model.safetensors"
     weights, metadata = mx.load(str(file), return_metadata=True)
     name = max(weights)
@@ -115,7 +114,7 @@ def test_another_configuration_is_another_model(tiny, folder):
     assert find(model_files.inspect(tiny)) is None
 
 
-def test_without_a_folder_there_is_none(tiny, folder, monkeypatch):
+def test_without_a_stored_result_or_a_folder_there_is_none(tiny, folder, monkeypatch):
     assert find(model_files.inspect(tiny)) is None
     store(folder, result_with(tiny, "k8v8"))
     monkeypatch.delenv(calibration.FOLDER_VARIABLE)
@@ -185,7 +184,7 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
     assert printed == msgspec.to_builtins(found) | {"file": printed["file"]}
 
 
-def test_not_even_the_top_means_dense(monkeypatch):
+def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch):
     agreement = fidelity.Agreement(10, float("nan"), 0.99, 1.0, 1.1)
     monkeypatch.setattr(
         calibrate.fidelity,

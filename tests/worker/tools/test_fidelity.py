@@ -42,11 +42,11 @@ def test_the_lowest_level_that_keeps_the_floor():
     assert lowest_level([], floor) is None
 
 
-def test_nothing_below_a_level_that_fails():
+def test_no_level_below_one_that_fails_is_allowed():
     assert lowest_level(levels(0.001, 0.5, 0.001), Floor()) == 0
 
 
-def test_nan_is_not_good_enough():
+def test_a_level_whose_kl_is_nan_is_not_allowed():
     assert lowest_level(levels(math.nan), Floor()) is None
 
 
@@ -54,7 +54,7 @@ def test_perplexity_change_is_relative():
     assert Agreement(1, 0.0, 1.0, 2.0, 2.0 + math.log(1.5)).perplexity_change == pytest.approx(0.5)
 
 
-def test_no_position_is_an_error():
+def test_agreement_over_no_positions_is_an_error():
     with pytest.raises(TooShortError, match="longer prompts"):
         Tally().agreement()
 
