@@ -1,4 +1,4 @@
-"""Fakes of `actors.ports`: worker processes with scripted faults, memory readings, configuration.
+"""Fakes of `actors.ports`: worker processes with scripted faults, memory readings, and settings.
 
 A fake process follows the worker's protocol: it loads, requests memory, generates tokens at a fixed
 speed, and dies or hangs where its script requires it.

@@ -73,7 +73,7 @@ class SimClient:
         return self.events[key][-1]
 
     async def ask(self, kind: type[Request], **fields: Any) -> Any:
-        """Send a request and return its last event; raise its error."""
+        """Send a request and return its last event; raise an exception if that is an error."""
         event = await self.end(self.start(kind, **fields))
         if isinstance(event, messages.Error):
             raise from_info(event.error)

@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Driver:
-    """An engine, and the daemon's part for it: grants up to ``budget`` bytes in total."""
+    """An engine, and a stand-in for the daemon, which grants it up to ``budget`` bytes."""
 
     def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
         self.engine = MLXEngine()

@@ -130,7 +130,7 @@ def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
 def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
-    """They have recurrent states, take one position for all rows, or need rectangles."""
+    """These models have recurrent states, take one position for all rows, or need rectangles."""
     served = serve(build(name)[0], CacheSettings(SCHEMES), TOKENS)
 
     assert not served.runner.group()

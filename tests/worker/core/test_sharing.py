@@ -248,7 +248,7 @@ class Batches(RuleBasedStateMachine):
         self.driver.engine._prefix_cache.evict(wanted)
 
     def _grant_what_was_denied(self) -> None:
-        """Grant it because snapshots of preempted rows may hold what the queue waits for."""
+        """Raise the budget: snapshots of preempted rows may hold what the queue waits for."""
         budget = self.driver.engine._admission.budget
         self.driver.budget = 8 * GIB
         if budget.remembered:

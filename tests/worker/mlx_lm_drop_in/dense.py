@@ -1,4 +1,4 @@
-"""The expected content of drop-in caches: dense rows in which every page is dequantized again.
+"""The expected content of drop-in caches: dense rows whose pages were quantized and dequantized.
 
 Covers one cache. `test_state_machine` covers the rows and pages that caches share.
 """
@@ -99,7 +99,7 @@ class DenseSequence:
             self.lower(len(self.levels) - 1, self.level)
 
     def lower(self, index: int, level: int) -> None:
-        """Quantize a page at ``level``. Keys or values that keep their bits do not change."""
+        """Quantize a page. A side with equal bits at the old and the new level does not change."""
         here = slice(PAGE_TOKENS * index, PAGE_TOKENS * (index + 1))
         before, scheme = self.levels[index], self.schemes[level]
         keys, values = through(scheme, (self.keys[:, here], self.values[:, here]))

@@ -287,7 +287,7 @@ def held(store: SharedStore) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("how", ["merge", "extend"])
 def test_a_refused_merge_changes_nothing(rng, how) -> None:
-    """The third cache has a different head size, which is found after the second one was copied."""
+    """A merge finds the third cache's different head size after it has copied the second cache."""
     store = SharedStore([Scheme(8, 8)], home=True)
     home, good, bad = (
         DropInKVCache.on(store),

@@ -81,7 +81,7 @@ def test_full_attention_models_pass(kind: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4", "k16v4"])
 def test_head_sizes_and_schemes(head_dim: int, scheme: str) -> None:
-    # Every head size, and every scheme, occurs with 4 and with 1.
+    # Every head size, and every scheme, occurs with 1 and with 4 KV heads.
     kv_heads = 4 if (head_dim // 16 + len(scheme)) % 2 else 1
     found = served("llama", scheme, head_dim=head_dim, num_key_value_heads=kv_heads)
 

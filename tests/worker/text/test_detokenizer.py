@@ -146,7 +146,7 @@ def test_tokens_beyond_the_tokenizer_are_empty(tokenizer):
 
 
 def test_a_token_takes_microseconds(tokenizer):
-    """20 us is the aim; the bound is far above it, for busy machines."""
+    """20 us is the aim; the bound is far higher, because the machine may be busy."""
     tokens = tokenizer.encode("".join(TEXTS) * 10, add_special_tokens=False)
     stream = stream_of(tokenizer)
     start = time.perf_counter()
