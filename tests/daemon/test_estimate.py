@@ -33,7 +33,7 @@ QWEN = {
 
 
 def folder(tmp_path: Path, config: dict[str, object]) -> Path:
-    """A folder with this config, one tensor of 1000 half floats, and empty ones for its layers."""
+    """Make a folder with this config, a tensor of 1000 half floats, and an empty one per layer."""
     tensors = {"w": {"dtype": "BF16", "shape": [10, 100], "data_offsets": [0, 2000]}}
     empty = {"dtype": "BF16", "shape": [0], "data_offsets": [2000, 2000]}
     header = json.dumps(tensors | {f"layer{number}": empty for number in range(4)}).encode()
@@ -94,7 +94,7 @@ def test_broken_folders_are_named(tmp_path):
         estimate(tmp_path, KVSpec(), MACHINE)
 
 
-def test_a_forecast_reads_no_endless_file_and_builds_no_endless_list(tmp_path):
+def test_an_estimate_reads_no_endless_file_and_builds_no_endless_list(tmp_path):
     layers = folder(tmp_path, QWEN | {"num_hidden_layers": 10**9})
     with pytest.raises(InvalidModel, match="the weight files have only 5 tensors"):
         estimate(layers, KVSpec(), MACHINE)

@@ -1,4 +1,7 @@
-"""The journal on disk: what was written is read after a death, damage or a full disk."""
+"""The journal's file: records are read back after a death, damage or a full disk.
+
+The file stays small.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def end(rid: str) -> ReportReceived:
     return ReportReceived(rid, RowFinished(rid=rid, reason="stop", usage=Usage(1, 2)))
 
 
-def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
+def test_all_records_are_read_back(tmp_path: Path) -> None:
     first = opened(tmp_path)
     reported = TokenLogprob(5, "a", -1.0)
     for record in (
@@ -98,7 +101,7 @@ def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "requests").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_deadline_runs_on_while_nobody_serves(tmp_path: Path) -> None:
+def test_time_without_a_daemon_counts_toward_a_deadline(tmp_path: Path) -> None:
     clock = Clock()
     opened(tmp_path, clock).write(ask("a", deadline_s=60.0))
     clock.now += 25
@@ -108,7 +111,7 @@ def test_a_deadline_runs_on_while_nobody_serves(tmp_path: Path) -> None:
     assert read(tmp_path, clock)["a"].deadline_s == 30.0
 
 
-def test_what_nobody_needs_is_written_out_of_it(
+def test_records_of_ended_requests_are_removed_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 2000)
@@ -120,7 +123,7 @@ def test_what_nobody_needs_is_written_out_of_it(
         subject.write(ask(rid))
         subject.write(tokens("kept", number, number))
         subject.write(RequestDropped(rid) if number % 2 else end(rid))
-        clock.now += 100.0  # who is over is kept for ten minutes
+        clock.now += 100.0  # an ended request is kept for ten minutes
         live = sum(kept.nbytes for kept in subject._kept.values())
         assert subject._live == live
         size = (tmp_path / "requests").stat().st_size
@@ -133,7 +136,7 @@ def test_what_nobody_needs_is_written_out_of_it(
     assert len(found) <= 5
 
 
-def test_beyond_its_limit_requests_are_served_and_not_kept(tmp_path: Path) -> None:
+def test_requests_beyond_the_files_limit_are_not_kept(tmp_path: Path) -> None:
     subject = opened(tmp_path, limit_bytes=2000)
     for number in range(100):
         subject.write(ask(f"r{number}"))
@@ -146,7 +149,7 @@ def test_beyond_its_limit_requests_are_served_and_not_kept(tmp_path: Path) -> No
     assert all(one.choices[0].tokens == [1] for one in found.values())
 
 
-def test_a_full_disk_costs_the_journal_and_not_the_request(
+def test_after_a_failed_write_only_that_request_is_no_longer_journaled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = opened(tmp_path)
@@ -162,7 +165,8 @@ def test_a_full_disk_costs_the_journal_and_not_the_request(
     assert not subject.write(tokens("a", 0, 1))
     assert not subject.write(ask("c"))
     monkeypatch.setattr(os, "pwrite", whole)
-    assert not subject.write(tokens("a", 1, 2))  # behind a gap: the next daemon computes it again
+    # A report after a missing one is not written: the next daemon computes its tokens again.
+    assert not subject.write(tokens("a", 1, 2))
     assert not subject.write(tokens("c", 0, 3))
     assert subject.write(tokens("b", 0, 3))
     subject.close()
@@ -270,14 +274,14 @@ def test_a_flipped_bit_costs_one_record(tmp_path: Path) -> None:
         with capture_logs() as log:
             found = read(tmp_path)
         assert found.keys() == set(rids)
-        for rid, one in found.items():  # nothing behind a gap is used
+        for rid, one in found.items():  # reports after the damaged one are not used
             assert one.choices[0].tokens == ([] if rid == "r5" else [0, 1, 2, 3])
         [warning] = [line for line in log if line["log_level"] == "warning"]
         assert (warning["records"], warning["bytes"]) == (1, starts[22] - starts[21])
         assert (tmp_path / "requests.damaged").read_bytes() == data
 
 
-def test_reports_behind_a_lost_one_are_not_used_after_others_replaced_them(
+def test_a_damaged_report_and_its_replacement_are_never_both_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(tmp_path)
@@ -295,19 +299,19 @@ def test_reports_behind_a_lost_one_are_not_used_after_others_replaced_them(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "replace", fails)  # the file is not compacted
+        disk.setattr(os, "replace", fails)  # so that the damaged report stays in the file
         second = opened(tmp_path)
         assert second.saved["a"].choices[0].tokens == [1]
         assert second.write(tokens("a", 1, 2, 3, 4))
         second.close()
-    healed = bytearray(path.read_bytes())
-    healed[starts[2] + 30] ^= 1
+    repaired = bytearray(path.read_bytes())
+    repaired[starts[2] + 30] ^= 1
     assert read(tmp_path)["a"].choices[0].tokens == [1, 2, 3, 4]
-    path.write_bytes(healed)
+    path.write_bytes(repaired)
     assert read(tmp_path)["a"].choices[0].tokens == [1, 2, 3]
 
 
-def test_a_folder_that_cannot_be_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("a file")
     with pytest.raises(ConfigError, match="journal"):
         opened(tmp_path / "journal")

@@ -1,4 +1,4 @@
-"""Errors quote what peers sent: shortened, encodable, and without control characters."""
+"""Errors quote what a peer sent in short, encodable texts without control characters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_shortened_text_keeps_its_beginning_and_its_end(text, limit):
 
 
 @given(st.text(st.characters(), max_size=5000), st.text(st.characters(), max_size=5000))
-def test_messages_and_details_are_bounded_and_survive_the_way_to_the_peer(message, value):
+def test_messages_and_details_are_bounded_and_do_not_change_on_the_way_to_the_peer(message, value):
     error = InvalidRequest(message, field=value, story=[value], sizes={"n": 1, "of": value})
     info = msgspec.json.decode(msgspec.json.encode(error.info()), type=ErrorInfo)
     texts = [info.message, info.detail["field"], *info.detail["story"], info.detail["sizes"]["of"]]

@@ -1,4 +1,4 @@
-"""Every number and every text that enters from outside has bounds, and all of them are finite."""
+"""Every number in configurations and requests has a lower and an upper bound, both finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvd.http.requests import ChatRequest, CompletionRequest
 from protocol.messages import Request
 
 FREE = {"v"}
-"""Fields without bounds: every version but one is refused."""
+"""Fields without bounds: the protocol's version, of which only one is accepted."""
 
 
 def numbers(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:

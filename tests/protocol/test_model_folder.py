@@ -1,4 +1,4 @@
-"""Reading broken and hostile model folders: typed errors, without hanging or large reads."""
+"""Reading a broken or hostile model folder raises a typed error, without hanging or large reads."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_tensors_that_do_not_fit_the_file(folder, tensor):
     assert "model.safetensors has a broken header" in problem(folder)
 
 
-def test_a_name_in_the_index_that_no_file_can_have(folder):
+def test_a_name_in_the_index_that_is_not_a_files_name(folder):
     for name in ("a" * 5000, "\0", "../none"):
         index = {"weight_map": {"w": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -168,7 +168,7 @@ def test_more_layers_than_tensors(folder, config):
     assert "the weight files have only 2 tensors" in problem(folder)
 
 
-def test_a_language_model_that_is_no_object(folder):
+def test_a_text_config_that_is_not_an_object(folder):
     (folder / "config.json").write_text('{"text_config": 5}')
     assert "text_config that is not an object" in problem(folder)
 

@@ -1,4 +1,4 @@
-"""An engine with the embedded model that the worker's tests share, as loading takes seconds."""
+"""The worker's tests share an engine with the embedded model, because loading takes seconds."""
 
 from __future__ import annotations
 

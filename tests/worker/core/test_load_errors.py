@@ -1,4 +1,4 @@
-"""Folders that pass the inspection and fail later: typed errors from a real engine."""
+"""Model folders that pass the inspection but fail in a real engine raise typed errors."""
 
 from __future__ import annotations
 
