@@ -1,6 +1,6 @@
 """A decode step over random pages for the kernels, and its result by dense attention.
 
-Slots and the order of pages are random. Unused slots and tokens hold NaN. The expected result is
+Pages are in random slots of their pools, and tails in random tail slots. Unused slots and tokens hold NaN. The expected result is
 computed in float64, over pages that MLX dequantizes in float32.
 """
 
