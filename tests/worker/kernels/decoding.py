@@ -1,7 +1,7 @@
 """A decode step over random pages for the kernels, and its result by dense attention.
 
-Pages are in random slots of their pools, and tails in random tail slots. Unused slots and tokens hold NaN. The expected result is
-computed in float64, over pages that MLX dequantizes in float32.
+Pages are in random slots of their pools, and tails in random tail slots. Unused slots and tokens
+hold NaN. The expected result is computed in float64, over pages that MLX dequantizes in float32.
 """
 
 from __future__ import annotations
