@@ -17,7 +17,7 @@ from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.messages import Event, FinishReason, ReceivedChoice
-from protocol.types import TokenLogprob
+from protocol.types import TokenLogprob, record_level
 
 
 class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -82,6 +82,8 @@ class SavedRequest:
     prompt_tokens: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     choices: list[SavedChoice] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    """Precision levels at which the tokens were generated, in order."""
     end: wire.RowFinished | wire.RowFailed | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,8 @@ class SavedRequest:
                 choice.tokens[report.index :] = report.tokens
                 choice.text += report.text
                 choice.logprobs += report.logprobs or ()
+                if report.tokens:
+                    record_level(self.levels, report.level)
             case wire.ChoiceFinished(choice=number, reason=reason):
                 self.choices[number].reason = reason
             case wire.RowFinished() | wire.RowFailed():
@@ -120,6 +124,7 @@ class SavedRequest:
             prompt_reported=len(self.prompt_logprobs),
             received_prompt_logprobs=request.received_prompt_logprobs,
             replayed=True,
+            levels=list(self.levels),
             choices=[
                 SentChoice(array("i", saved.tokens), len(saved.text.encode()), saved.reason, known)
                 for saved, known in zip(self.choices, self.received(request), strict=True)

@@ -21,7 +21,7 @@ from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.messages import Event, FinishReason, ReceivedChoice
-from protocol.types import TokenLogprob, Usage
+from protocol.types import TokenLogprob, Usage, record_level
 
 Stage = Literal["waiting", "running", "paused"]
 
@@ -103,6 +103,8 @@ class RequestState:
     replayed: bool = False
     """Whether an earlier worker had the request, so that the next one replays what was sent."""
     choices: list[SentChoice] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    """Precision levels at which the tokens were generated, in order."""
 
     def __post_init__(self) -> None:
         self.choices = self.choices or [SentChoice() for _ in range(self.submit.n)]
@@ -121,7 +123,12 @@ class RequestState:
             wire.ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason)
             for choice in self.choices
         ]
-        return replace(self.submit, resume=resume, prompt_reported=self.prompt_reported)
+        return replace(
+            self.submit,
+            resume=resume,
+            prompt_reported=self.prompt_reported,
+            levels_reported=list(self.levels),
+        )
 
     def worker_died(self) -> Event | None:
         """Prepare for another worker; return the client's event, if there is one."""
@@ -172,6 +179,7 @@ class RequestState:
         usage = Usage(
             prompt_tokens=self.prompt_tokens or 0,
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
+            levels=list(self.levels),
         )
         return [*events, messages.Done(id=self.id, reason="cancelled", usage=usage)]
 
@@ -182,6 +190,8 @@ class RequestState:
         return messages.PromptLogprobs(id=self.id, index=first, logprobs=new) if new else None
 
     def _apply_tokens(self, report: wire.RowTokens) -> Event | None:
+        if report.tokens:  # a report of text alone has no level
+            record_level(self.levels, report.level)
         tokens, text = self.choices[report.choice].take_new(report)
         if not (tokens or text):
             return None

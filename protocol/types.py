@@ -85,8 +85,15 @@ class Usage(msgspec.Struct, frozen=True):
     levels: list[int] = []
     """Precision levels of the request in order; 0 has the most bits.
 
-    Several levels: the request was stepped down while it ran. Empty: it never held pages.
+    Several levels: the request was stepped down, or continued at another level after a worker's
+    death. Empty: it never held pages.
     """
+
+
+def record_level(levels: list[int], level: int) -> None:
+    """Append a precision level to those of a request, unless it is the last one."""
+    if levels[-1:] != [level]:
+        levels.append(level)
 
 
 class KVPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,6 +93,8 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Progress of each choice after a worker's death; empty: nothing was sent yet."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent already."""
+    levels_reported: list[int] = []
+    """Precision levels at which the tokens in ``resume`` were generated, in order."""
 
 
 class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
@@ -302,13 +304,15 @@ class RowAccepted(_RowReport, tag="accepted", frozen=True, kw_only=True):
 
 
 class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
-    """New tokens of one choice; tokens of several steps may be merged."""
+    """New tokens of one choice; tokens of several steps at one level may be merged."""
 
     index: int
     tokens: list[int]
     text: str
     choice: int = 0
     logprobs: list[TokenLogprob] | None = None
+    level: int = 0
+    """Precision level of the request when the tokens were generated."""
 
 
 class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from actors.system import Settings
 from protocol import errors, messages
 from protocol.messages import ReceivedChoice
 from protocol.types import Sampling
+from protocol.worker import Submit
 from tests.sim.fakes import Script, token
 from tests.sim.loop import run, simulated, until
 from tests.sim.world import SimClient, world
@@ -107,6 +108,8 @@ def test_attach_sends_the_missing_events_and_continues(had: int) -> None:
             assert [one for event in tokens for one in event.tokens] == right[had:]
             assert text + text_of(client, key) == "".join(f"{one} " for one in right)
             assert {type(one) for one in events} == {messages.Tokens, messages.Done}
+            (submit,) = [one for one in w.spawn.last("demo").commands if isinstance(one, Submit)]
+            assert submit.levels_reported == [0]
         assert journal.saved()[name].end is not None  # kept until the request is dropped
 
     scene()

@@ -694,6 +694,7 @@ async def test_cancels_and_deadlines_apply_while_a_model_restarts():
         end = await client.end(cancelled, 1)
         assert end.reason == "cancelled"
         assert end.usage.completion_tokens == client.count(cancelled) > 0
+        assert end.usage.levels == [0]
         events = [one for one in client.events[cancelled] if type(one) is messages.ChoiceFinished]
         assert [(one.choice, one.reason) for one in events] == [(0, "cancelled"), (1, "cancelled")]
         assert (await client.end(late, 30)).error.code == "deadline_exceeded"
@@ -701,6 +702,7 @@ async def test_cancels_and_deadlines_apply_while_a_model_restarts():
         submit = w.spawn.last("demo").commands[-1]
         assert submit.deadline_s < 10
         assert len(submit.resume[0].tokens) == client.count(late_there)
+        assert submit.levels_reported == [0]
         client.start(messages.Cancel, target=late_there)
         assert (await client.end(late_there)).reason == "cancelled"
 

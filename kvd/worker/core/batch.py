@@ -260,7 +260,13 @@ class Batch:
             rid, choice = completion.key
             self.reports.append(
                 RowTokens(
-                    rid=rid, index=index, tokens=tokens, text=text, choice=choice, logprobs=logprobs
+                    rid=rid,
+                    index=index,
+                    tokens=tokens,
+                    text=text,
+                    choice=choice,
+                    logprobs=logprobs,
+                    level=request.choices.level,
                 )
             )
         if over:

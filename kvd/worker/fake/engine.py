@@ -209,6 +209,8 @@ class FakeEngine:
 
     def _admit(self) -> AdmissionResult:
         result = self._admission.admit(self._held)
+        for rid in result.plan.admitted:
+            self._rows[rid].over.record_level(self._scheduler.find(rid).level)
         new = [rid for rid in result.plan.admitted if rid not in result.plan.resumed]
         self._reports += [wire.RowAdmitted(rid=rid) for rid in new]
         return result

@@ -134,6 +134,7 @@ class FakeRow:
                 text=text,
                 choice=choice.number,
                 logprobs=logprobs,
+                level=self.over.level,
             )
         ]
 

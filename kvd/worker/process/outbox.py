@@ -2,7 +2,7 @@
 
 The worker does not wait for the daemon. Reports that could not be sent yet are merged:
 
-* tokens of one completion become one report;
+* tokens of one completion at one precision level become one report;
 * counters, phases, load progress and queue positions replace older ones;
 * a second preemption of a request replaces the first one and the resumption between them, and
   likewise for resumptions.
@@ -41,6 +41,8 @@ class Outbox:
         key = _key_of(report)
         number = None if key is None else self._last.get(key)
         if isinstance(report, wire.RowTokens):
+            if number is not None and not self._same_level(report, number):
+                number = None
             report = self._with_earlier_tokens(report, number)
         elif number is not None and isinstance(report, (wire.RowPreempted, wire.RowResumed)):
             self._remove_undone(report, number)
@@ -49,6 +51,10 @@ class Outbox:
             if key is not None:
                 self._last[key] = number
         self._waiting[number] = report
+
+    def _same_level(self, report: wire.RowTokens, number: int) -> bool:
+        earlier = self._waiting[number]
+        return isinstance(earlier, wire.RowTokens) and earlier.level == report.level
 
     def _remove_undone(self, report: wire.RowPreempted | wire.RowResumed, number: int) -> None:
         """Remove the unsent report that this one undoes, so that both kinds still alternate."""

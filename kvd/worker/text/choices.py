@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.errors import DeadlineExceeded, InvalidRequest
 from protocol.messages import FinishReason
-from protocol.types import Usage
+from protocol.types import Usage, record_level
 from protocol.worker import ChoiceFinished, Report, RowFinished, Submit
 
 _PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
@@ -21,14 +21,18 @@ class Choices:
         self.cached_tokens = 0
         """Prompt tokens that were found in the prefix cache."""
         self._completion_tokens = 0
-        self._levels: list[int] = []
+        self._levels = list(request.levels_reported)
         self._reasons: set[FinishReason] = set()
         self._running = set(range(request.n))
 
+    @property
+    def level(self) -> int:
+        """Precision level of the request now."""
+        return self._levels[-1] if self._levels else 0
+
     def record_level(self, level: int) -> None:
         """Record the precision level at which the request continues, for its usage."""
-        if self._levels[-1:] != [level]:
-            self._levels.append(level)
+        record_level(self._levels, level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
         """End a choice with this many tokens; return the reports."""

@@ -19,6 +19,7 @@ from protocol.worker import (
     RowFinished,
     RowPrompt,
     RowTokens,
+    StartLevel,
     Submit,
 )
 from tests.worker.core.driver import Driver
@@ -89,6 +90,26 @@ def reports_of(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
 @pytest.fixture
 def undisturbed(demo: Driver) -> list[Report]:
     return reports_of(demo, asked())
+
+
+def test_usage_has_the_level_of_the_first_worker_and_of_the_second(demo: Driver) -> None:
+    request = Submit(
+        rid="a", tokens=prompt_of(200, 4), sampling=Sampling(seed=0), max_tokens=6, ignore_eos=True
+    )
+    received = Received(request)
+    for report in reports_of(demo, [request]):
+        if isinstance(report, RowTokens) and report.index < 3:
+            received.add(report)
+    assert received.levels == [0]
+
+    demo.engine.start_level(StartLevel(level=2))  # memory is short when the second worker starts
+    try:
+        for report in reports_of(demo, [received.resubmission()]):
+            received.add(report)
+    finally:
+        demo.engine.start_level(StartLevel(level=0))
+    assert received.end is not None
+    assert received.end[1].levels == [0, 2]
 
 
 @pytest.mark.slow

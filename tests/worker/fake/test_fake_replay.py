@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.kv import KVSpec
 from protocol.types import Sampling
-from protocol.worker import ChoiceFinished, RowFailed, RowFinished, RowPrompt, RowTokens
+from protocol.worker import (
+    ChoiceFinished,
+    Reclaim,
+    RowFailed,
+    RowFinished,
+    RowPrompt,
+    RowTokens,
+    StartLevel,
+)
 from tests.worker.fake.test_fake_engine import loaded, run
 from tests.worker.process.peer import submit
 from tests.worker.process.received import Received
@@ -49,3 +58,29 @@ def test_streams_continue_from_any_report(settings):
         ):
             received[report.rid].add(report)
         assert {rid: one.all() for rid, one in received.items()} == expected, f"cut at {cut}"
+
+
+def test_usage_has_the_levels_of_all_workers():
+    def started(start_level):
+        engine = loaded("tps=0", kv=KVSpec())
+        engine.start_level(StartLevel(level=start_level))
+        return engine
+
+    request = submit("a", max_tokens=60, n=2)
+    received = Received(request)
+    first, reports = started(0), []
+    first.submit(request)
+    while first.stats().generated_tokens < 20:
+        reports += first.step()
+    first.reclaim(Reclaim(seq=1, method="precision", wanted_bytes=1, level=1))
+    while first.stats().generated_tokens < 40:
+        reports += first.step()
+    for report in reports:
+        if isinstance(report, RowTokens):
+            received.add(report)
+    assert received.levels == [0, 1]
+
+    second = started(2)
+    second.submit(received.resubmission())
+    (end,) = [one for one in run(second) if isinstance(one, RowFinished)]
+    assert end.usage.levels == [0, 1, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.messages import FinishReason
-from protocol.types import Usage
+from protocol.types import Usage, record_level
 from protocol.worker import (
     ChoiceFinished,
     ChoiceProgress,
@@ -28,6 +28,7 @@ class Received:
         self.logprobs: list[list[object]] = [[] for _ in range(submit.n)]
         self.reasons: list[FinishReason | None] = [None] * submit.n
         self.prompt: list[object] = []
+        self.levels: list[int] = []
         self.end: tuple[str, Usage] | None = None
 
     def add(self, report: Report) -> None:
@@ -37,6 +38,8 @@ class Received:
                 assert self.reasons[choice] is None
                 assert report.index == len(self.tokens[choice])
                 self.tokens[choice] += report.tokens
+                if report.tokens:
+                    record_level(self.levels, report.level)
                 self.texts[choice] += report.text
                 self.logprobs[choice] += report.logprobs or []
             case RowPrompt():
@@ -46,7 +49,7 @@ class Received:
                 assert self.reasons[choice] is None
                 self.reasons[choice] = reason
             case RowFinished(reason=reason, usage=usage):
-                self.end = (reason, msgspec.structs.replace(usage, cached_tokens=0, levels=[]))
+                self.end = (reason, msgspec.structs.replace(usage, cached_tokens=0))
             case RowFailed():
                 raise AssertionError(report.error)
 
@@ -56,7 +59,12 @@ class Received:
             ChoiceProgress(list(tokens), len(text.encode()), reason)
             for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
         ]
-        return msgspec.structs.replace(self.submit, resume=resume, prompt_reported=len(self.prompt))
+        return msgspec.structs.replace(
+            self.submit,
+            resume=resume,
+            prompt_reported=len(self.prompt),
+            levels_reported=self.levels,
+        )
 
     def all(self) -> tuple[object, ...]:
         return (self.tokens, self.texts, self.logprobs, self.reasons, self.prompt, self.end)

@@ -74,6 +74,19 @@ def test_tokens_of_a_request_are_merged_across_other_reports(outbox):
     assert len(outbox) == 0
 
 
+def test_tokens_of_different_levels_are_not_merged(outbox):
+    def at(level, index, number):
+        return msgspec.structs.replace(tokens("a", index, number), level=level)
+
+    for report in (at(0, 0, 65), at(0, 1, 66), at(2, 2, 67), at(2, 3, 68)):
+        outbox.put(report)
+    found = taken(outbox)
+    assert [(one.level, one.index, one.tokens) for one in found] == [
+        (0, 0, [65, 66]),
+        (2, 2, [67, 68]),
+    ]
+
+
 def test_each_choice_is_merged_separately_and_its_end_follows(outbox):
     def of(choice, index, number):
         made = tokens("a", index, number)
