@@ -64,7 +64,7 @@ def test_a_worker_from_start_to_stop(start):
     assert set(kinds[5:-1]) == {RowTokens}
     assert peer.of(RowAccepted) == [RowAccepted(rid="a", prompt_tokens=5)]
     assert peer.of(RowFinished) == [
-        RowFinished(rid="a", reason="length", usage=Usage(prompt_tokens=5, completion_tokens=3))
+        RowFinished(rid="a", reason="length", usage=Usage(5, 3, levels=[0]))
     ]
     assert len(peer.tokens("a")) == 3
 
