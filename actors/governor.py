@@ -110,7 +110,7 @@ class GovernorActor(Actor["GovernorMail"]):
             if state.limits.get(model, limit) != limit:
                 state.limits[model] = limit
                 held = state.machine.ledger.grants.get(model, 0)
-                grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=limit)
+                grant = wire.Grant(seq=0, total_bytes=held, granted=True, limit_bytes=limit)
                 self._send(model, grant)
 
     def _perform(self, command: governor_events.Command) -> None:
@@ -154,7 +154,8 @@ class GovernorActor(Actor["GovernorMail"]):
             total_bytes=decision.total_bytes,
             granted=decision.granted,
             available_bytes=decision.available_bytes,
-            budget_bytes=limit,
+            limit_bytes=limit,
+            budget_bytes=state.machine.ledger.budget_bytes,
             reason=decision.reason,
         )
         self._send(model, grant)

@@ -117,7 +117,7 @@ class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
 class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     """The bytes that the worker may hold from now on; answers the memory request ``seq``.
 
-    Seq 0 answers no request: it reports a new `budget_bytes`, and `total_bytes` is unchanged.
+    Seq 0 answers no request: it reports a new `limit_bytes`, and `total_bytes` is unchanged.
     """
 
     seq: int
@@ -126,10 +126,12 @@ class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     """Whether the request was granted; if not, `total_bytes` repeats the previous grant."""
     available_bytes: int = 0
     """Bytes of the budget that were free at the decision."""
+    limit_bytes: int = 0
+    """Maximum that this model could get: the budget without what other pinned models hold."""
     budget_bytes: int = 0
-    """Maximum that this model could get: the budget without what pinned models hold."""
+    """The whole budget; 0 with seq 0."""
     reason: str = ""
-    """Why a load is refused: which models hold the rest."""
+    """Why a load is refused: what holds the rest of the budget."""
 
 
 ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]

@@ -277,6 +277,17 @@ def test_a_load_without_room_is_refused_with_the_numbers():
     assert sim.recorded("load_refused").numbers["wanted_bytes"] == 5000
 
 
+def test_a_refused_load_names_memory_beyond_grants():
+    sim = Simulation(busy=3000)
+    sim.reclaimable("busy", **BUSY)
+    sim.apply(LoadRequested("me", ModelPolicy(), patient=False))
+    sim.apply(MemoryMeasured({"busy": 3000 + 2**20}))
+
+    (answer,) = of_type(sim.request("me", 7000), GrantDecision)
+
+    assert "workers use 1.0 MiB beyond their grants" in answer.reason
+
+
 def test_a_patient_load_waits_unless_pinned_models_leave_no_room():
     sim = Simulation(busy=8000)
     sim.reclaimable("busy", **BUSY)

@@ -146,7 +146,7 @@ def test_an_estimate_equals_what_the_worker_reports(kv):
 
     def grant(total: int, _reason: str) -> Grant:
         return Grant(
-            seq=1, total_bytes=total, granted=True, available_bytes=2**40, budget_bytes=2**40
+            seq=1, total_bytes=total, granted=True, available_bytes=2**40, limit_bytes=2**40
         )
 
     info = MLXEngine().load(LoadModel(source="demo", kv=kv), lambda *_: None, grant)

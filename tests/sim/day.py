@@ -320,7 +320,7 @@ class Day:
                     total_bytes=decision.total_bytes,
                     granted=decision.granted,
                     available_bytes=decision.available_bytes,
-                    budget_bytes=self.ledger.budget_bytes,
+                    limit_bytes=self.ledger.budget_bytes,
                 )
                 self.later(0.5, lambda grant=grant: self.admission.granted(grant))
 

@@ -42,7 +42,7 @@ def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Comman
 
 
 def _holders(m: GovernorState, model: str) -> str:
-    """Return which other models hold memory, and why they keep it."""
+    """Return what holds the rest of the budget: which models, and why they keep it."""
     holders = []
     for name, it in m.accounts.items():
         nbytes = m.ledger.grants.get(name, 0)
@@ -51,4 +51,6 @@ def _holders(m: GovernorState, model: str) -> str:
         busy = "in use" if it.state == "ready" else it.state
         why = "pinned" if it.policy.pinned else "idle" if it.is_idle else busy
         holders.append(f"{name} ({why}) holds {nbytes / 2**20:,.1f} MiB")
+    if excess := m.ledger.excess_bytes:
+        holders.append(f"workers use {excess / 2**20:,.1f} MiB beyond their grants")
     return "; ".join(holders) or "no model holds anything"

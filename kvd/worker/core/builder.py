@@ -98,7 +98,7 @@ def make_admission(
     )
     scheduler = Scheduler(max_rows=command.max_rows, chunk=chunk, group=runner.groups, sizes=sizes)
     budget = PageBudget(
-        base_bytes, page_bytes, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes
+        base_bytes, page_bytes, grant.total_bytes, grant.seq, limit_bytes=grant.limit_bytes
     )
     costs = costs_of(
         cache,

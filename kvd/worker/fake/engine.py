@@ -24,11 +24,11 @@ from kvd.worker.fake.tokens import VOCABULARY, FakeTokens
 from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.scheduling.admission import Admission, AdmissionResult, Held
-from kvd.worker.scheduling.budget import PageBudget, mebibytes
+from kvd.worker.scheduling.budget import PageBudget, load_refusal
 from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.text.choices import Choices, check_token_ids, deadline_exceeded
 from protocol import worker as wire
-from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
+from protocol.errors import ContextTooLong, KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 
@@ -59,16 +59,10 @@ class FakeEngine:
         total = model.weights + model.pages * model.page_bytes
         grant = ask_grant(total, "weights and first pages")
         if not grant.granted:
-            raise InsufficientMemory(
-                f"the model needs {mebibytes(total)}; {mebibytes(grant.available_bytes)} of the"
-                f" budget are free{f' ({grant.reason})' if grant.reason else ''}",
-                needed_bytes=total,
-                available_bytes=grant.available_bytes,
-                budget_bytes=grant.budget_bytes,
-            )
+            raise load_refusal(total, "weights and first pages", grant)
         model.simulate_load(progress, self.sleep)
         budget = PageBudget(
-            model.weights, model.page_bytes, grant.total_bytes, grant.seq, grant.budget_bytes
+            model.weights, model.page_bytes, grant.total_bytes, grant.seq, grant.limit_bytes
         )
         self._scheduler = Scheduler(
             max_rows=command.max_rows, chunk=command.prefill_chunk, group=True, sizes=sizes_of(kv)

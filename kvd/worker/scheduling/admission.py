@@ -183,9 +183,9 @@ class Admission:
     # Memory.
 
     def granted(self, grant: Grant) -> None:
-        before = self.budget.budget_bytes
+        before = self.budget.limit_bytes
         self.budget.answer(grant)
-        if self.budget.budget_bytes != before:
+        if self.budget.limit_bytes != before:
             self.set_start_level(self.scheduler.start_level)
         self._changed = True
 

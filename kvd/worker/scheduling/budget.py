@@ -17,6 +17,32 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
+def load_refusal(total_bytes: int, purpose: str, grant: Grant) -> InsufficientMemory:
+    """Return the error of a load whose memory request the daemon refused with ``grant``.
+
+    ``purpose``: what the bytes are for.
+    """
+    needs = f"the model needs {mebibytes(total_bytes)} ({purpose})"
+    budget = mebibytes(grant.budget_bytes)
+    free_bytes = grant.available_bytes + grant.total_bytes  # the load keeps what it has
+    if total_bytes > grant.budget_bytes:
+        text = f"{needs}, more than the whole budget of {budget}: raise the budget"
+    else:
+        advice = "unpin or unload" if total_bytes > grant.limit_bytes else "unload"
+        held = f" ({grant.reason})" if grant.reason else ""
+        text = (
+            f"{needs}, but only {mebibytes(free_bytes)} of the budget of {budget} are free{held}:"
+            f" {advice} a model, or raise the budget"
+        )
+    return InsufficientMemory(
+        text,
+        needed_bytes=total_bytes,
+        available_bytes=free_bytes,
+        limit_bytes=grant.limit_bytes,
+        budget_bytes=grant.budget_bytes,
+    )
+
+
 @dataclass
 class PageBudget:
     """The worker's side of its grant. At most one memory request is open at a time."""
@@ -26,7 +52,7 @@ class PageBudget:
     granted_bytes: int
     seq: int = 0
     """Sequence number of the newest memory request."""
-    budget_bytes: int = 0
+    limit_bytes: int = 0
     """The most that this model could hold, as in the last `Grant`. 0: not known yet."""
     open_bytes: int | None = None
     """Total of the memory request that awaits its answer."""
@@ -42,8 +68,8 @@ class PageBudget:
         return max(0, self.granted_bytes - self.base_bytes) // self.page_bytes
 
     def too_large(self, pages: int) -> bool:
-        """Return whether this many pages exceed the whole budget."""
-        return 0 < self.budget_bytes < self.base_bytes + pages * self.page_bytes
+        """Return whether this many pages exceed the limit."""
+        return 0 < self.limit_bytes < self.base_bytes + pages * self.page_bytes
 
     def total_with(self, missing_pages: int) -> int:
         return self.base_bytes + (self.pages + missing_pages) * self.page_bytes
@@ -83,7 +109,7 @@ class PageBudget:
 
     def answer(self, grant: Grant) -> None:
         """Apply the daemon's answer; answers to replaced memory requests are ignored."""
-        self.budget_bytes = grant.budget_bytes or self.budget_bytes
+        self.limit_bytes = grant.limit_bytes or self.limit_bytes
         if grant.seq != self.seq:
             return
         self.granted_bytes = grant.total_bytes
@@ -93,15 +119,15 @@ class PageBudget:
         self.open_bytes = None
 
     def refusal(self, pages: int) -> InsufficientMemory:
-        """Return the error of a request that needs more pages than the whole budget has."""
+        """Return the error of a request that needs more pages than the limit allows."""
         total = self.base_bytes + pages * self.page_bytes
         return InsufficientMemory(
             f"the request needs {mebibytes(pages * self.page_bytes)} in addition to the model's"
             f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in total; the budget without pinned"
-            f" models is {mebibytes(self.budget_bytes)}: shorten the prompt, lower max_tokens or"
+            f" models is {mebibytes(self.limit_bytes)}: shorten the prompt, lower max_tokens or"
             " raise the budget",
             base_bytes=self.base_bytes,
             page_bytes=self.page_bytes,
             needed_bytes=total,
-            budget_bytes=self.budget_bytes,
+            limit_bytes=self.limit_bytes,
         )

@@ -20,13 +20,12 @@ from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.process import memory
-from kvd.worker.scheduling.budget import mebibytes
+from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds
 from protocol.costs import Costs
-from protocol.errors import InsufficientMemory
 from protocol.types import FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
 
@@ -185,12 +184,5 @@ def limit_context(loaded: model_files.LoadedModel, most: int | None) -> model_fi
 def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
     grant = ask_grant(total_bytes, reason)
     if not grant.granted:
-        raise InsufficientMemory(
-            f"the model needs {mebibytes(total_bytes)} ({reason}); of the budget of"
-            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free"
-            f"{f' ({grant.reason})' if grant.reason else ''}: unload a model or raise the budget",
-            needed_bytes=total_bytes,
-            budget_bytes=grant.budget_bytes,
-            available_bytes=grant.available_bytes,
-        )
+        raise load_refusal(total_bytes, reason, grant)
     return grant

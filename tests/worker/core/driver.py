@@ -95,6 +95,7 @@ class Driver:
             total_bytes=self.total,
             granted=granted,
             available_bytes=max(0, self.budget - self.others - self.total),
+            limit_bytes=self.budget,
             budget_bytes=self.budget,
         )
 

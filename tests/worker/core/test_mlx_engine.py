@@ -244,7 +244,7 @@ def test_nothing_runs_beyond_the_budget() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         driver.submit("never", prompt_of(16000), max_tokens=100)
     detail = caught.value.detail
-    assert detail["needed_bytes"] > detail["budget_bytes"] == driver.budget
+    assert detail["needed_bytes"] > detail["limit_bytes"] == driver.budget
     driver.outcomes.clear()
 
 

@@ -77,6 +77,7 @@ class Peer:
                     total_bytes=self.granted,
                     granted=fits,
                     available_bytes=self.budget - self.granted,
+                    limit_bytes=self.budget,
                     budget_bytes=self.budget,
                 )
             )

@@ -28,7 +28,7 @@ def answer(admission, request, *, granted, budget_pages=100):
             seq=request.seq,
             total_bytes=request.total_bytes if granted else budget.granted_bytes,
             granted=granted,
-            budget_bytes=BASE + budget_pages * PAGE,
+            limit_bytes=BASE + budget_pages * PAGE,
         )
     )
 
@@ -81,12 +81,12 @@ def test_a_request_beyond_the_budget_is_refused_at_submit_and_when_the_budget_sh
     admission.submit("a", 64, 1)
     request = admission.admit(Held()).memory_request
     assert request is None
-    admission.budget.budget_bytes = BASE + 40 * PAGE
+    admission.budget.limit_bytes = BASE + 40 * PAGE
     admission.submit("b", 2368, 64)  # 37 pages, and a tail of 3
     with pytest.raises(InsufficientMemory) as refused:
         admission.submit("c", 2432, 64)
     detail = refused.value.detail
-    assert (detail["needed_bytes"], detail["budget_bytes"]) == (BASE + 41 * PAGE, BASE + 40 * PAGE)
+    assert (detail["needed_bytes"], detail["limit_bytes"]) == (BASE + 41 * PAGE, BASE + 40 * PAGE)
     admission.finish("a")
     result = denied(admission, budget_pages=39)
     assert result.refused is not None
@@ -115,10 +115,10 @@ def test_reservations_follow_the_start_level_and_step_downs() -> None:
 
 def test_a_request_starts_at_the_first_level_that_fits_the_budget() -> None:
     admission = with_two_levels()
-    admission.budget.budget_bytes = BASE + 30 * PAGE
+    admission.budget.limit_bytes = BASE + 30 * PAGE
     admission.submit("a", 1920, 64)  # 31 pages at level 0, 16 at level 1
     assert admission.scheduler.find("a").level == 1
-    admission.granted(Grant(seq=1, total_bytes=0, granted=True, budget_bytes=BASE + 40 * PAGE))
+    admission.granted(Grant(seq=1, total_bytes=0, granted=True, limit_bytes=BASE + 40 * PAGE))
     assert admission.scheduler.find("a").level == 0
 
 

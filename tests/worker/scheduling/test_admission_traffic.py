@@ -207,7 +207,7 @@ class Traffic(RuleBasedStateMachine):
                         total_bytes=one.total_bytes,
                         granted=one.granted,
                         available_bytes=one.available_bytes,
-                        budget_bytes=self.ledger.budget_bytes,
+                        limit_bytes=self.ledger.budget_bytes,
                     )
                 )
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from kvd.worker.scheduling.budget import PageBudget
+import pytest
+
+from kvd.worker.scheduling.budget import PageBudget, load_refusal
 from protocol.worker import Grant, MemoryRequested
+
+MIB = 2**20
 
 
 def new_budget() -> PageBudget:
@@ -16,14 +20,14 @@ def request_of(budget: PageBudget, missing: int) -> MemoryRequested:
     return request
 
 
-def deny(budget: PageBudget, missing: int, budget_bytes: int = 5000) -> None:
+def deny(budget: PageBudget, missing: int, limit_bytes: int = 5000) -> None:
     request = request_of(budget, missing)
     budget.answer(
         Grant(
             seq=request.seq,
             total_bytes=budget.granted_bytes,
             granted=False,
-            budget_bytes=budget_bytes,
+            limit_bytes=limit_bytes,
         )
     )
 
@@ -58,12 +62,35 @@ def test_a_denial_covers_larger_memory_requests_only() -> None:
 def test_requests_beyond_the_budget_are_refused_with_the_numbers() -> None:
     budget = new_budget()
     assert not budget.too_large(10**9)  # the budget is not known yet
-    deny(budget, 7, budget_bytes=1170)
+    deny(budget, 7, limit_bytes=1170)
     assert not budget.too_large(17)
     assert budget.too_large(18)
     detail = budget.refusal(18).detail
     assert (detail["base_bytes"], detail["page_bytes"]) == (1000, 10)
-    assert (detail["needed_bytes"], detail["budget_bytes"]) == (1180, 1170)
+    assert (detail["needed_bytes"], detail["limit_bytes"]) == (1180, 1170)
+
+
+@pytest.mark.parametrize(
+    ("needed", "text"),
+    [
+        (250, "but only 130.0 MiB of the budget of 300.0 MiB are free (a holds 170.0 MiB): unpin"),
+        (180, "but only 130.0 MiB of the budget of 300.0 MiB are free (a holds 170.0 MiB): unload"),
+        (301, "the model needs 301.0 MiB (weights), more than the whole budget of 300.0 MiB"),
+    ],
+)
+def test_a_refused_load_names_the_whole_budget_and_what_holds_it(needed: int, text: str) -> None:
+    grant = Grant(
+        seq=1,
+        total_bytes=30 * MIB,
+        granted=False,
+        available_bytes=100 * MIB,
+        limit_bytes=200 * MIB,
+        budget_bytes=300 * MIB,
+        reason="a holds 170.0 MiB",
+    )
+    error = load_refusal(needed * MIB, "weights", grant)
+    assert text in error.message
+    assert (error.detail["available_bytes"], error.detail["budget_bytes"]) == (130 * MIB, 300 * MIB)
 
 
 def test_giving_back_replaces_an_open_memory_request() -> None:
