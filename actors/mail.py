@@ -118,6 +118,7 @@ class LifecycleEvent(_Message, frozen=True):
         | lifecycle_events.Drain
         | lifecycle_events.Halt
         | lifecycle_events.RequestBlamed
+        | lifecycle_events.MemoryExceeded
     )
 
 
@@ -299,6 +300,14 @@ class EvictModel(_Message, frozen=True):
     """Whether the model runs none of its requests; all of them then return to the daemon."""
 
 
+class EndWorker(_Message, frozen=True):
+    """End a model's worker, because it holds more memory than it may."""
+
+    name: str
+    used_bytes: int
+    limit_bytes: int
+
+
 class SetPinned(Ask[None], frozen=True):
     """Pin or unpin a model."""
 
@@ -384,6 +393,7 @@ RegistryMail = (
     LoadModel
     | EnsureLoaded
     | EvictModel
+    | EndWorker
     | SetPinned
     | AddConfiguredModel
     | RemoveConfiguredModel

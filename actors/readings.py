@@ -17,6 +17,7 @@ from actors import mail
 from actors.machines.governor_events import MemoryMeasured
 from actors.runtime.actor import Actor
 from actors.runtime.timers import Alarm
+from protocol.memory_bounds import limit_bytes
 
 if TYPE_CHECKING:
     from actors.mail import GovernorMail, ReadingsMail
@@ -126,7 +127,10 @@ class ReadingsActor(Actor["ReadingsMail"]):
                 footprint = state.footprints.get(model.worker_pid, footprint)
             used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
         measured = MemoryMeasured(used, state.memory.host().pressure)
-        if _differs(measured, state.reported):
+        above_limit = any(
+            used[name] > limit_bytes(state.status.models[name].granted_bytes) for name in used
+        )
+        if above_limit or _differs(measured, state.reported):
             state.reported = measured
             state.governor.tell(mail.GovernorEvent(measured))
         self._alarm.set(now + (CALM_S if calm else INTERVAL_S))

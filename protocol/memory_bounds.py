@@ -31,6 +31,26 @@ PARTS_ALIVE = 6
 LOOSE_BYTES = 32 * 1024 * 1024
 """Bytes for holes in malloc's heap, for requests, and for what libraries load at first use."""
 
+TOKENIZER_PEAK = 20
+"""Bytes that loading a tokenizer takes, per byte of its file (measured: 20 for 14 and 24 MB)."""
+TOKENIZER_HELD = 14
+"""Bytes that a tokenizer holds afterwards, per byte of its file (measured: 13 to 14)."""
+STARTING_BYTES = 384 * 1024 * 1024
+"""Bytes that a worker may hold before its first grant: the interpreter and its libraries (measured:
+62 MiB on Linux), the model's configuration and the headers of its weights."""
+MIN_TOLERANCE_BYTES = 256 * 1024 * 1024
+TOLERANCE_PARTS = 8
+
+
+def limit_bytes(granted: int) -> int:
+    """Return the bytes above which a worker is ended.
+
+    The tolerance above the grant covers short needs that are not requested, such as tokenizing a
+    long prompt: `MIN_TOLERANCE_BYTES`, or the grant divided by `TOLERANCE_PARTS` if that is more.
+    """
+    tolerance = max(MIN_TOLERANCE_BYTES, granted // TOLERANCE_PARTS)
+    return max(STARTING_BYTES, granted + tolerance)
+
 
 def freed_bytes(*, on_cpu: bool) -> int:
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES

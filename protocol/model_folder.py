@@ -134,6 +134,12 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def tokenizer_bytes(folder: Path) -> int:
+    """Return the size of the tokenizer's files."""
+    files = [folder / name for name in TOKENIZER_FILES]
+    return sum(file.stat().st_size for file in files if _exists(file))
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()

@@ -30,6 +30,9 @@ MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Larger than a client's limit (`protocol.messages.MAX_FRAME_BYTES`), because a prompt of that size
 must fit into a command."""
 
+OVER_MEMORY_LIMIT = 71
+"""Exit status of a worker that ended itself because it held more memory than it may."""
+
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_defaults=True):
     pass

@@ -128,6 +128,14 @@ class Evict(Record, frozen=True):
     again."""
 
 
+class EndWorker(Record, frozen=True):
+    """End a worker that holds more memory than it may."""
+
+    model: str
+    used_bytes: int
+    limit_bytes: int
+
+
 class HoldRequests(Record, frozen=True):
     """Keep new requests for a model in the daemon, or release them."""
 
@@ -145,4 +153,4 @@ class RecordEvent(Record, frozen=True):
     requester: str | None = None
 
 
-Command = GrantDecision | Reclaim | StartLevel | Evict | HoldRequests | RecordEvent
+Command = GrantDecision | Reclaim | StartLevel | Evict | EndWorker | HoldRequests | RecordEvent

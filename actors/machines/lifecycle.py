@@ -17,8 +17,8 @@ from actors.machines.process_exit import describe, exit_cause, is_self_inflicted
 from actors.machines.restart import RestartBudget
 from actors.machines.watchdog import WatchdogTimeouts, WatchedPhase
 from protocol.errors import Draining as DrainingError
-from protocol.errors import ErrorInfo, ModelFailed, WorkerDied
-from protocol.worker import Phase
+from protocol.errors import ErrorInfo, InvalidModel, ModelFailed, WorkerDied
+from protocol.worker import OVER_MEMORY_LIMIT, Phase
 
 Commands = list[ev.Command]
 
@@ -237,6 +237,12 @@ def _exited(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: fl
             m.state = ev.Stopped()
             lost = DrainingError(f"{m.name} was being unloaded, and {died.message}").info()
             return [*_lose_requests(m, lost), ev.ReleaseMemory()]
+        case ev.Spawning() | ev.Loading() if e.returncode == OVER_MEMORY_LIMIT:
+            error = _too_large(
+                m, "its worker ended itself at its memory limit (see the log)"
+            ).info()
+            m.state = ev.Failed(error, refused=True)
+            return [ev.ReleaseMemory()]
         case _:
             # The next process may run out of memory again, so such a death counts.
             attributable = e.out_of_memory or is_self_inflicted(e.returncode)
@@ -292,6 +298,26 @@ def _fault(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: floa
         state = _terminating(m, state, WorkerDied(message, cause="broke_rules"), now)
     m.state = replace(state, escalation="killed", deadline=now + m.timeouts.terminated_s)
     return [ev.Kill()] if state.pid is not None else []
+
+
+def _memory_exceeded(m: Lifecycle, state: ev.Running, e: ev.MemoryExceeded, now: float) -> Commands:
+    used = f"it held {e.used_bytes / 2**20:.0f} MiB, above its limit of {e.limit_bytes / 2**20:.0f}"
+    if isinstance(state, ev.Spawning | ev.Loading):
+        error = _too_large(m, f"its worker was ended when {used} MiB")
+        stopping = ev.Stopping(state.pid, "killed", now, "failed", error.info())
+    else:
+        message = f"the worker of {m.name} was ended when {used} MiB"
+        stopping = _terminating(m, state, WorkerDied(message, cause="memory_limit"), now)
+    deadline = now + m.timeouts.terminated_s
+    m.state = replace(stopping, escalation="killed", deadline=deadline)
+    return [ev.Kill()] if state.pid is not None else []
+
+
+def _too_large(m: Lifecycle, how: str) -> InvalidModel:
+    return InvalidModel(
+        f"loading {m.name} takes more memory than its files need: {how}; check its config.json and"
+        " its tokenizer's files"
+    )
 
 
 def _check_silence(m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: float) -> Commands:
@@ -350,6 +376,7 @@ _NO_PROCESS: dict[type[ev.Event], Transition] = {
     ev.RequestAssigned: _return_request,
     ev.RequestBlamed: _ignore,
     ev.Fault: _ignore,
+    ev.MemoryExceeded: _ignore,
     ev.AlarmFired: _ignore,
 }
 _PROCESS: dict[type[ev.Event], Transition] = {
@@ -357,6 +384,7 @@ _PROCESS: dict[type[ev.Event], Transition] = {
     ev.RequestAssigned: _return_request,
     ev.RequestBlamed: _ignore,
     ev.Fault: _fault,
+    ev.MemoryExceeded: _memory_exceeded,
     ev.Exited: _exited,
     ev.AlarmFired: _check_silence,
 }
@@ -393,6 +421,7 @@ TRANSITIONS: dict[type[ev.State], dict[type[ev.Event], Transition]] = {
         ev.Halt: _halt_stopping,
         ev.Spawned: _kill_late,
         ev.SpawnFailed: _spawn_failed,
+        ev.MemoryExceeded: _ignore,
         # The process still reports, which changes nothing any more.
         ev.Started: _ignore,
         ev.SignOfLife: _ignore,

@@ -168,6 +168,13 @@ class Fault(Event, frozen=True):
     reason: str
 
 
+class MemoryExceeded(Event, frozen=True):
+    """The process holds more memory than it may, as measured by the daemon."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
 class AlarmFired(Event, frozen=True):
     """`Lifecycle.deadline` may have passed."""
 

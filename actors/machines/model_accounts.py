@@ -57,6 +57,8 @@ class ModelAccount(msgspec.Struct):
     Set if the model gave memory to others before its request was granted, or was loaded for
     requests that do not run yet."""
     measured_bytes: int = 0
+    over_limit: int = 0
+    """Measurements in a row that were above the limit of the worker's memory."""
     held: bool = False
     evicting: bool = False
     """The governor evicts the model, after it has finished its running requests."""
@@ -115,4 +117,4 @@ class ModelAccount(msgspec.Struct):
         self.idle_since = self.open = self.kept_since = None
         self.barren.clear()
         self.evicting = self.serving = False
-        self.level = self.measured_bytes = 0
+        self.level = self.measured_bytes = self.over_limit = 0

@@ -5,16 +5,22 @@ from __future__ import annotations
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, Signals
 
 from protocol.errors import ErrorInfo, InsufficientMemory
+from protocol.worker import OVER_MEMORY_LIMIT
 
 SELF_INFLICTED_SIGNALS = frozenset({SIGSEGV, SIGBUS, SIGABRT, SIGILL, SIGFPE, SIGTRAP, SIGSYS})
 """Signals that a process causes itself. Any other signal comes from a user or a service manager."""
 
-CAUSES = ("crashed", "killed", "out_of_memory", "hung", "not_started", "broke_rules", "no_memory")
+CAUSES = (
+    "crashed", "killed", "out_of_memory", "memory_limit", "hung", "not_started", "broke_rules",
+    "no_memory",
+)  # fmt: skip
 
 
 def exit_cause(returncode: int, *, out_of_memory: bool) -> str:
     if out_of_memory:
         return "out_of_memory"
+    if returncode == OVER_MEMORY_LIMIT:
+        return "memory_limit"
     return "crashed" if is_self_inflicted(returncode) else "killed"
 
 
@@ -36,6 +42,8 @@ def is_self_inflicted(returncode: int) -> bool:
 
 def describe(returncode: int) -> str:
     """Return how a process ended, as a phrase that follows its name."""
+    if returncode == OVER_MEMORY_LIMIT:
+        return "ended itself at its memory limit"
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:

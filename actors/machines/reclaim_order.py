@@ -72,6 +72,11 @@ class Shortfall(msgspec.Struct, frozen=True):
     """Bytes that the requester would hold."""
     since: float = 0.0
     resuming: bool = False
+    among: frozenset[str] | None = None
+    """The models that may give memory back; None: all."""
+
+    def concerns(self, model: str) -> bool:
+        return self.among is None or model in self.among
 
 
 class MemoryView(msgspec.Struct, frozen=True):
@@ -105,9 +110,12 @@ class MemoryView(msgspec.Struct, frozen=True):
         return (self.waiting_since[name], name) > (shortfall.since, shortfall.requester)
 
     def others(self, shortfall: Shortfall) -> list[ModelAccount]:
-        """Return the ready models other than the requester."""
-        accounts = self.accounts.items()
-        return [it for name, it in accounts if name != shortfall.requester and it.state == "ready"]
+        """Return the ready models that may give memory back, other than the requester."""
+        return [
+            account
+            for name, account in self.accounts.items()
+            if name != shortfall.requester and account.state == "ready" and shortfall.concerns(name)
+        ]
 
 
 def actions(method: Method, shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
@@ -123,7 +131,7 @@ def actions(method: Method, shortfall: Shortfall, view: MemoryView) -> list[Recl
             ]
             return _largest_first(found, view)
         case "precision":
-            return _step_downs(view)
+            return _step_downs(shortfall, view)
         case "preempt":
             return _preemptions(shortfall, view)
         case "expired":
@@ -161,14 +169,14 @@ def _priority(action: ReclaimAction, view: MemoryView) -> int:
     return view.accounts[action.model].policy.priority
 
 
-def _step_downs(view: MemoryView) -> list[ReclaimAction]:
+def _step_downs(shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
     """Return each model's next step down that frees memory.
 
     Only steps to the highest level among them: every model reaches it before any steps further.
     """
     found = []
-    for account in view.accounts.values():
-        if account.state != "ready" or account.is_idle:
+    for name, account in view.accounts.items():
+        if account.state != "ready" or account.is_idle or not shortfall.concerns(name):
             continue
         for level, nbytes in enumerate(account.reclaimable.levels, 1):
             if nbytes >= view.min_bytes:

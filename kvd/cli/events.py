@@ -19,6 +19,7 @@ _STYLES = {
     "reclaim_preempt": "yellow",
     "load_refused": "red",
     "excess": "red",
+    "over_limit": "red",
     "violation": "bold red",
 }
 """Styles of the kinds that have a cost for some model; the others are bold."""

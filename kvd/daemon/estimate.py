@@ -102,6 +102,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         parts = memory_bounds.parts_bytes(config, machine.max_rows, _context(text))
     overhead = (
         machine.interpreter
+        + memory_bounds.TOKENIZER_HELD * model_folder.tokenizer_bytes(folder)
         + memory_bounds.freed_bytes(on_cpu=machine.on_cpu)
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)

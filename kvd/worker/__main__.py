@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvd.worker.process.link import Orphaned
 from kvd.worker.process.loop import Loop
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.process.orphan import die_with_parent
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def main() -> NoReturn:
     sock = socket.socket(fileno=arguments.fd)
     sock.set_inheritable(False)
     die_with_parent(sock)
+    limit.enabled = True
     status = 0
     try:
         Loop(sock, _engine(arguments.engine)).run()

@@ -11,6 +11,7 @@ from actors.machines.governor import Governor
 from actors.machines.governor_events import (
     AlarmFired,
     BudgetChanged,
+    EndWorker,
     Evict,
     HoldRequests,
     LoadRequested,
@@ -24,6 +25,7 @@ from actors.machines.governor_events import (
     StartLevel,
 )
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
+from protocol.memory_bounds import STARTING_BYTES, limit_bytes
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 
@@ -437,6 +439,79 @@ def test_excess_over_a_grant_is_not_available_to_others():
     assert of_type(sim.apply(MemoryMeasured({"a": 4000})), GrantDecision)[0].granted
 
 
+def test_only_the_worker_with_the_excess_gives_memory_back_for_it():
+    sim = Simulation(a=5000, b=4000, idle=500)
+    sim.reclaimable("a", spare=100, levels=(300,), preempt=500, **BUSY)
+    sim.reclaimable("b", spare=900, levels=(900,), preempt=900, **BUSY)
+    sim.reclaimable("idle", base=500)
+    sim.wait(5)
+    sim.commands_seen.clear()
+    sim.apply(MemoryMeasured({"a": 7000}))
+    for _ in range(3):
+        sim.give_back(of_type(sim.commands_seen, Reclaim)[-1], 50, exhausted=True)
+        sim.wait(2)
+
+    assert {(it.model, it.method) for it in of_type(sim.commands_seen, Reclaim)} == {
+        ("a", "spare"),
+        ("a", "precision"),
+        ("a", "preempt"),
+    }
+    assert not of_type(sim.commands_seen, Evict)
+
+
+def test_a_worker_above_its_limit_is_ended_after_two_measurements():
+    sim = Simulation(a=5000, idle=4000)
+    sim.reclaimable("a", rows=1, levels=(300,), preempt=500, base=2000)
+    limit = limit_bytes(5000)
+    sim.apply(MemoryMeasured({"a": limit + 1}))
+    sim.apply(MemoryMeasured({"a": limit}))
+    assert not of_type(sim.apply(MemoryMeasured({"a": limit + 1})), EndWorker)
+    assert sim.apply(MemoryMeasured({"a": limit + 2}), 1) == [EndWorker("a", limit + 2, limit)]
+    assert sim.recorded("over_limit").numbers["limit_bytes"] == limit
+    assert of_type(sim.apply(MemoryMeasured({"a": limit + 2}), 1), EndWorker) == []
+    assert of_type(sim.apply(MemoryMeasured({"a": limit + 2}), 1), EndWorker)  # it still lives
+    sim.apply(WorkerExited("a"))
+    assert of_type(sim.request("idle", 9000), GrantDecision)[0].granted
+
+
+def test_a_loading_worker_without_a_grant_is_measured_too():
+    sim = Simulation(a=5000)
+    sim.apply(LoadRequested("b"))
+    assert not sim.apply(MemoryMeasured({"b": STARTING_BYTES}))
+    assert sim.governor.ledger.excess_bytes == 0
+    sim.apply(MemoryMeasured({"b": STARTING_BYTES + 5}))
+    assert sim.governor.ledger.excess_bytes == 5
+    (ended,) = sim.apply(MemoryMeasured({"b": STARTING_BYTES + 5}))
+    assert ended == EndWorker("b", STARTING_BYTES + 5, STARTING_BYTES)
+
+
+def test_no_other_model_pays_for_a_worker_above_its_limit():
+    sim = Simulation(idle=3000, busy=4000)
+    sim.reclaimable("busy", spare=100, prefixes=900, levels=(900,), preempt=900, **BUSY)
+    sim.wait(5)
+    sim.commands_seen.clear()
+    sim.apply(LoadRequested("hostile", patient=False))
+    for pressure in ("normal", "critical"):
+        sim.apply(MemoryMeasured({"hostile": 8 << 30, "busy": 3000, "idle": 3000}, pressure))
+        sim.request("busy", 5000)
+        sim.wait(20)
+
+    assert not of_type(sim.commands_seen, Evict) + of_type(sim.commands_seen, Reclaim)
+    assert not sim.governor.gauge.tight
+    waiting = sim.governor.ledger.waiting
+    assert waiting["busy"].total_bytes == 5000
+    assert of_type(sim.apply(WorkerExited("hostile")), GrantDecision)[0].granted
+
+
+def test_a_load_is_not_refused_because_of_a_worker_above_its_limit():
+    sim = Simulation(a=4000)
+    sim.apply(LoadRequested("hostile"))
+    sim.apply(MemoryMeasured({"hostile": 8 << 30}))
+    sim.apply(LoadRequested("b", patient=False))
+    assert not sim.request("b", 5000)
+    assert of_type(sim.apply(WorkerExited("hostile")), GrantDecision)[0].granted
+
+
 def test_a_lowered_budget_is_enforced_and_no_model_grows_meanwhile():
     sim = Simulation(a=5000, b=4000)
     sim.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
@@ -483,7 +558,7 @@ events = (
     | st.builds(ReclaimFinished, names, st.integers(0, 9), st.integers(0, 900), st.booleans())
     | st.builds(
         MemoryMeasured,
-        st.dictionaries(names, st.integers(0, 9000)),
+        st.dictionaries(names, st.integers(0, 9000) | st.integers(0, 1 << 40)),
         st.sampled_from(["normal", "warning", "critical"]),
     )
     | st.builds(BudgetChanged, st.integers(1, 12_000))

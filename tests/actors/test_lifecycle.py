@@ -15,6 +15,7 @@ from actors.machines import lifecycle_events as ev
 from actors.machines.machine import InvalidTransition
 from actors.machines.process_exit import describe
 from protocol.errors import ErrorInfo
+from protocol.worker import OVER_MEMORY_LIMIT
 
 NOW = 1000.0
 WHY = ErrorInfo("worker_died", "why")
@@ -53,6 +54,7 @@ EVENTS: dict[str, ev.Event] = {
     "exit": ev.Exited(1),
     "kill": ev.Exited(-9),
     "fault": ev.Fault("nonsense"),
+    "too large": ev.MemoryExceeded(900 << 20, 400 << 20),
     "tick": ev.AlarmFired(),
 }
 NOT = None  # an invalid transition
@@ -66,6 +68,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Stopped ReturnRequest",
         "blamed": "Stopped",
         "fault": "Stopped",
+        "too large": "Stopped",
         "tick": "Stopped",
     },
     "Spawning": {
@@ -79,6 +82,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff ReleaseMemory",
         "blamed": "Spawning",
         "fault": "Stopping",
+        "too large": "Stopping",
         "tick": "Spawning",
     },
     "Spawning+pid": {
@@ -93,6 +97,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff ReleaseMemory",
         "blamed": "Spawning",
         "fault": "Stopping Kill",
+        "too large": "Stopping Kill",
         "tick": "Spawning",
     },
     "Loading": {
@@ -107,6 +112,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff ReleaseMemory",
         "blamed": "Loading",
         "fault": "Stopping Kill",
+        "too large": "Stopping Kill",
         "tick": "Loading",
     },
     "Ready": {
@@ -122,6 +128,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff ReleaseMemory",
         "blamed": "Ready",
         "fault": "Stopping Kill",
+        "too large": "Stopping Kill",
         "tick": "Ready",
     },
     "Ready+rows": {
@@ -137,6 +144,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff LoseRequests ReleaseMemory",
         "blamed": "Ready",
         "fault": "Stopping Kill",
+        "too large": "Stopping Kill",
         "tick": "Ready",
     },
     "Draining": {
@@ -151,6 +159,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Stopped LoseRequests ReleaseMemory",
         "blamed": "Draining",
         "fault": "Stopping Kill",
+        "too large": "Stopping Kill",
         "tick": "Draining",
     },
     "Stopping": {
@@ -170,6 +179,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Stopped ReleaseMemory",
         "blamed": "Stopping",
         "fault": "Stopping Kill",
+        "too large": "Stopping",
         "tick": "Stopping",
     },
     "Backoff": {
@@ -179,6 +189,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Backoff ReturnRequest",
         "blamed": "Backoff",
         "fault": "Backoff",
+        "too large": "Backoff",
         "tick": "Backoff",
     },
     "Failed": {
@@ -188,6 +199,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Failed ReturnRequest",
         "blamed": "Failed",
         "fault": "Failed",
+        "too large": "Failed",
         "tick": "Failed",
     },
 }
@@ -300,6 +312,44 @@ def test_a_death_during_an_unload_ends_requests_with_draining(m):
     assert "SIGKILL" in lost.error.message
     assert ev.ReleaseMemory() == release
     assert ev.Stopped() == m.state
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (ev.MemoryExceeded(900 << 20, 400 << 20), ev.Exited(-9)),
+        (ev.Exited(OVER_MEMORY_LIMIT),),
+    ],
+    ids=["ended by the daemon", "ended itself"],
+)
+def test_a_load_that_takes_too_much_memory_fails_once(m, events):
+    feed(m, ev.Start(), ev.Spawned(7), ev.Started(), ev.SignOfLife())
+    commands = feed(m, *events)
+
+    assert [it for it in commands if not isinstance(it, ev.Kill)] == [ev.ReleaseMemory()]
+    assert isinstance(m.state, ev.Failed)
+    assert m.state.refused
+    assert m.state.error.code == "invalid_model"
+    assert "takes more memory than its files need" in m.state.error.message
+
+
+@pytest.mark.parametrize(
+    ("events", "how"),
+    [
+        ((ev.MemoryExceeded(900 << 20, 400 << 20), ev.Exited(-9)), "held 900 MiB, above its limit"),
+        ((ev.Exited(OVER_MEMORY_LIMIT),), "ended itself at its memory limit"),
+    ],
+    ids=["ended by the daemon", "ended itself"],
+)
+def test_requests_in_a_process_that_takes_too_much_memory_are_suspects(m, events, how):
+    ready(m)
+    feed(m, ev.RequestAssigned("a"))
+    lost = next(it for it in feed(m, *events) if isinstance(it, ev.LoseRequests))
+
+    assert (lost.rids, lost.attributable, lost.again) == (["a"], True, True)
+    assert how in lost.error.message
+    assert lost.error.detail["cause"] == "memory_limit"
+    assert isinstance(m.state, ev.Backoff)
 
 
 def test_deadlines_of_the_phases(m):

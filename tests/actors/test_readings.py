@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from actors.readings import CALM_S, FRESH_S, INTERVAL_S, MAX_SHARE, used_bytes
+from protocol.errors import InvalidModel
+from protocol.messages import Done
 from protocol.types import MemoryUse, WorkerStats
-from protocol.worker import Stats
+from protocol.worker import Reclaim, Stats
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
@@ -94,3 +96,38 @@ async def test_unchanged_values_are_not_reported_again():
         assert sum("Measured(" in line for line in story) <= 3, (
             "at most one each before, during and after the load"
         )
+
+
+@simulated
+async def test_a_load_that_takes_memory_without_end_fails_and_no_other_model_pays():
+    script = [Script(load_s=300.0, deaf=True)]
+    async with world({"hostile": script}, budget=4 * 1024 * MIB) as it:
+        first = it.spawn.last("demo")
+        loading = asyncio.create_task(it.system.load("hostile"))
+        await until(lambda: it.spawn.processes["hostile"])
+        hostile = it.spawn.last("hostile")
+        it.system._memory.sizes[hostile.pid] = 8 * 1024 * MIB
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(InvalidModel, match="above its limit of 384 MiB"):
+            await loading
+        assert asyncio.get_running_loop().time() - started < 5.0
+        assert it.spawn.attempts["hostile"] == 1
+        assert it.model("hostile") is None
+        assert it.spawn.last("demo") is first
+        assert not any(isinstance(command, Reclaim) for command in first.commands)
+
+
+@simulated
+async def test_a_worker_above_its_limit_is_replaced_and_its_requests_continue():
+    async with world(budget=4 * 1024 * MIB) as it:
+        client = it.client()
+        key = client.generate(max_tokens=2000)
+        await until(lambda: client.tokens(key))
+        first = it.spawn.last("demo")
+        it.system._memory.sizes[first.pid] = 900 * MIB
+        send_memory(it, "demo", footprint=900 * MIB)
+        await until(lambda: it.spawn.last("demo") is not first, 60.0)
+        ended = await client.end(key)
+        assert isinstance(ended, Done)
+        assert client.count(key) == 2000
+        assert first.signals == ["kill"]

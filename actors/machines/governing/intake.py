@@ -9,10 +9,14 @@ import msgspec
 from actors.machines import governor_events as ev
 from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.ledger import MemoryRequest, WorkerExited
+from protocol.memory_bounds import STARTING_BYTES, limit_bytes
 
 if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
     from actors.machines.model_accounts import ModelAccount
+
+MAX_OVER_LIMIT = 2
+"""Measurements in a row above its limit after which a worker is ended."""
 
 
 def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
@@ -28,6 +32,7 @@ def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
             m.ledger.exempt.discard(model)
             commands: list[ev.Command] = [*m.ledger.handle(WorkerExited(model), now)]
             m.accounts.pop(model, None)
+            _update_excess(m)
             return commands
         case ev.MemoryMeasured():
             return _measured(m, event)
@@ -121,19 +126,47 @@ def _reclaim_finished(
 
 
 def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
-    m.gauge.pressure = event.pressure
+    commands: list[ev.Command] = []
     for name, account in m.accounts.items():
         account.measured_bytes = event.used.get(name, account.measured_bytes)
+        if name in event.used:
+            commands += _end_above_limit(m, account)
     before = m.ledger.excess_bytes
     _update_excess(m)
+    # A worker above its limit is ended, and with it the pressure: other models pay nothing for it.
+    m.gauge.pressure = "normal" if m.offending_bytes else event.pressure
     excess = m.ledger.excess_bytes
     if excess > before + m.ledger.budget_bytes // MIN_RECLAIM_PARTS:
-        return [m.record("excess", "", "workers use more than granted", {"excess_bytes": excess})]
-    return [*m.ledger.grant_waiting()] if excess < before else []
+        numbers = {"excess_bytes": excess}
+        return [*commands, m.record("excess", "", "workers use more than granted", numbers)]
+    return [*commands, *(m.ledger.grant_waiting() if excess < before else [])]
+
+
+def _end_above_limit(m: GovernorState, account: ModelAccount) -> list[ev.Command]:
+    """End a worker after `MAX_OVER_LIMIT` measurements above its limit.
+
+    Workers end themselves. This is for one that cannot.
+    """
+    used, limit = account.measured_bytes, limit_bytes(m.ledger.grants.get(account.name, 0))
+    account.over_limit = account.over_limit + 1 if used > limit else 0
+    if not account.over_limit or account.over_limit % MAX_OVER_LIMIT:
+        return []
+    reason = "its worker holds more memory than it may"
+    numbers = {"used_bytes": used, "limit_bytes": limit}
+    return [
+        m.record("over_limit", account.name, reason, numbers),
+        ev.EndWorker(account.name, used, limit),
+    ]
 
 
 def _update_excess(m: GovernorState) -> None:
-    """Record the bytes that workers use beyond their grants, so that no other model gets them."""
-    grants = m.ledger.grants
-    over = [it.measured_bytes - grants[name] for name, it in m.accounts.items() if name in grants]
-    m.ledger.excess_bytes = sum(max(0, it) for it in over)
+    """Record the bytes that workers use beyond their grants, so that no other model gets them.
+
+    A loading worker without a grant counts from `STARTING_BYTES` on.
+    """
+    m.excess.clear()
+    for name, account in m.accounts.items():
+        over = account.measured_bytes - m.ledger.grants.get(name, STARTING_BYTES)
+        if over > 0:
+            m.excess[name] = over
+    m.ledger.excess_bytes = sum(m.excess.values())

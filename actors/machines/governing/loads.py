@@ -29,7 +29,7 @@ def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Comman
     # Looks GRACE_S ahead, because a model that just became idle can be evicted then.
     view, shortfall = m.view(now + GRACE_S), shortfalls.of_request(m, request, now)
     pending = m.pending_bytes()
-    reach = max(0, ledger.available_bytes) + pending + within_reach(shortfall, view)
+    reach = max(0, m.available_bytes) + pending + within_reach(shortfall, view)
     fits = request.total_bytes <= m.limit_of(model)
     if fits and (m.accounts[model].patient or growth <= reach):
         return []

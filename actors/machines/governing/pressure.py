@@ -49,9 +49,10 @@ def _sample(m: GovernorState, now: float) -> MemorySample:
         now - (request.since or 0.0) >= m.times.settle_s
         and m.accounts[request.model].state == "ready"
         and m.is_needed(request)
+        and ledger.growth(request) > m.available_bytes
         for request in ledger.queue
     )
-    waits = waits or ledger.available_bytes < -(ledger.budget_bytes // MIN_RECLAIM_PARTS)
+    waits = waits or m.available_bytes < -(ledger.budget_bytes // MIN_RECLAIM_PARTS)
     room = max(0, ledger.budget_bytes - base)
     return MemorySample(room, rows, m.measured, ledger.budget_bytes, waits)
 

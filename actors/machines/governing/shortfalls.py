@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from actors.machines.ledger import MemoryRequest
 
 SMALL_EXCESS, LARGE_EXCESS = 0.01, 0.03
-"""Excess as parts of the budget. Up to the first only free methods are used, above the second rows
-are preempted."""
+"""Excess as parts of the budget. Only the workers that have it give memory back for it. Up to the
+first part, free methods are used, above the second preemption too."""
 
 
 def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
@@ -46,7 +46,7 @@ def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfal
     account, since = m.accounts[request.model], request.since or 0.0
     purpose = "the load of" if account.state == "loading" else "requests of"
     return Shortfall(
-        m.ledger.growth(request) - m.ledger.available_bytes,
+        m.ledger.growth(request) - m.available_bytes,
         f"{purpose} {request.model}",
         RECLAIM_ORDER,
         request.model,
@@ -60,16 +60,17 @@ def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfal
 
 def _over_budget(m: GovernorState) -> Iterator[Shortfall]:
     ledger = m.ledger
-    over = -ledger.available_bytes
-    if over <= 0:
-        return
-    if ledger.granted_bytes > ledger.budget_bytes:
-        yield Shortfall(over, "the budget was lowered")
-        return
-    share = over / max(1, ledger.budget_bytes)
-    methods = FREE if share <= SMALL_EXCESS else WITHOUT_PREEMPTION
-    methods = RECLAIM_ORDER if share > LARGE_EXCESS else methods
-    yield Shortfall(over, "workers use more than they were granted", methods)
+    lowered = max(0, ledger.granted_bytes - ledger.budget_bytes)
+    if lowered:
+        yield Shortfall(lowered, "the budget was lowered")
+    over = -m.available_bytes - lowered
+    if over > 0:
+        share = over / max(1, ledger.budget_bytes)
+        methods = FREE if share <= SMALL_EXCESS else WITHOUT_PREEMPTION
+        methods = RECLAIM_ORDER if share > LARGE_EXCESS else methods
+        # No other model pays for the excess of a worker.
+        among = frozenset(m.excess)
+        yield Shortfall(over, "its worker uses more than granted", methods, among=among)
 
 
 def _methods(

@@ -43,6 +43,8 @@ class GovernorState(msgspec.Struct):
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
+    excess: dict[str, int] = msgspec.field(default_factory=dict)
+    """By model, the bytes that its worker uses beyond its grant."""
     seq: int = 0
     held_for: str | None = None
     """The model of the first request at the last event. Models are held for it."""
@@ -75,8 +77,26 @@ class GovernorState(msgspec.Struct):
 
     @property
     def measured(self) -> int:
-        """Bytes that all workers really use."""
-        return sum(it.measured_bytes for it in self.accounts.values())
+        """Bytes that workers with a grant use, without `offending_bytes`."""
+        granted = sum(self.accounts[name].measured_bytes for name in self.ledger.grants)
+        over = sum(n for name, n in self._offenders().items() if name in self.ledger.grants)
+        return granted - over
+
+    @property
+    def available_bytes(self) -> int:
+        """What is left of the budget as soon as workers above their limit are ended.
+
+        Other models give nothing back for such a worker.
+        """
+        return self.ledger.available_bytes + self.offending_bytes
+
+    @property
+    def offending_bytes(self) -> int:
+        """Excess of workers above their limit; they are ended within two measurements."""
+        return sum(self._offenders().values())
+
+    def _offenders(self) -> dict[str, int]:
+        return {name: n for name, n in self.excess.items() if self.accounts[name].over_limit}
 
     def base(self, account: ModelAccount) -> int:
         """Return the part of a model's grant that its rows cannot give back."""

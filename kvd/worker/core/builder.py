@@ -13,12 +13,13 @@ from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.describe import costs_of
-from kvd.worker.text.text import Text
+from kvd.worker.text.text import TEMPLATE_BYTES, Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import LoadModel
@@ -45,6 +46,8 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     shortage.install_retries()
     native = activation.activate(progress)
     mx.set_cache_limit(loading.freed_bytes())
+    if not loading.has_separate_memory():  # else the grant is for the device's memory
+        limit.start()
     path = model_files.resolve(command.source, progress)
     headers = model_files.inspect(path)
     progress("waiting for memory", 0.05)
@@ -63,7 +66,10 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     served.runner.compile()
     served.runner.group()
     text = Text(
-        loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
+        loaded.tokenizer,
+        vocab_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        limit_template=lambda: limit.narrow(TEMPLATE_BYTES),
     )
     native_state = native.status or ("on" if loaded.own_products else None)
     return Model(loaded, served, verdict, native_state, weights_bytes, text)

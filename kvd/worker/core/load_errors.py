@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvd.worker.process import shortage
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.text.failures import is_failure, one_line
 from protocol.errors import InsufficientMemory, InvalidModel, KvdError
 
@@ -20,7 +21,14 @@ def typed(error: BaseException, source: str) -> KvdError | None:
     """
     if isinstance(error, KvdError):
         return None
-    if (short := shortage.shortage_of(error)) is not None:
+    short = shortage.shortage_of(error)
+    if short is not None and limit.is_started:
+        return InvalidModel(
+            f"loading {source} takes more memory than its files need: an allocation was refused at"
+            f" the worker's limit of {limit.nbytes >> 20} MiB; check config.json and the tokenizer",
+            source=source,
+        )
+    if short is not None:
         return InsufficientMemory(
             f"the device ran out of memory while the model was loaded ({short.reason}):"
             " stop other programs that use the device, or lower the budget to its free memory"

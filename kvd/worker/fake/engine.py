@@ -23,6 +23,7 @@ from kvd.worker.fake.row import FakeChoice, FakeRow, prompt_of
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens
 from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.scheduling.admission import Admission, AdmissionResult, Held
 from kvd.worker.scheduling.budget import PageBudget, load_refusal
 from kvd.worker.scheduling.scheduler import Scheduler
@@ -57,6 +58,9 @@ class FakeEngine:
         context = min(model.context, command.max_context or model.context)
         self._model = model = msgspec.structs.replace(model, context=context)
         total = model.weights + model.pages * model.page_bytes
+        limit.start()
+        if model.load_grow:
+            model.grow(self.sleep)
         grant = ask_grant(total, "weights and first pages")
         if not grant.granted:
             raise load_refusal(total, "weights and first pages", grant)
@@ -242,6 +246,8 @@ class FakeEngine:
         model = self._model
         if _contains(row, model.crash_on):
             model.crash()
+        if _contains(row, model.grow_on):
+            model.grow(self.sleep)
         if _contains(row, model.hang_on):
             model.hang(self.sleep)
         if _contains(row, model.nan_on) or row.choices[0].tokens + 1 == model.nan_after:

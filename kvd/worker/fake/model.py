@@ -35,6 +35,10 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Wire code of the error that the load fails with."""
     load_crash: bool = False
     load_hang: bool = False
+    load_grow: bool = False
+    """The process takes memory without end before it asks for any."""
+    grow_on: str = ""
+    """It does so at the first token of a prompt that contains this text."""
     crash_after: int = 0
     """Step in which the process ends. 0: never."""
     crash_on: str = ""
@@ -59,6 +63,13 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def crash(self) -> NoReturn:
         os._exit(CRASH_STATUS)
+
+    def grow(self, sleep: Callable[[float], None]) -> NoReturn:
+        """Take some 500 MB per second."""
+        held = []
+        while True:
+            held.append(bytes([1]) * (1024 * 1024))
+            sleep(0.002)
 
     def hang(self, sleep: Callable[[float], None]) -> NoReturn:
         if self.deaf:

@@ -22,6 +22,7 @@ import msgspec
 from kvd.worker.engine import Engine
 from kvd.worker.process import memory
 from kvd.worker.process.link import Link
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.process.phases import Phases
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol import worker as wire
@@ -132,6 +133,7 @@ class Loop:
             for at, command in enumerate(self._link.commands):
                 if isinstance(command, wire.Grant) and command.seq == seq:
                     del self._link.commands[at]
+                    limit.allow(command.total_bytes)
                     return command
             self._link.wait(None)
 
@@ -215,6 +217,7 @@ class Loop:
             case wire.CancelRow():
                 self._engine.cancel(command.rid)
             case wire.Grant():
+                limit.allow(command.total_bytes)
                 self._engine.granted(command)
             case wire.Reclaim():
                 self._engine.reclaim(command)

@@ -23,6 +23,8 @@ loop produces no tokens meanwhile.
 """
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Reading:
@@ -51,8 +53,7 @@ def _read_linux() -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     # Fall back to resident pages: old kernels lack smaps_rollup, and sandboxes may hide it.
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident * os.sysconf("SC_PAGE_SIZE")
+    return _statm()[1]
 
 
 class _RUsageInfoV4(ctypes.Structure):
@@ -81,6 +82,24 @@ _reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, ti
 footprint = _reading.newest
 """Returns this process's footprint in bytes. It may be old, to keep readings cheap."""
 footprint_now = _reading.read_now
+
+
+def private() -> int:
+    """Return the bytes that only this process holds, less than the footprint; takes 20 us."""
+    if sys.platform == "darwin":
+        return _read_macos()
+    _, resident, shared, *_ = _statm()
+    return resident - shared
+
+
+def reserved() -> int:
+    """Return the private writable memory of this process, touched or not, on Linux; else 0."""
+    return 0 if sys.platform == "darwin" else _statm()[5]
+
+
+def _statm() -> list[int]:
+    """Return the fields of ``/proc/self/statm``, in bytes."""
+    return [int(field) * _PAGE_BYTES for field in _STATM.read_text().split()]
 
 
 def trim_malloc() -> None:

@@ -24,7 +24,7 @@ from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner, on_cpu
-from protocol import memory_bounds
+from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
 from protocol.types import FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
@@ -120,6 +120,11 @@ def freed_bytes() -> int:
     return memory_bounds.freed_bytes(on_cpu=on_cpu())
 
 
+def has_separate_memory() -> bool:
+    """Return whether the device has memory of its own, for which the budget is."""
+    return not on_cpu() and not mx.metal.is_available()
+
+
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
     """Return an upper estimate of the process's bytes while it loads the model.
 
@@ -130,7 +135,11 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
     native = packed and not kernel_choice.plain_only()
     scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
-    return memory.footprint() + weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES
+    # The tokenizer is loaded before the weights are read.
+    tokenizer = model_folder.tokenizer_bytes(headers.path)
+    held = weights + scratch + memory_bounds.TOKENIZER_HELD * tokenizer
+    peak = max(held, memory_bounds.TOKENIZER_PEAK * tokenizer)
+    return memory.footprint() + peak + freed_bytes() + memory_bounds.LOOSE_BYTES
 
 
 def give_back() -> None:
@@ -146,7 +155,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     """
     give_back()
     held = memory.footprint_now()
-    if not on_cpu() and not mx.metal.is_available():  # a device with separate memory
+    if has_separate_memory():
         held += mx.get_active_memory()
     tokens = command.prefill_chunk + command.max_rows
     step = memory_bounds.step_bytes(loaded.config, tokens, on_cpu=on_cpu())

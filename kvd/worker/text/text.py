@@ -7,7 +7,8 @@ completion continues a raw prompt, so that both can be joined; after messages it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from protocol.worker import Submit, Tokenize, Tokenized
 _PROBE_CHARS = 4
 """Characters per token of the context length. Tokens of longer texts are counted first, in pieces,
 because tokenizing takes up to 240 bytes per character (measured)."""
+TEMPLATE_BYTES = 128 * 1024 * 1024
+"""Bytes that rendering the messages of a request may take."""
 _PIECE_CHARS = 1 << 16
 _PIECE_SLACK = 64
 """Tokens that a piece may have in addition because its ends are cut."""
@@ -75,8 +78,19 @@ class TextStream:
 class Text:
     """The tokenizer and chat template of a model."""
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, context_length: int) -> None:
-        """``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        context_length: int,
+        limit_template: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+
+        ``limit_template``: limits the memory of a block to `TEMPLATE_BYTES`.
+        """
+        self._limit_template = limit_template
         self._wrapper = tokenizer
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
         self.vocab_size = vocab_size
@@ -156,9 +170,16 @@ class Text:
                 field="messages",
             )
         try:
-            text = self._wrapper.apply_chat_template(
-                msgspec.to_builtins(messages), add_generation_prompt=True, tokenize=False
-            )
+            with self._limit_template():
+                text = self._wrapper.apply_chat_template(
+                    msgspec.to_builtins(messages), add_generation_prompt=True, tokenize=False
+                )
+        except MemoryError as error:
+            raise InvalidRequest(
+                f"the model's chat template takes more than {TEMPLATE_BYTES >> 20} MiB for these"
+                " messages; send fewer, or use a model with another template",
+                field="messages",
+            ) from error
         except Exception as error:  # templates raise any error, mostly about roles
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"

@@ -125,9 +125,9 @@ class Peer:
 class Process(Peer):
     """A worker process."""
 
-    def __init__(self, **options):
+    def __init__(self, engine="fake", **options):
         daemon, worker = socket.socketpair()
-        command = [sys.executable, "-m", "kvd.worker", str(worker.fileno()), "--engine", "fake"]
+        command = [sys.executable, "-m", "kvd.worker", str(worker.fileno()), "--engine", engine]
         self.process = subprocess.Popen(
             command, pass_fds=[worker.fileno()], stderr=subprocess.PIPE, text=True
         )
