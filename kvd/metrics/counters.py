@@ -34,9 +34,9 @@ FAILURES = (
 """Error codes of requests. Their series start at 0, because ``increase()`` misses a first value."""
 PAUSE_REASONS = ("memory", "restart")
 ACTIONS = (
-    "evict", "first", "hold", "let_go", "load_refused", "quarantine", "reclaim_precision",
-    "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed", "replay", "requeue",
-    "start_level",
+    "evict", "first", "hold", "let_go", "load_refused", "over_limit", "quarantine",
+    "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed",
+    "replay", "requeue", "start_level",
 )  # fmt: skip
 GLOBAL_ACTIONS = ("budget", "calm", "excess", "tight", "violation")
 """Governor actions that do not concern a single model."""
