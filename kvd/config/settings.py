@@ -143,8 +143,8 @@ def _shown(key: str, value: Any) -> Any:
 def _read(file: Path) -> tuple[set[str], Config | None]:
     """Return the keys and values of a file; nothing if it is invalid (see `kvctl doctor`)."""
     try:
-        keys = keys_in(file.read_text(encoding="utf-8")) if file.exists() else set()
-        return keys, config.load(file)
+        upcoming = config.load(file)  # first, since `keys_in` needs valid types
+        return keys_in(file.read_text(encoding="utf-8")) if file.exists() else set(), upcoming
     except (ConfigError, OSError, ValueError):
         return set(), None
 

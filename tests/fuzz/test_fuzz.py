@@ -1,0 +1,37 @@
+"""Each target on its whole corpus, and on some new inputs. `python -m tests.fuzz` runs longer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fuzz.campaign import Failure, run
+from tests.fuzz.targets import TARGETS
+
+pytestmark = [pytest.mark.slow, pytest.mark.mlx, pytest.mark.process]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_only_typed_errors_whatever_the_input(name):
+    target, number = TARGETS[name](), random.randrange(2**32)
+    with target.checking() as check:
+        for file in target.corpus():
+            check(file.read_bytes())
+        try:
+            run(target, check, target.examples, number)
+        except Failure as failure:
+            pytest.fail(f"seed {number}, input {failure.data!r}: {failure.cause!r}")
+
+
+def test_a_failure_is_found_and_made_small():
+    target = TARGETS["config"]()
+
+    def check(data: bytes) -> None:
+        if data.count(b"\n") > 3:
+            raise ValueError("too many lines")
+
+    with pytest.raises(Failure) as caught:
+        run(target, check, 200, 1)
+    assert caught.value.data.count(b"\n") > 3
+    assert len(caught.value.data) < 500
