@@ -24,6 +24,7 @@ from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
 from protocol.forecast import Forecast
 from protocol.messages import Event, Request
 from protocol.session import ServerSession
+from protocol.settings import Changed
 from protocol.types import DaemonStatus
 
 R = TypeVar("R")
@@ -74,13 +75,18 @@ class ClientServices:
         changes = await self.configuration.change(request.settings) if request.settings else []
         if request.budget_bytes is not None:
             await self.configuration.budget_changed(request.budget_bytes)
-        budget, granted = await self.governor.ask(mail.BudgetRequest(request.budget_bytes))
+        reply = await self._configured(request, changes, request.budget_bytes)
+        return replace(reply, settings=self.configuration.table) if request.table else reply
+
+    async def reload(self, request: messages.Reload) -> messages.Configured:
+        return await self._configured(request, await self.configuration.reload())
+
+    async def _configured(
+        self, request: Request, changes: list[Changed], new_budget: int | None = None
+    ) -> messages.Configured:
+        budget, granted = await self.governor.ask(mail.BudgetRequest(new_budget))
         return messages.Configured(
-            id=request.id,
-            budget_bytes=budget,
-            granted_bytes=granted,
-            settings=self.configuration.table if request.table else [],
-            changes=changes,
+            id=request.id, budget_bytes=budget, granted_bytes=granted, changes=changes
         )
 
 
@@ -195,6 +201,8 @@ class Client(Actor[mail.ClientMail]):
                 self._answer(key, tokenized, lambda report: _tokenized(key, report))
             case messages.Configure():
                 self._answer(key, services.configure(request), lambda reply: reply)
+            case messages.Reload():
+                self._answer(key, services.reload(request), lambda reply: reply)
             case messages.Pin(model=name) | messages.Unpin(model=name):
                 pinned = isinstance(request, messages.Pin)
                 self._answer(

@@ -83,6 +83,12 @@ class Configuration(Protocol):
         Raises the KvdError of an invalid value.
         """
 
+    async def reload(self) -> list[Changed]:
+        """Read the file again and apply it.
+
+        Raises the KvdError of an invalid file, which changes nothing.
+        """
+
     async def budget_changed(self, total_bytes: int) -> None:
         """Wait until earlier changes are applied; then record a budget that a client sets.
 

@@ -168,6 +168,10 @@ class Configure(_Request, tag="config", frozen=True, kw_only=True):
     """Whether the reply lists every setting."""
 
 
+class Reload(_Request, tag="reload", frozen=True, kw_only=True):
+    """Read `config.toml` again and apply it; an invalid file is refused and changes nothing."""
+
+
 class Events(_Request, tag="events", frozen=True, kw_only=True):
     """Return what the governor and other parts did, and why: the newest 4096 records."""
 
@@ -227,6 +231,7 @@ Request = (
     | Pin
     | Unpin
     | Configure
+    | Reload
     | Events
     | Explain
     | Tokenize
@@ -368,7 +373,7 @@ class Pinned(_Event, tag="pinned", frozen=True, kw_only=True):
 
 
 class Configured(_Event, tag="config", frozen=True, kw_only=True):
-    """Answers ``config``."""
+    """Answers ``config`` and ``reload``."""
 
     budget_bytes: int
     granted_bytes: int
@@ -376,7 +381,7 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
     settings: list[Setting] = []
     """Every setting, if requested."""
     changes: list[Changed] = []
-    """Changes that ``settings`` caused."""
+    """Changes that ``settings`` or the file caused."""
 
 
 class EventRecord(_Event, tag="record", frozen=True, kw_only=True):

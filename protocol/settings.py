@@ -34,10 +34,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Changed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A change of one setting."""
+    """A change of one setting, or of a whole model."""
 
     key: str
+    """Key as in `Setting`; ``models[demo]`` if the file gained or lost the model."""
     before: Any = None
     after: Any = None
     takes_effect: TakesEffect = "now"
     """Time at which the change takes effect."""
+
+    @property
+    def pending(self) -> bool:
+        return self.takes_effect in {"unload", "start"}

@@ -1,19 +1,18 @@
-"""`kvctl key`: creates and lists API keys of the HTTP interface; needs no daemon.
-
-It prints lines for config.toml and does not write them, because the file belongs to the user.
-"""
+"""`kvctl key`: creates and lists API keys of the HTTP interface; needs no daemon."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import rich_click as click
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, Group, common_options
+from kvd.cli.config import change_live, save_option, save_value
 from kvd.cli.console import print_message, stdout_console
 from kvd.config import config
-from kvd.host.home import locate
+from kvd.host.home import Home, locate
 from kvd.http import keys
 from protocol.errors import InvalidRequest
 
@@ -25,9 +24,10 @@ def key() -> None:
 
 @key.command()
 @click.argument("name", help="The key's owner: letters, digits, - and _.")
+@save_option
 @common_options("home", "json")
-def new(common: CommonOptions, name: str) -> None:
-    """Create a key. It is printed only once; the configuration gets its hash."""
+def new(common: CommonOptions, name: str, *, save: bool) -> None:
+    """Create a key. It is printed only once; --save writes its hash to config.toml."""
     with common.guarded():
         home = locate(common.home)
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):  # valid as a bare key in TOML
@@ -36,15 +36,25 @@ def new(common: CommonOptions, name: str) -> None:
             raise InvalidRequest(f"{name} has a key already; choose another name", field="name")
         created = keys.make()
         digest = keys.hashed(created)
+        setting = f"http.keys.{name}"
+        path = save_value(common, setting, digest) if save else None
         if common.json:
-            common.print_json({"name": name, "key": created, "hash": digest})
-            return
-        click.echo(created)
-        print_message(
-            "This is the only time that the key is shown. Add its hash to {}", home.config
-        )
-        print_message("and run `kvctl service reload`, or restart the daemon:")
-        print_message("\n{}\n{}", "[http]", f'keys.{name} = "{digest}"')
+            saved = {"saved": str(path)} if path is not None else {}
+            common.print_json({"name": name, "key": created, "hash": digest, **saved})
+        else:
+            click.echo(created)
+            print_message("This is the only time that the key is shown.")
+            _print_hash(home, f'keys.{name} = "{digest}"', path)
+        if path is not None and change_live(common, setting, digest, saved=True):
+            print_message("the daemon accepts it now; from now on, HTTP over TCP requires a key")
+
+
+def _print_hash(home: Home, line: str, saved: Path | None) -> None:
+    if saved is not None:
+        print_message("saved its hash in {}", saved)
+        return
+    print_message("Add its hash to the table {} of {}, as --save does,", "[http]", home.config)
+    print_message("and run `kvctl reload`, or start the daemon:\n\n{}", line)
 
 
 @key.command("list")

@@ -50,6 +50,7 @@ COMMANDS = (
     LazyCommand("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
     LazyCommand("attach", "kvd.cli.generate:attach", _TEXT),
     LazyCommand("config", "kvd.cli.config:config", _DAEMON),
+    LazyCommand("reload", "kvd.cli.config:reload", _DAEMON),
     LazyCommand("key", "kvd.cli.api_keys:key", _DAEMON),
     LazyCommand("drain", "kvd.cli.shutdown:drain", _DAEMON),
     LazyCommand("shutdown", "kvd.cli.shutdown:shutdown", _DAEMON),

@@ -26,14 +26,14 @@ from protocol.settings import Changed, Setting
 _ORIGINS = {"default": "dim", "file": "", "live": "yellow", "command_line": "cyan"}
 _TAKES_EFFECT = {
     "now": "",
-    "unload": "; takes effect when the model is loaded again",
+    "unload": "; takes effect after `kvctl unload` and `kvctl reload`",
     "start": "; needs a restart of the daemon",
     "command_line": "; has no effect: the command line of `kvd serve` overrides it",
 }
 _key_argument: Decorator = click.argument(
     "key", help="Such as budget or watchdog.decode_s.", shell_complete=setting_keys
 )
-_save_option: Decorator = click.option(
+save_option: Decorator = click.option(
     "--save", "-s", is_flag=True, help="Change config.toml as well; its comments stay."
 )
 
@@ -66,7 +66,7 @@ def get(common: CommonOptions, key: str | None) -> None:
 @config.command("set")
 @_key_argument
 @click.argument("value", help="As in config.toml.")
-@_save_option
+@save_option
 @common_options()
 def set_value(common: CommonOptions, key: str, value: str, *, save: bool) -> None:
     """Change a setting in the running daemon until it ends; --save keeps the change."""
@@ -75,11 +75,24 @@ def set_value(common: CommonOptions, key: str, value: str, *, save: bool) -> Non
 
 @config.command()
 @_key_argument
-@_save_option
+@save_option
 @common_options()
 def unset(common: CommonOptions, key: str, *, save: bool) -> None:
     """Undo a live change. With --save, remove the key from config.toml as well."""
     _change(common, key, None, save=save)
+
+
+@click.command()
+@common_options()
+def reload(common: CommonOptions) -> None:
+    """Make the daemon read config.toml again; lists what changes now and what needs a restart."""
+    with common.connected() as client:
+        changes = client.reload().changes
+        if common.json:
+            common.print_json({"changes": changes})
+        else:
+            _print_changes(changes)
+            print_message("reloaded config.toml{}", "" if changes else ": nothing changes")
 
 
 def _show(common: CommonOptions, key: str | None) -> None:
@@ -180,49 +193,58 @@ def _parse_value(text: str) -> Any:
 
 def _change(common: CommonOptions, key: str, value: Any, *, save: bool) -> None:
     with common.guarded():
-        if save and common.socket is not None:
-            raise click.BadParameter("--save needs --home: a socket has no config.toml")
-        path = locate(common.home).config if save else None
-        if path is not None:
-            from kvd.cli.config_file import edited_text  # noqa: PLC0415 - only here
-
-            _write(path, edited_text(path, key, value))  # raises before anything is written
-        changes = _change_live(common, key, value, saved=save)
+        path = save_value(common, key, value) if save else None
+        changes = change_live(common, key, value, saved=save)
         if common.json:
             saved = {"saved": str(path)} if path is not None else {}
-            common.print_json({"changes": changes or [], **saved})
-        else:
-            _print_changes(key, changes, path)
+            common.print_json({"changes": changes, **saved})
+            return
+        _print_changes(changes, ", and --save to keep it" if path is None else "")
+        if path is not None:
+            print_message("saved in {}", path)
+        elif not changes:
+            print_message("{} has this value already", key)
 
 
-def _change_live(
-    common: CommonOptions, key: str, value: Any, *, saved: bool
-) -> list[Changed] | None:
-    """Change the setting in the daemon; return None without a daemon."""
+def save_value(common: CommonOptions, key: str, value: Any) -> Path:
+    """Change a setting in `config.toml`, or remove it with None; return the file's path.
+
+    Raises `ConfigError` for an invalid value or file, and then writes nothing.
+    """
+    if common.socket is not None:
+        raise click.BadParameter("--save needs --home: a socket has no config.toml")
+    from kvd.cli.config_file import edited_text  # noqa: PLC0415 - only here
+
+    path = locate(common.home).config
+    _write(path, edited_text(path, key, value))
+    return path
+
+
+def change_live(common: CommonOptions, key: str, value: Any, *, saved: bool) -> list[Changed]:
+    """Change a setting in the daemon; None restores the file's value.
+
+    Raises `NotRunning` without a daemon, unless the file has the change (``saved``).
+    """
     try:
         with Client(home=common.home, socket=common.socket) as client:
             return client.configure(settings={key: value}).changes
     except NotRunning:
         if not saved:
             raise
-        return None
+        return []
 
 
-def _print_changes(key: str, changes: list[Changed] | None, path: Path | None) -> None:
-    for change in changes or ():
-        unsaved = path is None and change.takes_effect == "start"
-        restart = ", and --save to keep it" if unsaved else ""
+def _print_changes(changes: list[Changed], pending: str = "") -> None:
+    """Print changes; ``pending`` is added to those that are not in effect yet."""
+    for change in changes:
         style = "" if change.takes_effect == "now" else "[yellow]"
         print_message(
-            f"[bold]{{}}[/]  {{}} → {{}}{style}{_TAKES_EFFECT[change.takes_effect]}{restart}",
+            f"[bold]{{}}[/]  {{}} → {{}}{style}{_TAKES_EFFECT[change.takes_effect]}"
+            f"{pending if change.pending else ''}",
             change.key,
             format_value(change.before),
             format_value(change.after),
         )
-    if changes == [] and path is None:
-        print_message("{} has this value already", key)
-    if path is not None:
-        print_message("saved in {}", path)
 
 
 def _write(path: Path, text: str) -> None:

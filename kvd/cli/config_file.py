@@ -8,6 +8,7 @@ from typing import Any
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import InlineTable
 
 from actors.registry_state import short_name
 from kvd.config import config
@@ -50,12 +51,16 @@ def _find_table(
     if key.startswith("models["):
         name, _, field = key.removeprefix("models[").rpartition("].")
         return _find_model(document, name, create=create), field
-    table, _, field = key.rpartition(".")
-    if not table:
-        return document, field
-    if table not in document and create:
-        document[table] = tomlkit.table()
-    return document.get(table), field
+    *tables, field = key.split(".")
+    place = document
+    for name in tables:
+        if name not in place and not create:
+            return None, field
+        if name not in place:
+            inline = isinstance(place, InlineTable)
+            place[name] = tomlkit.inline_table() if inline else tomlkit.table()
+        place = place[name]
+    return place, field
 
 
 def _find_model(

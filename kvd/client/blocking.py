@@ -157,6 +157,7 @@ class Client:
     unload = _blocking(_Connection.unload)
     pin = _blocking(_Connection.pin)
     configure = _blocking(_Connection.configure)
+    reload = _blocking(_Connection.reload)
     events = _iterating(_Connection.events)
     generate = _blocking(_Connection.generate)
     attach = _blocking(_Connection.attach)

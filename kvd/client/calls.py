@@ -97,6 +97,13 @@ class Calls(ABC, Generic[C, L]):
         )
         return await self._quick(request, m.Configured)
 
+    async def reload(self) -> m.Configured:
+        """Make the daemon read `config.toml` again; return the changes.
+
+        Raises `ConfigError` for an invalid file, which changes nothing.
+        """
+        return await self._quick(m.Reload(id=self._exchange.next_id()), m.Configured)
+
     async def events(
         self, model: str | None = None, *, since: int = 0, follow: bool = False
     ) -> AsyncGenerator[m.EventRecord, None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -15,7 +14,7 @@ from kvd.config.config import Config, ModelEntry
 from kvd.config.http import COMMAND_LINE_FIELDS
 from kvd.config.sources import absolute
 from kvd.host import blas, logs
-from protocol.settings import TakesEffect
+from protocol.settings import Changed, TakesEffect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,20 +31,6 @@ LIVE = frozenset(
 LIVE_OF_A_MODEL = frozenset({"priority", "pinned", "idle_ttl_s", "weight", "load"})
 """Keys of a model that take effect at once. A change of another key takes effect only if the model
 is unloaded when the configuration is applied."""
-
-
-class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One changed setting."""
-
-    key: str
-    """A setting such as ``budget`` or ``models[demo].priority``, or a model: ``models[demo]``."""
-    before: Any
-    after: Any
-    takes_effect: TakesEffect = "now"
-
-    @property
-    def pending(self) -> bool:
-        return self.takes_effect in {"unload", "start"}
 
 
 class RunningSystem(Protocol):
@@ -92,12 +77,12 @@ class Reloader:
         self.pending: tuple[str, ...] = ()
         """Keys of the changes that are not in effect yet."""
 
-    async def reload(self) -> list[Change]:
+    async def reload(self) -> list[Changed]:
         """Read and apply the file; raises `ConfigError` before anything changes."""
         async with self.lock:
             return await self.apply(config.load(self._options.home.config))
 
-    async def apply(self, wanted: Config) -> list[Change]:
+    async def apply(self, wanted: Config) -> list[Changed]:
         """Apply this configuration as far as possible; return the changes.
 
         The caller must hold the `lock`, and must have taken it before it read the settings from
@@ -119,7 +104,7 @@ class Reloader:
             self._log_change(change)
         return changes
 
-    async def _change(self, key: str, wanted: Config) -> Change:
+    async def _change(self, key: str, wanted: Config) -> Changed:
         before, after = getattr(self.settings, key), getattr(wanted, key)
         takes_effect: TakesEffect = "now" if key in LIVE else "start"
         if is_overridden(key, self._options):
@@ -128,13 +113,13 @@ class Reloader:
             await self.set_budget(wanted)
         elif key == "log_level":
             logs.set_level(wanted.log_level)
-        return Change(key, before, after, takes_effect)
+        return Changed(key, before, after, takes_effect)
 
     async def set_budget(self, wanted: Config) -> None:
         total = wanted.budget_bytes
         await self._running.set_budget(self._default_budget() if total is None else total)
 
-    def _change_http(self, wanted: Config) -> list[Change]:
+    def _change_http(self, wanted: Config) -> list[Changed]:
         before, after = self.settings.http, wanted.http
         fields = [f for f in after.__struct_fields__ if getattr(before, f) != getattr(after, f)]
         live = {field: getattr(after, field) for field in fields if field in LIVE_OF_HTTP}
@@ -148,13 +133,13 @@ class Reloader:
             if is_overridden(f"http.{field}", self._options):
                 takes_effect = "command_line"
             changes.append(
-                Change(f"http.{field}", _shown(field, before), _shown(field, after), takes_effect)
+                Changed(f"http.{field}", _shown(field, before), _shown(field, after), takes_effect)
             )
         return changes
 
-    async def _change_models(self, wanted: Config) -> list[Change]:
+    async def _change_models(self, wanted: Config) -> list[Changed]:
         before, after = by_name(self.settings), by_name(wanted)
-        changes: list[Change] = []
+        changes: list[Changed] = []
         in_effect: list[str | ModelEntry] = []
         for name, entry in after.items():
             old = before.get(name)
@@ -166,13 +151,13 @@ class Reloader:
             in_effect += _in_effect(old, entry, changes_of_model)
         for name in before.keys() - after.keys():
             await self._running.remove_configured_model(name)
-            changes.append(Change(f"models[{name}]", before[name].source, None))
+            changes.append(Changed(f"models[{name}]", before[name].source, None))
         self.settings = replace(self.settings, models=in_effect)
         return changes
 
     async def _change_model(
         self, name: str, old: ModelEntry | None, entry: ModelEntry
-    ) -> list[Change]:
+    ) -> list[Changed]:
         fields = _differing_fields(old, entry)
         policy = {field: getattr(entry, field) for field in fields if field in _POLICY}
         known = known_model(entry, self._options.home.root)
@@ -182,9 +167,9 @@ class Reloader:
             self._load(entry)
         if old is None:
             takes_effect: TakesEffect = "now" if applied else "unload"
-            return [Change(f"models[{name}]", None, entry.source, takes_effect)]
+            return [Changed(f"models[{name}]", None, entry.source, takes_effect)]
         return [
-            Change(
+            Changed(
                 f"models[{name}].{field}",
                 getattr(old, field),
                 getattr(entry, field),
@@ -193,7 +178,7 @@ class Reloader:
             for field in fields
         ]
 
-    def _log_change(self, change: Change) -> None:
+    def _log_change(self, change: Changed) -> None:
         event, level = _EVENTS[change.takes_effect]
         values = {"before": change.before, "after": change.after}
         plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
@@ -232,7 +217,7 @@ def _differing_fields(old: ModelEntry | None, entry: ModelEntry) -> list[str]:
 
 
 def _in_effect(
-    old: ModelEntry | None, entry: ModelEntry, changes: list[Change]
+    old: ModelEntry | None, entry: ModelEntry, changes: list[Changed]
 ) -> list[ModelEntry]:
     """Return the entry without its pending changes, so that the next reload finds them again."""
     pending = [change.key.rpartition(".")[2] for change in changes if change.pending]

@@ -15,7 +15,7 @@ from protocol.errors import ConfigError, InvalidRequest
 from protocol.settings import Changed, Origin, Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
     from kvd.config.options import Options
@@ -70,10 +70,25 @@ def keys_in(text: str) -> set[str]:
     return keys
 
 
-def with_value(settings: Config, key: str, value: Any) -> Config:
-    """Return the configuration with a changed value; raises `ConfigError` if it is invalid."""
+def value_of(settings: Config, key: str) -> Any:
+    """Return the value of a setting, or of one entry such as ``http.keys.me``; None without one."""
     known = flat(settings)
-    if key not in known:
+    table, _, entry = key.rpartition(".")
+    return known[table].get(entry) if _is_mapping(known, table) else known.get(key)
+
+
+def _is_mapping(known: Mapping[str, Any], key: str) -> bool:
+    return not key.startswith("models[") and isinstance(known.get(key), dict)
+
+
+def with_value(settings: Config, key: str, value: Any) -> Config:
+    """Return the configuration with a changed value; raises `ConfigError` if it is invalid.
+
+    The key may also name one entry of a table, such as ``http.keys.me``; None removes it.
+    """
+    known = flat(settings)
+    table, _, field = key.rpartition(".")
+    if key not in known and not _is_mapping(known, table):
         raise ConfigError(_unknown(key, known), key=key)
     data: dict[str, Any] = msgspec.to_builtins(settings)
     if key.startswith("models["):
@@ -83,8 +98,12 @@ def with_value(settings: Config, key: str, value: Any) -> Config:
             if entry.name == name:
                 model[field] = value
     else:
-        table, _, field = key.rpartition(".")
-        (data[table] if table else data)[field] = value
+        place = data
+        for name in filter(None, table.split(".")):
+            place = place[name]
+        place[field] = value
+        if value is None:  # absent, because None is no entry of a table
+            del place[field]
     return config.convert(data, "this setting")
 
 
@@ -152,9 +171,16 @@ def _read(file: Path) -> tuple[set[str], Config | None]:
 class LiveSettings:
     """The settings of a running daemon."""
 
-    def __init__(self, options: Options, reloader: Reloader) -> None:
+    def __init__(
+        self,
+        options: Options,
+        reloader: Reloader,
+        reload: Callable[[], Coroutine[Any, Any, list[Changed]]] | None = None,
+    ) -> None:
+        """``reload`` reloads the file and reports it; default: only `Reloader.reload`."""
         self._options = options
         self._reloader = reloader
+        self._reload = reload or reloader.reload
         self._live: set[str] = set()
 
     @property
@@ -176,7 +202,7 @@ class LiveSettings:
         reloader = self._reloader
         wanted, file = reloader.settings, config.load(self._options.home.config)
         for key, value in values.items():
-            wanted = with_value(wanted, key, flat(file).get(key) if value is None else value)
+            wanted = with_value(wanted, key, value_of(file, key) if value is None else value)
         changes: list[Changed] = []
         if "budget" in values and is_overridden("budget", self._options):
             # A live change has precedence over the command line.
@@ -194,6 +220,9 @@ class LiveSettings:
         ]
         self._live |= {change.key for change in changes if change.takes_effect == "now"}
         return changes
+
+    async def reload(self) -> list[Changed]:
+        return await self._reload()
 
     async def budget_changed(self, total_bytes: int) -> None:
         """Record a budget that the caller sets in the governor immediately afterwards."""

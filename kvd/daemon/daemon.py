@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvd.config.http import HttpSettings
     from kvd.http.listeners import Listener
     from kvd.http.server import Server
+    from protocol.settings import Changed
     from protocol.types import ModelStatus
 
 
@@ -134,7 +135,7 @@ class Daemon:
             load=self._load_in_background,
             apply_http=self._apply_http,
         )
-        self._system.configuration = LiveSettings(options, self._reloader)
+        self._system.configuration = LiveSettings(options, self._reloader, self._reload)
         self._http: Server | None = None
         self._stops: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -286,7 +287,7 @@ class Daemon:
             loop.add_signal_handler(number, self._signalled, number)
         # With a terminal, SIGHUP means that the terminal closes, unless `nohup` made it ignored.
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal():
-            loop.add_signal_handler(signal.SIGHUP, self._start_task, self._reload)
+            loop.add_signal_handler(signal.SIGHUP, self._start_task, self._reload_on_signal)
         else:
             loop.add_signal_handler(signal.SIGHUP, self._signalled, signal.SIGHUP)
 
@@ -310,8 +311,12 @@ class Daemon:
         task.add_done_callback(self._tasks.discard)
         self._tasks.add(task)
 
-    async def _reload(self) -> None:
-        """Reload the configuration; an invalid one is refused and changes nothing."""
+    async def _reload_on_signal(self) -> None:
+        with contextlib.suppress(ConfigError):  # it is logged, and shown by `status`
+            await self._reload()
+
+    async def _reload(self) -> list[Changed]:
+        """Reload the configuration; raises `ConfigError` for an invalid one and changes nothing."""
         self._manager.reloading()
         self._log.info("reloading the configuration", path=str(self._options.home.config))
         status = self._system.reload_status
@@ -320,10 +325,12 @@ class Daemon:
         except ConfigError as error:
             status.error = error.message
             self._log.error("configuration refused", reason=error.message, key=error.detail["key"])
+            raise
         else:
             status.error, status.pending = None, list(self._reloader.pending)
             changed = sum(not change.pending for change in changes)
             self._log.info("configuration reloaded", changed=changed, pending=status.pending)
+            return changes
         finally:  # after any error too, because the service manager waits for this message
             status.reloads += 1
             self._manager.ready(_reload_status(status.error, status.pending))

@@ -45,7 +45,7 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
     found = []
     if status.config_error is not None:
         advice = (
-            "correct config.toml and reload it (`kvctl service reload`); until then, the previous "
+            "correct config.toml and reload it (`kvctl reload`); until then, the previous "
             "configuration stays in effect"
         )
         found.append(fail("reload", status.config_error, advice))

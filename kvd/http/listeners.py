@@ -79,7 +79,7 @@ def check_keys(listeners: Sequence[Listener], settings: HttpSettings) -> None:
     if public and not settings.keys:
         raise ConfigError(
             f"other machines can reach {public[0]}, so HTTP needs at least one API key: create one "
-            "with `kvctl key new NAME`, or listen on 127.0.0.1 (host of [http])",
+            "with `kvctl key new NAME --save`, or listen on 127.0.0.1 (host of [http])",
             key="http.keys",
         )
 

@@ -10,11 +10,12 @@ import pytest
 from actors.status import KnownModel
 from kvd.config.config import parse
 from kvd.config.options import Options
-from kvd.config.reload import Change, Reloader
+from kvd.config.reload import Reloader
 from kvd.host.home import Home
 from protocol.errors import ConfigError
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
+from protocol.settings import Changed
 
 DEFAULT = 7 * 2**30
 
@@ -49,7 +50,7 @@ class Reloading:
             load=lambda entry: self.started_loads.append(entry.source),
         )
 
-    async def take(self, text: str) -> list[Change]:
+    async def take(self, text: str) -> list[Changed]:
         async with self.reloader.lock:
             return await self.reloader.apply(parse(text))
 
@@ -71,8 +72,8 @@ async def test_an_equal_configuration_changes_nothing(home: Home):
 
 async def test_a_budget_takes_effect_at_once_and_without_one_the_default_does(home: Home):
     it = Reloading(home)
-    assert await it.take('budget = "1GiB"') == [Change("budget", None, "1GiB")]
-    assert await it.take("") == [Change("budget", "1GiB", None)]
+    assert await it.take('budget = "1GiB"') == [Changed("budget", None, "1GiB")]
+    assert await it.take("") == [Changed("budget", "1GiB", None)]
     assert it.running.said == [("budget", 2**30), ("budget", DEFAULT)]
 
 
@@ -96,7 +97,7 @@ async def test_a_change_that_needs_a_restart_stays_pending_until_it_is_reverted(
     it = Reloading(home)
     wanted = "max_rows = 4\ndrain_timeout_s = 5.0"
     for _ in range(2):  # a second reload reports it again
-        assert Change("max_rows", 32, 4, "start") in await it.take(wanted)
+        assert Changed("max_rows", 32, 4, "start") in await it.take(wanted)
         assert it.reloader.pending == ("max_rows",)
     assert it.reloader.settings.max_rows == 32
     assert it.reloader.settings.drain_timeout_s == 5.0
@@ -107,7 +108,7 @@ async def test_a_change_that_needs_a_restart_stays_pending_until_it_is_reverted(
 async def test_only_changed_fields_of_a_model_are_applied(home: Home):
     it = Reloading(home, 'models = [{source = "demo", priority = 1}]')
     changes = await it.take('models = [{source = "demo", priority = 2}]')
-    assert changes == [Change("models[demo].priority", 1, 2)]
+    assert changes == [Changed("models[demo].priority", 1, 2)]
     known = KnownModel("demo", KVSpec(), ModelPolicy(priority=2), listed=True)
     assert it.running.said == [("list", "demo", known, {"priority": 2})]
     assert it.started_loads == []
@@ -117,9 +118,9 @@ async def test_added_models_are_loaded_and_removed_ones_become_unlisted(home: Ho
     it = Reloading(home, 'models = ["old"]')
     changes = await it.take('models = ["a", {source = "b", load = "demand"}]')
     assert changes == [
-        Change("models[a]", None, "a"),
-        Change("models[b]", None, "b"),
-        Change("models[old]", "old", None),
+        Changed("models[a]", None, "a"),
+        Changed("models[b]", None, "b"),
+        Changed("models[old]", "old", None),
     ]
     assert it.started_loads == ["a"]
     assert it.running.said[-1] == ("unlist", "old")
@@ -138,11 +139,11 @@ async def test_new_kv_settings_of_a_loaded_model_wait_for_its_unload(home: Home)
     wanted = 'models = [{source = "demo", kv = "k8v4", priority = 3}]'
     for once in (True, False):
         changes = await it.take(wanted)
-        assert Change("models[demo].kv", "k8v8", "k8v4", "unload") in changes
-        assert (Change("models[demo].priority", 0, 3) in changes) is once
+        assert Changed("models[demo].kv", "k8v8", "k8v4", "unload") in changes
+        assert (Changed("models[demo].priority", 0, 3) in changes) is once
         assert it.reloader.pending == ("models[demo].kv",)
     it.running.loaded = set()
-    assert await it.take(wanted) == [Change("models[demo].kv", "k8v8", "k8v4")]
+    assert await it.take(wanted) == [Changed("models[demo].kv", "k8v8", "k8v4")]
     assert it.started_loads == ["demo"]
     assert it.reloader.pending == ()
 
@@ -152,7 +153,7 @@ async def test_a_model_whose_name_is_taken_is_reported_at_every_reload(home: Hom
     it.running.loaded = {"demo"}
     for _ in range(2):
         assert await it.take('models = ["demo"]') == [
-            Change("models[demo]", None, "demo", "unload")
+            Changed("models[demo]", None, "demo", "unload")
         ]
     assert it.started_loads == []
 

@@ -8,13 +8,14 @@ import sys
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from kvd import cli
-from kvd.config.config import parse
+from kvd.config.config import load, parse
 from kvd.host.home import Home
 from kvd.http import keys
 from tests.http.live import Live, stopped
-from tests.process.helpers import wait_for, write_config
+from tests.process.helpers import write_config
 
 
 @pytest.fixture
@@ -47,6 +48,41 @@ def test_a_new_key_goes_to_stdout_and_its_configuration_line_to_stderr(kvctl, ho
     assert "has a key already" in err
 
 
+TABLES = {
+    "no file": None,
+    "no table": "budget = '1GiB' # mine\n",
+    "table": "[http] # mine\nport = 1\n\n[watchdog]\ndecode_s = 9\n",
+    "table with keys": f"[http]\nkeys.a = '{keys.hashed('a')}' # mine\nport = 1\n",
+    "table of keys": f"[http]\nport = 1\n[http.keys] # mine\na = '{keys.hashed('a')}'\n",
+    "inline table": "http = {port = 1} # mine\n",
+    "inline keys": f"[http]\nkeys = {{a = '{keys.hashed('a')}'}} # mine\n",
+    "dotted keys": "http.port = 1 # mine\n",
+}
+"""Files with and without the table ``[http]``."""
+
+
+@pytest.mark.parametrize("before", TABLES.values(), ids=TABLES)
+def test_a_saved_key_is_in_the_file_and_everything_else_stays(kvctl, home: Home, before):
+    if before is not None:
+        write_config(home, before)
+    code, out, err = kvctl("key", "new", "laptop", "--save")
+    assert (code, f"saved its hash in {home.config}" in err) == (0, True)
+    after, found = home.config.read_text(), load(home.config)
+    assert found.http.keys["laptop"] == keys.hashed(out.strip())
+    others = {name: found.http.keys[name] for name in found.http.keys if name != "laptop"}
+    assert replace(found, http=replace(found.http, keys=others)) == parse(before or "")
+    assert ("# mine" in after) is (before is not None)
+    assert kvctl("config", "unset", "http.keys.laptop", "--save")[0] == 0
+    assert load(home.config) == parse(before or "")
+
+
+def test_without_a_valid_file_no_key_is_saved_or_printed(kvctl, home: Home):
+    write_config(home, "bugdet = 1")
+    code, out, err = kvctl("key", "new", "laptop", "--save")
+    assert (code, out, "did you mean budget?" in err) == (5, "", True)
+    assert home.config.read_text() == "bugdet = 1"
+
+
 def test_a_new_key_as_json(kvctl):
     reported = json.loads(kvctl("key", "new", "ci", "--json")[1])
     assert reported == {"name": "ci", "key": reported["key"], "hash": keys.hashed(reported["key"])}
@@ -61,7 +97,7 @@ def test_a_name_that_the_configuration_does_not_allow(kvctl, name):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_daemon_that_others_can_reach_needs_a_key_and_keys_can_be_revoked(home: Home):
+def test_a_daemon_that_others_can_reach_needs_a_key_and_keys_can_be_revoked(home: Home, kvctl):
     open_to_all = '[http]\nhost = "0.0.0.0"\nport = 0\n'
     daemon = Live(write_config(home, open_to_all), "--fake")
     with stopped(daemon):
@@ -83,17 +119,20 @@ def test_a_daemon_that_others_can_reach_needs_a_key_and_keys_can_be_revoked(home
 
         assert [status(key) for key in (None, keys.make(), one, other)] == [401, 401, 200, 200]
 
+        made = json.loads(kvctl("key", "new", "c", "--save", "--json")[1])
+        assert (status(made["key"]), status(one)) == (200, 200)
+        assert kvctl("config", "unset", "http.keys.c")[0] == 0
+        assert status(made["key"]) == 200  # the file has it
+        assert kvctl("config", "unset", "http.keys.c", "--save")[0] == 0
+        assert (status(made["key"]), status(one)) == (401, 200)
+
         write_config(home, open_to_all + line("b", keys.hashed(other)))
-        daemon.signal(1)
-        wait_for("the key is revoked", lambda: status(one) == 401)
-        assert status(other) == 200
+        assert kvctl("reload")[0] == 0
+        assert (status(one), status(other)) == (401, 200)
 
         write_config(home, open_to_all)
-        daemon.signal(1)
-        wait_for(
-            "the configuration is refused",
-            lambda: any("key" in str(e.get("reason")) for e in daemon.log()),
-        )
+        code, _, err = kvctl("reload")
+        assert (code, "API key" in err) == (5, True)
         assert (status(None), status(other)) == (401, 200)
 
 

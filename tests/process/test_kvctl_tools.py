@@ -144,6 +144,38 @@ def test_settings_are_changed_live_saved_and_unset(make_daemon, home: Home, kvct
     assert setting("max_rows")["value"] == 4
 
 
+def test_a_daemon_in_a_terminal_reloads_its_configuration(make_daemon, home: Home, kvctl):
+    write_config(home, 'budget = "1GiB"')
+    daemon = make_daemon().start()
+    write_config(
+        home, f'budget = "2GiB"\nmax_rows = 7\nmodels = [{{source="{source()}",alias="m"}}]'
+    )
+    code, out, err = kvctl("reload")
+    assert (code, out) == (0, "")
+    assert err.splitlines() == [
+        "budget  1GiB → 2GiB",
+        "max_rows  32 → 7; needs a restart of the daemon",
+        "models[m]  - → fake:",
+        "reloaded config.toml",
+    ]
+    with daemon.client() as client:
+        status = client.status()
+        assert (status.budget_bytes, status.config_pending) == (2 << 30, ["max_rows"])
+        write_config(home, 'budget = "3GiB"\nbugdet = 1')
+        code, _, err = kvctl("reload")
+        assert (code, "did you mean budget?" in err) == (5, True)
+        status = client.status()
+        assert (status.budget_bytes, status.config_reloads) == (2 << 30, 2)
+        assert "did you mean budget?" in status.config_error
+        write_config(home, 'budget = "3GiB"')
+        assert [one.key for one in client.reload().changes] == ["budget", "models[m]"]
+        assert client.status().config_error is None
+    assert kvctl("reload")[2] == "reloaded config.toml: nothing changes\n"
+    assert json.loads(kvctl("reload", "--json")[1]) == {"changes": []}
+    daemon.end()
+    assert kvctl("reload")[0] == 3
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

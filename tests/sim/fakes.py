@@ -354,6 +354,9 @@ class FakeConfiguration:
     async def change(self, values: Mapping[str, Any]) -> list[Changed]:
         raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
 
+    async def reload(self) -> list[Changed]:
+        return []
+
     async def budget_changed(self, total_bytes: int) -> None:
         pass
 

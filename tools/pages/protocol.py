@@ -28,6 +28,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Pin: (m.Pinned,),
     m.Unpin: (m.Pinned,),
     m.Configure: (m.Configured,),
+    m.Reload: (m.Configured,),
     m.Events: (m.EventRecord, m.EventsReply),
     m.Explain: (m.Explained,),
     m.Tokenize: (m.Tokenized,),
