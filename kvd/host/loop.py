@@ -1,8 +1,8 @@
-"""The daemon's event loop, whose clock stands still while the process does not run.
+"""The daemon's event loop, whose clock stands still while the loop does not run.
 
-A process does not run while it is stopped (SIGSTOP, a frozen container) or starved. If its clock
-went on, every deadline could have passed when it runs again, before it reads what arrived in the
-meantime: the watchdog would end healthy workers.
+The loop does not run while its process is stopped (SIGSTOP, a frozen container) or starved, or
+while a callback blocks it. If its clock went on, every deadline could have passed when it runs
+again, before it reads what arrived in the meantime: the watchdog would end healthy workers.
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ class DaemonLoop(asyncio.SelectorEventLoop):
 
 def _log_gap(gap_s: float) -> None:
     structlog.get_logger("kvd.host.loop").warning(
-        "the daemon did not run, and no deadline counts this time", seconds=round(gap_s, 1)
+        "the event loop did not run, and no deadline counts this time", seconds=round(gap_s, 1)
     )

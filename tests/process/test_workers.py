@@ -72,8 +72,8 @@ def test_a_daemon_that_was_stopped_does_not_end_its_workers(home, make_daemon):
     assert reader.finished().error is None
     assert len(reader.completion.tokens) == 14
     assert (daemon.worker_pid("m"), daemon.model("m").restarts) == (worker, 0)
-    (gap,) = [line for line in daemon.log() if line["event"].startswith("the daemon did not run")]
-    assert gap["seconds"] > 1
+    gaps = [line for line in daemon.log() if line["event"].startswith("the event loop did not run")]
+    assert max(gap["seconds"] for gap in gaps) > 1
 
 
 def test_kills_from_outside_never_fail_a_model(daemon: Daemon):
