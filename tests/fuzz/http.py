@@ -83,7 +83,7 @@ def _edited_body(draw: DrawFn, seeds: list[bytes]) -> bytes:
 
 class Http(Target):
     name = "http"
-    examples = 100
+    examples = 60
 
     def inputs(self) -> SearchStrategy[bytes]:
         seeds = self.seeds()
