@@ -28,6 +28,8 @@ class Explainer:
     status: StatusTable
     governor: Governor
     estimate_model: EstimateModel
+    max_rows: int
+    """Rows that a worker runs at once."""
 
     async def __call__(self, asked: Explain) -> Forecast:
         """Return the forecast; raise a `KvdError` if the model cannot be found or read."""
@@ -44,7 +46,12 @@ class Explainer:
         if known is not None and known.policy.max_context is not None:
             longest = min(longest, known.policy.max_context)
         question = Question(
-            asked.model, costs, schemes, rows=asked.rows, context=asked.context or longest
+            asked.model,
+            costs,
+            schemes,
+            rows=min(asked.rows, self.max_rows),
+            context=min(asked.context or longest, longest),
+            max_rows=self.max_rows,
         )
         return forecast(
             question,

@@ -206,7 +206,12 @@ class System:
             governor=governor,
             events=self._events,
             tokenizing=TokenizeRequests(registry),
-            explain=Explainer(self._statuses, self._governor.machine, self._estimate_model),
+            explain=Explainer(
+                self._statuses,
+                self._governor.machine,
+                self._estimate_model,
+                self._settings.max_rows,
+            ),
             configuration=self.configuration,
             status=self.status,
             metrics=self._metrics,

@@ -27,7 +27,7 @@ class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     """Grant that the model needs for these rows and those that it already has."""
     max_rows: int
-    """Rows that the whole budget holds without other models."""
+    """Rows that the whole budget holds without other models, up to the setting ``max_rows``."""
 
 
 class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +55,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool
     """Whether the costs come from the worker; if not, they are estimated from the model's files."""
     context: int
-    """Tokens of each row, prompt and completion together."""
+    """Tokens of each row, prompt and completion together; at most the model's context."""
     rows: int
-    """Number of rows that the forecast is about."""
+    """Number of rows that the forecast is about; at most the setting ``max_rows``."""
     weights_bytes: int
     base_bytes: int
     """Bytes held permanently: weights, scratch, interpreter and the allocator's cache."""

@@ -189,9 +189,10 @@ class Explain(_Request, tag="explain", frozen=True, kw_only=True):
     model: fields.Name
     """Name of a loaded or known model, or the source of any other model."""
     rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
-    """Number of rows."""
+    """Number of requests. At most ``max_rows`` of them run at once: more count as ``max_rows``."""
     context: PositiveCount | None = None
-    """Tokens of each row, prompt and completion together; absent: the model's whole context."""
+    """Tokens of each row, prompt and completion together. Absent, or more than the model's context:
+    the whole context."""
     kv: KVSpec | None = None
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
 

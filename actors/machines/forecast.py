@@ -39,7 +39,11 @@ class Question:
     schemes: list[str]
     """The model's KV schemes, by precision level."""
     rows: int
+    """At most ``max_rows``."""
     context: int
+    """At most the model's context."""
+    max_rows: int
+    """Rows that a worker runs at once; more requests wait."""
 
 
 def forecast(
@@ -170,7 +174,7 @@ def _level_cost(question: Question, level: int, units: int, budget: int) -> Leve
         token_bytes=round(costs.token_bytes(level), 2),
         row_bytes=costs.row_units(context, level) * costs.unit_bytes,
         total_bytes=costs.total_bytes(rows, context, level, held_units=units),
-        max_rows=costs.max_rows(budget, context, level),
+        max_rows=min(question.max_rows, costs.max_rows(budget, context, level)),
     )
 
 

@@ -16,13 +16,14 @@ from rich.console import Console, RenderableType
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stdout_console
+from kvd.cli.options import TokenList
 from kvd.cli.tables import GAP, headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from protocol.errors import ConfigError, InvalidRequest
 
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
-LENGTHS = "1024,4096,16384"
+LENGTHS = "1k,4k,16k"
 _SHAPE = click.IntRange(1, 65_536)
 _IMAGES = (".png", ".svg")
 _COLUMNS = {
@@ -61,7 +62,7 @@ _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K
     "Schemes; each is measured with the step down to the next one.",
     default=SCHEMES,
 )
-@option("--lengths", "LIST", "Context lengths, as 1024,4k.", default=LENGTHS)
+@option("--lengths", "LIST", "Context lengths, as 1024,4k.", type=TokenList(), default=LENGTHS)
 @option(
     "--plot", "FILE", "Draw a .png or .svg; needs 'mlx-kvd[plot]'.", type=click.Path(path_type=Path)
 )
@@ -71,7 +72,7 @@ def bench_kv(
     model: str | None,
     *,
     schemes: str,
-    lengths: str,
+    lengths: list[int],
     plot: Path | None,
     **shape: int | str | None,
 ) -> None:
@@ -86,7 +87,7 @@ def bench_kv(
         ]
         source = absolute(model) if model else None if given else "demo"
         arguments = [*([source] if source else []), *given]
-        arguments += ["--schemes", schemes, "--lengths", lengths]
+        arguments += ["--schemes", schemes, "--lengths", ",".join(map(str, lengths))]
         result = run_tool("kvd.worker.tools.bench_kv", arguments, quiet=common.json)
         show(result, common)
         if plot is not None:

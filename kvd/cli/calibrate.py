@@ -13,12 +13,11 @@ from rich.table import Column, Table
 
 from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
-from kvd.cli.options import LEVELS, Number, kv_options
+from kvd.cli.options import LEVELS, Number, Tokens, kv_options
 from kvd.cli.tables import headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from kvd.host.home import locate
-from protocol.fields import MAX_INT
 from protocol.kv import KVSpec
 
 
@@ -34,7 +33,7 @@ from protocol.kv import KVSpec
     default=0.95,
 )
 @option("--prompts", "N", "Texts to measure on.", type=click.IntRange(1, 10_000), default=4)
-@option("--tokens", "N", "Length of each text.", type=click.IntRange(1, MAX_INT), default=1024)
+@option("--tokens", "N", "Length of each text.", type=Tokens(1), default=1024)
 @common_options("home", "json")
 def calibrate(
     common: CommonOptions,

@@ -28,6 +28,7 @@ from kvd.cli.stream import Stream
 from kvd.cli.word_wrap import WordWrap
 from kvd.client import Client, Completion
 from kvd.client.options import check_number
+from kvd.host.units import parse_tokens
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
 from protocol.messages import Event, Tokens
 from protocol.types import ChatMessage
@@ -48,7 +49,12 @@ class Settings:
     frequency_penalty: float = 0.0
 
 
-_INTEGERS = {"max_tokens", "top_k", "seed"}
+_READERS: dict[str, Callable[[str], float]] = {
+    "max_tokens": parse_tokens,
+    "top_k": int,
+    "seed": int,
+}
+"""How a setting is read; all others are decimal numbers."""
 
 
 @click.command(panels=standard_panels())
@@ -224,7 +230,7 @@ class Chat:
             try:
                 number: Any = getattr(Settings(), name)
                 if value != "default":
-                    number = int(value) if name in _INTEGERS else float(value)
+                    number = _READERS.get(name, float)(value)
                     check_number(name, number)
                 self._settings = replace(self._settings, **{name: number})
             except ValueError:

@@ -42,9 +42,12 @@ def discard_output() -> None:
 
 
 def read_stdin() -> str:
-    """Return all of stdin; raises `InvalidRequest` if it is not UTF-8."""
+    """Return stdin without its last newline; raises `InvalidRequest` if it is not UTF-8.
+
+    `echo` and editors add that newline, and it would change the completion.
+    """
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 

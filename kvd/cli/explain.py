@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import rich_click as click
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
-from kvd.cli.options import kv_options
+from kvd.cli.options import Tokens, kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
-from protocol.fields import MAX_INT
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 from protocol.messages import MAX_FORECAST_ROWS
@@ -34,8 +35,8 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
     "--ctx",
     "context",
     metavar="TOKENS",
-    type=click.IntRange(1, MAX_INT),
-    help="Prompt and completion of a row (default: the model's whole context).",
+    type=Tokens(1),
+    help="Prompt and completion of a row, such as 64k (default: the model's whole context).",
 )
 @option("--rows", "N", "Concurrent requests.", type=click.IntRange(0, MAX_FORECAST_ROWS), default=1)
 @kv_options()
@@ -46,11 +47,13 @@ def explain(
     """Show the memory that rows of a model would need, and what would make room for them."""
     with common.connected() as client:
         forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv)
-        common.print_data(forecast, page(forecast))
+        common.print_data(forecast, page(forecast, context, rows))
 
 
-def page(forecast: Forecast) -> RenderableType:
-    parts: list[RenderableType] = [_head(forecast), Text(), _memory(forecast), Text()]
+def page(forecast: Forecast, context: int | None = None, rows: int = 0) -> RenderableType:
+    """Return the page. ``context`` and ``rows`` are as asked for; the forecast's may be lower."""
+    parts: list[RenderableType] = [_head(forecast), *_limits(forecast, context, rows)]
+    parts += [Text(), _memory(forecast), Text()]
     parts += [_levels(forecast), Text(), _verdict(forecast)]
     if forecast.steps:
         parts.append(_steps(forecast.steps))
@@ -63,6 +66,15 @@ def page(forecast: Forecast) -> RenderableType:
 def _head(forecast: Forecast) -> Text:
     source = "measured by its worker" if forecast.measured else "estimated from its files"
     return Text.assemble((forecast.model, "bold"), f"  {forecast.state}, {source}")
+
+
+def _limits(forecast: Forecast, context: int | None, rows: int) -> Iterator[Text]:
+    if context is not None and context > forecast.context:
+        limit = f"Its context is {forecast.context:,} tokens; longer requests are refused."
+        yield Text(limit, style="yellow")
+    if rows > forecast.rows:
+        limit = f"At most {_rows(forecast)} run at once (max_rows); more requests wait."
+        yield Text(limit, style="yellow")
 
 
 def _memory(forecast: Forecast) -> Table:

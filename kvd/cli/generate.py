@@ -16,6 +16,7 @@ from kvd.cli.common import (
 )
 from kvd.cli.console import print_message, read_stdin, stdout_console
 from kvd.cli.logprobs import probabilities
+from kvd.cli.options import Tokens
 from kvd.cli.sampling import logit_bias_option, sampling_options
 from kvd.cli.stream import Stream, WholeChoices
 from kvd.client import Completion
@@ -29,7 +30,9 @@ _output_option = functools.partial(option, panel="Logprobs and scheduling")
 
 @click.command(panels=standard_panels())
 @model_name()
-@click.argument("prompt", help="Raw text, no chat template; - reads stdin.")
+@click.argument(
+    "prompt", help="Raw text, no chat template; - reads stdin, without its last newline."
+)
 @option("--n", "N", "Completions, 1 to 16.", default=1)
 @sampling_options(temperature=0.0)
 @logit_bias_option
@@ -42,7 +45,9 @@ _output_option = functools.partial(option, panel="Logprobs and scheduling")
     type=int,
     multiple=True,
 )
-@_end_option("--min-tokens", "N", "Minimum tokens before a completion may end.", default=0)
+@_end_option(
+    "--min-tokens", "N", "Minimum tokens before a completion may end.", type=Tokens(), default=0
+)
 @click.option(
     "--ignore-eos", is_flag=True, help="Continue past the model's end token.", panel=_END_PANEL
 )

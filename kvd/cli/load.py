@@ -18,7 +18,7 @@ from kvd.cli.common import (
     standard_panels,
 )
 from kvd.cli.console import format_message, print_message, stderr_console, stdout_console
-from kvd.cli.options import kv_options
+from kvd.cli.options import Tokens, kv_options
 from kvd.client import Client, Load
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
@@ -35,7 +35,7 @@ from protocol.validation import describe_error
 @click.option("--pin", is_flag=True, help="Never unload it to make room.")
 @option("--priority", "N", "Models of lower priority give memory back first.", type=int)
 @option("--idle-ttl", "SECONDS", "Unload it after this time without requests.", type=float)
-@option("--max-context", "TOKENS", "Maximum tokens of prompt and completion.", type=int)
+@option("--max-context", "TOKENS", "Maximum tokens of prompt and completion.", type=Tokens())
 @kv_options()
 @common_options()
 def load(

@@ -17,12 +17,12 @@ from kvd.cli import local_models
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.console import print_message
 from kvd.cli.local_models import LocalModel
+from kvd.cli.options import Tokens
 from kvd.cli.tables import fixed_column, headed, number_column, text_column
 from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import KvdError, NotRunning
-from protocol.fields import MAX_INT
 from protocol.forecast import Forecast
 from protocol.types import DaemonStatus
 
@@ -57,7 +57,7 @@ class Candidate:
     "TOKENS",
     "Context of the one request that has to fit.",
     name="context",
-    type=click.IntRange(1, MAX_INT),
+    type=Tokens(1),
     default=4096,
 )
 @common_options()
@@ -133,7 +133,14 @@ def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Fo
 
     def estimated(source: str) -> Forecast:
         costs = estimate(folder_of(source), KVSpec(), this_machine)
-        question = Question(source, costs.costs, costs.schemes, rows=1, context=context)
+        question = Question(
+            source,
+            costs.costs,
+            costs.schemes,
+            rows=1,
+            context=min(context, costs.context_length),
+            max_rows=settings.max_rows,
+        )
         governor = Governor(Ledger(budget))
         return forecast(question, governor, 0.0, source=source, state="not loaded", measured=False)
 

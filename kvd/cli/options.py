@@ -12,8 +12,8 @@ import rich_click as click
 
 from kvd.cli.common import Command, Decorator
 from kvd.config.kv import KVText
-from kvd.host.units import parse_bytes
-from protocol.fields import MAX_S
+from kvd.host.units import parse_bytes, parse_tokens
+from protocol.fields import MAX_INT, MAX_S
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
 
@@ -55,11 +55,42 @@ class Seconds(Number):
         super().__init__(low, MAX_S)
 
 
+class Tokens(click.IntRange):
+    """A number of tokens up to `MAX_INT`, such as ``4096`` or ``64k``."""
+
+    name = "number of tokens"
+
+    def __init__(self, low: int | None = None) -> None:
+        super().__init__(low, MAX_INT)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, str) and not value.startswith("-"):  # out of range, says click
+            try:
+                value = parse_tokens(value)
+            except ValueError as error:
+                self.fail(str(error), param, ctx)
+        count: int = super().convert(value, param, ctx)
+        return count
+
+
+class TokenList(click.ParamType[list[int], Any]):
+    """Numbers of tokens, separated by commas."""
+
+    name = "list of numbers of tokens"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        if isinstance(value, list):
+            return value
+        return [Tokens(1).convert(part, param, ctx) for part in value.split(",")]
+
+
 class _KVOption(NamedTuple):
     flag: str
     metavar: str
     help: str
-    type: type = str
+    type: type | click.ParamType[Any, Any] = str
     multiple: bool = False
 
 
@@ -91,16 +122,16 @@ _KV_OPTIONS = {
         "--quantized-kv-start",
         "TOKENS",
         "Tokens before a row's cache is quantized (default: 0).",
-        int,
+        Tokens(),
     ),
     "max_kv_size": _KVOption(
         "--max-kv-size",
         "TOKENS",
         f"Tokens that attention reads at most, {MIN_KV_SIZE} or more (default: all).",
-        int,
+        Tokens(),
     ),
     "keep": _KVOption(
-        "--kv-keep", "TOKENS", "First tokens that --max-kv-size never drops (default: 4).", int
+        "--kv-keep", "TOKENS", "First tokens that --max-kv-size never drops (default: 4).", Tokens()
     ),
     "prefix_cache": _KVOption(
         "--prefix-cache",
@@ -108,7 +139,10 @@ _KV_OPTIONS = {
         "Memory for snapshots of prompts; 0 turns the prefix cache off (default: 256MiB).",
     ),
     "prefix_every": _KVOption(
-        "--prefix-every", "TOKENS", "Tokens between snapshots of a prompt (default: 1024).", int
+        "--prefix-every",
+        "TOKENS",
+        "Tokens between snapshots of a prompt (default: 1024).",
+        Tokens(),
     ),
 }
 """By field of `KVSpec`."""

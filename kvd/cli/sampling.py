@@ -8,6 +8,7 @@ import re
 import rich_click as click
 
 from kvd.cli.common import Decorator, option, option_group
+from kvd.cli.options import Tokens
 
 _BIAS = re.compile(r"(\d+)=([+-]?(?:\d+\.?\d*|\.\d+))")
 _option = functools.partial(option, panel="Sampling")
@@ -20,7 +21,7 @@ def sampling_options(*, temperature: float) -> Decorator:
             "--max-tokens",
             "N",
             "Maximum tokens of a completion (default: 512, or what fits).",
-            type=int,
+            type=Tokens(),
         ),
         _option("--temperature", "T", "0 is greedy.", default=temperature),
         _option(

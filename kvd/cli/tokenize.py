@@ -13,7 +13,7 @@ from protocol.messages import MAX_LISTED_TOKENS
 
 @click.command()
 @model_name()
-@click.argument("text", help="The text; - reads stdin.")
+@click.argument("text", help="The text; - reads stdin, without its last newline.")
 @click.option("--count", "-c", is_flag=True, help="Print only the number of tokens.")
 @click.option("--chat", is_flag=True, help="Wrap it in the model's chat template as a question.")
 @common_options()

@@ -1,11 +1,17 @@
-"""Byte counts and durations as text. Errors are `ValueError` with a message for users."""
+"""Counts of bytes and tokens, and durations as text.
+
+Errors are `ValueError` with a message for users.
+"""
 
 from __future__ import annotations
 
 import re
 
-_FACTORS = {
-    "": 1,
+_COUNTS = {"": 1, "K": 2**10, "M": 2**20}
+_SIZES = {
+    **_COUNTS,
+    "G": 2**30,
+    "T": 2**40,
     "B": 1,
     "KB": 10**3,
     "MB": 10**6,
@@ -18,21 +24,39 @@ _FACTORS = {
 }
 MAX_BYTES = 2**63 - 1
 """The protocol's limit for integers."""
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse sizes such as ``8GiB``, ``500 MB`` or ``1073741824``; return numbers unchanged."""
+    """Parse sizes such as ``8GiB``, ``500 MB`` or ``1073741824``; return numbers unchanged.
+
+    ``8G`` is ``8GiB``.
+    """
     if isinstance(text, int):
         return text
-    found = _BYTES.fullmatch(text)
-    factor = _FACTORS.get(found[2].upper()) if found else None
-    if found is None or factor is None:
-        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
-    count = float(found[1]) * factor
+    count = _parse(text, _SIZES)
+    if count is None:
+        raise ValueError(f"{text[:40]!r} is not a size; write it like 8GiB, 500MB or 1073741824")
     if not 1 <= count <= MAX_BYTES:
         raise ValueError(f"{text[:40]!r} is out of range; sizes are 1 byte to 8 million TiB")
     return int(count)
+
+
+def parse_tokens(text: str) -> int:
+    """Parse token counts such as ``4096``, ``64k`` or ``1M``; ``1k`` is 1024, ``1M`` is 1024k."""
+    count = _parse(text, _COUNTS)
+    if count is None or not count.is_integer():
+        raise ValueError(
+            f"{text[:40]!r} is not a number of tokens; write it like 4096 or 64k (1k is 1024)"
+        )
+    return int(count)
+
+
+def _parse(text: str, factors: dict[str, int]) -> float | None:
+    """Return a number times the factor of its unit; None if the text is something else."""
+    found = _NUMBER.fullmatch(text)
+    factor = factors.get(found[2].upper()) if found else None
+    return None if found is None or factor is None else float(found[1]) * factor
 
 
 def format_bytes(count: int) -> str:

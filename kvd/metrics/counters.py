@@ -1,7 +1,8 @@
 """Counts the actors' observations (`actors.telemetry`) by model, in about a microsecond each.
 
 Only known models have their own counters; all other names count under ``""``. Models that are no
-longer known keep their counters, up to `KEPT_AFTER_UNLOAD` of them.
+longer known keep their counters, up to `KEPT_AFTER_UNLOAD` of them, if they were ever ready or had
+requests.
 """
 
 from __future__ import annotations
@@ -84,10 +85,22 @@ class Counters:
     def name(self, model: str) -> str:
         return model if model in self.models else NO_MODEL
 
+    def forget_failed_loads(self) -> None:
+        """Drop models that are no longer known, were never ready and had no requests.
+
+        What the governor did for them counts under ``""``.
+        """
+        for name in self._gone():
+            if not (self.models[name].loads or self.models[name].received):
+                self.models[NO_MODEL].actions.update(+self.models.pop(name).actions)
+
+    def _gone(self) -> list[str]:
+        return [name for name in self.models if name != NO_MODEL and not self._knows(name)]
+
     def _create(self, model: str) -> ModelCounters:
         if not self._knows(model):
             return self.models[NO_MODEL]
-        gone = [name for name in self.models if name != NO_MODEL and not self._knows(name)]
+        gone = self._gone()
         for name in gone[: max(0, len(gone) - KEPT_AFTER_UNLOAD)]:
             del self.models[name]
         return self.models.setdefault(model, ModelCounters())

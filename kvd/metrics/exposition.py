@@ -76,6 +76,7 @@ class Exposition:
         """Return all metrics in the format of an HTTP ``Accept`` header."""
         async with self._lock:
             system = self._system()
+            self.counters.forget_failed_loads()
             snapshot = Snapshot(
                 status=system.status(),
                 requests=system.count_requests(),

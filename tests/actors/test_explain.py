@@ -78,6 +78,16 @@ async def test_if_the_worker_reports_no_costs_the_files_are_used():
 
 
 @simulated
+async def test_rows_and_context_are_at_most_what_can_run():
+    async with world(load=(), estimate_model=estimate_model) as it:
+        found = await ask(it, model="/m", rows=100, context=100_000)
+        assert (found.rows, found.context) == (32, 640)
+        assert found.levels[0].total_bytes == 100 + 32 * 110
+        short = await ask(it, model="/m", context=1)
+        assert [level.max_rows for level in short.levels] == [32, 32]
+
+
+@simulated
 async def test_errors_name_the_problem():
     async with world(estimate_model=estimate_model) as it:
         with pytest.raises(UnknownModel, match="no folder"):

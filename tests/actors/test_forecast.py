@@ -65,7 +65,7 @@ class Simulation:
 
     def ask(self, rows: int, context: int = 950, model: str = "new") -> Forecast:
         before = deepcopy(self.governor)
-        question = Question(model, costs(), SCHEMES, rows=rows, context=context)
+        question = Question(model, costs(), SCHEMES, rows, context, max_rows=512)
         found = forecast(
             question, self.governor, self.now, source="/m", state="not loaded", measured=True
         )

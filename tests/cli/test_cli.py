@@ -232,7 +232,8 @@ def test_text_before_an_error_is_printed(kvctl, home: Home):
 def test_generate_reads_the_prompt_from_stdin(kvctl, home: Home):
     with stub_daemon(home.socket, well) as requests:
         assert kvctl("generate", "demo", "-", stdin="line one\nline two\n")[0] == 0
-    assert requests[0].prompt == "line one\nline two\n"
+        assert kvctl("tokenize", "demo", "-", stdin="a\n\n")[1] == "97\t'a'\n10\t'\\n'\n"
+    assert requests[0].prompt == "line one\nline two"
 
 
 def test_generate_prints_its_events_as_json_lines(kvctl, home: Home):
@@ -399,6 +400,9 @@ def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("explain", "demo", "--ctx", "64x"), "'64x' is not a number of tokens"),
+        (("explain", "demo", "--ctx", "0"), "0 is not in the range 1<=x<=2147483647"),
+        (("bench-kv", "--lengths", "1k,two"), "'two' is not a number of tokens"),
         (("explain", "demo", "--rows", "x"), "'x' is not a valid integer range"),
         (("explain", "demo", "--rows", "-1"), "-1 is not in the range 0<=x<=65536"),
         (("explain", "demo", "--rows", "99999999"), "is not in the range 0<=x<=65536"),

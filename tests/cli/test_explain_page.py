@@ -47,9 +47,9 @@ VALUE = Forecast(
 )
 
 
-def shown(value: Forecast, width: int = 80) -> str:
+def shown(value: Forecast, width: int = 80, *asked: int) -> str:
     file = io.StringIO()
-    Console(width=width, file=file).print(page(value))
+    Console(width=width, file=file).print(page(value, *asked))
     return file.getvalue()
 
 
@@ -76,6 +76,15 @@ def test_the_verdict_is_shown(verdict, text):
     value = replace(VALUE, verdict=verdict, shortfall_bytes=5 * MIB)
 
     assert text in " ".join(shown(value, 200).split())
+
+
+def test_a_question_beyond_the_models_limits_is_answered_with_the_limits():
+    within = shown(VALUE, 100, 16_384, 64)
+    assert "refused" not in within
+    assert "max_rows" not in within
+    beyond = shown(VALUE, 100, 100_000, 65)
+    assert "Its context is 16,384 tokens; longer requests are refused." in beyond
+    assert "At most 64 rows run at once (max_rows); more requests wait." in beyond
 
 
 def test_the_origin_of_the_numbers_is_shown():

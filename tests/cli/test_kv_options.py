@@ -50,6 +50,7 @@ def run(request, home: Home, monkeypatch):
         ("--kv k8v4", KVSpec(8, 4)),
         ("--kv K4V4G32", KVSpec(4, 4, group_size=32)),
         ("--max-kv-size 512", KVSpec(max_kv_size=512)),
+        ("--max-kv-size 8k", KVSpec(max_kv_size=8192)),
         ("--kv-schemes none", KVSpec(schemes=())),
         (
             ALL,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.host.units import format_bytes, format_duration, parse_bytes
+from kvd.host.units import format_bytes, format_duration, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from kvd.host.units import format_bytes, format_duration, parse_bytes
         ("1.5GB", 1_500_000_000),
         ("500MB", 500_000_000),
         (" 2KiB ", 2048),
+        ("8G", 8 * 2**30),
+        ("64k", 65_536),
     ],
 )
 def test_sizes_as_people_write_them(text, expected):
@@ -29,6 +31,20 @@ def test_sizes_as_people_write_them(text, expected):
 def test_the_error_for_an_invalid_size_shows_how_to_write_one(text):
     with pytest.raises(ValueError, match="write it like 8GiB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("4096", 4096), (" 4k", 4096), ("64K", 65_536), ("1.5k", 1536), ("1M", 2**20)],
+)
+def test_numbers_of_tokens(text, expected):
+    assert parse_tokens(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "k", "1.5", "4kB", "8GiB", "1e3", "\u0661k", "9" * 400])
+def test_the_error_for_an_invalid_number_of_tokens_shows_how_to_write_one(text):
+    with pytest.raises(ValueError, match="write it like 4096 or 64k"):
+        parse_tokens(text)
 
 
 @given(st.integers(1, 2**60))

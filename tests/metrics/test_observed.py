@@ -156,6 +156,25 @@ async def test_an_unloaded_model_keeps_its_counters_and_loses_its_gauges():
 
 
 @simulated
+async def test_a_failed_load_leaves_no_series():
+    error = errors.InvalidModel("config.json is missing").info()
+    scripts = {"bad": [Script(load_error=error)], "big": [Script(weights=2000)]}
+    async with world(scripts) as w:
+        client = w.client()
+        for model in ("bad", "big"):
+            load = client.start(messages.Load, model=model)
+            await until(lambda model=model: w.state(model) == "loading")
+            assert f'model="{model}"' in await w.metrics.text()
+            assert (await client.end(load)).error is not None
+
+        text = await w.metrics.text()
+        assert not {"bad", "big"} & {
+            sample.labels.get("model") for family in parse(text) for sample in family.samples
+        }
+        assert 'kvd_governor_actions_total{kind="load_refused",model=""} 1.0' in text
+
+
+@simulated
 async def test_the_text_is_available_over_the_socket():
     async with world() as w:
         client = w.client()

@@ -383,18 +383,15 @@ def _arguments() -> argparse.Namespace:
 
 
 def _tokens(text: str) -> int:
-    """Read a context length such as ``4096`` or ``4k``."""
-    found = re.fullmatch(r"([0-9]{1,9})(k?)", text.strip().lower())
-    if found is None:
+    if re.fullmatch("[0-9]{1,9}", text) is None:
         raise InvalidRequest(
-            f"lengths: {text[:40]!r} is not a context length; give tokens, such as 4096 or 4k "
-            "(1k is 1024), separated by commas",
+            f"lengths: {text[:40]!r} is not a context length; give tokens, separated by commas",
             field="lengths",
         )
-    tokens = int(found[1]) * (1024 if found[2] else 1)
+    tokens = int(text)
     if tokens < 2 * PAGE_TOKENS:
         raise InvalidRequest(
-            f"lengths: {text.strip()} is too short; below {2 * PAGE_TOKENS} tokens no page is full",
+            f"lengths: {text} is too short; below {2 * PAGE_TOKENS} tokens no page is full",
             field="lengths",
         )
     return tokens
