@@ -6,6 +6,7 @@ failure of the input. The next input gets a new process.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -14,41 +15,51 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz.target import Check, Target
 
 LIMIT_S = 20.0
 """Seconds for one input, which usually takes a tenth of one."""
+IMPORT_S = 120.0
+"""Seconds for the first input of a target, which imports libraries."""
 LIMIT_BYTES = 512 * 1024 * 1024
 """Memory that an input may take in addition to what the process had before the first one."""
 
 
 class InChild(Target):
-    """A target whose check runs in a child."""
+    """A target whose check runs in the child. All such targets share it, since it starts slowly."""
 
+    @abstractmethod
     def serve(self, folder: Path) -> Check:
-        """Prepare the child and return the check; ``folder`` is private to the process."""
-        raise NotImplementedError
+        """Prepare the child and return the check; ``folder`` is private to the target."""
 
     @contextmanager
     def checking(self) -> Iterator[Check]:
-        children: list[_Child] = []
+        yield partial(_check, self.name)
 
-        def check(data: bytes) -> None:
-            if not children:
-                children.append(_Child(self.name))
-            try:
-                children[0].check(data)
-            except _Lost:
-                children.pop().end()
-                raise
 
-        yield check
-        for child in children:
-            child.end()
+_children: list[_Child] = []
+
+
+def _check(name: str, data: bytes) -> None:
+    if not _children:
+        _children.append(_Child())
+    try:
+        _children[0].check(name, data)
+    except _Lost:
+        _end()
+        raise
+
+
+@atexit.register
+def _end() -> None:
+    while _children:
+        _children.pop().end()
 
 
 class _Lost(AssertionError):
@@ -56,23 +67,26 @@ class _Lost(AssertionError):
 
 
 class _Child:
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from tests.fuzz import child; child.main()", name],
+            [sys.executable, "-c", "from tests.fuzz import child; child.main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._answer(120)  # imports
+        self._prepared: set[str] = set()
 
-    def check(self, data: bytes) -> None:
+    def check(self, name: str, data: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+            head = f"{name} {len(data)}\n"
+            self._process.stdin.write(head.encode() + data)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Lost("the process has ended") from None
-        if error := self._answer(LIMIT_S):
+        error = self._answer(LIMIT_S if name in self._prepared else IMPORT_S)
+        self._prepared.add(name)
+        if error:
             raise AssertionError(error)
 
     def _answer(self, seconds: float) -> str:
@@ -93,30 +107,29 @@ def _limit_memory() -> None:
         return  # other systems do not enforce it
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     most = pages * os.sysconf("SC_PAGESIZE") + LIMIT_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
 def main() -> None:
     from tests.fuzz.targets import TARGETS
 
-    target = TARGETS[sys.argv[1]]()
-    assert isinstance(target, InChild)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print
-
-    def answer(text: str) -> None:
-        answers.write(json.dumps(text).encode() + b"\n")
-        answers.flush()
-
+    checks: dict[str, Check] = {}
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
-        check = target.serve(Path(folder))
-        _limit_memory()
-        answer("")
-        while head := sys.stdin.buffer.read(4):
-            data = sys.stdin.buffer.read(int.from_bytes(head, "big"))
+        while head := sys.stdin.buffer.readline():
+            name, size = head.decode().split()
+            data = sys.stdin.buffer.read(int(size))
             try:
-                check(data)
+                if name not in checks:
+                    target = TARGETS[name]()
+                    assert isinstance(target, InChild)
+                    checks[name] = target.serve(Path(folder))
+                    _limit_memory()
+                checks[name](data)
             except BaseException:  # noqa: BLE001 - reported to the parent
-                answer(traceback.format_exc(limit=-6))
+                answer = traceback.format_exc(limit=-6)
             else:
-                answer("")
+                answer = ""
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()

@@ -39,7 +39,7 @@ def _edit(draw: DrawFn, line: bytes) -> bytes:
 
 class Clients(Target):
     name = "clients"
-    examples = 100
+    examples = 60
 
     def inputs(self) -> SearchStrategy[bytes]:
         seeds = self.seeds()

@@ -31,7 +31,7 @@ class Workers(Target):
     """The input has one report per line, as JSON. A line that is no JSON is a frame as it is."""
 
     name = "workers"
-    examples = 60
+    examples = 40
 
     def inputs(self) -> SearchStrategy[bytes]:
         seeds = self.seeds()
