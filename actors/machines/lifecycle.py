@@ -62,8 +62,8 @@ class Lifecycle(msgspec.Struct):
     def check(self) -> None:
         self.restart_budget.check()
         match self.state:
-            case ev.Ready(deadline=deadline):
-                assert (deadline is None) == (not self.requests), "a deadline without requests"
+            case ev.Ready():
+                pass
             case ev.Draining():
                 assert self.requests, "drains without requests"
             case ev.Stopping(then=then, error=error):
@@ -119,10 +119,10 @@ def _started(m: Lifecycle, state: ev.Spawning, e: ev.Started, now: float) -> Com
     return [ev.SendLoad()]
 
 
-def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, _now: float) -> Commands:
+def _loaded(m: Lifecycle, state: ev.Loading, _e: ev.Loaded, now: float) -> Commands:
     m.loaded = m.loaded_once = True
     m.phase = "idle"
-    m.state = ev.Ready(state.pid)
+    m.state = ev.Ready(state.pid, now + m.timeouts.of(m.phase))
     return []
 
 
@@ -134,9 +134,8 @@ def _load_failed(m: Lifecycle, state: ev.Loading, e: ev.LoadFailed, now: float) 
     return []
 
 
-def _assign(m: Lifecycle, state: ev.Ready, e: ev.RequestAssigned, now: float) -> Commands:
+def _assign(m: Lifecycle, _: ev.Ready, e: ev.RequestAssigned, _now: float) -> Commands:
     m.requests.add(e.rid)
-    m.state = replace(state, deadline=state.deadline or now + m.timeouts.of(m.phase))
     return [ev.SendRequest(e.rid)]
 
 
@@ -145,8 +144,7 @@ def _return_request(_m: Lifecycle, _: object, e: ev.RequestAssigned, _now: float
 
 
 def _sign_of_life(m: Lifecycle, state: ev.Running, _e: ev.Event, now: float) -> Commands:
-    if m.requests or isinstance(state, ev.Loading):
-        m.state = replace(state, deadline=now + m.timeouts.of(_phase(m)))
+    m.state = replace(state, deadline=now + m.timeouts.of(_phase(m)))
     return []
 
 
@@ -165,9 +163,6 @@ def _request_finished(
 ) -> Commands:
     m.requests.discard(e.rid)
     match state:
-        case ev.Ready() if not m.requests:
-            m.state = replace(state, deadline=None)
-            return []
         case ev.Draining() if not m.requests:
             return _ask_to_exit(m, state.pid, now)
         case ev.Stopping():
@@ -179,7 +174,7 @@ def _request_finished(
 def _drain(m: Lifecycle, state: ev.Ready, _e: ev.Drain, now: float) -> Commands:
     if not m.requests:
         return _ask_to_exit(m, state.pid, now)
-    m.state = ev.Draining(state.pid, state.deadline or now + m.timeouts.of(m.phase))
+    m.state = ev.Draining(state.pid, state.deadline)
     return []
 
 
@@ -321,7 +316,7 @@ def _too_large(m: Lifecycle, how: str) -> InvalidModel:
 
 
 def _check_silence(m: Lifecycle, state: ev.Running, _e: ev.AlarmFired, now: float) -> Commands:
-    if state.deadline is None or now < state.deadline:
+    if now < state.deadline:
         return []
     phase = _phase(m)
     timeout_s = m.timeouts.of(phase)

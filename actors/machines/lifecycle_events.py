@@ -33,8 +33,7 @@ class Ready(Record, frozen=True):
     """The model takes requests."""
 
     pid: int
-    deadline: float | None = None
-    """None without requests: an idle worker may be silent."""
+    deadline: float
 
 
 class Draining(Record, frozen=True):

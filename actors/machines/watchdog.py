@@ -13,17 +13,15 @@ WatchedPhase = Literal["spawning", "loading"] | Phase
 
 
 class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The longest silence in each phase, in seconds. The defaults suit a slow machine.
-
-    The phases of a loaded model count only while it has requests: an idle worker may be silent.
-    """
+    """The longest silence in each phase, in seconds. The defaults suit a slow machine."""
 
     spawning_s: PositiveSeconds = 60.0
     """From the start of the process to its first report. Covers Python and MLX from a slow disk."""
     loading_s: PositiveSeconds = 600.0
     """Without progress of the load. Covers one shard of a large model from a slow disk."""
     idle_s: PositiveSeconds = 120.0
-    """While the worker waits for a grant or a time slice. It sends counters every few seconds."""
+    """While the worker waits for requests, a grant or a time slice. It sends counters every few
+    seconds."""
     tokenize_s: PositiveSeconds = 300.0
     """While the worker tokenizes a prompt. Covers the largest prompt that fits into a frame."""
     prefill_s: PositiveSeconds = 600.0

@@ -26,7 +26,7 @@ STATES: dict[str, ev.State] = {
     "Spawning": ev.Spawning(NOW + 60),
     "Spawning+pid": ev.Spawning(NOW + 60, 7),
     "Loading": ev.Loading(7, NOW + 600),
-    "Ready": ev.Ready(7),
+    "Ready": ev.Ready(7, NOW + 120),
     "Ready+rows": ev.Ready(7, NOW + 120),
     "Draining": ev.Draining(7, NOW + 120),
     "Stopping": ev.Stopping(7, "asked", NOW + 10, "stopped"),
@@ -360,9 +360,9 @@ def test_deadlines_of_the_phases(m):
     feed(m, ev.SignOfLife(), now=NOW + 100)
     assert m.deadline == NOW + 700
     feed(m, ev.Loaded(), now=NOW + 200)
-    assert m.deadline is None
-    feed(m, ev.RequestAssigned("a"), now=NOW + 300)
-    feed(m, ev.RequestAssigned("b"), now=NOW + 310)
+    assert m.deadline == NOW + 320
+    feed(m, ev.SignOfLife(), now=NOW + 300)
+    feed(m, ev.RequestAssigned("a"), ev.RequestAssigned("b"), now=NOW + 310)
     assert m.deadline == NOW + 420
     feed(m, ev.TokenGenerated(), now=NOW + 400)
     assert m.deadline == NOW + 520
@@ -375,7 +375,18 @@ def test_deadlines_of_the_phases(m):
     feed(
         m, ev.RequestFinished("a"), ev.RequestFinished("b"), ev.PhaseEntered("pools"), now=NOW + 410
     )
-    assert m.deadline is None
+    assert m.deadline == NOW + 710
+
+
+def test_an_idle_worker_that_hangs_is_replaced(m):
+    """It would keep its memory, and never answer a reclaim."""
+    ready(m)
+    deadline = m.deadline
+    assert feed(m, ev.AlarmFired(), now=deadline - 1) == []
+    assert feed(m, ev.AlarmFired(), now=deadline) == [ev.Terminate()]
+    assert feed(m, ev.Exited(-15), now=deadline + 1) == [ev.ReleaseMemory()]
+    assert isinstance(m.state, ev.Backoff)
+    assert m.state.error.detail["cause"] == "hung"
 
 
 def test_the_error_of_a_hung_process_names_its_phase_and_the_next_process_starts_idle(m):

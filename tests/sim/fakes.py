@@ -26,6 +26,7 @@ from protocol.worker import (
     LoadFailed,
     LoadModel,
     MemoryRequested,
+    PhaseChanged,
     Progress,
     Ready,
     Report,
@@ -41,6 +42,8 @@ from protocol.worker import (
     Tokenized,
 )
 
+IDLE_INTERVAL_S = 5.0
+"""Seconds between the reports of an idle process."""
 INFO = ModelInfo(
     architecture="fake",
     parameters=1,
@@ -258,7 +261,11 @@ class FakeProcess:
                 self.report(
                     Stats(stats=WorkerStats(step=step, rows_running=rows, reclaimable=reclaimable))
                 )
-            await self._work.wait()
+            try:
+                async with asyncio.timeout(IDLE_INTERVAL_S):
+                    await self._work.wait()
+            except TimeoutError:
+                self.report(PhaseChanged(phase="idle"))
 
     def _step(self) -> None:
         for rid, row in list(self._rows.items()):
