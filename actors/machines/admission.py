@@ -311,7 +311,7 @@ class Admission(msgspec.Struct):
         self.evicting.discard(model)
         self.held.discard(model)
         error = error or (known.error if known is not None else None)
-        error = error or errors.UnknownModel(f"{model} was unloaded", model=model).info()
+        error = error or self._closing_error(model)
         # Includes requests on their way to the worker, which will not be returned any more.
         rids = [rid for rid, request in self.requests.items() if request.model == model]
         commands = [command for rid in rids for command in self._end(rid, error)]

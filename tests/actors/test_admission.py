@@ -20,6 +20,7 @@ from actors.machines.admission_events import (
     Forward,
     ModelChanged,
     ModelHeld,
+    ModelEvicting,
     ModelRemoved,
     QueuedInWorker,
     ReportBlame,
@@ -141,7 +142,7 @@ def test_waiting_requests_fail_when_memory_is_missing(admission):
     [
         (ModelChanged("m", "closing"), "draining"),
         (ModelChanged("m", "failed", FAILED), "model_failed"),
-        (ModelRemoved("m"), "unknown_model"),
+        (ModelRemoved("m"), "draining"),
     ],
 )
 def test_waiting_requests_end_with_their_model(admission, event, code):
@@ -150,6 +151,13 @@ def test_waiting_requests_end_with_their_model(admission, event, code):
 
     assert [f"1 {code}"] == codes(feed(admission, event))
     assert list(admission.requests) == ["2"]
+
+
+def test_an_unload_during_an_eviction_ends_waiting_requests_as_any_unload_does(admission):
+    feed(admission, ModelChanged("m", "ready"), ModelEvicting("m"), RequestArrived("1", "m"))
+    assert feed(admission, ModelChanged("m", "closing")) == []
+
+    assert codes(feed(admission, ModelRemoved("m"))) == ["1 draining"]
 
 
 def test_lost_requests_go_to_the_next_process_in_order(admission):
