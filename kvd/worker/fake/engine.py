@@ -217,6 +217,12 @@ class FakeEngine:
     def _held(self) -> Held:
         return Held(cached=self._reclaiming.memory.cached_pages)
 
+    def _evict_excess(self) -> None:
+        """Evict checkpoints that the grant does not cover, which were not reserved in advance."""
+        excess = self._reclaiming.memory.needed_pages - self._admission.budget.pages
+        if excess > 0:
+            self._prefix_cache.evict(excess * self._model.page_bytes)
+
     def _request_memory(self, request: wire.MemoryRequested | None) -> None:
         if request is not None:
             reclaimable = self._reclaiming.memory.reclaimable()
@@ -231,6 +237,7 @@ class FakeEngine:
             self._computed_tokens += chunk.length
             self._scheduler.mark_prefilled(chunk.rid, chunk.end)
             self._prefix_cache.prefilled(row.tracked, chunk.end, (row.pages, chunk.end), lambda: 0)
+        self._evict_excess()
 
     def _has_new_hit(self, rid: str) -> bool:
         return self._prefix_cache.has_new_hit(self._rows[rid].tracked)
@@ -280,6 +287,7 @@ class FakeEngine:
         self._prefix_cache.remove(row.tracked)
         self._admission.finish(row.rid)
         del self._rows[row.rid]
+        self._evict_excess()
 
     def stats(self) -> WorkerStats:
         used = self._scheduler.reserved_pages

@@ -62,3 +62,14 @@ def test_checkpoints_are_evicted_for_requests():
             ends.append(report)
     assert [type(one) for one in ends_of(ends)] == [RowFinished]
     assert engine.stats().prefix.evicted
+
+
+def test_checkpoints_never_exceed_the_grant():
+    """Rows of 65 tokens reserve no page, but their checkpoints take one each."""
+    engine = loaded("tps=0,weights=0,page_bytes=1000,pages=2", prefill_chunk=64)
+    for number in range(4):
+        engine.submit(submit(f"{number}", prompt=f"{number}" * 65, max_tokens=2))
+        run(engine)
+        stats = engine.stats()
+        assert stats.prefix.held <= stats.pages_total * 1000
+    assert stats.prefix.evicted > 0
