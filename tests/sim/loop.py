@@ -25,14 +25,11 @@ class _JumpingSelector(selectors.SelectSelector):
         self.jump: Callable[[float], None] = lambda _: None
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if ready:
-            return ready
         if timeout is None:
             raise DeadlockError("every task waits, and no timer is set")
         if timeout > 0:
             self.jump(timeout)
-        return ready
+        return []
 
 
 class SimLoop(asyncio.SelectorEventLoop):
@@ -56,9 +53,11 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     with asyncio.Runner(loop_factory=SimLoop) as runner:
         errors: list[dict[str, Any]] = []
         runner.get_loop().set_exception_handler(lambda _, context: errors.append(context))
-        result = runner.run(main)
-        assert not errors, errors
-        return result
+        try:
+            return runner.run(main)
+        finally:
+            if errors:
+                raise AssertionError(errors[0]) from errors[0].get("exception")
 
 
 def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -71,11 +70,13 @@ def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return wrapper
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 1000.0) -> Any:
+async def until(
+    condition: Callable[[], Any], limit_s: float = 1000.0, *, every_s: float = 0.01
+) -> Any:
     """Wait in simulated time until the condition holds; return its value."""
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
     while not (value := condition()):
         assert loop.time() < end, f"not within {limit_s} s"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(every_s)
     return value

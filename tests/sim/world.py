@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from actors.client import Identity
-from actors.ports import EstimateModel, Notice
+from actors.ports import EstimateModel, Notice, Notify
 from actors.saved_requests import SavedRequests
 from actors.status import KnownModel
 from actors.system import Connection, Settings, System
@@ -103,22 +103,25 @@ class World:
         saved_requests: SavedRequests | None = None,
         known: dict[str, KnownModel] | None = None,
         estimate_model: EstimateModel = no_files,
+        spawn: Any = None,
+        notify: Notify | None = None,
     ) -> None:
-        self.spawn = FakeSpawn(scripts)
+        self.spawn = FakeSpawn(scripts) if spawn is None else spawn
+        self.memory = FakeMemory()
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
         self.metrics = Exposition(lambda: self.system, run_in_thread=_call_directly)
         seeds = count(7)
         self.system = System(
             self.spawn,
-            FakeMemory(),
+            self.memory,
             budget_bytes=budget,
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
             estimate_model=estimate_model,
             draw_seed=lambda: next(seeds),
-            notify=self.notices.append,
+            notify=notify or self.notices.append,
             saved_requests=saved_requests,
             observe=self.metrics.counters,
             metrics=self.metrics.text,

@@ -1,0 +1,428 @@
+"""A daemon's day in miniature: everything is real except time, the network and the tensors.
+
+Supervisor, governor, router, sessions, journal and HTTP, and the loop and the scheduler of every
+worker run on simulated time. The seed draws the models, what clients and operators do, and the
+faults: workers killed or stopped at any moment, spawns that fail, connections that are cut or not
+read, delays that change the order between connections, memory readings that lie, clocks that jump,
+and daemons that are killed. In the end every request must have ended once, with the tokens that it
+would have had alone.
+
+A seed replays, with a line for each thing that happens: ``python -m tests.sim.daemon_day SEED``.
+``FIRST LAST [PROCESSES]`` runs many seeds and prints counts, and the seeds that fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import structlog.testing
+
+from actors.ports import Notice
+from actors.status import KnownModel
+from protocol import messages
+from protocol.kv import KVSpec
+from protocol.policy import ModelPolicy
+from tests.sim.asked import Asked
+from tests.sim.day_clients import HttpClient, SocketClient
+from tests.sim.loop import run, until
+from tests.sim.loop_process import LoopProcess
+from tests.sim.sim_daemon import BUDGET, MIB, SimDaemon
+
+PAGE = 4 * MIB
+ACTIONS = 25
+PATIENCE_S = 1000.0
+"""Simulated seconds after the last fault in which every request ends."""
+PAUSES_S = (0.0, 0.0, 0.01, 0.1, 0.3, 1.0)
+"""Seconds between two actions."""
+
+ENDS: dict[str, tuple[str, ...]] = {
+    "length": ("settles",),
+    "stop": ("settles",),
+    "overloaded": ("settles",),
+    "draining": ("unload", "daemon restarts"),
+    "model_failed": ("killed", "stopped", "spawn fails"),
+    "quarantined": ("killed", "stopped"),
+    "insufficient_memory": ("budget", "pin"),
+    "slow_reader": ("stopped reading", "slow network"),
+    "aborted": ("stopped reading", "slow network"),
+    "invalid_model": ("broken model",),
+    "closed": ("daemon restarts",),
+    "reset": ("reset", "HTTP reset"),
+    "daemon killed": ("daemon killed",),
+}
+"""How requests end, and what must have happened that day. A cancelled request, and one whose
+deadline passed, explain their own end."""
+
+
+def draw_models(draw: random.Random) -> dict[str, KnownModel]:
+    """Draw three models, of which two or three fit into the budget."""
+    models = {}
+    for name in ("a", "b", "c"):
+        fields: dict[str, float | str] = {
+            "load": draw.choice([0.1, 1.0, 4.0]),
+            "tps": draw.choice([20, 100]),
+            "weights": draw.choice([16, 24, 40]) * MIB,
+            "page_bytes": PAGE,
+            "pages": draw.randint(1, 3),
+        }
+        if draw.random() < 0.05:
+            fields["load_error"] = "invalid_model"
+        source = "fake:" + ",".join(f"{key}={value}" for key, value in fields.items())
+        policy = ModelPolicy(idle_ttl_s=draw.choice([None, None, 20.0]))
+        models[name] = KnownModel(source, KVSpec(prefix_every=64), policy, listed=True)
+    return models
+
+
+class DaemonDay:
+    """One seeded day. After `run`, `counts` says what happened."""
+
+    def __init__(self, seed: int, folder: Path, trace: Callable[[str], None] | None = None) -> None:
+        self.draw = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.asked: list[Asked] = []
+        self.clients: list[SocketClient] = []
+        self.web: list[HttpClient] = []
+        self._trace = trace
+        self._slowest_s = self.draw.choice([0.002, 0.02, 0.5])
+        self._models = draw_models(self.draw)
+        journal = folder if self.draw.random() < 0.6 else None
+        self.daemon = SimDaemon(self.draw, self.delay_s, self._models, journal, self._notify)
+        self._slow: list[tuple[float, SocketClient | HttpClient]] = []
+        """Clients that do not read, and when they do so again."""
+        self._lost: list[Asked] = []
+        """Requests that the last daemon left, to which their clients may attach."""
+
+    def delay_s(self) -> float:
+        return self.draw.random() * self._slowest_s
+
+    def note(self, what: str, detail: object = "") -> None:
+        self.counts[what] += 1
+        self._write(f"{what}: {detail}" if detail != "" else what)
+
+    def _notify(self, notice: Notice) -> None:
+        assert notice.event not in {"actor_failed", "actor_lost"}, notice
+        self._write(f"    {notice.event} {notice.fields}")
+
+    def _write(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{asyncio.get_running_loop().time() - 1000.0:10.3f}  {line}")
+
+    # Clients.
+
+    def _connect(self) -> SocketClient:
+        self.clients.append(SocketClient(self.daemon.connect))
+        return self.clients[-1]
+
+    def _client(self) -> SocketClient:
+        alive = [client for client in self.clients if client.link.open]
+        if not alive or (len(alive) < 3 and self.draw.random() < 0.1):
+            return self._connect()
+        return self.draw.choice(alive)
+
+    def _open(self) -> list[SocketClient | HttpClient]:
+        return [client for client in (*self.clients, *self.web) if client.link.open]
+
+    def _draw_asked(self, *, chat: bool = False) -> Asked:
+        draw = self.draw
+        start = draw.choice(["once upon a time ", f"{draw.random()} "])
+        text = start * draw.choice([1, 1, 4, 12])
+        asked = Asked(
+            number=len(self.asked) + 1,
+            model=draw.choice("aaabbc"),
+            prompt=f"user: {text}\n" if chat else text,
+            seed=draw.randrange(100),
+            max_tokens=draw.choice([1, 3, 8, 8, 20]),
+            n=draw.choice([1, 1, 1, 1, 3]),
+            stop=draw.choice(["", "", "", "ka", " di"]),
+            logprobs=draw.choice([None, None, None, 2]),
+            priority=draw.choice([0, 0, 0, 1]),
+            deadline_s=draw.choice([None] * 9 + [3.0]),
+        )
+        self.asked.append(asked)
+        return asked
+
+    def ask_socket(self) -> None:
+        asked = self._draw_asked()
+        self.note("asked", asked)
+        self._client().ask(asked)
+
+    def ask_http(self) -> None:
+        chat, stream = self.draw.random() < 0.5, self.draw.random() < 0.6
+        asked = self._draw_asked(chat=chat)
+        self.note("asked over HTTP", asked)
+        self.web.append(HttpClient(self.daemon.connect_http, asked, chat=chat, stream=stream))
+
+    def cancel(self) -> None:
+        client = self._client()
+        if client.asked:
+            key = self.draw.choice(list(client.asked))
+            self.note("cancel", client.asked[key])
+            client.cancel(key)
+
+    def disconnect(self) -> None:
+        over_http = [client for client in self.web if client.waits]
+        if over_http and self.draw.random() < 0.5:
+            web = self.draw.choice(over_http)
+            self.note("HTTP reset", web.asked)
+            web.reset("reset")
+        else:
+            client = self._client()
+            self.note("reset", list(client.asked.values()))
+            client.reset("reset")
+
+    def stop_reading(self) -> None:
+        if clients := self._open():
+            client = self.draw.choice(clients)
+            seconds = self.draw.choice([0.5, 5.0, 100.0])
+            self.note("stopped reading", f"{seconds} s")
+            client.link.read(on=False)
+            self._slow.append((asyncio.get_running_loop().time() + seconds, client))
+
+    def _read_again(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for due, client in self._slow:
+            if due <= now:
+                client.link.read(on=True)
+        self._slow = [it for it in self._slow if it[0] > now]
+
+    def look(self) -> None:
+        kind = self.draw.choice([messages.Status, messages.Hello, messages.Events])
+        self._client().send(kind)
+
+    def tokenize(self) -> None:
+        name = self.draw.choice("abcd")
+        self.note("tokenize", name)
+        self._client().send(messages.Tokenize, model=name, prompt="a text")
+
+    # Operators.
+
+    def load(self) -> None:
+        name = self.draw.choice("abc")
+        known = self._models[name]
+        self.note("load", name)
+        self._client().send(messages.Load, model=known.source, alias=name, kv=known.kv)
+
+    def unload(self) -> None:
+        name, force = self.draw.choice("abc"), self.draw.random() < 0.3
+        self.note("unload", f"{name}, {force=}")
+        self._client().send(messages.Unload, model=name, force=force)
+
+    def pin(self) -> None:
+        kind = self.draw.choice([messages.Pin, messages.Unpin, messages.Unpin])
+        name = self.draw.choice("abc")
+        self.note("pin", f"{kind.__name__} {name}")
+        self._client().send(kind, model=name)
+
+    def set_budget(self) -> None:
+        budget = self.draw.choice([60, 80, 100, 120]) * MIB
+        self.note("budget", f"{budget // MIB} MiB")
+        self._client().send(messages.Configure, budget_bytes=budget)
+
+    # Faults.
+
+    def _process(self) -> LoopProcess | None:
+        alive = self.daemon.spawn.alive()
+        return self.draw.choice(alive) if alive else None
+
+    def kill(self) -> None:
+        if (process := self._process()) is not None:
+            self.note("killed", process)
+            process.die(self.draw.choice([-9, -9, -9, -11]))
+
+    def pause(self) -> None:
+        if (process := self._process()) is not None:
+            seconds = self.draw.choice([0.3, 3.0, float("inf")])
+            self.note("stopped", f"{process}, {seconds} s")
+            process.pause(seconds)
+
+    def fail_spawn(self) -> None:
+        self.daemon.spawn.failing = self.draw.randint(1, 2)
+        self.note("spawn fails", self.daemon.spawn.failing)
+
+    def lie(self) -> None:
+        if (process := self._process()) is not None:
+            process.lie = self.draw.choice([0.0, 0.5, 1.0, 1.1, 1.5])
+            self.note("lie", f"{process}, {process.lie}")
+
+    def press(self) -> None:
+        memory = self.daemon.world.memory
+        memory.pressure = self.draw.choice(["normal", "normal", "warning", "critical"])
+        self.note("pressure", memory.pressure)
+
+    def jump(self) -> None:
+        loop: Any = asyncio.get_running_loop()
+        seconds = self.draw.choice([1.0, 30.0, 3600.0])
+        loop.now += seconds
+        self.daemon.wall_s += self.draw.choice([0.0, -7200.0, 7200.0])
+        self.note("clock jumped", f"{seconds} s")
+
+    async def restart(self) -> None:
+        """Kill or stop the daemon, start the next one, and attach to most of what was left."""
+        named = [it for client in self.clients for it in client.asked.values() if it.name]
+        if self.draw.random() < 0.7:
+            self.note("daemon killed")
+            for client in self._open():
+                client.reset("daemon killed")
+            await self.daemon.kill()
+        else:
+            force = self.draw.random() < 0.5
+            self.note("daemon restarts", f"{force=}")
+            await self.daemon.stop(force=force)
+            await asyncio.sleep(10 * self._slowest_s)
+            named = [asked for asked in named if asked.ended == "draining"]
+        await self.daemon.start()
+        self.note("daemon started")
+        for asked in named:
+            if self.daemon.journaled and not asked.cancelled and self.draw.random() < 0.8:
+                self.note("attach", asked)
+                self._client().attach(asked)
+
+    # The day.
+
+    async def run(self) -> None:
+        acts: list[tuple[int, Callable[[], Awaitable[None] | None]]] = [
+            (30, self.ask_socket),
+            (12, self.ask_http),
+            (5, self.cancel),
+            (3, self.disconnect),
+            (3, self.stop_reading),
+            (2, self.look),
+            (1, self.tokenize),
+            (2, self.load),
+            (2, self.unload),
+            (1, self.pin),
+            (2, self.set_budget),
+            (4, self.kill),
+            (2, self.pause),
+            (1, self.fail_spawn),
+            (1, self.lie),
+            (1, self.press),
+            (1, self.jump),
+            (2, self.restart),
+        ]
+        weights = [weight for weight, _ in acts]
+        await self.daemon.start()
+        self.counts["slow network"] = int(self._slowest_s > 0.1)
+        broken = ("load_error" in known.source for known in self._models.values())
+        self.counts["broken model"] = sum(broken)
+        for _ in range(ACTIONS):
+            if (work := self.draw.choices(acts, weights)[0][1]()) is not None:
+                await work
+            await asyncio.sleep(self.draw.choice(PAUSES_S))
+            self._read_again()
+            self.daemon.check()
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """End the faults; then everything ends, and nothing is left."""
+        self.daemon.spawn.failing = 0
+        self.daemon.world.memory.pressure = "normal"
+        for process in self.daemon.spawn.alive():
+            process.lie = 1.0
+        for client in self._open():
+            client.link.read(on=True)
+        operator = self._connect()
+        operator.send(messages.Configure, budget_bytes=BUDGET)
+        for name in self._models:
+            operator.send(messages.Unpin, model=name)
+        self.note("settles")
+        await until(self._is_over, PATIENCE_S, every_s=0.25)
+        self.daemon.check()
+        await self.daemon.stop(force=False)
+        await asyncio.sleep(10 * self._slowest_s)
+        self._check_ends()
+        self._check_nothing_left()
+
+    def _is_over(self) -> bool:
+        return not any(client.waits for client in self._open())
+
+    def _check_ends(self) -> None:
+        """Every request has ended in a way that something in this day explains."""
+        for asked in self.asked:
+            how = asked.ended or asked.abandoned
+            self.note(f"ended: {how}", asked)
+            assert how, f"{asked} never ended"
+            match how:
+                case "cancelled":
+                    assert asked.cancelled, f"{asked} was cancelled by nobody"
+                case "deadline_exceeded":
+                    assert asked.deadline_s is not None, f"{asked} has no deadline"
+                case _:
+                    causes = ENDS[how]
+                    explained = any(self.counts[cause] for cause in causes)
+                    assert explained, f"{asked} ended with {how}, and none of {causes}"
+
+    def _check_nothing_left(self) -> None:
+        loop: Any = asyncio.get_running_loop()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not tasks, f"tasks are left: {tasks}"
+        timers = [timer for timer in loop._scheduled if not timer.cancelled()]
+        assert not timers, f"timers are left: {timers}"
+
+
+def play(seed: int, trace: Callable[[str], None] | None = None) -> DaemonDay:
+    """Run one day; raise if the daemon breaks a promise or logs an error."""
+    with tempfile.TemporaryDirectory() as folder, structlog.testing.capture_logs() as logs:
+        day = DaemonDay(seed, Path(folder), trace)
+        run(day.run())
+    errors = [entry for entry in logs if entry["log_level"] in {"error", "critical"}]
+    assert not errors, errors
+    return day
+
+
+def summary(first: int, last: int, processes: int = 1) -> dict[str, Any]:
+    """Run the seeds from ``first`` to ``last``; return what happened, and the seeds that failed."""
+    started = time.perf_counter()
+    total: Counter[str] = Counter()
+    failed: dict[str, str] = {}
+    with ProcessPoolExecutor(processes) as pool:
+        for counts, failures in pool.map(_play_some, _parts(first, last)):
+            total.update(counts)
+            failed |= failures
+    return {
+        "command": "python -m tests.sim.daemon_day FIRST LAST PROCESSES",
+        "seeds": [first, last],
+        "failed": failed,
+        "processes": processes,
+        "seconds": round(time.perf_counter() - started, 1),
+        "counts": dict(sorted(total.items())),
+    }
+
+
+def _parts(first: int, last: int) -> list[range]:
+    return [range(it, min(it + 100, last + 1)) for it in range(first, last + 1, 100)]
+
+
+def _play_some(seeds: range) -> tuple[Counter[str], dict[str, str]]:
+    total: Counter[str] = Counter()
+    failed: dict[str, str] = {}
+    for seed in seeds:
+        try:
+            total.update(play(seed).counts)
+        except Exception as error:  # noqa: BLE001 - the other seeds run too
+            failed[str(seed)] = repr(error)
+            sys.stderr.write(f"seed {seed}: {error!r}\n")
+    return total, failed
+
+
+def main(arguments: list[str]) -> None:
+    """Replay one seed, or run a range of them."""
+    first, *rest = map(int, arguments)
+    if rest:
+        sys.stdout.write(json.dumps(summary(first, *rest), indent=1) + "\n")
+    else:
+        play(first, print)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
