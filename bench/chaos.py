@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,16 @@ def requests(count: int, tokens: int, seed: int) -> list[Asked]:
 
 
 @contextlib.contextmanager
-def daemon() -> Iterator[Path]:
-    """Run a daemon in a temporary home; yield the home."""
+def daemon(config: str = WATCHDOG, wrapper: Sequence[str] = ()) -> Iterator[Path]:
+    """Run a daemon in a temporary home; yield the home.
+
+    ``wrapper``: words before the daemon's command.
+    """
     root = Path(tempfile.mkdtemp(prefix="kvd-chaos-"))
     home = root / "h"
     home.mkdir(mode=0o700)
-    (home / "config.toml").write_text(WATCHDOG)
-    command = [sys.executable, "-m", "kvd", "serve", "--home", str(home)]
+    (home / "config.toml").write_text(config)
+    command = [*wrapper, sys.executable, "-m", "kvd", "serve", "--home", str(home)]
     with (root / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from protocol.errors import InvalidModel, KvdError, ModelFailed, Quarantined
+from protocol.worker import OVER_MEMORY_LIMIT
 from tests.process.helpers import Daemon, Reader, alive, source, wait_for, write_config
 
 
@@ -111,6 +112,35 @@ def test_a_failed_load_has_a_typed_error(daemon: Daemon):
     with daemon.client() as kvd, pytest.raises(KvdError) as caught:
         _ = kvd.load(source(load_error="invalid_model"), alias="broken").result
     assert isinstance(caught.value, (InvalidModel, ModelFailed))
+
+
+def test_a_load_that_takes_memory_without_end_fails_once_and_costs_no_other_model(make_daemon):
+    daemon = make_daemon("--budget", "200MiB").start()
+    daemon.load(source(tps=50), "idle")
+    daemon.load(source(tps=50), "busy")
+    other = Reader(daemon, "busy", max_tokens=300).begun()
+    with daemon.client() as kvd:
+        with pytest.raises(InvalidModel, match="takes more memory than its files need"):
+            _ = kvd.load(source(load_grow=1), alias="hostile").result
+        assert not {"evict", "reclaim_precision", "reclaim_preempt"} & {
+            it.kind for it in kvd.events()
+        }
+        assert {model.name for model in kvd.status().models} == {"idle", "busy"}
+    assert other.finished().error is None
+    exits = [it for it in daemon.log() if it["event"] == "worker_exit"]
+    assert [(it["model"], it["returncode"]) for it in exits] == [("hostile", OVER_MEMORY_LIMIT)]
+
+
+def test_a_request_that_takes_memory_without_end_is_quarantined_and_others_continue(
+    daemon: Daemon,
+):
+    daemon.load(source(tps=50, grow_on="poison"), "m")
+    other = Reader(daemon, "m", max_tokens=100).begun()
+    error = Reader(daemon, "m", "poison", max_tokens=5).finished().error
+    assert isinstance(error, Quarantined)
+    assert all("ended itself at its memory limit" in line for line in error.detail["story"])
+    assert other.finished().error is None
+    assert len(other.completion.tokens) == 100
 
 
 def test_unload_finishes_running_requests_and_frees_the_memory(daemon: Daemon):
