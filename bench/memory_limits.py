@@ -61,7 +61,7 @@ class Found:
     peak_mib: int = 0
     """Most memory of the group, with the page cache."""
     peak_private_mib: int = 0
-    """The same without the page cache, as sampled."""
+    """Most memory of the group without the page cache, as sampled."""
 
 
 def copy_demo(folder: Path) -> Path:
