@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from actors.machines.forecast import Question, forecast
 from protocol.kv import KVSpec
+from protocol.model_source import is_source
 
 if TYPE_CHECKING:
     from actors.machines.governor import Governor
@@ -37,6 +38,8 @@ class Explainer:
         known = self.status.known.get(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
+        if status is None and known is None and not is_source(asked.model):
+            raise self.status.unknown_model(asked.model)
         info = status.info if status is not None else None
         if info is not None and info.costs is not None:
             costs, schemes, longest = info.costs, info.kv_schemes, info.context_length

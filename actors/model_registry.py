@@ -19,12 +19,12 @@ from actors.registry_state import (
     check_name,
     is_loaded_as,
     model_exists,
-    short_name,
 )
 from actors.runtime.actor import Actor, DeferredReply, Ref
 from actors.status import KnownModel
 from protocol import errors, messages
 from protocol import worker as wire
+from protocol.model_source import short_name
 from protocol.policy import ModelPolicy
 from protocol.types import ModelStatus
 
@@ -154,20 +154,16 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         if known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
-        error = errors.UnknownModel(f"{self._not_loaded(name)}; load it first", model=name)
-        self._tell_router(admission_events.ModelRemoved(name, error.info()))
+        error = state.statuses.unknown_model(name).info()
+        self._tell_router(admission_events.ModelRemoved(name, error))
 
     # -- policy and configuration -----------------------------------------------------------------
 
     def _known(self, name: str) -> KnownModel:
         known = self._known_models.get(name)
         if known is None:
-            raise errors.UnknownModel(self._not_loaded(name), model=name)
+            raise self._state.statuses.unknown_model(name)
         return known
-
-    def _not_loaded(self, name: str) -> str:
-        names = ", ".join(sorted(self._state.entries)) or "none"
-        return f"no model {name!r} is loaded (loaded: {names})"
 
     def _set_policy(self, name: str, change: Callable[[ModelPolicy], ModelPolicy]) -> None:
         weight = self._known(name).policy.weight

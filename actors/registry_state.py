@@ -70,11 +70,6 @@ class RegistryState:
         assert not self.closing or self.draining, "shuts down and accepts new work"
 
 
-def short_name(source: str) -> str:
-    """Return the name of a model that is loaded without an alias."""
-    return source.rstrip("/").rpartition("/")[2] or source
-
-
 def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
     context = known.policy.max_context
     same_context = other.policy is None or other.policy.max_context == context

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from protocol.errors import UnknownModel
 from protocol.kv import KVSpec
+from protocol.model_source import unknown_model
 from protocol.policy import ModelPolicy
 from protocol.types import ModelStatus
 
@@ -47,6 +49,10 @@ class StatusTable:
     def all(self) -> list[ModelStatus]:
         paused = self.paused()
         return [self._complete(name, paused) for name in sorted(self.models)]
+
+    def unknown_model(self, name: str) -> UnknownModel:
+        """Return the error for a name that is not known."""
+        return unknown_model(name, self.models, self.known.keys() - self.models.keys())
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
         known = self.known.get(name)

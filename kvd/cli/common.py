@@ -16,12 +16,14 @@ from rich.console import RenderableType
 
 from kvd.cli import completion
 from kvd.cli.console import discard_output, print_message, stdout_console, write
+from kvd.cli.hints import hints
 from kvd.client import Client
 from kvd.host import exits
 from kvd.host.exits import Exit
 from kvd.host.home import locate
-from protocol.errors import KvdError, UnknownModel, UnknownOp, UnsupportedVersion
+from protocol.errors import KvdError, UnknownModel
 from protocol.fields import MAX_INT
+from protocol.model_source import unknown_model
 from protocol.types import DaemonStatus, ModelStatus
 
 Command = Callable[..., Any]
@@ -142,12 +144,8 @@ class CommonOptions:
         if self.json:
             self.print_json({"error": error.info()})
         print_message("[bold red]error:[/] {}", error.message)
-        if "retry_after_s" in error.detail:
-            print_message("[dim]hint:[/] try again in {} s", error.detail["retry_after_s"])
-        if isinstance(error, UnknownOp | UnsupportedVersion):
-            print_message(
-                "[dim]hint:[/] the daemon's version differs from kvctl's; restart the daemon"
-            )
+        for hint in hints(error):
+            print_message("[dim]hint:[/] {}", hint)
 
     def print_outcome(self, value: Any, form: str, *values: object) -> None:
         """Print what a command has done: a message, or ``value`` with ``--json``."""
@@ -214,8 +212,5 @@ def find_model(status: DaemonStatus, name: str) -> ModelStatus:
     if name in status.unloaded:
         raise UnknownModel(f"{name} is not loaded; the next request for it loads it", model=name)
     if name not in found:
-        loaded = f"loaded: {', '.join(found)}" if found else "no model is loaded"
-        raise UnknownModel(
-            f"no model {name!r} ({loaded}); load it with `kvctl load {name}`", model=name
-        )
+        raise unknown_model(name, found, status.unloaded)
     return found[name]

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 from kvd.client import Client
 from protocol.errors import KvdError
+from protocol.model_source import EMBEDDED
 
 _TIMEOUT_S = 0.5
 """Seconds to wait for a daemon that is busy or stopped."""
@@ -37,7 +38,7 @@ def model_sources(
     _: click.Context, __: click.Parameter, incomplete: str
 ) -> list[str] | list[CompletionItem]:
     """Return what `kvctl load` accepts with this beginning: names, Hub ids and folders."""
-    from kvd.cli.local_models import EMBEDDED, in_hub_cache  # noqa: PLC0415 - only here
+    from kvd.cli.local_models import in_hub_cache  # noqa: PLC0415 - only here
 
     names = [*EMBEDDED, *(model.source for model in in_hub_cache())]
     found = [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))

@@ -10,10 +10,10 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable
 
-from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.settings import with_value
 from protocol.errors import ConfigError
+from protocol.model_source import short_name
 
 
 def edited_text(path: Path, key: str, value: Any) -> str:

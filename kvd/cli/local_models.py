@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 import kvd
+from protocol.model_source import EMBEDDED
 
 Kind = Literal["embedded", "folder", "hub"]
-EMBEDDED = ("demo",)
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
 _MAX_DEPTH = 3

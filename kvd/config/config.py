@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from actors.machines.watchdog import WatchdogTimeouts
-from actors.registry_state import short_name
 from actors.saved_requests import KEEP_S
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText, parse_kv
@@ -20,6 +19,7 @@ from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, Alias, PositiveSeconds, Seconds, Source
 from protocol.kv import KVSpec
+from protocol.model_source import short_name
 from protocol.policy import ModelPolicy
 from protocol.types import TimeSlicesMode
 from protocol.validation import describe_error

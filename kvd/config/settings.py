@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
 from kvd.config.reload import LIVE, LIVE_OF_A_MODEL, by_name, is_overridden
 from protocol.errors import ConfigError, InvalidRequest
+from protocol.model_source import short_name
 from protocol.settings import Changed, Origin, Setting
 
 if TYPE_CHECKING:

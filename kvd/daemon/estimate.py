@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from protocol import memory_bounds, model_folder
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec, floors_of, schemes_of
+from protocol.model_source import check_folder, is_hub_id, unknown_source
 from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
 
@@ -30,7 +30,6 @@ SHARED_BYTES = 39 * 1024 * 1024
 """The part of `INTERPRETER_BYTES` that is file pages, which Linux charges to processes by share."""
 DEFAULT_CONTEXT = 4096
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -146,16 +145,14 @@ def folder_of(source: str) -> Path:
 
         return demo.path()
     if source.startswith("/"):
-        if not Path(source).is_dir():
-            raise UnknownModel(f"there is no folder {source}", source=source)
-        return Path(source)
-    if _HUB_ID.fullmatch(source) and (found := _downloaded(source)) is not None:
-        return found
-    raise UnknownModel(
-        f"{source!r} is not a model on this machine: use the name of a loaded model, demo, the path"
-        " of a folder, or a Hub id that was loaded before",
-        source=source,
-    )
+        return check_folder(Path(source))
+    if not is_hub_id(source):
+        raise unknown_source(source)
+    if (found := _downloaded(source)) is None:
+        raise UnknownModel(
+            f"{source} is not on this machine; `kvctl load {source}` downloads it", source=source
+        )
+    return found
 
 
 def _downloaded(hub_id: str) -> Path | None:

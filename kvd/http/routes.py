@@ -18,7 +18,7 @@ from kvd.http.completion import StreamedCompletion, WholeCompletion
 from kvd.http.formats import ChatFormat, Format, TextFormat
 from kvd.http.requests import ChatRequest, CompletionRequest
 from kvd.http.send_buffer import SendBuffer
-from protocol.errors import UnknownModel
+from protocol.model_source import unknown_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +82,11 @@ class Routes:
 
     async def show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        for model in models.listed(self.backend.status(), self.started_at).data:
+        status = self.backend.status()
+        for model in models.listed(status, self.started_at).data:
             if model.id == name:
                 return _json(model)
-        raise UnknownModel(f"there is no model {name!r}; GET /v1/models lists them", model=name)
+        raise unknown_model(name, [model.name for model in status.models], status.unloaded)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ChatRequest, ChatFormat())

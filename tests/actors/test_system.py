@@ -8,6 +8,7 @@ import pytest
 
 from actors import mail
 from actors.machines.watchdog import WatchdogTimeouts
+from actors.status import KnownModel
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
 from protocol.kv import KVSpec
@@ -219,9 +220,16 @@ async def test_a_load_continues_when_its_client_disconnects():
 
 @simulated
 async def test_an_unknown_model_is_refused_with_the_names_that_are_known():
-    async with world() as w:
-        with pytest.raises(errors.UnknownModel, match=r"loaded: demo"):
-            await w.client().ask(messages.Generate, model="nope", prompt="x")
+    async with world(known={"lazy": KnownModel("/m/lazy")}) as w:
+        names = r"\(loaded: demo; loaded by the next request: lazy\); did you mean 'lazy'\?"
+        for kind, fields in (
+            (messages.Generate, {"prompt": "x"}),
+            (messages.Tokenize, {"prompt": "x"}),
+            (messages.Explain, {}),
+            (messages.Unload, {}),
+        ):
+            with pytest.raises(errors.UnknownModel, match=names):
+                await w.client().ask(kind, model="lasy", **fields)
 
 
 @simulated

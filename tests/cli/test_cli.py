@@ -52,7 +52,7 @@ def test_status_of_one_model(kvctl, home: Home):
         assert (code, json.loads(out)["name"]) == (0, "demo")
         code, _, err = kvctl("status", "nope")
     assert code == 6
-    assert "no model 'nope' (loaded: demo); load it with `kvctl load nope`" in err
+    assert "there is no model 'nope' (loaded: demo); `kvctl load` adds a model" in err
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -481,7 +481,7 @@ def test_chat_with_an_unknown_model_lists_the_loaded_ones(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         code, _, err = kvctl("chat", "nope", stdin="Hi\n")
     assert code == 6
-    assert "no model 'nope' (loaded: demo); load it with `kvctl load nope`" in err
+    assert "there is no model 'nope' (loaded: demo); `kvctl load` adds a model" in err
 
 
 def test_a_cancelled_completion_is_an_interrupt(kvctl, home: Home):
@@ -672,7 +672,7 @@ def test_an_unknown_name_that_looks_like_markup_is_quoted_in_the_error(kvctl, ho
     with stub_daemon(home.socket, well):
         code, out, err = kvctl("status", text)
     assert (code, out) == (6, "")
-    assert err.startswith(f"error: no model {text!r} (")
+    assert err.startswith(f"error: there is no model {text!r} (")
 
 
 def test_chat_continues_after_any_input(kvctl, home: Home):

@@ -516,6 +516,8 @@ async def test_models(home: Home):
         assert (await get(it.url, "/v1/models/org%2Fb:1")).json() == one
         missing = await get(it.url, "/v1/models/c")
         assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+        close = (await get(it.url, "/v1/models/B:1")).json()["error"]["message"]
+        assert "loaded by the next request: a); did you mean 'org/b:1'?" in close
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ seam into mlx-lm's attention must be installed before `load`, because `load` imp
 from __future__ import annotations
 
 import importlib.util
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,12 +24,11 @@ from kvd.worker.native.layers import pack_weights, packed_arrays
 from kvd.worker.text.failures import is_failure, one_line
 from protocol import model_folder
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
+from protocol.model_source import EMBEDDED, check_folder, is_hub_id, unknown_source
 from protocol.weights import Weights
 
-EMBEDDED = ("demo",)
 DEFAULT_CONTEXT = 4096
 _T = TypeVar("_T")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _EVAL_BYTES = 256 * 1024 * 1024
 """Weights that are read between two progress reports."""
@@ -92,19 +90,10 @@ def resolve(
 
         return Path(demo.path())
     if source.startswith("/"):
-        path = Path(source)
-        if not path.exists():
-            raise UnknownModel(f"there is no folder {source}", source=source)
-        if not path.is_dir():
-            raise InvalidModel(f"{source} is a file; give the model's folder", source=source)
-        return path
-    if _HUB_ID.fullmatch(source):
+        return check_folder(Path(source))
+    if is_hub_id(source):
         return _download(source, progress, files)
-    raise UnknownModel(
-        f"there is no model {source!r}; give {' or '.join(EMBEDDED)}, the absolute path of a "
-        "folder, or a Hub id such as mlx-community/Qwen3-0.6B-4bit",
-        source=source,
-    )
+    raise unknown_source(source)
 
 
 def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:
