@@ -20,6 +20,7 @@ from kvd.cli.options import TokenList
 from kvd.cli.tables import GAP, headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
+from kvd.host import installed
 from protocol.errors import ConfigError, InvalidRequest
 
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
@@ -63,9 +64,7 @@ _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K
     default=SCHEMES,
 )
 @option("--lengths", "LIST", "Context lengths, as 1024,4k.", type=TokenList(), default=LENGTHS)
-@option(
-    "--plot", "FILE", "Draw a .png or .svg; needs 'mlx-kvd[plot]'.", type=click.Path(path_type=Path)
-)
+@option("--plot", "FILE", "Draw a .png or .svg; needs matplotlib.", type=click.Path(path_type=Path))
 @common_options("json")
 def bench_kv(
     common: CommonOptions,
@@ -148,7 +147,8 @@ def _check_plot(file: Path) -> None:
     if file.suffix not in _IMAGES:
         raise InvalidRequest(f"--plot takes a {' or '.join(_IMAGES)} file", field="plot")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'mlx-kvd[plot]'", key="plot")
+        command = installed.find().command("plot")
+        raise ConfigError(f"--plot needs matplotlib; install it: {command}", key="plot")
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import shlex
 import sys
 
 import kvd
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
-from kvd.host import blas
+from kvd.host import blas, installed
 from kvd.host.memory import nvidia
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError, KvdError
@@ -45,21 +46,19 @@ def versions(scene: Scene) -> Finding:
         if have != wanted:
             wrong.append(f"{name} is {have}, but kvd {kvd.__version__} needs {wanted}")
     if wrong:
-        return fail(
-            "versions", "; ".join(wrong), "install kvd again: pip install --upgrade mlx-kvd"
-        )
+        return fail("versions", "; ".join(wrong), installed.find().command())
     if not found:
         return warn(
             "versions",
             f"kvd {kvd.__version__} is not installed, so its requirements are unknown",
-            "pip install -e . in the checkout",
+            installed.find().command(),
         )
     return ok("versions", f"kvd {kvd.__version__}, {', '.join(found)}")
 
 
 def pins(system: str) -> dict[str, str]:
     try:
-        requirements = importlib.metadata.requires("mlx-kvd") or []
+        requirements = importlib.metadata.requires(installed.DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     found = {}
@@ -75,7 +74,8 @@ def device(scene: Scene) -> Finding:
     """Check that MLX runs and computes correctly."""
     engine = scene.engine
     if isinstance(engine, KvdError):
-        advice = "run `python -c 'import mlx.core'` to see why; then install kvd again"
+        see = shlex.join([sys.executable, "-c", "import mlx.core"])
+        advice = f"run `{see}` to see why; then install kvd again: {installed.find().command()}"
         return fail("device", f"MLX does not run: {engine.message}", advice)
     name = f" ({engine['name']})" if engine["name"] else ""
     observed = f"MLX {engine['mlx']} computes on {engine['device']}{name}"

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvd.cli import bench_kv, tool
+from kvd.host import installed
 
 RESULT = {
     "model": "demo",
@@ -79,7 +80,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvctl, tmp_path, monkeyp
     monkeypatch.setattr(bench_kv.importlib.util, "find_spec", lambda _: None)
     code, out, err = kvctl("bench-kv", "--plot", str(tmp_path / "plot.png"))
     assert (code, out) == (5, "")
-    assert "pip install 'mlx-kvd[plot]'" in err
+    assert installed.find().command("plot") in err
 
     code, _, err = kvctl("bench-kv", "--plot", "plot.pdf")
     assert code == 6

@@ -19,7 +19,7 @@ from kvd.doctor.engine import ask
 from kvd.doctor.examination import CHECKS, examine
 from kvd.doctor.finding import Finding, Section, worst
 from kvd.doctor.scene import Scene
-from kvd.host import listen, memory
+from kvd.host import installed, listen, memory
 from kvd.host.home import Home
 from protocol.errors import InternalError
 from protocol.types import HostMemory
@@ -86,7 +86,7 @@ def test_a_version_other_than_the_pinned_one(home: Home, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
     found = installation.versions(scene(home))
     assert "mlx is 0.1, but kvd" in found.observed
-    assert examined(found) == ("fail", "install kvd again: pip install --upgrade mlx-kvd")
+    assert examined(found) == ("fail", installed.find().command())
 
 
 @pytest.mark.parametrize(
