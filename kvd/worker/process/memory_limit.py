@@ -31,9 +31,9 @@ MAX_INTERVAL_S = 0.25
 _CHANGE_BYTES = 1024 * 1024
 """A smaller change of the process's memory doubles the interval, up to `MAX_INTERVAL_S`."""
 _RESERVED_BYTES = 256 * 1024 * 1024
-_STACK_BYTES = 2 * 8 * 1024 * 1024
-"""RLIMIT_DATA counts private memory that is reserved and not touched, such as threads' stacks. So
-much may be reserved later, the second value for each processor. Measured: 58 MiB during decode."""
+_RESERVED_PER_PROCESSOR = 64 * 1024 * 1024
+"""RLIMIT_DATA counts private memory that is reserved and not touched, such as threads' stacks and
+the buffers of BLAS. So much may be reserved later (measured with two processors: 190 MiB)."""
 
 
 class MemoryLimit:
@@ -90,7 +90,7 @@ class MemoryLimit:
 
     def _apply(self) -> None:
         room = max(0, self.nbytes - self._private()) + _RESERVED_BYTES
-        _set_data_limit(memory.reserved() + room + _STACK_BYTES * (os.cpu_count() or 1))
+        _set_data_limit(memory.reserved() + room + _RESERVED_PER_PROCESSOR * (os.cpu_count() or 1))
 
     def _watch(self) -> None:
         interval_s, before = MIN_INTERVAL_S, 0
