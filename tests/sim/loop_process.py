@@ -14,15 +14,18 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from actors.ports import Exit
 from kvd.worker.fake.engine import FakeEngine
+from kvd.worker.fake.row import FakeRow
 from kvd.worker.process.link import Link
 from kvd.worker.process.loop import Loop, _Stopped
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol import worker as wire
 from protocol.errors import KvdError
 from protocol.framing import FrameDecoder, decode_report, encode_frame
+from protocol.types import Usage, record_level
 
 FOREVER_S = 1e6
 """A sleep of this length never ends: the engine hangs."""
@@ -67,6 +70,26 @@ class _SimLink(Link):
         if self._process.is_ahead:
             raise _Waits(0.0)
         super().pump()
+
+
+class _Engine(FakeEngine):
+    """The fake engine, which also tells at which levels its rows really are."""
+
+    def __init__(self, process: LoopProcess, truth: LevelsTruth) -> None:
+        super().__init__(sleep=process.sleep, clock=process.clock)
+        self._truth = truth
+
+    def _prefill(self) -> None:
+        super()._prefill()
+        for rid in self._scheduler.victims():
+            self._note(rid)
+
+    def _decode(self, row: FakeRow) -> None:
+        self._note(row.rid)
+        super()._decode(row)
+
+    def _note(self, rid: str) -> None:
+        self._truth.ran(rid, self._scheduler.find(rid).level)
 
 
 class _SimLoop(Loop):
@@ -140,6 +163,36 @@ class _Hangs(Exception):
     """The engine sleeps for ever."""
 
 
+class LevelsTruth:
+    """The precision levels at which requests really ran, over all their processes."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, set[int]] = {}
+        """Levels at which the schedulers had a request."""
+        self._tokens: dict[str, list[int]] = {}
+        """Levels of the tokens that the daemon received, in order."""
+
+    def ran(self, rid: str, level: int) -> None:
+        self._rows.setdefault(rid, set()).add(level)
+
+    def reported(self, report: wire.Report) -> None:
+        """Check a report: it names levels at which the request ran, and misses none with tokens."""
+        match report:
+            case wire.RowTokens(rid=rid, level=level, tokens=[_, *_]):
+                assert level in self._rows[rid], f"{rid} never ran at level {level}"
+                record_level(self._tokens.setdefault(rid, []), level)
+            case wire.RowFinished(rid=rid, usage=usage):
+                self.check(rid, usage)
+
+    def check(self, rid: str, usage: Usage) -> None:
+        levels = usage.levels
+        assert set(levels) <= self._rows.get(rid, set()), f"{rid}: {levels} but {self._rows}"
+        assert all(a != b for a, b in pairwise(levels)), f"{rid}: {levels}"
+        rest = iter(levels)
+        tokens = self._tokens.pop(rid, [])
+        assert all(level in rest for level in tokens), f"{rid}: {levels}, its tokens had {tokens}"
+
+
 @dataclass
 class _Written:
     """Bytes on their way to the daemon."""
@@ -160,8 +213,10 @@ class LoopProcess:
         delay_s: Callable[[], float],
         on_report: Callable[[wire.Report], None],
         on_exit: Callable[[Exit], None],
+        levels: LevelsTruth,
     ) -> None:
         self.pid, self.name = pid, name
+        self._levels = levels
         self.exit: Exit | None = None
         self.lie = 1.0
         """The reported footprint is the real one times this."""
@@ -183,7 +238,7 @@ class LoopProcess:
         self._paused_until = 0.0
         self._returncode: int | None = None
         self._ended_at = 0.0
-        self.engine = FakeEngine(sleep=self._sleep, clock=self.clock)
+        self.engine = _Engine(self, levels)
         self._loop = _SimLoop(self, self.engine)
         self._wake_at(self._at)
 
@@ -294,7 +349,7 @@ class LoopProcess:
     def is_ahead(self) -> bool:
         return self._at > self._time.time()
 
-    def _sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self._at += seconds
         if seconds >= 3600.0:
             raise _Hangs
@@ -365,7 +420,9 @@ class LoopProcess:
         was_full = sum(len(it.data) for it in self._written) >= SOCKET_BYTES
         while self._written and self._written[0].due <= self._time.time():
             for frame in self._frames.receive(self._written.popleft().data):
-                self._on_report(decode_report(frame))
+                report = decode_report(frame)
+                self._levels.reported(report)
+                self._on_report(report)
         self._schedule_delivery()
         if was_full and self._returncode is None and not self.is_ahead:
             self._turn_soon()
@@ -384,6 +441,7 @@ class LoopSpawn:
     draw: random.Random
     delay_s: Callable[[], float]
     processes: list[LoopProcess] = field(default_factory=list)
+    levels: LevelsTruth = field(default_factory=LevelsTruth)
     failing: int = 0
     """Number of the next spawns that fail."""
 
@@ -399,7 +457,13 @@ class LoopSpawn:
             self.failing -= 1
             raise OSError("no process can be started")
         process = LoopProcess(
-            1000 + len(self.processes), name, self.draw, self.delay_s, on_report, on_exit
+            1000 + len(self.processes),
+            name,
+            self.draw,
+            self.delay_s,
+            on_report,
+            on_exit,
+            self.levels,
         )
         self.processes.append(process)
         if self.draw.random() < 0.2:

@@ -103,12 +103,10 @@ class SimDaemon:
         await self.http.start()
 
     def _name_requests(self) -> None:
-        """Replace the random part of request ids, whose order would change what a seed does."""
+        """Make request ids unique over all runs, and not random: their order matters to a seed."""
         self._runs += 1
-        if self.journaled:
-            system = self.world.system
-            prefix = f"{self._runs}-"
-            system._client_services = replace(system._client_services, rid_prefix=prefix)
+        system = self.world.system
+        system._client_services = replace(system._client_services, rid_prefix=f"{self._runs}-")
 
     def _wall_clock(self) -> float:
         return asyncio.get_running_loop().time() + self.wall_s
