@@ -1,0 +1,351 @@
+"""Random faults of the disk under a journal, against a model of what was written.
+
+The journal always opens. It restores each request up to its first damaged record, without a wrong
+token. It loses no record that `write` confirmed and that is intact on the disk.
+
+Run more of it by hand: ``python -m tests.daemon.test_journal_campaign MINUTES [--json FILE]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from structlog.testing import capture_logs
+
+from actors.request_journal import ReportReceived, RequestDropped, RequestReceived, SavedRequest
+from kvd.daemon import journal
+from kvd.daemon.journal import DiskJournal
+from kvd.host.journal_file import MARKER, frame
+from protocol.types import Sampling, Usage
+from protocol.worker import RowFinished, RowTokens, Submit
+from tests.daemon.disk import PAGE, Disk, Killed
+
+KEEP_S = 600.0
+COUNTS: Counter[str] = Counter()
+"""Faults and checks of all examples in this process."""
+
+
+@dataclass
+class Written:
+    """A record that `write` confirmed."""
+
+    frame: bytes
+    tokens: int
+    """Tokens of the request up to this record."""
+    ends: bool = False
+    intact: bool = True
+
+
+@dataclass
+class Told:
+    """What the journal was told of a request."""
+
+    records: list[Written] = field(default_factory=list)
+    tokens: int = 0
+    """Tokens that its client has."""
+    ended_at: float | None = None
+    dropped: bool = False
+    may_return: bool = False
+    """Whether it may be restored although it was dropped."""
+
+
+def text_of(rid: str, count: int) -> str:
+    return "".join(f"{rid}:{at}é " for at in range(count))
+
+
+class Campaign(RuleBasedStateMachine):
+    """One disk and the daemons that run on it, one after another."""
+
+    @initialize(number=st.integers(0, 2**32), limit=st.sampled_from([2500, 1 << 20]))
+    def begin(self, number: int, limit: int) -> None:
+        self.random, self.limit = Random(number), limit
+        self.disk = Disk(self.random)
+        self.now = 1000.0
+        self.told: dict[str, Told] = {}
+        self.alive: list[str] = []
+        """Requests that the running daemon has."""
+        self.subject = self.opened()
+
+    # -- a daemon at work ---------------------------------------------------------------------
+
+    @rule(times=st.integers(1, 30))
+    def work(self, times: int) -> None:
+        for _ in range(times):
+            chance = self.random.random()
+            if chance < 0.2 or not self.alive:
+                self.submit()
+            elif chance < 0.9:
+                self.report(self.random.choice(self.alive))
+            elif chance < 0.95:
+                self.finish(self.random.choice(self.alive))
+            else:
+                self.drop(self.alive.pop(self.random.randrange(len(self.alive))))
+
+    def submit(self) -> None:
+        rid = f"r{len(self.told)}"
+        # Until `write` confirms it, a client has no name to attach by, but it may be in the file.
+        told = self.told[rid] = Told(dropped=True, may_return=True)
+        submit = Submit(rid=rid, prompt="p" * self.random.randrange(80), sampling=Sampling(seed=1))
+        if self.write(RequestReceived(rid, "m", submit)):
+            self.alive.append(rid)
+            told.dropped = told.may_return = False
+            told.records.append(Written(self.disk.newest_write, 0))
+
+    def report(self, rid: str) -> None:
+        told = self.told[rid]
+        if told.ended_at is not None:
+            return
+        first, told.tokens = told.tokens, told.tokens + self.random.randrange(1, 5)
+        report = RowTokens(
+            rid=rid,
+            index=first,
+            tokens=list(range(first, told.tokens)),
+            text=text_of(rid, told.tokens)[len(text_of(rid, first)) :],
+        )
+        if self.write(ReportReceived(rid, report)):
+            told.records.append(Written(self.disk.newest_write, told.tokens))
+
+    def finish(self, rid: str) -> None:
+        told = self.told[rid]
+        if told.ended_at is None:
+            told.ended_at = self.now
+            report = RowFinished(rid=rid, reason="length", usage=Usage(1, told.tokens))
+            if self.write(ReportReceived(rid, report)):
+                told.records.append(Written(self.disk.newest_write, told.tokens, ends=True))
+
+    def drop(self, rid: str) -> None:
+        told = self.told[rid]
+        told.dropped = told.may_return = True
+        told.may_return = not self.write(RequestDropped(rid))
+
+    @rule(seconds=st.sampled_from([30.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    # -- faults while it works ----------------------------------------------------------------
+
+    @rule(room=st.none() | st.integers(0, 600))
+    def fill_the_disk(self, room: int | None) -> None:
+        COUNTS["full disk"] += room is not None
+        self.disk.room = room
+
+    @rule(
+        failing=st.sets(
+            st.sampled_from(["pwrite", "ftruncate", "fsync", "replace", "link", "unlink", "open"])
+        )
+    )
+    def break_functions(self, failing: set[str]) -> None:
+        COUNTS["failing calls"] += bool(failing)
+        self.disk.failing = failing
+
+    @rule()
+    def repair(self) -> None:
+        self.disk.room, self.disk.failing = None, set()
+
+    @rule(calls=st.integers(0, 40))
+    def kill(self, calls: int) -> None:
+        """Kill the daemon within one of its next calls, at work or in the next start."""
+        self.disk.calls_left = calls
+        try:
+            self.work(calls // 2 + 1)
+        except Killed:
+            COUNTS["killed in a write"] += 1
+        calls_left = self.disk.calls_left
+        self.disk.restart()
+        self.disk.calls_left = max(0, calls_left) % 8
+        try:
+            self.subject = self.opened()
+        except Killed:
+            COUNTS["killed in a start"] += 1
+            self.disk.restart()
+            self.subject = self.opened()
+        self.disk.calls_left = None
+
+    # -- between two daemons ------------------------------------------------------------------
+
+    @rule()
+    def restart(self) -> None:
+        self.subject.close()
+        self.disk.restart()
+        self.subject = self.opened()
+
+    @rule()
+    def lose_power(self) -> None:
+        COUNTS["power loss"] += 1
+        before = self.disk.content()
+        durable = self.disk.durable_names.get("requests")
+        on_disk = b"" if durable is None else durable.durable
+        self.disk.lose_power()
+        after = self.disk.content()
+        for told in self.told.values():
+            told.may_return = told.may_return or told.dropped
+            for one in told.records:
+                if one.frame in on_disk and one.frame in before:
+                    assert one.frame in after, "a compaction lost a record that was on the disk"
+        self.find_damage(before)
+        self.subject = self.opened()
+
+    @precondition(lambda self: "requests" in self.disk.names)
+    @rule(
+        kind=st.sampled_from(
+            ["flip", "flip", "zeros", "tail", "cut", "insert", "page", "foreign", "all"]
+        )
+    )
+    def damage(self, kind: str) -> None:
+        COUNTS[kind] += 1
+        self.subject.close()
+        self.disk.restart()
+        before, random = self.disk.content(), self.random
+        inode = self.disk.names["requests"]
+        data = bytearray(inode.data)
+        at = random.randrange(len(data) + 1)
+        if kind == "flip" and at < len(data):
+            data[at] ^= random.choice([1, 2, 4, 8, 16, 32, 64, 128])
+        elif kind == "zeros":
+            data[at : at + 512] = bytes(len(data[at : at + 512]))
+        elif kind == "tail":
+            data += bytes(random.randrange(1, 5000))
+        elif kind == "cut":
+            del data[at:]
+        elif kind == "insert":
+            data[at:at] = random.randbytes(random.randrange(1, 40))
+        elif kind == "page" and data:
+            inode.unreadable.add(at // PAGE)
+        elif kind == "foreign":
+            records = [b"", b"\x81", b"\x82\xa1t\xa3new\xa3rid\xa2r0", b"\x91" * 5000, MARKER]
+            data += frame(random.choice(records))
+        elif kind == "all":
+            data[:] = random.choice([b"kvd journal 2\n" + bytes(8), MARKER * 9, bytes(4096), b"?"])
+        inode.damage(data)
+        self.find_damage(before)
+        self.subject = self.opened()
+
+    # -- the oracle ---------------------------------------------------------------------------
+
+    def write(self, record: RequestReceived | ReportReceived | RequestDropped) -> bool:
+        written = self.subject.write(record)
+        COUNTS["records"] += written
+        if written:
+            assert self.disk.newest_write in self.disk.content(), "confirmed, and not in the file"
+        return written
+
+    def find_damage(self, before: bytes) -> None:
+        after = self.disk.content()
+        for told in self.told.values():
+            told.may_return = told.may_return or told.dropped
+            for one in told.records:
+                if one.frame in before and one.frame not in after:
+                    one.intact = False
+                    COUNTS["records lost to faults"] += 1
+
+    def opened(self) -> DiskJournal:
+        before = self.disk.content()
+        subject = DiskJournal(
+            Path("/journal"),
+            limit_bytes=self.limit,
+            keep_s=KEEP_S,
+            clock=lambda: self.now,
+            files=self.disk,
+        )
+        COUNTS["starts"] += 1
+        if subject._file is None:
+            assert self.disk.failing or self.disk.room == 0
+            assert self.disk.content() == before
+            self.alive = []
+            return subject
+        for rid, told in self.told.items():
+            self.check(rid, told, subject.saved.get(rid))
+        assert subject.saved.keys() <= self.told.keys()
+        self.alive = list(subject.saved)
+        copy = self.disk.names.get("requests.damaged")
+        assert copy is None or len(copy.data) <= self.limit + 10_000
+        return subject
+
+    def check(self, rid: str, told: Told, saved: SavedRequest | None) -> None:
+        """Compare a request with what was written of it."""
+        intact = 0
+        while intact < len(told.records) and told.records[intact].intact:
+            intact += 1
+        if saved is None:
+            expired = told.ended_at is not None and told.ended_at + KEEP_S <= self.now
+            assert told.dropped or expired or not intact, f"{rid} is lost"
+            told.dropped = True
+            return
+        assert not told.dropped or told.may_return, f"{rid} was dropped and is back"
+        count, ends = len(saved.choices[0].tokens), saved.end is not None
+        assert saved.choices[0].tokens == list(range(count))
+        assert saved.choices[0].text == text_of(rid, count)
+        assert not ends or told.ended_at is None or told.ended_at + KEEP_S >= self.now, "expired"
+        if not told.dropped and intact:
+            last = told.records[intact - 1]
+            assert (count, ends) >= (last.tokens, last.ends), f"{rid}: intact records are lost"
+            COUNTS["requests compared"] += 1
+        # The daemon continues from what was restored.
+        told.records = [one for one in told.records if (one.tokens, one.ends) <= (count, ends)]
+        told.tokens, told.dropped, told.may_return = count, False, False
+        if not ends:
+            told.ended_at = None
+
+
+def run(plan: settings, number: int) -> None:
+    """Run examples with a journal that is compacted often."""
+    with pytest.MonkeyPatch.context() as patch, capture_logs():
+        patch.setattr(journal, "LEAST_DEAD_BYTES", 600)
+        run_state_machine_as_test(seed(number)(Campaign), settings=plan)
+
+
+def test_faults_of_the_disk_cost_only_what_they_damage() -> None:
+    run(plan(examples=80, steps=40), 0)
+
+
+def plan(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def main() -> None:
+    """Run examples for so many minutes, each batch with another seed; write the counts."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("minutes", type=float)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    began, batch, each = time.process_time(), 0, 500
+    while time.process_time() - began < 60 * options.minutes:
+        run(plan(each, steps=60), batch)
+        batch += 1
+    found = {
+        "command": f"python -m tests.daemon.test_journal_campaign {options.minutes:g} --json …",
+        "examples": batch * each,
+        "cpu_s": round(time.process_time() - began),
+        "counts": dict(sorted(COUNTS.items())),
+    }
+    text = json.dumps(found, indent=2) + "\n"
+    if options.json is not None:
+        options.json.write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
