@@ -29,7 +29,7 @@ from actors.request_journal import (
     SavedRequest,
 )
 from kvd.host.home import unusable
-from kvd.host.journal_file import Damage, Files, JournalFile, checksum, size_in_file
+from kvd.host.journal_file import Damage, Files, JournalFile, checksum, frame
 from protocol.worker import RowFailed, RowFinished
 
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
@@ -111,37 +111,38 @@ class DiskJournal:
             case RequestDropped():
                 known = record.rid in self._kept
                 self._drop(record.rid)
-                return known and self._append(_encode(record))
+                return known and self._append(frame(_encode(record)))
 
     def _add(self, record: RequestReceived) -> bool:
-        payload = _encode(replace(record, at=self._clock()))
-        if not (self._has_room(payload) and self._append(payload)):
+        data = frame(_encode(replace(record, at=self._clock())))
+        if not (self._has_room(data) and self._append(data)):
             return False
         self._kept[record.rid] = _Kept()
-        self._count(record.rid, payload)
+        self._count(record.rid, data)
         return True
 
     def _continue(self, record: ReportReceived) -> bool:
-        kept, at = self._kept.get(record.rid), 0.0
+        kept = self._kept.get(record.rid)
         if kept is None:
             return False
         if isinstance(record.report, RowFinished | RowFailed):
-            at = self._ended[record.rid] = self._clock()
+            self._ended[record.rid] = now = self._clock()
+            record = replace(record, at=now)
         if kept.newest is None:
             return False
-        payload = _encode(replace(record, at=at, previous=kept.newest))
-        if not (self._has_room(payload) and self._append(payload)):
+        data = frame(_encode(replace(record, previous=kept.newest)))
+        if not (self._has_room(data) and self._append(data)):
             kept.newest = None
             return False
-        self._count(record.rid, payload)
+        self._count(record.rid, data)
         return True
 
-    def _count(self, rid: str, payload: bytes) -> None:
+    def _count(self, rid: str, data: bytes) -> None:
         """Count a record in the file that belongs to a kept request."""
-        kept, nbytes = self._kept[rid], size_in_file(payload)
-        kept.newest = checksum(payload)
-        kept.nbytes += nbytes
-        self._live += nbytes
+        kept = self._kept[rid]
+        kept.newest = checksum(data)
+        kept.nbytes += len(data)
+        self._live += len(data)
 
     def _drop(self, rid: str) -> None:
         if (kept := self._kept.pop(rid, None)) is not None:
@@ -157,29 +158,29 @@ class DiskJournal:
                 return
             self._drop(rid)
 
-    def _has_room(self, payload: bytes) -> bool:
+    def _has_room(self, data: bytes) -> bool:
         """Return whether the limit permits another record; compact the file if that frees much."""
         if self._file is None:
             return False
         self._expire()
-        size, dead = self._file.size + size_in_file(payload), self._file.size - self._live
+        size, dead = self._file.size + len(data), self._file.size - self._live
         # Compact only if that frees many bytes, because it rewrites the whole file.
         much = dead > max(LEAST_DEAD_BYTES, self._live)
         if (much or (size > self._limit and dead > self._limit // 8)) and (
             self._clock() >= self._retry_at
         ):
             self._report(self._compact(self._file))
-            size = self._file.size + size_in_file(payload)
+            size = self._file.size + len(data)
         if size <= self._limit:
             return True
         self._warn(f"the journal has {self._file.size} bytes, and journal_limit is {self._limit}")
         return False
 
-    def _append(self, payload: bytes) -> bool:
+    def _append(self, data: bytes) -> bool:
         if self._file is None:
             return False
         try:
-            self._file.append(payload)
+            self._file.append(data)
         except OSError as error:
             self._warn(error)
             return False
@@ -199,7 +200,7 @@ class DiskJournal:
         if damage.records:
             self._log.warning(
                 "the journal is damaged, or another version wrote it: all other records are in "
-                "use; `kvctl doctor` describes the copy of the file",
+                "use; `kvctl doctor` describes the damage",
                 records=damage.records,
                 bytes=damage.nbytes,
             )
@@ -213,7 +214,7 @@ class DiskJournal:
         try:
             fresh = JournalFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._files)
             try:
-                fresh.extend(self._kept_payloads(file, sizes, damage))
+                fresh.extend(self._kept_frames(file, sizes, damage))
                 fresh.sync()  # without it, a power loss could leave an empty file of this name
                 if damage.records:
                     self._keep_copy()
@@ -233,13 +234,13 @@ class DiskJournal:
             kept.nbytes = sizes[rid]
         return damage
 
-    def _kept_payloads(
+    def _kept_frames(
         self, file: JournalFile, sizes: Counter[str], damage: Damage
     ) -> Iterator[bytes]:
-        for record, payload in file.records(damage):
+        for record, data in file.records(damage):
             if record.rid in self._kept and not isinstance(record, RequestDropped):
-                sizes[record.rid] += size_in_file(payload)
-                yield payload
+                sizes[record.rid] += len(data)
+                yield data
 
     def _keep_copy(self) -> None:
         """Give the file a second name, in place of an older copy; without it if the disk fails."""
@@ -252,22 +253,22 @@ class DiskJournal:
     def _restore(self, file: JournalFile) -> Damage:
         """Read `saved` from the file; return what was damaged."""
         damage, now = Damage(), self._clock()
-        for record, payload in file.records(damage):
+        for record, data in file.records(damage):
             match record:
                 case RequestReceived(rid=rid, model=model, submit=submit, at=at):
                     self._drop(rid)
                     left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
                     self.saved[rid] = SavedRequest(model, submit, left)
                     self._kept[rid] = _Kept()
-                    self._count(rid, payload)
+                    self._count(rid, data)
                 case ReportReceived(rid=rid, report=report):
                     try:
                         self.saved[rid].apply_report(report)
                     except LookupError:  # a choice that the request does not have
-                        damage.add(size_in_file(payload))
+                        damage.add(len(data))
                     if isinstance(report, RowFinished | RowFailed):
                         self._ended[rid] = record.at
-                    self._count(rid, payload)
+                    self._count(rid, data)
                 case RequestDropped(rid=rid):
                     self._drop(rid)
         self._expire()

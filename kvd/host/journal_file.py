@@ -29,8 +29,8 @@ from actors.request_journal import Record, RequestDropped, RequestReceived
 
 MARKER = b"\xffkvd\r\nj3"
 _HEADER = struct.Struct(">8sIII")
-_CHECKED_BYTES = _HEADER.size - 4
-"""Bytes of the header that its own checksum covers."""
+_CHECKED = struct.Struct(">8sII")
+"""The part of the header that its own checksum covers."""
 _MAX_RECORD_BYTES = 64 * 1024 * 1024
 """Larger than any frame of a worker, so a longer record is damaged."""
 _BLOCK_BYTES = 256 * 1024
@@ -39,7 +39,6 @@ _SECTOR_BYTES = 4096
 """Bytes per read where a whole block cannot be read."""
 
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-checksum = zlib.crc32
 
 
 class Status(Protocol):
@@ -98,36 +97,36 @@ class JournalFile:
     def sync(self) -> None:
         self._files.fsync(self._fd)
 
-    def append(self, payload: bytes) -> None:
-        """Append a record; see `extend`."""
-        self._write(frame(payload))
+    def append(self, data: bytes) -> None:
+        """Append the frame of a record; see `extend`."""
+        self._write(data)
 
-    def extend(self, payloads: Iterable[bytes]) -> None:
+    def extend(self, frames: Iterable[bytes]) -> None:
         """Append many records. Raises OSError if not all of a write succeeds, and undoes it."""
         waiting = bytearray()
-        for payload in payloads:
-            waiting += frame(payload)
+        for data in frames:
+            waiting += data
             if len(waiting) >= _BLOCK_BYTES:
                 self._write(bytes(waiting))
                 waiting.clear()
         self._write(bytes(waiting))
 
     def records(self, damage: Damage) -> Iterator[tuple[Record, bytes]]:
-        """Yield the usable records with their payloads, and add all others to ``damage``.
+        """Yield the usable records with their frames, and add all others to ``damage``.
 
         Records behind a lost record of the same request are neither.
         """
         newest: dict[str, int] = {}
-        for payload, nbytes in _payloads(_Reader(self._fd, self._files), self.size):
-            record = None if payload is None else _read(payload)
-            if payload is None or record is None:
+        for data, nbytes in _frames(_Reader(self._fd, self._files), self.size):
+            record = None if data is None else _read(data)
+            if data is None or record is None:
                 damage.add(nbytes)
             elif isinstance(record, RequestDropped):
                 newest.pop(record.rid, None)
-                yield record, payload
+                yield record, data
             elif isinstance(record, RequestReceived) or newest.get(record.rid) == record.previous:
-                newest[record.rid] = checksum(payload)
-                yield record, payload
+                newest[record.rid] = checksum(data)
+                yield record, data
 
     def _write(self, data: bytes) -> None:
         failure: OSError | None = None
@@ -143,21 +142,21 @@ class JournalFile:
         self.size += len(data)
 
 
-def size_in_file(payload: bytes) -> int:
-    """Return the bytes of a record with its header."""
-    return _HEADER.size + len(payload)
-
-
 def frame(payload: bytes) -> bytes:
     """Return a record as it is in the file."""
-    start = struct.pack(">8sII", MARKER, len(payload), zlib.crc32(payload))
+    start = _CHECKED.pack(MARKER, len(payload), zlib.crc32(payload))
     return b"".join((start, zlib.crc32(start).to_bytes(4, "big"), payload))
 
 
-def _read(payload: bytes) -> Record | None:
-    """Return the record, or None if another version wrote it."""
+def checksum(data: bytes) -> int:
+    """Return the checksum of a frame's payload."""
+    return int.from_bytes(data[12:16], "big")
+
+
+def _read(data: bytes) -> Record | None:
+    """Return the record of a frame, or None if another version wrote it."""
     try:
-        return _decoder.decode(payload)
+        return _decoder.decode(data[_HEADER.size :])
     except Exception:  # noqa: BLE001 - no content of the file may stop the daemon's start
         return None
 
@@ -206,29 +205,24 @@ class _Reader:
             return bytes(size)
 
 
-def _payloads(reader: _Reader, end: int) -> Iterator[tuple[bytes | None, int]]:
-    """Yield each intact payload, or None for damage, with the bytes that it takes in the file."""
+def _frames(reader: _Reader, end: int) -> Iterator[tuple[bytes | None, int]]:
+    """Yield each intact frame, or None for damage, with the bytes that it takes in the file."""
     at = 0
     while at < end:
-        payload = _payload(reader, at, end)
-        if payload is None:
-            following = reader.find_marker(at + 1, end)
-            yield None, following - at
-            at = following
-        else:
-            yield payload, size_in_file(payload)
-            at += size_in_file(payload)
+        data = _frame_at(reader, at, end)
+        following = reader.find_marker(at + 1, end) if data is None else at + len(data)
+        yield data, following - at
+        at = following
 
 
-def _payload(reader: _Reader, at: int, end: int) -> bytes | None:
-    """Return the payload of the frame at this position, or None if there is no intact frame."""
+def _frame_at(reader: _Reader, at: int, end: int) -> bytes | None:
     header = reader.read(at, _HEADER.size)
     if len(header) < _HEADER.size:
         return None
     marker, length, payload_checksum, header_checksum = _HEADER.unpack(header)
-    if marker != MARKER or zlib.crc32(header[:_CHECKED_BYTES]) != header_checksum:
+    if marker != MARKER or zlib.crc32(header[: _CHECKED.size]) != header_checksum:
         return None
     if length > min(_MAX_RECORD_BYTES, end - at - _HEADER.size):
         return None
-    payload = reader.read(at + _HEADER.size, length)
-    return payload if zlib.crc32(payload) == payload_checksum else None
+    data = reader.read(at, _HEADER.size + length)
+    return data if zlib.crc32(data[_HEADER.size :]) == payload_checksum else None

@@ -29,11 +29,17 @@ from hypothesis.stateful import (
 )
 from structlog.testing import capture_logs
 
-from actors.request_journal import ReportReceived, RequestDropped, RequestReceived, SavedRequest
+from actors.request_journal import (
+    Record,
+    ReportReceived,
+    RequestDropped,
+    RequestReceived,
+    SavedRequest,
+)
 from kvd.daemon import journal
 from kvd.daemon.journal import DiskJournal
-from kvd.host.journal_file import MARKER, frame
-from protocol.types import Sampling, Usage
+from kvd.host.journal_file import MARKER, Damage, frame
+from protocol.types import Sampling, TokenLogprob, Usage
 from protocol.worker import RowFinished, RowTokens, Submit
 from tests.daemon.disk import PAGE, Disk, Killed
 
@@ -60,7 +66,9 @@ class Told:
     records: list[Written] = field(default_factory=list)
     tokens: int = 0
     """Tokens that its client has."""
+    ended: bool = False
     ended_at: float | None = None
+    """When it ended; a lost end may come back with an old file."""
     dropped: bool = False
     may_return: bool = False
     """Whether it may be restored although it was dropped."""
@@ -77,7 +85,7 @@ class Campaign(RuleBasedStateMachine):
     def begin(self, number: int, limit: int) -> None:
         self.random, self.limit = Random(number), limit
         self.disk = Disk(self.random)
-        self.now = 1000.0
+        self.now, self.serial = 1000.0, 0
         self.told: dict[str, Told] = {}
         self.alive: list[str] = []
         """Requests that the running daemon has."""
@@ -110,22 +118,24 @@ class Campaign(RuleBasedStateMachine):
 
     def report(self, rid: str) -> None:
         told = self.told[rid]
-        if told.ended_at is not None:
+        if told.ended:
             return
         first, told.tokens = told.tokens, told.tokens + self.random.randrange(1, 5)
+        self.serial += 1  # a record written again, after the first one was lost, is another one
         report = RowTokens(
             rid=rid,
             index=first,
             tokens=list(range(first, told.tokens)),
             text=text_of(rid, told.tokens)[len(text_of(rid, first)) :],
+            logprobs=[TokenLogprob(self.serial, "", 0.0)],
         )
         if self.write(ReportReceived(rid, report)):
             told.records.append(Written(self.disk.newest_write, told.tokens))
 
     def finish(self, rid: str) -> None:
         told = self.told[rid]
-        if told.ended_at is None:
-            told.ended_at = self.now
+        if not told.ended:
+            told.ended, told.ended_at = True, self.now
             report = RowFinished(rid=rid, reason="length", usage=Usage(1, told.tokens))
             if self.write(ReportReceived(rid, report)):
                 told.records.append(Written(self.disk.newest_write, told.tokens, ends=True))
@@ -273,18 +283,31 @@ class Campaign(RuleBasedStateMachine):
         for rid, told in self.told.items():
             self.check(rid, told, subject.saved.get(rid))
         assert subject.saved.keys() <= self.told.keys()
+        for record, data in subject._file.records(Damage()):
+            if record.rid in subject.saved:
+                self.note(self.told[record.rid], record, data)
         self.alive = list(subject.saved)
         copy = self.disk.names.get("requests.damaged")
         assert copy is None or len(copy.data) <= self.limit + 10_000
         return subject
+
+    def note(self, told: Told, record: Record, data: bytes) -> None:
+        """Remember a record of the file, also one that was written but not confirmed."""
+        match record:
+            case ReportReceived(report=RowTokens(index=index, tokens=tokens)):
+                told.records.append(Written(data, index + len(tokens)))
+            case ReportReceived():
+                told.records.append(Written(data, told.tokens, ends=True))
+            case _:
+                told.records = [Written(data, 0)]
 
     def check(self, rid: str, told: Told, saved: SavedRequest | None) -> None:
         """Compare a request with what was written of it."""
         intact = 0
         while intact < len(told.records) and told.records[intact].intact:
             intact += 1
+        expired = told.ended_at is not None and told.ended_at + KEEP_S <= self.now
         if saved is None:
-            expired = told.ended_at is not None and told.ended_at + KEEP_S <= self.now
             assert told.dropped or expired or not intact, f"{rid} is lost"
             told.dropped = True
             return
@@ -293,15 +316,13 @@ class Campaign(RuleBasedStateMachine):
         assert saved.choices[0].tokens == list(range(count))
         assert saved.choices[0].text == text_of(rid, count)
         assert not ends or told.ended_at is None or told.ended_at + KEEP_S >= self.now, "expired"
-        if not told.dropped and intact:
+        if intact and not (told.dropped or expired):
             last = told.records[intact - 1]
             assert (count, ends) >= (last.tokens, last.ends), f"{rid}: intact records are lost"
             COUNTS["requests compared"] += 1
         # The daemon continues from what was restored.
-        told.records = [one for one in told.records if (one.tokens, one.ends) <= (count, ends)]
-        told.tokens, told.dropped, told.may_return = count, False, False
-        if not ends:
-            told.ended_at = None
+        told.records, told.tokens, told.ended = [], count, ends
+        told.dropped = told.may_return = False
 
 
 def run(plan: settings, number: int) -> None:

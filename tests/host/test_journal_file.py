@@ -117,11 +117,11 @@ def test_a_write_that_fails_leaves_nothing_behind(
 ) -> None:
     path = tmp_path / "requests"
     file = JournalFile(path, os.O_RDWR | os.O_CREAT)
-    file.append(record(1))
+    file.append(frame(record(1)))
     size = path.stat().st_size
     whole: Callable[[int, bytes, int], int] = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: whole(fd, data[:9], at))
     with pytest.raises(OSError, match=re.escape(os.strerror(errno.ENOSPC))):
-        file.append(encode(RequestDropped("1")))
+        file.append(frame(encode(RequestDropped("1"))))
     assert (file.size, path.stat().st_size) == (size, size)
     file.close()
