@@ -60,8 +60,8 @@ class Written:
 
 
 @dataclass
-class Told:
-    """What the journal was told of a request."""
+class Request:
+    """What was written of a request, and what its client knows."""
 
     records: list[Written] = field(default_factory=list)
     tokens: int = 0
@@ -86,7 +86,7 @@ class Campaign(RuleBasedStateMachine):
         self.random, self.limit = Random(number), limit
         self.disk = Disk(self.random)
         self.now, self.serial = 1000.0, 0
-        self.told: dict[str, Told] = {}
+        self.requests: dict[str, Request] = {}
         self.alive: list[str] = []
         """Requests that the running daemon has."""
         self.subject = self.opened()
@@ -107,43 +107,43 @@ class Campaign(RuleBasedStateMachine):
                 self.drop(self.alive.pop(self.random.randrange(len(self.alive))))
 
     def submit(self) -> None:
-        rid = f"r{len(self.told)}"
+        rid = f"r{len(self.requests)}"
         # Until `write` confirms it, a client has no name to attach by, but it may be in the file.
-        told = self.told[rid] = Told(dropped=True, may_return=True)
+        request = self.requests[rid] = Request(dropped=True, may_return=True)
         submit = Submit(rid=rid, prompt="p" * self.random.randrange(80), sampling=Sampling(seed=1))
         if self.write(RequestReceived(rid, "m", submit)):
             self.alive.append(rid)
-            told.dropped = told.may_return = False
-            told.records.append(Written(self.disk.newest_write, 0))
+            request.dropped = request.may_return = False
+            request.records.append(Written(self.disk.newest_write, 0))
 
     def report(self, rid: str) -> None:
-        told = self.told[rid]
-        if told.ended:
+        request = self.requests[rid]
+        if request.ended:
             return
-        first, told.tokens = told.tokens, told.tokens + self.random.randrange(1, 5)
+        first, request.tokens = request.tokens, request.tokens + self.random.randrange(1, 5)
         self.serial += 1  # a record written again, after the first one was lost, is another one
         report = RowTokens(
             rid=rid,
             index=first,
-            tokens=list(range(first, told.tokens)),
-            text=text_of(rid, told.tokens)[len(text_of(rid, first)) :],
+            tokens=list(range(first, request.tokens)),
+            text=text_of(rid, request.tokens)[len(text_of(rid, first)) :],
             logprobs=[TokenLogprob(self.serial, "", 0.0)],
         )
         if self.write(ReportReceived(rid, report)):
-            told.records.append(Written(self.disk.newest_write, told.tokens))
+            request.records.append(Written(self.disk.newest_write, request.tokens))
 
     def finish(self, rid: str) -> None:
-        told = self.told[rid]
-        if not told.ended:
-            told.ended, told.ended_at = True, self.now
-            report = RowFinished(rid=rid, reason="length", usage=Usage(1, told.tokens))
+        request = self.requests[rid]
+        if not request.ended:
+            request.ended, request.ended_at = True, self.now
+            report = RowFinished(rid=rid, reason="length", usage=Usage(1, request.tokens))
             if self.write(ReportReceived(rid, report)):
-                told.records.append(Written(self.disk.newest_write, told.tokens, ends=True))
+                request.records.append(Written(self.disk.newest_write, request.tokens, ends=True))
 
     def drop(self, rid: str) -> None:
-        told = self.told[rid]
-        told.dropped = told.may_return = True
-        told.may_return = not self.write(RequestDropped(rid))
+        request = self.requests[rid]
+        request.dropped = request.may_return = True
+        request.may_return = not self.write(RequestDropped(rid))
 
     @rule(seconds=st.sampled_from([30.0, 700.0]))
     def wait(self, seconds: float) -> None:
@@ -204,9 +204,9 @@ class Campaign(RuleBasedStateMachine):
         on_disk = b"" if durable is None else durable.durable
         self.disk.lose_power()
         after = self.disk.content()
-        for told in self.told.values():
-            told.may_return = told.may_return or told.dropped
-            for one in told.records:
+        for request in self.requests.values():
+            request.may_return = request.may_return or request.dropped
+            for one in request.records:
                 if one.frame in on_disk and one.frame in before:
                     assert one.frame in after, "a compaction lost a record that was on the disk"
         self.find_damage(before)
@@ -258,9 +258,9 @@ class Campaign(RuleBasedStateMachine):
 
     def find_damage(self, before: bytes) -> None:
         after = self.disk.content()
-        for told in self.told.values():
-            told.may_return = told.may_return or told.dropped
-            for one in told.records:
+        for request in self.requests.values():
+            request.may_return = request.may_return or request.dropped
+            for one in request.records:
                 if one.frame in before and one.frame not in after:
                     one.intact = False
                     COUNTS["records lost to faults"] += 1
@@ -280,49 +280,51 @@ class Campaign(RuleBasedStateMachine):
             assert self.disk.content() == before
             self.alive = []
             return subject
-        for rid, told in self.told.items():
-            self.check(rid, told, subject.saved.get(rid))
-        assert subject.saved.keys() <= self.told.keys()
+        for rid, request in self.requests.items():
+            self.check(rid, request, subject.saved.get(rid))
+        assert subject.saved.keys() <= self.requests.keys()
         for record, data in subject._file.records(Damage()):
             if record.rid in subject.saved:
-                self.note(self.told[record.rid], record, data)
+                self.note(self.requests[record.rid], record, data)
         self.alive = list(subject.saved)
         copy = self.disk.names.get("requests.damaged")
         assert copy is None or len(copy.data) <= self.limit + 10_000
         return subject
 
-    def note(self, told: Told, record: Record, data: bytes) -> None:
+    def note(self, request: Request, record: Record, data: bytes) -> None:
         """Remember a record of the file, also one that was written but not confirmed."""
         match record:
             case ReportReceived(report=RowTokens(index=index, tokens=tokens)):
-                told.records.append(Written(data, index + len(tokens)))
+                request.records.append(Written(data, index + len(tokens)))
             case ReportReceived():
-                told.records.append(Written(data, told.tokens, ends=True))
+                request.records.append(Written(data, request.tokens, ends=True))
             case _:
-                told.records = [Written(data, 0)]
+                request.records = [Written(data, 0)]
 
-    def check(self, rid: str, told: Told, saved: SavedRequest | None) -> None:
+    def check(self, rid: str, request: Request, saved: SavedRequest | None) -> None:
         """Compare a request with what was written of it."""
         intact = 0
-        while intact < len(told.records) and told.records[intact].intact:
+        while intact < len(request.records) and request.records[intact].intact:
             intact += 1
-        expired = told.ended_at is not None and told.ended_at + KEEP_S <= self.now
+        expired = request.ended_at is not None and request.ended_at + KEEP_S <= self.now
         if saved is None:
-            assert told.dropped or expired or not intact, f"{rid} is lost"
-            told.dropped = True
+            assert request.dropped or expired or not intact, f"{rid} is lost"
+            request.dropped = True
             return
-        assert not told.dropped or told.may_return, f"{rid} was dropped and is back"
+        assert not request.dropped or request.may_return, f"{rid} was dropped and is back"
         count, ends = len(saved.choices[0].tokens), saved.end is not None
         assert saved.choices[0].tokens == list(range(count))
         assert saved.choices[0].text == text_of(rid, count)
-        assert not ends or told.ended_at is None or told.ended_at + KEEP_S >= self.now, "expired"
-        if intact and not (told.dropped or expired):
-            last = told.records[intact - 1]
+        assert not ends or request.ended_at is None or request.ended_at + KEEP_S >= self.now, (
+            "expired"
+        )
+        if intact and not (request.dropped or expired):
+            last = request.records[intact - 1]
             assert (count, ends) >= (last.tokens, last.ends), f"{rid}: intact records are lost"
             COUNTS["requests compared"] += 1
         # The daemon continues from what was restored.
-        told.records, told.tokens, told.ended = [], count, ends
-        told.dropped = told.may_return = False
+        request.records, request.tokens, request.ended = [], count, ends
+        request.dropped = request.may_return = False
 
 
 def run(plan: settings, number: int) -> None:
@@ -352,19 +354,19 @@ def main() -> None:
     parser.add_argument("minutes", type=float)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    began, batch, each = time.process_time(), 0, 500
+    began, batch, each = time.process_time(), 0, 250
     while time.process_time() - began < 60 * options.minutes:
         run(plan(each, steps=60), batch)
         batch += 1
-    found = {
-        "command": f"python -m tests.daemon.test_journal_campaign {options.minutes:g} --json …",
-        "examples": batch * each,
-        "cpu_s": round(time.process_time() - began),
-        "counts": dict(sorted(COUNTS.items())),
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    if options.json is not None:
-        options.json.write_text(text)
+        found = {
+            "command": f"python -m tests.daemon.test_journal_campaign {options.minutes:g}",
+            "examples": batch * each,
+            "cpu_s": round(time.process_time() - began),
+            "counts": dict(sorted(COUNTS.items())),
+        }
+        text = json.dumps(found, indent=2) + "\n"
+        if options.json is not None:
+            options.json.write_text(text)
     sys.stdout.write(text)
 
 
