@@ -200,12 +200,18 @@ def main() -> int:
             granted = client.status().granted_bytes
             client.configure(budget_bytes=int(granted * 0.97))
             wait_for("pages step down", lambda: _mixed(client))
+            wait_for("grants fit the lowered budget", lambda: _fits(client))
             watch(home, target, stack)
     return 0
 
 
 def _rows(client: Client) -> int:
     return sum(model.stats.rows_running for model in client.status().models)
+
+
+def _fits(client: Client) -> bool:
+    status = client.status()
+    return status.granted_bytes <= status.budget_bytes
 
 
 def _mixed(client: Client) -> bool:

@@ -112,7 +112,8 @@ def budget(value: DaemonStatus, width: int) -> Text:
     line = Text.assemble("budget ", bar(min(1.0, share), cells, style))
     line.append(f" {format_bytes(granted)} of {format_bytes(total)}, {share:.0%}")
     if granted > total:
-        line.append(f"  {format_bytes(granted - total)} over, models give it back", "yellow")
+        above = format_bytes(granted - total)
+        line.append(f"  {above} above the lowered budget; models give it back", "yellow")
     else:
         line.append(f"  host {format_bytes(value.host.available)} free")
     if value.violations:
