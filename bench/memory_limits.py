@@ -93,11 +93,10 @@ def pipe_as_weights(folder: Path) -> None:
     os.mkfifo(folder / "model.safetensors")
 
 
-def large_config(folder: Path) -> None:
-    """15 MiB of JSON whose objects take 25 times as much."""
-    config = json.loads((folder / "config.json").read_text())
-    text = json.dumps(config)[:-1] + ', "x": [' + "[]," * (5 * MIB) + "0]}"
-    replace(folder, "config.json", text)
+def large_index(folder: Path) -> None:
+    """60 MiB of JSON whose lists take 20 times as much."""
+    text = '{"weight_map": {}, "x": [' + "[]," * (20 * MIB) + "0]}"
+    replace(folder, "model.safetensors.index.json", text)
 
 
 def large_tokenizer_config(folder: Path) -> None:
@@ -108,7 +107,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "many layers": many_layers,
     "endless config": endless_config,
     "pipe as weights": pipe_as_weights,
-    "large config": large_config,
+    "large index": large_index,
     "large tokenizer config": large_tokenizer_config,
 }
 TEMPLATES = {"template with a product": PRODUCT, "template with a loop": LOOP}

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from protocol.errors import InvalidModel
 from protocol.weights import BrokenFileError, Tensors, Weights, read_header
 
-MAX_CONFIG_BYTES = 16 * 1024 * 1024
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 """Limit of index files, and of files that tokenizers read (the largest known: 35 MB)."""
 TOKENIZER_FILES = (
@@ -119,19 +119,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that have the weights; all files that the index lists must exist."""
+    """Return the files that have the weights."""
     files = sorted(folder.glob("model*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_object(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise invalid(index, "has no weight_map")
-        for name in sorted({str(shard) for shard in shards.values()}):
-            if not _exists(folder / name):
-                raise invalid(folder / name, "is missing, though the index lists it")
     if not files:
         raise invalid(folder, "has no model*.safetensors")
     return files
+
+
+def check_index(folder: Path) -> None:
+    """Raise `InvalidModel` if a file is missing that the index, if there is one, lists."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise invalid(index, "has no weight_map")
+    for name in sorted({str(shard) for shard in shards.values()}):
+        if not _exists(folder / name):
+            raise invalid(folder / name, "is missing, though the index lists it")
 
 
 def tokenizer_bytes(folder: Path) -> int:

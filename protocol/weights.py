@@ -21,8 +21,10 @@ _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
     "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format."""
+_MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""Room for 100,000 tensors in one file. The format allows 100 MB."""
+_MIN_ENTRY_BYTES = 40
+_MANY_OBJECTS = 10_000
 _Size = Annotated[int, Meta(ge=0, lt=2**31)]
 """Sizes of MLX's dimensions."""
 _Offset = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -100,10 +102,16 @@ def read_header(stream: BinaryIO, size: int) -> Tensors:
     Raises `BrokenFileError`, and the stream's `OSError`.
     """
     length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+    if size < 8 or length > size - 8:
         raise BrokenFileError(f"is truncated or no safetensors file ({size} bytes)")
+    if length > _MAX_HEADER_BYTES:
+        raise BrokenFileError(f"has a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
+    header = stream.read(length)
+    objects = header.count(b"{")
+    if objects > max(_MANY_OBJECTS, length // _MIN_ENTRY_BYTES):  # they would take much memory
+        raise BrokenFileError(f"has a broken header ({objects} objects in {length} bytes)")
     try:
-        entries = _entries.decode(stream.read(length))
+        entries = _entries.decode(header)
         entries.pop("__metadata__", None)
         tensors = {name: _entry.decode(entry) for name, entry in entries.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

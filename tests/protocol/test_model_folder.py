@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def read(folder: Path) -> Weights:
     model_folder.check_files(folder)
+    model_folder.check_index(folder)
     config = model_folder.read_config(folder)
     found = model_folder.read_weights(model_folder.weight_files(folder))
     model_folder.check_layers(folder, config, found)
@@ -124,6 +125,17 @@ def test_json_that_is_nested_deeply(folder, text):
     content = len(header).to_bytes(8, "little") + header
     (folder / "model.safetensors").write_bytes(content)
     assert "broken header" in problem(folder)
+
+
+def test_headers_that_would_take_much_memory(folder):
+    header = b"{" + b",".join(b'"%d":{}' % number for number in range(20_000)) + b"}"
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "broken header (20001 objects" in problem(folder)
+    with file.open("wb") as stream:
+        stream.write((2**25).to_bytes(8, "little"))
+        stream.truncate(2**25 + 8)
+    assert "header of 33554432 bytes" in problem(folder)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def inspect(path: Path) -> Headers:
     model_folder.check_files(path)
     config = model_folder.read_config(path)
     _check_architecture(config)
+    model_folder.check_index(path)
     files = model_folder.weight_files(path)
     weights = model_folder.read_weights(files)
     model_folder.check_layers(path, config, weights)
