@@ -14,8 +14,7 @@ from actors.machines.governor_events import Reclaim
 from protocol.types import Reclaimable
 
 MIN_TOKENS = 256
-"""Tokens that a row must generate before it can be preempted again. They are not simulated, so a
-row is preempted at most once."""
+"""Tokens that a row must generate before it can be preempted again."""
 MAX_PREFIXES = 120
 
 
@@ -46,6 +45,7 @@ class SimRequest:
     generated: int = 0
     level: int = 0
     since_preempted: int = MIN_TOKENS
+    """Tokens generated since the last preemption; updated by the simulation around the worker."""
     preemptions: int = 0
     ended: str = ""
     started: float | None = None

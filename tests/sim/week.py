@@ -404,6 +404,9 @@ class Week:
     def _reclaim(self, entry: ModelEntry, life: int, command: governor_events.Reclaim) -> None:
         if entry.worker is None or entry.life != life:
             return
+        for row in entry.worker.running:
+            if row.preemptions:
+                row.since_preempted = self._generated_since_start(row)
         preempted = entry.worker.reclaim(command)
         self.counts["preempted"] += len(preempted)
         for request in preempted:
@@ -445,9 +448,13 @@ class Week:
 
     def _note_preempted(self, request: SimRequest) -> None:
         """Count the tokens that a row generated before it was preempted."""
-        ran_s = self.now - (request.started or self.now) - request.prompt / 2000
         most = request.length - 1 - request.generated
-        request.generated += max(0, min(most, int(ran_s * request.model.tokens_per_s)))
+        request.generated += min(most, self._generated_since_start(request))
+
+    def _generated_since_start(self, request: SimRequest) -> int:
+        """Return the tokens of a running row since it started, or was resumed last."""
+        ran_s = self.now - (request.started or self.now) - request.prompt / 2000
+        return max(0, int(ran_s * request.model.tokens_per_s))
 
     def _finish(self, entry: ModelEntry, life: int, request: SimRequest, preemptions: int) -> None:
         if entry.life != life or request.preemptions != preemptions or entry.worker is None:
