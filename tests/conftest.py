@@ -36,6 +36,7 @@ LONGEST = (
     "worker/cache/test_state_machine.py",
     "worker/architectures/test_zoo.py",
     "acceptance/test_first_light.py",
+    "fuzz/test_fuzz.py",
     "worker/core/test_requests.py",
     "worker/core/test_preemption.py",
     "worker/cache/test_peak_memory.py",

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from tests.fuzz.target import Check, Target
 
-LIMIT_S = 20.0
-"""Seconds for one input, which usually takes a tenth of one."""
+LIMIT_S = 60.0
+"""Seconds for one input, of which most take a tenth of one."""
 IMPORT_S = 120.0
 """Seconds for the first input of a target, which imports libraries."""
 LIMIT_BYTES = 512 * 1024 * 1024

@@ -9,9 +9,10 @@ import pytest
 from tests.fuzz.campaign import Failure, run
 from tests.fuzz.targets import TARGETS
 
-pytestmark = [pytest.mark.slow, pytest.mark.mlx, pytest.mark.process]
 
-
+@pytest.mark.slow
+@pytest.mark.mlx
+@pytest.mark.process
 @pytest.mark.parametrize("name", TARGETS)
 def test_only_typed_errors_whatever_the_input(name):
     target, number = TARGETS[name](), random.randrange(2**32)
