@@ -111,7 +111,13 @@ def encoded(tree: Any) -> bytes:
 
 @st.composite
 def edited_json(draw: DrawFn, seeds: Sequence[bytes], names: Sequence[str] = ()) -> bytes:
-    return encoded(edited_tree(draw, json.loads(draw(st.sampled_from(seeds))), names))
+    """Edit a seed as a tree, or as bytes if it is no JSON."""
+    seed = draw(st.sampled_from(seeds))
+    try:
+        tree = json.loads(seed)
+    except (ValueError, RecursionError):
+        return draw(edited_bytes([seed]))
+    return encoded(edited_tree(draw, tree, names))
 
 
 @st.composite
