@@ -25,7 +25,7 @@ from protocol.forecast import Forecast
 from protocol.messages import Event, Request
 from protocol.session import ServerSession
 from protocol.settings import Changed
-from protocol.types import DaemonStatus
+from protocol.types import DaemonStatus, Problem
 
 R = TypeVar("R")
 
@@ -65,6 +65,7 @@ class ClientServices:
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
+    problems: Callable[[], list[Problem]]
     metrics: Metrics
     rid_prefix: str
     """Separates this daemon's request ids from those of earlier daemons in the journal."""
@@ -86,7 +87,11 @@ class ClientServices:
     ) -> messages.Configured:
         budget, granted = await self.governor.ask(mail.BudgetRequest(new_budget))
         return messages.Configured(
-            id=request.id, budget_bytes=budget, granted_bytes=granted, changes=changes
+            id=request.id,
+            budget_bytes=budget,
+            granted_bytes=granted,
+            changes=changes,
+            problems=self.problems(),
         )
 
 

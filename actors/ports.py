@@ -13,7 +13,7 @@ from actors.telemetry import Observation
 from protocol.costs import Estimate
 from protocol.kv import KVSpec
 from protocol.settings import Changed, Setting
-from protocol.types import HostMemory
+from protocol.types import HostMemory, Problem
 from protocol.worker import Command, Report
 
 
@@ -92,6 +92,8 @@ class Configuration(Protocol):
     async def budget_changed(self, total_bytes: int) -> None:
         """Wait until earlier changes are applied; then record a budget that a client sets.
 
+        Raises the KvdError of an invalid budget.
+
         The caller sends it to the governor without another ``await`` in between, so that the
         configuration and the governor apply budgets in the same order.
         """
@@ -117,6 +119,9 @@ class Notice:
 
 Notify = Callable[[Notice], None]
 """Called on the event loop; must not block or raise."""
+
+FindProblems = Callable[[int, HostMemory], list[Problem]]
+"""Returns the problems of the daemon's start, and those of a budget in bytes on this machine."""
 
 Observe = Callable[[Observation], None]
 """Called on the event loop for every sent token; must be fast, and must not block or raise."""

@@ -42,7 +42,7 @@ from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.kv import KVSpec
 from protocol.messages import Event, Generate
 from protocol.policy import ModelPolicy
-from protocol.types import DaemonStatus, ModelStatus, TimeSlicesMode
+from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
 
 
@@ -131,6 +131,7 @@ class System:
         settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
         estimate_model: ports.EstimateModel,
+        find_problems: ports.FindProblems = lambda _budget_bytes, _host: [],
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: ports.Notify,
         saved_requests: SavedRequests | None = None,
@@ -144,6 +145,7 @@ class System:
         self.reload_status = ConfigReloadStatus()
         self._notify, self._observe, self._metrics = notify, observe, metrics
         self._estimate_model = estimate_model
+        self._find_problems = find_problems
         self._statuses = StatusTable(dict(known or {}))
         self._events = EventLog(notify, observe)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
@@ -214,6 +216,7 @@ class System:
             ),
             configuration=self.configuration,
             status=self.status,
+            problems=self.problems,
             metrics=self._metrics,
             rid_prefix=f"{secrets.token_hex(4)}-" if journaled else "",
             identity=self._identity,
@@ -289,7 +292,7 @@ class System:
 
     def status(self) -> DaemonStatus:
         """Return the status without waiting for any actor."""
-        identity, governor = self._identity, self._governor
+        identity, governor, host = self._identity, self._governor, self._memory.host()
         return DaemonStatus(
             version=identity.version,
             pid=identity.pid,
@@ -300,14 +303,20 @@ class System:
             granted_bytes=governor.machine.ledger.granted_bytes,
             violations=governor.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
-            host=self._memory.host(),
+            host=host,
             models=self._statuses.all(),
             unloaded=sorted(set(self._statuses.known) - set(self._statuses.models)),
             config_pending=self.reload_status.pending,
             config_error=self.reload_status.error,
             config_reloads=self.reload_status.reloads,
             http=list(identity.http),
+            problems=self.problems(host),
         )
+
+    def problems(self, host: HostMemory | None = None) -> list[Problem]:
+        """Return the problems of the start and of the budget in effect."""
+        budget = self._governor.machine.ledger.budget_bytes
+        return self._find_problems(budget, host or self._memory.host())
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""

@@ -9,22 +9,13 @@ import rich_click as click
 
 import kvd
 from kvd.cli.common import Group, option, standard_panels
-from kvd.cli.options import kv_options, parse_size
-from kvd.config.http import HttpSettings, with_command_line
+from kvd.cli.options import kv_options, parse_budget
 from kvd.config.options import Attention, Options
 from kvd.daemon.serve import become
 from kvd.host import exits
 from kvd.host.home import locate
 from protocol.errors import KvdError
 from protocol.kv import KVSpec
-
-
-def _check_address(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
-    try:
-        with_command_line(HttpSettings(), text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return text
 
 
 @click.group("kvd", cls=Group, no_args_is_help=True)
@@ -35,19 +26,30 @@ def app() -> None:
 
 @app.command(panels=standard_panels())
 @option("--home", "PATH", "Folder of socket, config and logs (default: KVD_HOME, else ~/.kvd).")
-@option("--budget", "SIZE", "Memory for all models, such as 8GiB.", callback=parse_size)
+@option(
+    "--budget",
+    "SIZE",
+    "Memory for all models, such as 8GiB.",
+    callback=parse_budget,
+    envvar="KVD_BUDGET",
+    show_envvar=True,
+)
 @option("--model", "NAME|PATH|HUB_ID", "Load at start; repeatable.", name="models", multiple=True)
 @click.option(
     "--attention",
     type=click.Choice(get_args(Attention)),
     help="Attention backend; reference: plain MLX operations (default: auto).",
 )
+@option("--host", "ADDRESS", "Address or name that HTTP listens on (default: 127.0.0.1).")
 @option(
-    "--http",
-    "[HOST:]PORT|off",
-    "Address of the OpenAI-compatible HTTP interface (default: 127.0.0.1:11711).",
-    callback=_check_address,
+    "--port",
+    "PORT",
+    "Port of HTTP, 0 for any free one (default: 11711).",
+    type=click.IntRange(0, 65535),
+    envvar="KVD_PORT",
+    show_envvar=True,
 )
+@click.option("--no-http", is_flag=True, help="Serve no HTTP.")
 @click.option("--fake", is_flag=True, help="Use the fake engine: no model, no MLX.")
 @kv_options()
 def serve(
@@ -56,7 +58,9 @@ def serve(
     budget: int | None,
     models: tuple[str, ...],
     attention: Attention | None,
-    http: str | None,
+    host: str | None,
+    port: int | None,
+    no_http: bool,
     fake: bool,
     kv: KVSpec | None,
 ) -> None:
@@ -72,7 +76,9 @@ def serve(
         models=models,
         kv=kv or KVSpec(),
         attention=attention,
-        http=http,
+        host=host,
+        port=port,
+        no_http=no_http,
         fake=fake,
     )
     become(options)

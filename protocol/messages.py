@@ -17,7 +17,15 @@ from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from protocol.settings import Changed, Setting
-from protocol.types import ChatMessage, DaemonStatus, ModelStatus, Sampling, TokenLogprob, Usage
+from protocol.types import (
+    ChatMessage,
+    DaemonStatus,
+    ModelStatus,
+    Problem,
+    Sampling,
+    TokenLogprob,
+    Usage,
+)
 
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -383,6 +391,8 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
     """Every setting, if requested."""
     changes: list[Changed] = []
     """Changes that ``settings`` or the file caused."""
+    problems: list[Problem] = []
+    """Problems that remain, as in `DaemonStatus`."""
 
 
 class EventRecord(_Event, tag="record", frozen=True, kw_only=True):

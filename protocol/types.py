@@ -338,6 +338,17 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory pressure that the operating system reports."""
 
 
+class Problem(msgspec.Struct, frozen=True):
+    """Something that differs from what the user expects, and what to do about it."""
+
+    key: str
+    """Setting that solves it, such as ``http.port``."""
+    observed: str
+    """What the daemon found."""
+    advice: str
+    """What to do."""
+
+
 class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of ``status``."""
 
@@ -364,3 +375,5 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Number of reloads of the configuration."""
     http: list[str] = []
     """HTTP addresses such as ``http://127.0.0.1:11711`` or ``unix:/home/you/.kvd/http.sock``."""
+    problems: list[Problem] = []
+    """Problems of the start and of the budget in effect."""

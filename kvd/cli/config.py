@@ -14,7 +14,7 @@ from rich.text import Text
 from kvd.cli.common import CommonOptions, Decorator, common_options, option
 from kvd.cli.completion import setting_keys
 from kvd.cli.console import print_message, stdout_console
-from kvd.cli.options import parse_size
+from kvd.cli.options import parse_budget
 from kvd.cli.tables import fixed_column, headed, text_column
 from kvd.client import Client
 from kvd.host.home import locate
@@ -28,7 +28,7 @@ _TAKES_EFFECT = {
     "now": "",
     "unload": "; takes effect after `kvctl unload` and `kvctl reload`",
     "start": "; needs a restart of the daemon",
-    "command_line": "; has no effect: the command line of `kvd serve` overrides it",
+    "command_line": "; has no effect: an option or variable of `kvd serve` overrides it",
 }
 _key_argument: Decorator = click.argument(
     "key", help="Such as budget or watchdog.decode_s.", shell_complete=setting_keys
@@ -39,7 +39,7 @@ save_option: Decorator = click.option(
 
 
 @click.group(invoke_without_command=True)
-@option("--budget", "SIZE", "A new budget, until the daemon ends.", callback=parse_size)
+@option("--budget", "SIZE", "A new budget, until the daemon ends.", callback=parse_budget)
 @common_options()
 @click.pass_context
 def config(context: click.Context, common: CommonOptions, *, budget: int | None) -> None:
@@ -53,6 +53,7 @@ def config(context: click.Context, common: CommonOptions, *, budget: int | None)
     with common.connected() as client:
         configured = client.configure(budget_bytes=budget)
         common.print_data(_sums(configured), _budget(configured))
+        _print_problems(configured, "budget")
 
 
 @config.command()
@@ -87,12 +88,14 @@ def unset(common: CommonOptions, key: str, *, save: bool) -> None:
 def reload(common: CommonOptions) -> None:
     """Make the daemon read config.toml again; lists what changes now and what needs a restart."""
     with common.connected() as client:
-        changes = client.reload().changes
+        configured = client.reload()
         if common.json:
-            common.print_json({"changes": changes})
+            common.print_json(_changes_as_json(configured))
         else:
-            _print_changes(changes)
-            print_message("reloaded config.toml{}", "" if changes else ": nothing changes")
+            _print_changes(configured.changes)
+            nothing = "" if configured.changes else ": nothing changes"
+            print_message("reloaded config.toml{}", nothing)
+            _print_problems(configured)
 
 
 def _show(common: CommonOptions, key: str | None) -> None:
@@ -194,16 +197,18 @@ def _parse_value(text: str) -> Any:
 def _change(common: CommonOptions, key: str, value: Any, *, save: bool) -> None:
     with common.guarded():
         path = save_value(common, key, value) if save else None
-        changes = change_live(common, key, value, saved=save)
+        configured = change_live(common, key, value, saved=save)
         if common.json:
             saved = {"saved": str(path)} if path is not None else {}
-            common.print_json({"changes": changes, **saved})
+            common.print_json({**_changes_as_json(configured), **saved})
             return
+        changes = configured.changes if configured else []
         _print_changes(changes, ", and --save to keep it" if path is None else "")
         if path is not None:
             print_message("saved in {}", path)
         elif not changes:
             print_message("{} has this value already", key)
+        _print_problems(configured, key)
 
 
 def save_value(common: CommonOptions, key: str, value: Any) -> Path:
@@ -220,18 +225,32 @@ def save_value(common: CommonOptions, key: str, value: Any) -> Path:
     return path
 
 
-def change_live(common: CommonOptions, key: str, value: Any, *, saved: bool) -> list[Changed]:
-    """Change a setting in the daemon; None restores the file's value.
+def change_live(common: CommonOptions, key: str, value: Any, *, saved: bool) -> Configured | None:
+    """Change a setting in the daemon; None as the value restores the file's.
 
-    Raises `NotRunning` without a daemon, unless the file has the change (``saved``).
+    Without a daemon, returns None if the file has the change (``saved``), and else raises
+    `NotRunning`.
     """
     try:
         with Client(home=common.home, socket=common.socket) as client:
-            return client.configure(settings={key: value}).changes
+            return client.configure(settings={key: value})
     except NotRunning:
         if not saved:
             raise
-        return []
+        return None
+
+
+def _changes_as_json(configured: Configured | None) -> dict[str, Any]:
+    if configured is None:
+        return {"changes": []}
+    return {"changes": configured.changes, "problems": configured.problems}
+
+
+def _print_problems(configured: Configured | None, key: str | None = None) -> None:
+    """Print the problems that the daemon reports, or only those of one setting."""
+    for problem in configured.problems if configured else ():
+        if key in {None, problem.key}:
+            print_message("[bold yellow]warning:[/] {}; {}", problem.observed, problem.advice)
 
 
 def _print_changes(changes: list[Changed], pending: str = "") -> None:

@@ -11,6 +11,7 @@ import msgspec
 import rich_click as click
 
 from kvd.cli.common import Command, Decorator
+from kvd.config import budget
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes, parse_tokens
 from protocol.fields import MAX_INT, MAX_S
@@ -21,10 +22,10 @@ _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
 _NO_SCHEMES = "none"
 
 
-def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes that an option such as ``8GiB`` names; use as the option's callback."""
+def parse_budget(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes of a budget; use as the option's callback."""
     try:
-        return None if text is None else parse_bytes(text)
+        return None if text is None else budget.parse_budget(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 

@@ -51,6 +51,10 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     parts: list[RenderableType] = [daemon(value), budget(value, width)]
     if addresses := [address for address in value.http if address.startswith("http:")]:
         parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
+    parts += [
+        Text.assemble(("warning", "bold yellow"), f" {one.observed}; {one.advice}")
+        for one in value.problems
+    ]
     if value.unloaded:
         names = ", ".join(value.unloaded)
         parts.append(Text(f"unloaded, loaded by the next request: {names}", style="dim"))
@@ -110,11 +114,12 @@ def budget(value: DaemonStatus, width: int) -> Text:
     style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
     cells = max(8, _BAR_PERCENT * width // 100)
     line = Text.assemble("budget ", bar(min(1.0, share), cells, style))
-    line.append(f" {format_bytes(granted)} of {format_bytes(total)}, {share:.0%}")
+    line.append(f" {format_bytes(granted)} of {format_bytes(total)}, ")
     if granted > total:
         above = format_bytes(granted - total)
-        line.append(f"  {above} above the lowered budget; models give it back", "yellow")
+        line.append(f"{above} above the lowered budget; models give it back", "yellow")
     else:
+        line.append(f"{share:.0%}")
         line.append(f"  host {format_bytes(value.host.available)} free")
     if value.violations:
         line.append(f"  exceeded {value.violations} times: a bug, see the log", "bold red")

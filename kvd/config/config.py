@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.saved_requests import KEEP_S
+from kvd.config.budget import parse_budget
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText, parse_kv
 from kvd.config.options import Attention
@@ -32,6 +33,11 @@ CHUNK = 256
 CUDA_CHUNK = 1024
 """Qwen3-0.6B on an H200 takes 37 ms for 256 tokens and 41 ms for 1024. A prompt of 1024 tokens thus
 delays decoding rows once instead of four times."""
+
+
+_WORD = r"[^\s\"'\[\]{},#=]+"
+_UNQUOTED = re.compile(rf"\s*([\w.-]+)\s*=\s*({_WORD}(?: {_WORD})*)\s*(?:#.*)?")
+"""A line such as ``budget = 8GiB``, which TOML refuses."""
 
 
 class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
@@ -71,8 +77,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `config.toml`."""
 
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
-    """Bytes for all models together. Default: three quarters of the memory that Metal recommends,
-    of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
+    """Bytes for all models together, at least 64 MiB. Default: three quarters of the memory that
+    Metal recommends, of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
     models: list[Source | ModelEntry] = []
     """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
@@ -115,7 +121,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.budget is None else parse_bytes(self.budget)
+        return None if self.budget is None else parse_budget(self.budget)
 
     @property
     def journal_bytes(self) -> int:
@@ -151,9 +157,22 @@ def read_toml(text: str, path: str = "config.toml") -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError as error:  # also for integers with more than 4300 digits
-        raise ConfigError(f"{path} is not TOML: {error}", key="") from error
+        hint = _quotes_hint(text, str(error))
+        raise ConfigError(f"{path} is not TOML: {error}{hint}", key="") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply; no setting needs that", key="") from error
+
+
+def _quotes_hint(text: str, error: str) -> str:
+    """Return advice if the line that the parser names is valid with quotes around its value."""
+    found = re.search(r"at line (\d+)", error)
+    lines = text.splitlines()
+    if found is None or not 1 <= int(found[1]) <= len(lines):
+        return ""
+    unquoted = _UNQUOTED.fullmatch(lines[int(found[1]) - 1])
+    if unquoted is None:
+        return ""
+    return f'; write texts in quotes: {unquoted[1]} = "{unquoted[2]}"'
 
 
 def convert(data: dict[str, Any], path: str) -> Config:

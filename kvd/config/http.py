@@ -54,18 +54,14 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return size
 
 
-def with_command_line(settings: HttpSettings, option: str | None) -> HttpSettings:
-    """Return the settings overridden by ``--http``; raises ValueError for an invalid value."""
-    if option is None:
-        return settings
-    if option == "off":
+def with_command_line(
+    settings: HttpSettings, host: str | None, port: int | None, *, off: bool = False
+) -> HttpSettings:
+    """Return the settings overridden by ``--host``, ``--port`` and ``--no-http``."""
+    if off:
         return replace(settings, enabled=False)
-    host, _, port = option.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
-        raise ValueError(f"{option!r} must be PORT, HOST:PORT or off")
-    host = host.removeprefix("[").removesuffix("]") or settings.host
-    return replace(settings, enabled=True, tcp=True, host=host, port=int(port))
-
-
-COMMAND_LINE_FIELDS = frozenset({"enabled", "tcp", "host", "port"})
-"""The fields that ``--http`` overrides."""
+    if host is None and port is None:
+        return settings
+    host = (host or settings.host).removeprefix("[").removesuffix("]")
+    port = settings.port if port is None else port
+    return replace(settings, enabled=True, tcp=True, host=host, port=port)

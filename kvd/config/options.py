@@ -26,8 +26,11 @@ class Options(msgspec.Struct, frozen=True):
     kv: KVSpec = KVSpec()
     """KV settings of ``models``."""
     attention: Attention | None = None
-    http: str | None = None
-    """``off``, ``PORT`` or ``HOST:PORT``."""
+    host: str | None = None
+    """Address of HTTP."""
+    port: int | None = None
+    """Port of HTTP."""
+    no_http: bool = False
     fake: bool = False
     """Workers run the fake engine: no model, no MLX."""
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from actors.status import KnownModel
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
-from kvd.config.http import COMMAND_LINE_FIELDS
 from kvd.config.sources import absolute
 from kvd.host import blas, logs
 from protocol.settings import Changed, TakesEffect
@@ -227,9 +226,13 @@ def _in_effect(
 
 
 def is_overridden(key: str, options: Options) -> bool:
-    if key == "budget":
-        return options.budget_bytes is not None
-    table, _, field = key.partition(".")
-    if table == "http" and field in COMMAND_LINE_FIELDS:
-        return options.http is not None
-    return key == "attention" and options.attention is not None
+    tcp = options.host is not None or options.port is not None
+    overridden = {
+        "budget": options.budget_bytes is not None,
+        "attention": options.attention is not None,
+        "http.enabled": options.no_http or tcp,
+        "http.tcp": tcp,
+        "http.host": options.host is not None,
+        "http.port": options.port is not None,
+    }
+    return overridden.get(key, False)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvd.config import config
+from kvd.config.budget import parse_budget
 from kvd.config.config import Config, ModelEntry
 from kvd.config.reload import LIVE, LIVE_OF_A_MODEL, by_name, is_overridden
 from protocol.errors import ConfigError, InvalidRequest
@@ -225,7 +226,14 @@ class LiveSettings:
         return await self._reload()
 
     async def budget_changed(self, total_bytes: int) -> None:
-        """Record a budget that the caller sets in the governor immediately afterwards."""
+        """Record a budget that the caller sets in the governor immediately afterwards.
+
+        Raises `ConfigError` below the minimum.
+        """
+        try:
+            parse_budget(total_bytes)
+        except ValueError as error:
+            raise ConfigError(f"budget: {error}", key="budget") from error
         async with self._reloader.lock:
             self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)
             self._live.add("budget")

@@ -19,6 +19,7 @@ from actors.client import Identity
 from actors.saved_requests import SavedRequests
 from actors.system import Settings, System, SystemFault
 from kvd.config import config
+from kvd.config.budget import compare_with_machine
 from kvd.config.http import with_command_line
 from kvd.config.options import Options
 from kvd.config.reload import Reloader, by_name, known_model
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from kvd.http.listeners import Listener
     from kvd.http.server import Server
     from protocol.settings import Changed
-    from protocol.types import ModelStatus
+    from protocol.types import ModelStatus, Problem
 
 
 _SAME_SIGNAL_S = 0.5
@@ -84,11 +85,11 @@ def run(options: Options) -> Exit:
     with listen.hold_lock(home):
         logs.setup(home.logs, settings.log_level, to_stderr=not _is_launchd_service())
         with contextlib.ExitStack() as opened:
-            http = with_command_line(settings.http, options.http)
-            listeners = open_listeners(home, http, given.get(activation.HTTP, ()))
+            http = with_command_line(settings.http, options.host, options.port, off=options.no_http)
+            listeners, problems = open_listeners(home, http, given.get(activation.HTTP, ()))
             for http_listener in listeners:
                 opened.callback(http_listener.close)
-            daemon = Daemon(options, settings, manager, listeners)
+            daemon = Daemon(options, settings, manager, listeners, problems)
             if activation.KVD in given:  # the service manager owns the path
                 listener = given[activation.KVD][0]
             else:
@@ -108,8 +109,11 @@ class Daemon:
         settings: Config,
         manager: Notifier | None = None,
         listeners: Sequence[Listener] = (),
+        problems: Sequence[Problem] = (),
     ) -> None:
+        """``problems``: why some configured sockets are missing in ``listeners``."""
         self._options = options
+        self._problems = problems
         self._listeners = listeners
         self._settings = settings
         self._manager = manager or Notifier()
@@ -178,6 +182,10 @@ class Daemon:
                 name: known_model(entry, options.home.root)
                 for name, entry in by_name(settings).items()
             },
+            find_problems=lambda budget_bytes, host: [
+                *self._problems,
+                *compare_with_machine(budget_bytes, host),
+            ],
             notify=_notify,
             saved_requests=SavedRequests(
                 self._journal,
@@ -207,6 +215,7 @@ class Daemon:
             budget=format_bytes(self._budget),
             blas=str(self._blas) if self._blas else None,
         )
+        self._log_problems()
         self._manager.ready(f"serves {self._options.home.socket}")
         try:
             await asyncio.shield(self._system.finished)
@@ -262,7 +271,8 @@ class Daemon:
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # stdout may be closed
                 http = [listener.address for listener in self._listeners]
-                print(welcome(self._options.home, loaded, failed, http), flush=True)  # noqa: T201
+                text = welcome(self._options.home, loaded, failed, http, self._system.problems())
+                print(text, flush=True)  # noqa: T201
 
     def _models_to_load(self) -> list[ModelToLoad]:
         options = self._options
@@ -330,10 +340,15 @@ class Daemon:
             status.error, status.pending = None, list(self._reloader.pending)
             changed = sum(not change.pending for change in changes)
             self._log.info("configuration reloaded", changed=changed, pending=status.pending)
+            self._log_problems()
             return changes
         finally:  # after any error too, because the service manager waits for this message
             status.reloads += 1
             self._manager.ready(_reload_status(status.error, status.pending))
+
+    def _log_problems(self) -> None:
+        for problem in self._system.problems():
+            self._log.warning(problem.observed, key=problem.key, advice=problem.advice)
 
     def _load_in_background(self, entry: ModelEntry) -> None:
         async def load_model() -> None:

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.host.home import Home
-    from protocol.types import ModelStatus
+    from protocol.types import ModelStatus, Problem
 
 
 def welcome(
-    home: Home, loaded: list[ModelStatus], failed: list[tuple[str, str]], http: Sequence[str] = ()
+    home: Home,
+    loaded: list[ModelStatus],
+    failed: list[tuple[str, str]],
+    http: Sequence[str] = (),
+    problems: Sequence[Problem] = (),
 ) -> str:
     """Return the models, addresses and first commands to try; ``failed``: name and reason."""
     kvctl = _command("kvctl")
@@ -39,6 +43,7 @@ def welcome(
     lines += [f"failed  {name}: {reason}" for name, reason in failed]
     lines.append(f"socket  {home.socket}")
     lines += [f"http    {address}/v1" for address in http if address.startswith("http:")]
+    lines += [f"WARNING {one.observed}\n        {one.advice}" for one in problems]
     lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(commands)]
     return "\n".join([*lines, "stop    Ctrl-C"])
 

@@ -7,14 +7,13 @@ import ipaddress
 import socket
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import structlog
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.config.http import DEFAULT_PORT
 from kvd.host import listen
 from kvd.host.home import check_socket_path
 from protocol.errors import ConfigError
+from protocol.types import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,30 +38,54 @@ class Listener:
             self.path.unlink(missing_ok=True)
 
 
+class Opened(NamedTuple):
+    """The open sockets, and why others are missing."""
+
+    listeners: list[Listener]
+    problems: list[Problem]
+
+
 def open_listeners(
     home: Home, settings: HttpSettings, given: Sequence[socket.socket] = ()
-) -> list[Listener]:
+) -> Opened:
     """Open the configured sockets; raises `ConfigError` if one cannot be opened.
 
     A Unix or TCP socket that the service manager has ``given`` replaces the configured one of the
-    same kind. If another program has the default port, TCP is skipped with a warning. The caller
+    same kind. If another program has the default port, TCP is skipped with a problem. The caller
     must hold the home's lock.
     """
+    listeners: list[Listener] = []
+    problems: list[Problem] = []
     if not settings.enabled:
-        return []
-    listeners = [_given(listening) for listening in given]
+        return Opened(listeners, problems)
+    listeners += [_given(listening) for listening in given]
     try:
         kinds = {listener.socket.family == socket.AF_UNIX for listener in listeners}
         if False not in kinds and settings.tcp:
-            listeners += _tcp(settings)
+            listeners += _tcp(settings, problems)
         if True not in kinds:
-            listeners += _unix(home)
+            listeners += _unix(home, problems)
         check_keys(listeners, settings)
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
-    return listeners
+    return Opened(listeners, problems)
+
+
+def try_tcp(settings: HttpSettings) -> list[Problem]:
+    """Open the TCP sockets as a start would, and close them; return the problems.
+
+    Raises the `ConfigError` that would end the start.
+    """
+    problems: list[Problem] = []
+    listeners = _tcp(settings, problems)
+    try:
+        check_keys(listeners, settings)
+    finally:
+        for listener in listeners:
+            listener.close()
+    return problems
 
 
 def _given(listening: socket.socket) -> Listener:
@@ -91,18 +114,18 @@ def _is_private(listening: socket.socket) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _unix(home: Home) -> list[Listener]:
+def _unix(home: Home, problems: list[Problem]) -> list[Listener]:
     path = home.http_socket
     try:
         check_socket_path(path)
     except ConfigError as error:
         # The path of kvd.sock is one letter shorter and may fit: start without http.sock.
-        structlog.get_logger("kvd.http").warning("no http.sock", reason=error.message)
+        problems.append(Problem("home", f"no http.sock: {error.message}", "choose a shorter path"))
         return []
     return [Listener(listen.bind(path), f"unix:{path}", path)]
 
 
-def _tcp(settings: HttpSettings) -> list[Listener]:
+def _tcp(settings: HttpSettings, problems: list[Problem]) -> list[Listener]:
     port = DEFAULT_PORT if settings.port is None else settings.port
     listeners: list[Listener] = []
     try:
@@ -112,24 +135,28 @@ def _tcp(settings: HttpSettings) -> list[Listener]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        return _not_bound(settings, port, error)
+        problems.append(_not_bound(settings, port, error))
+        return []
     return listeners
 
 
-def _not_bound(settings: HttpSettings, port: int, error: OSError) -> list[Listener]:
+def _not_bound(settings: HttpSettings, port: int, error: OSError) -> Problem:
+    """Return the problem of the default port in use; raises `ConfigError` for any other error."""
     where = f"{settings.host} port {port}"
     taken = error.errno == errno.EADDRINUSE
     if taken and settings.port is None:
-        structlog.get_logger("kvd.http").warning(
-            "no HTTP over TCP: another program uses the port",
-            address=where,
-            hint="set port of [http] in config.toml; 0 takes any free port",
+        return Problem(
+            key="http.port",
+            observed=f"no HTTP on {where}: another program uses the port, and answers the requests "
+            "that are meant for kvd",
+            advice="end that program, or choose another port: `kvd serve --port`, KVD_PORT, or "
+            "port of [http] in config.toml; 0 takes any free port",
         )
-        return []
     reason = "another program uses the port" if taken else error.strerror or str(error)
     raise ConfigError(
-        f"cannot listen on {where}: {reason}; set host and port of [http] in config.toml (port = 0 "
-        "takes any free port, tcp = false disables TCP)",
+        f"cannot listen on {where}: {reason}; choose others with --host and --port of `kvd serve` "
+        "or with host and port of [http] in config.toml (port 0 takes any free port, tcp = false "
+        "disables TCP)",
         key="http.port" if taken else "http.host",
     ) from error
 

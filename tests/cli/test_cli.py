@@ -599,6 +599,25 @@ def test_help_of_kvd_shows_flags_as_they_are_written(monkeypatch, capsys, argume
     assert "<bool>" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("KVD_PORT", "70000", "70000 is not in the range 0<=x<=65535"),
+        ("KVD_PORT", "x", "'x' is not a valid integer"),
+        ("KVD_BUDGET", "3", "3 B is less than the minimum of 64.0 MiB"),
+    ],
+)
+def test_an_invalid_variable_of_kvd_is_named(monkeypatch, capsys, variable, text, message):
+    monkeypatch.setenv(variable, text)
+    monkeypatch.setattr(sys, "argv", ["kvd", "serve"])
+    with pytest.raises(SystemExit) as ended:
+        kvd_main()
+    assert ended.value.code == 2
+    error = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert variable in error
+    assert message in error
+
+
 def test_events_for_people_and_for_programs(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         code, out, _ = kvctl("events")

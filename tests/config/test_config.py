@@ -99,6 +99,8 @@ def kv(settings: str) -> str:
         (f"budget = '{'9' * 400}'", "budget", "out of range"),
         (f"budget = {'9' * 400}", "budget", ""),
         ("budget = 'many'", "budget", "write it like 8GiB"),
+        ("budget = 3", "budget", "3 B is less than the minimum of 64.0 MiB; write the unit"),
+        ("budget = '63MiB'", "budget", "63.0 MiB is less than the minimum"),
         ("models = [{sorce = 'x'}]", "models[0].sorce", "did you mean source?"),
         ("models = ['a', {source = ''}]", "models[1].source", "must not be empty"),
         ("models = ['a', {source = 'b', kv = 'k7v8'}]", "models[1].kv", "no KV scheme"),
@@ -145,6 +147,29 @@ def test_an_error_names_the_key(text, key, says):
 def test_the_error_for_invalid_toml_names_the_file_and_the_line():
     with pytest.raises(ConfigError, match=r"my\.toml is not TOML: .*line 2"):
         parse("budget = [1\nx", "my.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("budget = 8GiB", 'budget = "8GiB"'),
+        ("max_rows = 4\nbudget = 8 GiB  # half", 'budget = "8 GiB"'),
+        ("[http]\nhost = 0.0.0.0", 'host = "0.0.0.0"'),
+        ("log_level = debug", 'log_level = "debug"'),
+        ("budget = ", None),
+        ("models = [demo]", None),
+        ('budget = "8GiB', None),
+        ("budget = [1\nx", None),
+        ("x", None),
+    ],
+)
+def test_missing_quotes_are_pointed_out(text, advice):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    if advice is None:
+        assert "quotes" not in caught.value.message
+    else:
+        assert caught.value.message.endswith(f"; write texts in quotes: {advice}")
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ async def test_a_live_budget_overrides_the_command_line(home: Home):
     (change,) = await live.settings.change({"budget": "1GiB"})
     assert change.takes_effect == "now"
     assert live.running.said == [("budget", 1 << 30)]
-    await live.settings.budget_changed(77)
-    assert live["budget"].value == 77
+    await live.settings.budget_changed(77 << 20)
+    assert live["budget"].value == 77 << 20
 
 
 class Slow(Running):
@@ -163,11 +163,11 @@ async def test_the_later_of_two_budgets_wins(home: Home):
     live = Live(home, running=Slow())
     first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
     await live.running.asked.wait()
-    second = asyncio.create_task(live.settings.budget_changed(77))
+    second = asyncio.create_task(live.settings.budget_changed(77 << 20))
     await asyncio.sleep(0)
     live.running.may.set()
     await asyncio.gather(first, second)
-    assert live["budget"].value == 77
+    assert live["budget"].value == 77 << 20
 
 
 async def test_a_reload_reads_the_file_after_the_change_before_it_is_done(home: Home):
@@ -176,10 +176,23 @@ async def test_a_reload_reads_the_file_after_the_change_before_it_is_done(home: 
     await live.running.asked.wait()
     second = asyncio.create_task(live.reloader.reload())
     await asyncio.sleep(0)
-    home.config.write_text(TEXT.replace('"8GiB"', "77"))
+    home.config.write_text(TEXT.replace('"8GiB"', str(77 << 20)))
     live.running.may.set()
     await asyncio.gather(first, second)
-    assert live["budget"].value == 77
+    assert live["budget"].value == 77 << 20
+
+
+async def test_a_budget_below_the_minimum_is_refused_however_it_is_set(home: Home):
+    live = Live(home)
+    for change in (
+        live.settings.budget_changed(3),
+        live.settings.change({"budget": 3}),
+        live.settings.change({"budget": "63MiB"}),
+    ):
+        with pytest.raises(ConfigError, match="less than the minimum of 64") as caught:
+            await change
+        assert caught.value.detail["key"] == "budget"
+    assert (live["budget"].value, live.running.said) == ("8GiB", [])
 
 
 async def test_one_field_of_one_model_is_changed(home: Home):
@@ -198,6 +211,9 @@ async def test_one_field_of_one_model_is_changed(home: Home):
         ({"watchdog": {}}, "did you mean watchdog.spawning_s"),
         ({"models[x].priority": 1}, "the configuration has no model 'x'"),
         ({"models[q].sauce": 1}, "no setting"),
+        ({"models[q].kv.scheme": "k8v4"}, "no setting"),
+        ({"http.keys.me.x": 1}, "no setting"),
+        ({"http.keys.me": "secret"}, "sha256"),
         ({"budget": "much"}, "budget"),
         ({"log_level": "debug", "max_rows": 0}, "max_rows"),
     ],

@@ -20,6 +20,7 @@ from kvd.host.home import Home
 from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from protocol.kv import KVSpec
+from protocol.types import Problem
 from tests.cli.stub import MODEL
 
 
@@ -85,7 +86,7 @@ def test_the_command_lines_attention_overrides_the_configurations(home: Home, mo
 
 async def test_keys_that_are_set_while_http_starts_are_required(home: Home, monkeypatch):
     home.create()
-    (listener,) = open_listeners(home, HttpSettings(tcp=False))
+    (listener,) = open_listeners(home, HttpSettings(tcp=False)).listeners
     one = Daemon(Options(home, fake=True), Config(), listeners=[listener])
     early, late = ({name: "sha256:" + "0" * 64} for name in ("early", "late"))
     started = Server.start
@@ -121,6 +122,28 @@ def test_the_welcome_names_failed_models_and_suggests_no_commands_for_them(home:
     text = welcome(home, [MODEL], [("big", "it does not fit")])
     assert "failed  big: it does not fit" in text
     assert "generate demo" in text
+
+
+PORT = Problem("http.port", "no HTTP on 127.0.0.1 port 11711", "choose another port")
+
+
+def test_problems_of_the_start_and_of_the_budget_are_logged_and_in_the_status(home: Home):
+    one = Daemon(Options(home, fake=True), Config(budget="900TiB"), problems=[PORT])
+    with capture_logs() as logs:
+        one._log_problems()
+    (port, budget) = one._system.problems()
+    assert port == PORT
+    assert (budget.key, "budget of 900.0 TiB is more than" in budget.observed) == ("budget", True)
+    logged = [(line["log_level"], line["key"], line["event"], line["advice"]) for line in logs]
+    assert logged == [("warning", it.key, it.observed, it.advice) for it in (port, budget)]
+    within = Daemon(Options(home, fake=True), Config(budget="64MiB"))
+    assert within._system.problems() == []
+
+
+def test_the_welcome_warns_of_problems_and_how_to_solve_them(home: Home):
+    lines = welcome(home, [MODEL], [], [f"unix:{home.http_socket}"], [PORT]).splitlines()
+    at = lines.index("WARNING no HTTP on 127.0.0.1 port 11711")
+    assert lines[at + 1].strip() == "choose another port"
 
 
 def test_options_of_the_command_line_are_unpacked_as_they_were_packed(tmp_path):

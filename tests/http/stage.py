@@ -126,7 +126,7 @@ async def serving(
     home.create()
     backend = backend or (Scripted(list(scripts)) if scripts else Scripted())
     http = HttpSettings(**{"port": 0} | settings)
-    listeners = open_listeners(home, http)
+    listeners = open_listeners(home, http).listeners
     server = Server(
         backend,
         http,

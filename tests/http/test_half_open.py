@@ -127,7 +127,7 @@ async def test_a_client_that_vanishes_while_nothing_is_sent_is_noticed(home: Hom
     """An answer in one piece may take minutes. Meanwhile TCP keepalive checks the client."""
     home.create()
     backend = Scripted([hangs()])
-    listeners = open_listeners(home, HttpSettings(port=0))
+    listeners = open_listeners(home, HttpSettings(port=0)).listeners
     listener = listeners[0].socket
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         assert listener.getsockopt(socket.IPPROTO_TCP, option) <= 30

@@ -7,12 +7,12 @@ import os
 import socket
 
 import pytest
-from structlog.testing import capture_logs
+from msgspec.structs import replace
 
 import kvd.http.listeners
 from kvd.config.config import parse
 from kvd.config.http import HttpSettings, with_command_line
-from kvd.host.home import Home
+from kvd.host.home import SOCKET_PATH_LIMIT, Home
 from kvd.http import keys
 from kvd.http.listeners import open_listeners
 from protocol.errors import ConfigError
@@ -33,7 +33,7 @@ KEYS = {"me": keys.hashed("x")}
 @contextlib.contextmanager
 def opened(home: Home, given=(), **settings):
     home.create()
-    listeners = open_listeners(home, HttpSettings(**{"port": 0} | settings), given)
+    listeners = open_listeners(home, HttpSettings(**{"port": 0} | settings), given).listeners
     try:
         yield listeners
     finally:
@@ -64,11 +64,28 @@ def test_http_may_be_off_or_on_the_unix_socket_only(home: Home):
         assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
 
 
-def test_with_the_default_port_in_use_only_the_unix_socket_opens(home: Home, taken, monkeypatch):
+def test_the_default_port_in_use_is_a_problem_and_the_unix_socket_opens(
+    home: Home, taken, monkeypatch
+):
     monkeypatch.setattr(kvd.http.listeners, "DEFAULT_PORT", taken)
-    with capture_logs() as logs, opened(home, port=None) as listeners:
-        assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
-    assert [(one["log_level"], str(taken) in one["address"]) for one in logs] == [("warning", True)]
+    home.create()
+    (listener,), (problem,) = open_listeners(home, HttpSettings())
+    listener.close()
+    assert listener.address == f"unix:{home.http_socket}"
+    assert problem.key == "http.port"
+    assert f"127.0.0.1 port {taken}: another program uses the port" in problem.observed
+    for remedy in ("--port", "KVD_PORT", "config.toml"):
+        assert remedy in problem.advice
+
+
+def test_a_path_too_long_for_the_second_socket_is_a_problem(tmp_path):
+    short = len(str(tmp_path / "kvd.sock"))
+    home = Home(tmp_path / ("x" * (SOCKET_PATH_LIMIT - short - 1)))
+    assert len(str(home.socket)) == SOCKET_PATH_LIMIT
+    home.create()
+    listeners, (problem,) = open_listeners(home, HttpSettings(tcp=False))
+    assert (listeners, problem.key) == ([], "home")
+    assert f"no http.sock: the socket's path has {SOCKET_PATH_LIMIT + 1} bytes" in problem.observed
 
 
 def test_a_configured_port_that_is_in_use_is_an_error(home: Home, taken):
@@ -134,25 +151,25 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
 
 
 @pytest.mark.parametrize(
-    ("said", "is_"),
+    ("options", "changed"),
     [
-        (None, {}),
-        ("off", {"enabled": False}),
-        ("8080", {"port": 8080}),
-        ("0.0.0.0:0", {"host": "0.0.0.0", "port": 0}),
-        ("[::1]:5", {"host": "::1", "port": 5}),
-        ("box.lan:5", {"host": "box.lan", "port": 5}),
+        ((None, None), {}),
+        ((None, 8080), {"port": 8080}),
+        (("0.0.0.0", 0), {"host": "0.0.0.0", "port": 0}),
+        (("[::1]", 5), {"host": "::1", "port": 5}),
+        (("box.lan", None), {"host": "box.lan"}),
     ],
 )
-def test_the_command_line_overrides_the_address(said, is_):
-    assert with_command_line(HttpSettings(keys=KEYS), said) == HttpSettings(keys=KEYS, **is_)
-    assert with_command_line(HttpSettings(enabled=False, tcp=False), "1") == HttpSettings(port=1)
+def test_the_command_line_overrides_the_address(options, changed):
+    before = HttpSettings(keys=KEYS)
+    assert with_command_line(before, *options) == replace(before, **changed)
+    assert with_command_line(before, *options, off=True) == replace(before, enabled=False)
 
 
-@pytest.mark.parametrize("said", ["", "on", "host", "1:x", "70000", "-1", "1.5"])
-def test_an_invalid_address_on_the_command_line_is_refused(said):
-    with pytest.raises(ValueError, match="PORT"):
-        with_command_line(HttpSettings(), said)
+def test_an_address_on_the_command_line_turns_http_on():
+    before = HttpSettings(enabled=False, tcp=False)
+    assert with_command_line(before, None, None) == before
+    assert with_command_line(before, None, 1) == HttpSettings(port=1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -19,6 +20,7 @@ import pytest
 from kvd import cli
 from kvd.host.home import Home
 from protocol.errors import (
+    ConfigError,
     Draining,
     EmptyPrompt,
     InvalidModel,
@@ -146,7 +148,7 @@ def test_settings_are_changed_live_saved_and_unset(make_daemon, home: Home, kvct
 
 def test_a_daemon_in_a_terminal_reloads_its_configuration(make_daemon, home: Home, kvctl):
     write_config(home, 'budget = "1GiB"')
-    daemon = make_daemon().start()
+    daemon = make_daemon("--no-http").start()
     write_config(
         home, f'budget = "2GiB"\nmax_rows = 7\nmodels = [{{source="{source()}",alias="m"}}]'
     )
@@ -171,9 +173,41 @@ def test_a_daemon_in_a_terminal_reloads_its_configuration(make_daemon, home: Hom
         assert [one.key for one in client.reload().changes] == ["budget", "models[m]"]
         assert client.status().config_error is None
     assert kvctl("reload")[2] == "reloaded config.toml: nothing changes\n"
-    assert json.loads(kvctl("reload", "--json")[1]) == {"changes": []}
+    assert json.loads(kvctl("reload", "--json")[1]) == {"changes": [], "problems": []}
     daemon.end()
     assert kvctl("reload")[0] == 3
+
+
+def test_variables_set_the_port_and_the_budget_and_a_budget_too_large_is_reported(
+    make_daemon, home: Home, kvctl, monkeypatch
+):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    write_config(home, 'budget = "1GiB"\nhttp = {port = 1, tcp = false}')
+    monkeypatch.setenv("KVD_PORT", str(port))
+    monkeypatch.setenv("KVD_BUDGET", "900TiB")
+    daemon = make_daemon("--host", "localhost").start()
+    with daemon.client() as client:
+        status = client.status()
+    assert f"http://127.0.0.1:{port}" in status.http
+    assert [problem.key for problem in status.problems] == ["budget"]
+    warning = "the budget of 900.0 TiB is more than the "
+    wait_for("the welcome", lambda: "stop    Ctrl-C" in daemon.output.read_text())
+    assert f"WARNING {warning}" in daemon.output.read_text()
+    assert f"warning {warning}" in " ".join(kvctl("status")[1].split())
+    settings = {key: json.loads(kvctl("config", "get", key, "--json")[1]) for key in OVERRIDDEN}
+    assert {one["origin"] for one in settings.values()} == {"command_line"}
+    assert "overrides it" in kvctl("config", "set", "http.port", "5")[2]
+    assert warning not in kvctl("config", "set", "max_rows", "5")[2]
+    assert f"warning: {warning}" in kvctl("config", "--budget", "900TiB")[2]
+    assert "warning" not in kvctl("config", "set", "budget", "1GiB")[2]
+    code, _, err = kvctl("config", "--budget", "3")
+    assert (code, "less than the minimum" in " ".join(err.split())) == (2, True)
+    with daemon.client() as client, pytest.raises(ConfigError, match="less than the minimum"):
+        client.configure(budget_bytes=3)
+
+
+OVERRIDDEN = ("budget", "http.host", "http.port", "http.enabled", "http.tcp")
 
 
 @pytest.mark.parametrize(
