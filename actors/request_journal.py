@@ -16,8 +16,8 @@ from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
-from protocol.messages import Event, FinishReason, ReceivedChoice
-from protocol.types import TokenLogprob, record_level
+from protocol.messages import Event, FinishReason
+from protocol.types import ReceivedChoice, TokenLogprob, record_level
 
 
 class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):

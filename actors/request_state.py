@@ -20,8 +20,8 @@ from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
-from protocol.messages import Event, FinishReason, ReceivedChoice
-from protocol.types import TokenLogprob, Usage, record_level
+from protocol.messages import Event, FinishReason
+from protocol.types import ReceivedChoice, TokenLogprob, Usage, record_level
 
 Stage = Literal["waiting", "running", "paused"]
 

@@ -12,6 +12,8 @@ MAX_INT = 2**31 - 1
 MAX_S = 365 * 24 * 3600.0
 """Limit of durations in seconds. Infinity and very large numbers overflow the system's timers."""
 
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_S)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_S)]
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol import fields
 from protocol.errors import ErrorInfo
+from protocol.fields import Count, PositiveCount
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -22,6 +23,7 @@ from protocol.types import (
     DaemonStatus,
     ModelStatus,
     Problem,
+    ReceivedChoice,
     Sampling,
     TokenLogprob,
     Usage,
@@ -35,8 +37,6 @@ MAX_LISTED_TOKENS = 65_536
 """Maximum token ids in a reply to `Tokenize`."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
-Count = Annotated[int, Meta(ge=0, le=fields.MAX_INT)]
-PositiveCount = Annotated[int, Meta(ge=1, le=fields.MAX_INT)]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
@@ -124,15 +124,6 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
-
-
-class ReceivedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client has received of one choice."""
-
-    tokens: Count = 0
-    """Number of tokens."""
-    text_bytes: Count = 0
-    """Bytes of text in UTF-8."""
 
 
 class Attach(_Request, tag="attach", frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
-from protocol.fields import LogitBias, Penalty
+from protocol.fields import Count, LogitBias, Penalty
 from protocol.kv import KVSpec
 
 TimeSlicesMode = Literal["auto", "on", "off"]
@@ -336,6 +336,15 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Metal's recommended working set, on Apple silicon."""
     pressure: Literal["normal", "warning", "critical"] = "normal"
     """Memory pressure that the operating system reports."""
+
+
+class ReceivedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client has received of one choice."""
+
+    tokens: Count = 0
+    """Number of tokens."""
+    text_bytes: Count = 0
+    """Bytes of text in UTF-8."""
 
 
 class Problem(msgspec.Struct, frozen=True):

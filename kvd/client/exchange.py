@@ -20,7 +20,7 @@ from protocol.errors import (
     from_info,
 )
 from protocol.session import ClientSession
-from protocol.types import ModelStatus, TokenLogprob, Usage
+from protocol.types import ModelStatus, ReceivedChoice, TokenLogprob, Usage
 
 QUICK_S = 10.0
 """Seconds for calls such as hello, status and cancel. The daemon answers them at once, so a longer
@@ -167,8 +167,7 @@ class CompletionRecord:
     def attach_request(self, request_id: str) -> m.Attach:
         """Return the request for the events that this record has not received."""
         received = [
-            m.ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
-            for choice in self.choices
+            ReceivedChoice(len(choice.tokens), len(choice.text.encode())) for choice in self.choices
         ]
         return m.Attach(
             id=request_id,

@@ -17,8 +17,7 @@ from actors.request_journal import (
 from actors.saved_requests import SavedRequests
 from actors.system import Settings
 from protocol import errors, messages
-from protocol.messages import ReceivedChoice
-from protocol.types import Sampling
+from protocol.types import ReceivedChoice, Sampling
 from protocol.worker import Submit
 from tests.sim.fakes import Script, token
 from tests.sim.loop import run, simulated, until

@@ -14,8 +14,7 @@ from kvd.client.exchange import CompletionRecord
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
-from protocol.messages import ReceivedChoice
-from protocol.types import Sampling, TokenLogprob, Usage
+from protocol.types import ReceivedChoice, Sampling, TokenLogprob, Usage
 
 TEXTS = ["a", "é", "", "日本", "🙂", "b c", ""]
 SUBMIT = wire.Submit(rid="r", prompt="p", sampling=Sampling(seed=1), n=2, prompt_logprobs=0)

@@ -166,7 +166,7 @@ def test_the_command_line_overrides_the_address(options, changed):
     assert with_command_line(before, *options, off=True) == replace(before, enabled=False)
 
 
-def test_an_address_on_the_command_line_turns_http_on():
+def test_an_address_on_the_command_line_enables_http():
     before = HttpSettings(enabled=False, tcp=False)
     assert with_command_line(before, None, None) == before
     assert with_command_line(before, None, 1) == HttpSettings(port=1)

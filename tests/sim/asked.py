@@ -11,8 +11,8 @@ from functools import cached_property
 
 from kvd.worker.fake.tokens import FakeTokens, word
 from protocol import messages
-from protocol.messages import Event, ReceivedChoice
-from protocol.types import Sampling, Usage
+from protocol.messages import Event
+from protocol.types import ReceivedChoice, Sampling, Usage
 
 
 @dataclass
