@@ -117,7 +117,9 @@ def budget(value: DaemonStatus, width: int) -> Text:
     line.append(f" {format_bytes(granted)} of {format_bytes(total)}, ")
     if granted > total:
         above = format_bytes(granted - total)
-        line.append(f"{above} above the lowered budget; models give it back", "yellow")
+        kept = sum(map(_kept_bytes, value.models)) > total
+        outlook = "unpin or unload a model" if kept else "models give it back"
+        line.append(f"{above} above the lowered budget; {outlook}", "yellow")
     else:
         line.append(f"{share:.0%}")
         line.append(f"  host {format_bytes(value.host.available)} free")
@@ -126,6 +128,12 @@ def budget(value: DaemonStatus, width: int) -> Text:
     if value.host.pressure != "normal":
         line.append(f"  pressure {value.host.pressure}", _PRESSURE[value.host.pressure])
     return line
+
+
+def _kept_bytes(value: ModelStatus) -> int:
+    """Return the part of a pinned model's grant that its rows cannot give back."""
+    base = value.stats.reclaimable.base or value.granted_bytes
+    return min(base, value.granted_bytes) if value.pinned else 0
 
 
 def bar(share: float, cells: int, style: str) -> Text:

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvd.cli import status_page
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.types import ModelStatus, WorkerStats
+from protocol.types import ModelStatus, Reclaimable, WorkerStats
 from tests.cli.stub import MODEL, daemon_status
 
 
@@ -107,6 +107,16 @@ def test_a_budget_below_the_grants_shows_the_difference():
     text = shown(status, 160)
     assert "90.0 MiB of 80.0 MiB, 10.0 MiB above the lowered budget; models give it back" in text
     assert "░" not in text
+
+
+def test_a_budget_below_what_pinned_models_keep_needs_the_user():
+    pinned = msgspec.structs.replace(MODEL, pinned=True, granted_bytes=90 << 20)
+    status = msgspec.structs.replace(daemon_status(pinned), budget_bytes=80 << 20)
+    assert "10.0 MiB above the lowered budget; unpin or unload a model" in shown(status, 160)
+    given = msgspec.structs.replace(MODEL.stats, reclaimable=Reclaimable(base=70 << 20))
+    pinned = msgspec.structs.replace(pinned, stats=given)
+    status = msgspec.structs.replace(daemon_status(pinned), budget_bytes=80 << 20)
+    assert "above the lowered budget; models give it back" in shown(status, 160)
 
 
 def test_a_wide_terminal_shows_all_columns():
