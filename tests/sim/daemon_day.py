@@ -57,6 +57,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "slow_reader": ("stopped reading", "slow network"),
     "aborted": ("stopped reading", "slow network"),
     "invalid_model": ("broken model",),
+    "unknown_model": ("model removed",),
     "closed": ("daemon restarts",),
     "reset": ("reset", "HTTP reset"),
     "daemon killed": ("daemon killed",),
@@ -144,7 +145,7 @@ class DaemonDay:
             seed=draw.randrange(100),
             max_tokens=draw.choice([1, 3, 8, 8, 20]),
             n=draw.choice([1, 1, 1, 1, 3]),
-            stop=draw.choice(["", "", "", "ka", " di"]),
+            stop=draw.choice(["", "", "", "a k", "o di"]),
             logprobs=draw.choice([None, None, None, 2]),
             priority=draw.choice([0, 0, 0, 1]),
             deadline_s=draw.choice([None] * 9 + [3.0]),
@@ -229,6 +230,18 @@ class DaemonDay:
         self.note("budget", f"{budget // MIB} MiB")
         self._client().send(messages.Configure, budget_bytes=budget)
 
+    async def configure(self) -> None:
+        """Add a model to the configuration, with another policy, or remove one from it."""
+        system, name = self.daemon.world.system, self.draw.choice("abc")
+        if self.draw.random() < 0.3:
+            self.note("model removed", name)
+            await system.remove_configured_model(name)
+            return
+        ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
+        policy = {"idle_ttl_s": ttl_s, "priority": priority}
+        self.note("policy", f"{name}: {policy}")
+        await system.add_configured_model(name, self._models[name], policy)
+
     # Faults.
 
     def _process(self) -> LoopProcess | None:
@@ -267,9 +280,19 @@ class DaemonDay:
         self.daemon.wall_s += self.draw.choice([0.0, -7200.0, 7200.0])
         self.note("clock jumped", f"{seconds} s")
 
+    def _named(self) -> list[Asked]:
+        """Return the open requests that their clients could attach to."""
+        return [it for client in self.clients for it in client.asked.values() if it.name]
+
     async def restart(self) -> None:
         """Kill or stop the daemon, start the next one, and attach to most of what was left."""
-        named = [it for client in self.clients for it in client.asked.values() if it.name]
+        if self.daemon.journaled:
+            self.ask_socket()
+            for _ in range(50):
+                if self._named():  # most often, some request is running then
+                    break
+                await asyncio.sleep(0.1)
+        named = self._named()
         if self.draw.random() < 0.7:
             self.note("daemon killed")
             for client in self._open():
@@ -303,6 +326,7 @@ class DaemonDay:
             (2, self.unload),
             (1, self.pin),
             (2, self.set_budget),
+            (1, self.configure),
             (4, self.kill),
             (2, self.pause),
             (1, self.fail_spawn),
@@ -334,8 +358,8 @@ class DaemonDay:
             client.link.read(on=True)
         operator = self._connect()
         operator.send(messages.Configure, budget_bytes=BUDGET)
-        for name in self._models:
-            operator.send(messages.Unpin, model=name)
+        for name, known in self._models.items():
+            await self.daemon.world.system.add_configured_model(name, known, {"pinned": False})
         self.note("settles")
         await until(self._is_over, PATIENCE_S, every_s=0.25)
         self.daemon.check()

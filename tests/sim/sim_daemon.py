@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,9 +130,11 @@ class SimDaemon:
         if self._journal is not None:
             self._journal.write = lambda _record: None  # type: ignore[method-assign]
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that had not begun
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         self._close_journal()
 
     def _close_journal(self) -> None:

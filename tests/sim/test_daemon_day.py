@@ -22,6 +22,7 @@ HAPPENED = (
     "ended: length",
     "ended: stop",
     "killed",
+    "model removed",
     "stopped",
 )
 
