@@ -72,3 +72,10 @@ def test_which_errors_become_typed():
     found = load_errors.typed(KeyError("rope"), "m")
     assert isinstance(found, InvalidModel)
     assert found.message.startswith("m cannot be loaded: KeyError: 'rope';")
+
+
+def test_an_allocation_that_the_workers_own_limit_refused(monkeypatch):
+    monkeypatch.setattr(load_errors.limit, "_started", True)
+    found = load_errors.typed(MemoryError(), "m")
+    assert isinstance(found, InvalidModel)
+    assert "an allocation was refused at the worker's limit of 384 MiB" in found.message
