@@ -7,6 +7,7 @@ import resource
 import shutil
 from pathlib import Path
 
+from kvd.config.budget import compare_with_machine
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
 from kvd.host import files, memory
@@ -44,7 +45,6 @@ def locked_memory(_scene: Scene) -> Finding:
 def host_memory(scene: Scene) -> Finding:
     host = scene.host
     budget = scene.settings.budget_bytes or memory.default_budget(host)
-    most = host.accelerator_limit or host.total
     numbers = {
         "total_bytes": host.total,
         "available_bytes": host.available,
@@ -55,13 +55,8 @@ def host_memory(scene: Scene) -> Finding:
         f"{format_bytes(host.total)}, {format_bytes(host.available)} free, budget "
         f"{format_bytes(budget)}"
     )
-    if budget > most:
-        return fail(
-            "memory",
-            f"{observed}: more than the {format_bytes(most)} that models can use here",
-            f"set budget to at most {format_bytes(int(memory.BUDGET_SHARE * most))}",
-            **numbers,
-        )
+    for problem in compare_with_machine(budget, host):
+        return fail("memory", problem.observed, problem.advice, **numbers)
     if host.pressure != "normal":
         advice = "end other programs that use memory, or lower budget"
         return warn("memory", f"{observed}; the system reports {host.pressure}", advice, **numbers)

@@ -8,13 +8,16 @@ import socket
 import stat
 from pathlib import Path
 
-from kvd.doctor.finding import Finding, fail, ok, warn
+from kvd.config.sources import absolute
+from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
 from kvd.host import listen
 from kvd.host.home import SOCKET_PATH_LIMIT
 from kvd.host.logs import FILE_BYTES, FILES_KEPT
 from kvd.host.units import format_bytes
-from protocol.errors import ConfigError
+from protocol import model_folder
+from protocol.errors import ConfigError, KvdError
+from protocol.model_source import EMBEDDED, check_folder, is_hub_id, unknown_source
 
 
 def folder(scene: Scene) -> Finding:  # noqa: PLR0911 - one for each case
@@ -54,14 +57,36 @@ def configuration(scene: Scene) -> Finding:
     if mode & 0o022:
         advice = f"chmod 600 {shlex.quote(str(path))}"
         return fail("config", f"others can write {path} (mode {mode:o})", advice)
-    sources = [entry.source for entry in found.entries]
-    folders = [source for source in sources if source.startswith(("/", "~", "."))]
-    root = scene.home.root
-    missing = [folder for folder in folders if not (root / Path(folder).expanduser()).exists()]
-    if missing:
-        observed = f"models that do not exist: {', '.join(missing)}"
-        return fail("config", observed, f"correct models in {path}")
-    return ok("config", f"{path} is valid and lists {len(sources)} models")
+    return ok("config", f"{path} is valid and lists {len(found.entries)} models")
+
+
+def models(scene: Scene) -> Finding | list[Finding]:
+    """Check the sources of the configuration's models as a load does, without the Hub."""
+    if isinstance(scene.config, ConfigError):
+        return skip("models", "the configuration is invalid")
+    entries = scene.config.entries
+    faults = []
+    for index, entry in enumerate(entries):
+        try:
+            _check_source(absolute(entry.source, scene.home.root))
+        except KvdError as error:
+            advice = f"correct models in {scene.home.config}"
+            faults.append(fail(f"models[{index}]", error.message, advice))
+    if faults:
+        return faults
+    hub = sum(is_hub_id(absolute(entry.source, scene.home.root)) for entry in entries)
+    return ok("models", f"{len(entries)} in the configuration, of which the Hub has {hub}")
+
+
+def _check_source(source: str) -> None:
+    if source in EMBEDDED or is_hub_id(source):
+        return
+    if not source.startswith("/"):
+        raise unknown_source(source)
+    folder = check_folder(Path(source))
+    model_folder.check_files(folder)
+    weights = model_folder.read_weights(model_folder.weight_files(folder))
+    model_folder.check_layers(folder, model_folder.read_config(folder), weights)
 
 
 def lock(scene: Scene) -> Finding:

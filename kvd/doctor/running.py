@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import errno
-import socket
+from msgspec.structs import replace
 
 import kvd
-from kvd.client import Client
 from kvd.config.http import DEFAULT_PORT
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
 from kvd.host import listen
-from protocol.errors import KvdError, NotRunning
+from kvd.http.listeners import try_tcp
+from protocol.errors import ConfigError, KvdError, NotRunning
 from protocol.types import DaemonStatus
 
 
 def daemon(scene: Scene) -> list[Finding]:
-    try:
-        with Client(home=scene.home.root, timeout_s=5.0) as client:
-            status = client.status()
-    except NotRunning:
+    status = scene.status
+    if isinstance(status, NotRunning):
         if listen.holder(scene.home) is None:
             return [skip("daemon", "none runs; `kvd serve` or `kvctl service install` starts one")]
         advice = "see `socket` above; stop the daemon and start it again"
         return [fail("daemon", "a daemon runs but does not answer", advice)]
-    except KvdError as error:
-        observed = f"a daemon runs but gives no valid answer: {error.message}"
+    if isinstance(status, KvdError):
+        observed = f"a daemon runs but gives no valid answer: {status.message}"
         return [fail("daemon", observed, "restart the daemon")]
     return [_version(status), *_complaints(status)]
 
@@ -42,7 +39,7 @@ def _version(status: DaemonStatus) -> Finding:
 
 
 def _complaints(status: DaemonStatus) -> list[Finding]:
-    found = []
+    found = [warn(one.key, one.observed, one.advice) for one in status.problems]
     if status.config_error is not None:
         advice = (
             "correct config.toml and reload it (`kvctl reload`); until then, the previous "
@@ -69,30 +66,24 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
 
 
 def http_port(scene: Scene) -> Finding:
-    http = scene.settings.http
-    port = DEFAULT_PORT if http.port is None else http.port
+    """Check that the daemon's next start can listen; a running daemon has the port already."""
+    http, status = scene.settings.http, scene.status
     if not (http.enabled and http.tcp):
         return skip("http port", "HTTP over TCP is switched off")
-    if port == 0:
-        return ok("http port", "any free port; `kvctl status` shows it")
-    observed = f"{http.host} port {port}"
-    if not listen.holder(scene.home) and (taken := _taken(http.host, port)):
-        advice = "end that program, or set port of [http] in config.toml (0 takes any free port)"
-        return warn("http port", f"{observed}: {taken}", advice)
-    return ok("http port", observed)
-
-
-def _taken(host: str, port: int) -> str | None:
-    """Return why the port cannot be bound; None if it can."""
+    runs = isinstance(status, DaemonStatus) or listen.holder(scene.home) is not None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        return "another program uses the port" if taken else error.strerror or str(error)
-    return None
+        problems = try_tcp(replace(http, port=0) if runs else http)
+    except ConfigError as error:
+        return fail("http port", error.message, f"correct [http] in {scene.home.config}")
+    for problem in problems:
+        return warn("http port", problem.observed, problem.advice)
+    if isinstance(status, DaemonStatus):
+        tcp = [address for address in status.http if address.startswith("http:")]
+        listens = f"the daemon listens on {', '.join(tcp) or 'no port'}"
+        return ok("http port", listens) if tcp else skip("http port", listens)
+    if http.port == 0:
+        return ok("http port", "any free port; `kvctl status` shows it")
+    return ok("http port", f"{http.host} port {http.port or DEFAULT_PORT}")
 
 
 def service(scene: Scene) -> Finding:

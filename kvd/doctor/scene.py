@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvd.client import Client
 from kvd.config import config
 from kvd.config.config import Config
 from kvd.doctor.engine import ask
 from kvd.host import memory
 from kvd.host.home import Home
 from protocol.errors import ConfigError, KvdError
-from protocol.types import HostMemory
+from protocol.types import DaemonStatus, HostMemory
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class Scene:
     @cached_property
     def engine(self) -> dict[str, Any] | KvdError:
         return ask()
+
+    @cached_property
+    def status(self) -> DaemonStatus | KvdError:
+        """The running daemon's status, or why there is none."""
+        try:
+            with Client(home=self.home.root, timeout_s=5.0) as client:
+                return client.status()
+        except KvdError as error:
+            return error
 
     @property
     def computes_on_cpu(self) -> bool | None:

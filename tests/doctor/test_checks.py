@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import resource
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.demo import path
 from kvd.doctor import installation, journal, limits, place, running
 from kvd.doctor.engine import ask
 from kvd.doctor.examination import CHECKS, examine
@@ -221,10 +223,25 @@ def test_a_bad_configuration_names_its_key_and_place(made: Home):
     assert advice.startswith(f"correct 'bugdet' in {made.config}")
 
 
-def test_a_configuration_whose_models_do_not_exist(made: Home):
-    made.config.write_text('models = ["demo", "./gone"]')
-    advice = f"correct models in {made.config}"
-    assert examined(place.configuration(scene(made))) == ("fail", advice)
+def test_models_that_cannot_be_loaded(made: Home):
+    (made.root / "empty").mkdir()
+    made.config.write_text('models = ["demo", "./gone", "org/name", "nope", "./empty"]')
+    faults = place.models(scene(made))
+    assert [examined(one) for one in faults] == [("fail", f"correct models in {made.config}")] * 3
+    assert [(one.name, one.observed.partition(";")[0]) for one in faults] == [
+        ("models[1]", f"there is no folder {made.root}/gone"),
+        ("models[3]", "there is no model 'nope'"),
+        ("models[4]", f"{made.root}/empty has no model*.safetensors"),
+    ]
+
+
+def test_models_that_can_be_loaded(made: Home):
+    made.config.write_text(f'models = ["demo", "org/name", {{source="{path()}", alias="same"}}]')
+    found = place.models(scene(made))
+    assert found.verdict == "ok"
+    assert found.observed == "3 in the configuration, of which the Hub has 1"
+    made.config.write_text("bugdet = 1")
+    assert place.models(scene(made)).verdict == "skip"
 
 
 def test_a_configuration_that_others_can_write(made: Home):
@@ -283,7 +300,7 @@ def test_a_daemon_that_does_not_answer(made: Home):
     assert examined(found)[0] == "fail"
 
 
-def test_another_program_has_the_port(made: Home):
+def test_another_program_has_the_port(made: Home, monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -291,10 +308,28 @@ def test_another_program_has_the_port(made: Home):
         made.config.write_text(f"[http]\nport = {port}\n")
         found = running.http_port(scene(made))
         assert "another program uses the port" in found.observed
-        assert examined(found)[0] == "warn"
+        assert examined(found)[0] == "fail"  # as the start does
+        monkeypatch.setattr("kvd.http.listeners.DEFAULT_PORT", port)
+        made.config.write_text("")
+        found = running.http_port(scene(made))
+        assert "another program uses the port" in found.observed
+        verdict, advice = examined(found)
+        assert (verdict, "KVD_PORT" in advice) == ("warn", True)
+    made.config.write_text(f"[http]\nport = {port}\n")
     assert running.http_port(scene(made)).verdict == "ok"
     made.config.write_text("[http]\ntcp = false\n")
     assert running.http_port(scene(made)).verdict == "skip"
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_an_address_that_others_can_reach_without_keys(made: Home, runs):
+    made.config.write_text('[http]\nhost = "0.0.0.0"\nport = 0\n')
+    with listen.hold_lock(made) if runs else contextlib.nullcontext():
+        found = running.http_port(scene(made))
+    verdict, advice = examined(found)
+    assert (verdict, advice) == ("fail", f"correct [http] in {made.config}")
+    assert "other machines can reach" in found.observed
+    assert "kvctl key new NAME --save" in found.observed
 
 
 # -- all checks -----------------------------------------------------------------------------------
@@ -361,9 +396,13 @@ def test_a_running_daemon_and_the_problems_that_it_reports(home: Home):
         home.config.write_text("http = {enabled = false}\nmax_rows = 3")
         reload(daemon, 1)
         assert examined(running.daemon(scene(home))[1]) == ("warn", "restart the daemon")
-        home.config.write_text("max_rows = -1")
+        home.config.write_text("http = {enabled = false}\nbudget = '900TiB'")
         reload(daemon, 2)
-        refused = running.daemon(scene(home))[1]
+        assert examined(running.daemon(scene(home))[1])[0] == "warn"
+        assert "budget of 900.0 TiB is more" in running.daemon(scene(home))[1].observed
+        home.config.write_text("max_rows = -1")
+        reload(daemon, 3)
+        refused = running.daemon(scene(home))[2]
         assert (refused.name, examined(refused)[0]) == ("reload", "fail")
         assert "max_rows" in refused.observed
     finally:
