@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.fuzz.campaign import Failure, run
 from tests.fuzz.targets import TARGETS
+
+SEED = 1
+"""Fixed, so that a change is judged by the same inputs as the version before. Runs by hand draw new
+ones."""
 
 
 @pytest.mark.slow
@@ -15,14 +17,14 @@ from tests.fuzz.targets import TARGETS
 @pytest.mark.process
 @pytest.mark.parametrize("name", TARGETS)
 def test_only_typed_errors_whatever_the_input(name):
-    target, number = TARGETS[name](), random.randrange(2**32)
+    target = TARGETS[name]()
     with target.checking() as check:
         for file in target.corpus():
             check(file.read_bytes())
         try:
-            run(target, check, target.examples, number)
+            run(target, check, target.examples, SEED)
         except Failure as failure:
-            pytest.fail(f"seed {number}, input {failure.data!r}: {failure.cause!r}")
+            pytest.fail(f"seed {SEED}, input {failure.data!r}: {failure.cause!r}")
 
 
 def test_a_failure_is_found_and_made_small():
