@@ -58,6 +58,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "aborted": ("stopped reading", "slow network"),
     "invalid_model": ("broken model",),
     "unknown_model": ("model removed",),
+    "unknown_request": ("clock jumped",),  # saved requests expire
     "closed": ("daemon restarts",),
     "reset": ("reset", "HTTP reset"),
     "daemon killed": ("daemon killed",),

@@ -163,4 +163,8 @@ class SimDaemon:
             assert process.held_bytes <= process.granted_bytes, (
                 f"{process} holds {process.held_bytes} of {process.granted_bytes} bytes"
             )
+            known = ledger.grants.get(process.name, 0)
+            assert process.granted_bytes <= known, (
+                f"{process} believes in {process.granted_bytes} bytes; the ledger granted {known}"
+            )
         assert granted <= most, f"workers may hold {granted} bytes, of {most}"
