@@ -125,9 +125,15 @@ class DiskJournal:
         kept = self._kept.get(record.rid)
         if kept is None:
             return False
-        if isinstance(record.report, RowFinished | RowFailed):
-            self._ended[record.rid] = now = self._clock()
-            record = replace(record, at=now)
+        if not isinstance(record.report, RowFinished | RowFailed):
+            return self._append_report(record, kept)
+        now = self._clock()
+        written = self._append_report(replace(record, at=now), kept)
+        # Set after the write, which drops expired requests: the clock may have jumped since.
+        self._ended[record.rid] = now
+        return written
+
+    def _append_report(self, record: ReportReceived, kept: _Kept) -> bool:
         if kept.newest is None:
             return False
         data = frame(_encode(replace(record, previous=kept.newest)))

@@ -45,6 +45,14 @@ class Clock:
         return self.now
 
 
+class JumpingClock(Clock):
+    """Advances by an hour at each reading, as a clock that is being set."""
+
+    def __call__(self) -> float:
+        self.now += 3600.0
+        return self.now
+
+
 def opened(folder: Path, clock: Clock | None = None, **more: float) -> DiskJournal:
     limit = int(more.pop("limit_bytes", 64 * MIB))
     return DiskJournal(folder, limit_bytes=limit, keep_s=600.0, clock=clock or Clock())
@@ -134,6 +142,17 @@ def test_records_of_ended_requests_are_removed_from_the_file(
     found = read(tmp_path, clock)
     assert found["kept"].choices[0].tokens == list(range(500))
     assert len(found) <= 5
+
+
+def test_a_clock_that_jumps_while_an_end_is_written(tmp_path: Path) -> None:
+    subject = opened(tmp_path, JumpingClock())
+    assert subject.write(ask("a"))
+    assert subject.write(end("a"))
+    assert subject.write(ask("b"))
+    assert subject._kept.keys() == {"b"}
+    assert not subject._ended
+    subject.close()
+    assert read(tmp_path).keys() == {"a", "b"}  # this clock reads the time before the end
 
 
 def test_requests_beyond_the_files_limit_are_not_kept(tmp_path: Path) -> None:
