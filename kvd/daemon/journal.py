@@ -157,10 +157,12 @@ class DiskJournal:
 
     def _expire(self) -> None:
         """Drop requests that finished more than ``keep_s`` ago."""
-        due = self._clock() - self._keep_s
+        now = self._clock()
+        if self._ended and next(iter(self._ended.values())) > now:  # the clock was set back
+            self._ended = {rid: min(at, now) for rid, at in self._ended.items()}
         while self._ended:
             rid, at = next(iter(self._ended.items()))
-            if at > due:
+            if at > now - self._keep_s:
                 return
             self._drop(rid)
 
@@ -263,7 +265,9 @@ class DiskJournal:
             match record:
                 case RequestReceived(rid=rid, model=model, submit=submit, at=at):
                     self._drop(rid)
-                    left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
+                    # If the clock was set back, no time counts as passed.
+                    passed = max(0.0, now - at)
+                    left = None if submit.deadline_s is None else submit.deadline_s - passed
                     self.saved[rid] = SavedRequest(model, submit, left)
                     self._kept[rid] = _Kept()
                     self._count(rid, data)

@@ -155,6 +155,23 @@ def test_a_clock_that_jumps_while_an_end_is_written(tmp_path: Path) -> None:
     assert read(tmp_path).keys() == {"a", "b"}  # this clock reads the time before the end
 
 
+def test_a_clock_that_is_set_back(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now = 50_000.0
+    subject = opened(tmp_path, clock)
+    for record in (ask("a"), end("a"), ask("b"), end("b"), ask("c", deadline_s=60.0)):
+        subject.write(record)
+    clock.now = 1000.0
+    assert read(tmp_path, clock)["c"].deadline_s == 60.0
+
+    subject.write(tokens("c", 0, 1))
+    assert subject._kept.keys() == {"a", "b", "c"}
+    clock.now += 601.0  # ended requests expire as if they had ended when the clock was set back
+    subject.write(tokens("c", 1, 2))
+    assert subject._kept.keys() == {"c"}
+    subject.close()
+
+
 def test_requests_beyond_the_files_limit_are_not_kept(tmp_path: Path) -> None:
     subject = opened(tmp_path, limit_bytes=2000)
     confirmed: dict[str, list[int]] = {}
