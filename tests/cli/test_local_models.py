@@ -148,7 +148,7 @@ def test_without_a_daemon_the_forecast_is_for_a_new_daemon(kvctl, home: Home, hu
     assert found["path"] == str(demo())
     assert found["forecast"]["verdict"] == "fits"
     assert found["forecast"]["budget_bytes"] == 1 << 30
-    home.config.write_text('budget = "20MiB"')
+    home.config.write_text('budget = "64MiB"')
     (found,) = json.loads(kvctl("models", "--json")[1])
     assert found["forecast"]["verdict"] == "never"
 
