@@ -29,6 +29,7 @@ class RunningClock:
         self._on_gap = on_gap
         self._seen = read()
         self._gaps_s = 0.0
+        self._now = self._seen
 
     def now(self, waited_s: float = 0.0) -> float:
         """Return the time. ``waited_s``: intended wait since the last call; no gap up to here."""
@@ -38,7 +39,9 @@ class RunningClock:
         if gap_s > LATE_S:
             self._gaps_s += gap_s
             self._on_gap(gap_s)
-        return at - self._gaps_s
+        # Rounding alone may put the difference 1e-14 s before the last one.
+        self._now = max(self._now, at - self._gaps_s)
+        return self._now
 
 
 class _Selector(selectors.DefaultSelector):

@@ -15,6 +15,7 @@ SPANS = st.floats(min_value=0, max_value=100)
 
 @given(st.lists(st.tuples(SPANS, st.booleans(), SPANS)))
 @example([(10.0, True, 25.0)])
+@example([(1.1616516427087191, False, 29.0), (0.0, False, 100.0)])  # rounded down
 def test_the_clock_leaves_out_gaps_and_nothing_else(steps):
     """Each step: seconds of an intended wait, whether it ended early, and seconds of delay."""
     at, gaps = 50.0, []
