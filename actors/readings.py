@@ -10,6 +10,7 @@ rarely if it takes long.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -60,6 +61,10 @@ class ReadingsState:
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None
+    above_limit: bool = False
+    """Whether a worker was above its limit in the last report."""
+    judged: dict[str, WorkerStats] = field(default_factory=dict)
+    """With separate memory, the counters of each model that were reported last as fresh."""
 
 
 class ReadingsActor(Actor["ReadingsMail"]):
@@ -83,7 +88,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
                 now = asyncio.get_running_loop().time()
                 self._state.footprints = footprints
                 self._state.due = now + max(INTERVAL_S, took_s / MAX_SHARE)
-                self._report()
+                self._report(footprints.keys())
             case _:
                 assert_never(message)
 
@@ -103,8 +108,14 @@ class ReadingsActor(Actor["ReadingsMail"]):
             self._report()
 
     def _is_silent(self, model: ModelStatus, now: float) -> bool:
+        """Return whether to read the process: its own value is missing, old, or above the limit.
+
+        A value above the limit may be older than a grant that has just shrunk.
+        """
         _, seen_at = self._state.seen.get(model.name, (None, now))
-        return not model.stats.memory.footprint or now - seen_at > FRESH_S
+        footprint = model.stats.memory.footprint
+        above = footprint > limit_bytes(model.granted_bytes)
+        return not footprint or above or now - seen_at > FRESH_S
 
     def _read(self, pids: list[int], now: float) -> None:
         ref, clock = self.ref, asyncio.get_running_loop().time
@@ -114,9 +125,10 @@ class ReadingsActor(Actor["ReadingsMail"]):
             lambda _: ref.tell(mail.FootprintsRead({}, clock() - now), beyond_limit=True),
         )
 
-    def _report(self) -> None:
+    def _report(self, read: Collection[int] = ()) -> None:
+        """Report to the governor. ``read``: ids of the processes that were read just now."""
         state, now = self._state, asyncio.get_running_loop().time()
-        used, calm = {}, True
+        used, fresh, calm = {}, set(), True
         for model in state.status.models.values():
             if model.worker_pid is None:
                 continue
@@ -126,11 +138,17 @@ class ReadingsActor(Actor["ReadingsMail"]):
             if self._is_silent(model, now):
                 footprint = state.footprints.get(model.worker_pid, footprint)
             used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
-        measured = MemoryMeasured(used, state.memory.host().pressure)
-        above_limit = any(
-            used[name] > limit_bytes(state.status.models[name].granted_bytes) for name in used
+            if model.worker_pid in read or (
+                state.memory.separate and state.judged.get(model.name) is not model.stats
+            ):
+                fresh.add(model.name)
+                state.judged[model.name] = model.stats
+        measured = MemoryMeasured(used, state.memory.host().pressure, frozenset(fresh))
+        above_before, state.above_limit = (
+            state.above_limit,
+            any(used[name] > limit_bytes(state.status.models[name].granted_bytes) for name in used),
         )
-        if above_limit or _differs(measured, state.reported):
+        if state.above_limit or above_before or _differs(measured, state.reported):
             state.reported = measured
             state.governor.tell(mail.GovernorEvent(measured))
         self._alarm.set(now + (CALM_S if calm else INTERVAL_S))

@@ -71,6 +71,8 @@ class MemoryMeasured(Record, frozen=True):
 
     used: dict[str, int]
     pressure: Pressure = "normal"
+    fresh: frozenset[str] = frozenset()
+    """Models whose bytes were measured now. Other values may be older than the model's grant."""
 
 
 class BudgetChanged(Record, frozen=True):

@@ -43,6 +43,8 @@ def main() -> NoReturn:
     sock.set_inheritable(False)
     die_with_parent(sock)
     limit.enabled = True
+    # The Hub's client for xet buffers gigabytes, which are not part of any grant.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     status = 0
     try:
         Loop(sock, _engine(arguments.engine)).run()

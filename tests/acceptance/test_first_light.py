@@ -82,7 +82,7 @@ def start(daemon: Daemon, one: Request) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
-    process.stdin.write(one.prompt.encode())
+    process.stdin.write(one.prompt.encode() + b"\n")  # kvctl removes one final newline
     process.stdin.close()
     process.stdin = None
     return process

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.machines import governor_events
+from actors.machines.governing.state import MAX_OFFENCES
 from actors.machines.governor import Governor
 from actors.machines.governor_events import (
     AlarmFired,
@@ -459,17 +460,21 @@ def test_only_the_worker_with_the_excess_gives_memory_back_for_it():
     assert not of_type(sim.commands_seen, Evict)
 
 
+def measured(pressure="normal", **used: int) -> MemoryMeasured:
+    return MemoryMeasured(used, pressure, frozenset(used))
+
+
 def test_a_worker_above_its_limit_is_ended_after_two_measurements():
     sim = Simulation(a=5000, idle=4000)
     sim.reclaimable("a", rows=1, levels=(300,), preempt=500, base=2000)
     limit = limit_bytes(5000)
-    sim.apply(MemoryMeasured({"a": limit + 1}))
-    sim.apply(MemoryMeasured({"a": limit}))
-    assert not of_type(sim.apply(MemoryMeasured({"a": limit + 1})), EndWorker)
-    assert sim.apply(MemoryMeasured({"a": limit + 2}), 1) == [EndWorker("a", limit + 2, limit)]
+    sim.apply(measured(a=limit + 1))
+    sim.apply(measured(a=limit))
+    assert not of_type(sim.apply(measured(a=limit + 1)), EndWorker)
+    assert sim.apply(measured(a=limit + 2), 1) == [EndWorker("a", limit + 2, limit)]
     assert sim.recorded("over_limit").numbers["limit_bytes"] == limit
-    assert of_type(sim.apply(MemoryMeasured({"a": limit + 2}), 1), EndWorker) == []
-    assert of_type(sim.apply(MemoryMeasured({"a": limit + 2}), 1), EndWorker)  # it still lives
+    assert of_type(sim.apply(measured(a=limit + 2), 1), EndWorker) == []
+    assert of_type(sim.apply(measured(a=limit + 2), 1), EndWorker)  # it still lives
     sim.apply(WorkerExited("a"))
     assert of_type(sim.request("idle", 9000), GrantDecision)[0].granted
 
@@ -477,11 +482,11 @@ def test_a_worker_above_its_limit_is_ended_after_two_measurements():
 def test_a_loading_worker_without_a_grant_is_measured_too():
     sim = Simulation(a=5000)
     sim.apply(LoadRequested("b"))
-    assert not sim.apply(MemoryMeasured({"b": STARTING_BYTES}))
+    assert not sim.apply(measured(b=STARTING_BYTES))
     assert sim.governor.ledger.excess_bytes == 0
-    sim.apply(MemoryMeasured({"b": STARTING_BYTES + 5}))
+    sim.apply(measured(b=STARTING_BYTES + 5))
     assert sim.governor.ledger.excess_bytes == 5
-    (ended,) = sim.apply(MemoryMeasured({"b": STARTING_BYTES + 5}))
+    (ended,) = sim.apply(measured(b=STARTING_BYTES + 5))
     assert ended == EndWorker("b", STARTING_BYTES + 5, STARTING_BYTES)
 
 
@@ -492,7 +497,7 @@ def test_no_other_model_pays_for_a_worker_above_its_limit():
     sim.commands_seen.clear()
     sim.apply(LoadRequested("hostile", patient=False))
     for pressure in ("normal", "critical"):
-        sim.apply(MemoryMeasured({"hostile": 8 << 30, "busy": 3000, "idle": 3000}, pressure))
+        sim.apply(measured(pressure, hostile=8 << 30, busy=3000, idle=3000))
         sim.request("busy", 5000)
         sim.wait(20)
 
@@ -506,10 +511,27 @@ def test_no_other_model_pays_for_a_worker_above_its_limit():
 def test_a_load_is_not_refused_because_of_a_worker_above_its_limit():
     sim = Simulation(a=4000)
     sim.apply(LoadRequested("hostile"))
-    sim.apply(MemoryMeasured({"hostile": 8 << 30}))
+    sim.apply(measured(hostile=8 << 30))
     sim.apply(LoadRequested("b", patient=False))
     assert not sim.request("b", 5000)
     assert of_type(sim.apply(WorkerExited("hostile")), GrantDecision)[0].granted
+
+
+def test_a_value_that_may_be_older_than_the_grant_ends_no_worker():
+    sim = Simulation(a=5000, idle=4000)
+    sim.request("a", 3000)
+    for _ in range(5):
+        assert not of_type(sim.apply(MemoryMeasured({"a": 4 << 30}), 1), EndWorker)
+    assert not sim.governor.offending_bytes
+
+
+def test_other_models_wait_only_so_long_for_a_worker_that_cannot_be_killed():
+    sim = Simulation(a=5000, idle=4000)
+    for _ in range(MAX_OFFENCES):
+        sim.apply(measured(a=8 << 30), 1)
+        assert sim.governor.offending_bytes
+    sim.apply(measured(a=8 << 30), 1)
+    assert not sim.governor.offending_bytes
 
 
 def test_a_lowered_budget_is_enforced_and_no_model_grows_meanwhile():

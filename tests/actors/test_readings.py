@@ -131,3 +131,15 @@ async def test_a_worker_above_its_limit_is_replaced_and_its_requests_continue():
         assert isinstance(ended, Done)
         assert client.count(key) == 2000
         assert first.signals == ["kill"]
+
+
+@simulated
+async def test_a_value_above_the_limit_is_read_again_before_it_counts():
+    async with world(budget=4 * 1024 * MIB) as it:
+        process = it.spawn.last("demo")
+        it.system._memory.sizes[process.pid] = 100 * MIB
+        send_memory(it, "demo", footprint=1000 * MIB)  # older than a grant that has shrunk
+        await until(lambda: measured_bytes(it, "demo") == 100 * MIB, CALM_S + 1)
+        await asyncio.sleep(10)
+        assert it.spawn.last("demo") is process
+        assert it.state() == "ready"

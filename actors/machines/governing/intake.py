@@ -30,9 +30,11 @@ def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
             return _request(m, event, now)
         case ev.ModelRemoved(model=model):
             m.ledger.exempt.discard(model)
+            if (removed := m.accounts.get(model)) is not None:
+                removed.measured_bytes = 0  # else its excess would keep back what fits now
+                _update_excess(m)
             commands: list[ev.Command] = [*m.ledger.handle(WorkerExited(model), now)]
             m.accounts.pop(model, None)
-            _update_excess(m)
             return commands
         case ev.MemoryMeasured():
             return _measured(m, event)
@@ -130,7 +132,7 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     for name, account in m.accounts.items():
         account.measured_bytes = event.used.get(name, account.measured_bytes)
         if name in event.used:
-            commands += _end_above_limit(m, account)
+            commands += _end_above_limit(m, account, fresh=name in event.fresh)
     before = m.ledger.excess_bytes
     _update_excess(m)
     # A worker above its limit is ended, and with it the pressure: other models pay nothing for it.
@@ -142,14 +144,18 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     return [*commands, *(m.ledger.grant_waiting() if excess < before else [])]
 
 
-def _end_above_limit(m: GovernorState, account: ModelAccount) -> list[ev.Command]:
-    """End a worker after `MAX_OVER_LIMIT` measurements above its limit.
+def _end_above_limit(m: GovernorState, account: ModelAccount, *, fresh: bool) -> list[ev.Command]:
+    """End a worker after `MAX_OVER_LIMIT` fresh measurements above its limit.
 
     Workers end themselves. This is for one that cannot.
     """
     used, limit = account.measured_bytes, limit_bytes(m.ledger.grants.get(account.name, 0))
-    account.over_limit = account.over_limit + 1 if used > limit else 0
-    if not account.over_limit or account.over_limit % MAX_OVER_LIMIT:
+    if used <= limit:
+        account.over_limit = 0
+    if used <= limit or not fresh:
+        return []
+    account.over_limit += 1
+    if account.over_limit % MAX_OVER_LIMIT:
         return []
     reason = "its worker holds more memory than it may"
     numbers = {"used_bytes": used, "limit_bytes": limit}

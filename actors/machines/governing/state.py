@@ -9,6 +9,7 @@ from actors.machines.governor_events import RecordEvent
 from actors.machines.ledger import Ledger, MemoryRequest
 from actors.machines.model_accounts import ModelAccount
 from actors.machines.reclaim_order import MemoryView
+from protocol.memory_bounds import limit_bytes
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -30,6 +31,8 @@ class Times(msgspec.Struct, frozen=True):
     """Interval of checks while a shortfall or a `Reclaim` is open."""
 
 
+MAX_OFFENCES = 10
+"""Measurements above its limit up to which a worker counts as one that is being ended."""
 MIN_RECLAIM_PARTS = 128
 """A `Reclaim` asks for at least the budget divided by this, if the worker has that much."""
 MIN_ACTION_PARTS = 4096
@@ -96,7 +99,17 @@ class GovernorState(msgspec.Struct):
         return sum(self._offenders().values())
 
     def _offenders(self) -> dict[str, int]:
-        return {name: n for name, n in self.excess.items() if self.accounts[name].over_limit}
+        return {name: n for name, n in self.excess.items() if self._is_offender(name)}
+
+    def _is_offender(self, name: str) -> bool:
+        """Return whether the model's worker is being ended for its memory.
+
+        A worker that cannot be killed counts for `MAX_OFFENCES` measurements only: after that,
+        other models must not wait for its memory any longer.
+        """
+        account = self.accounts[name]
+        limit = limit_bytes(self.ledger.grants.get(name, 0))
+        return 0 < account.over_limit <= MAX_OFFENCES and account.measured_bytes > limit
 
     def base(self, account: ModelAccount) -> int:
         """Return the part of a model's grant that its rows cannot give back."""

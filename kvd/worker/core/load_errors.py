@@ -22,7 +22,7 @@ def typed(error: BaseException, source: str) -> KvdError | None:
     if isinstance(error, KvdError):
         return None
     short = shortage.shortage_of(error)
-    if short is not None and limit.is_started:
+    if short is not None and limit.refuses_allocations:
         return InvalidModel(
             f"loading {source} takes more memory than its files need: an allocation was refused at"
             f" the worker's limit of {limit.nbytes >> 20} MiB; check config.json and the tokenizer",

@@ -217,7 +217,8 @@ class Loop:
             case wire.CancelRow():
                 self._engine.cancel(command.rid)
             case wire.Grant():
-                limit.allow(command.total_bytes)
+                if command.seq:  # else it only informs about the model's limit, and may be late
+                    limit.allow(command.total_bytes)
                 self._engine.granted(command)
             case wire.Reclaim():
                 self._engine.reclaim(command)

@@ -58,8 +58,9 @@ class MemoryLimit:
         return limit_bytes(self._granted)
 
     @property
-    def is_started(self) -> bool:
-        return self._started
+    def refuses_allocations(self) -> bool:
+        """Whether allocations may fail because of this limit, and not for lack of memory."""
+        return self._started and sys.platform == "linux"
 
     def start(self) -> None:
         if self.enabled and not self._started:
@@ -94,8 +95,14 @@ class MemoryLimit:
 
     def _watch(self) -> None:
         interval_s, before = MIN_INTERVAL_S, 0
-        while not self.check():
-            now = self._private()
+        while True:
+            try:
+                if self.check():
+                    return
+                now = self._private()
+            except MemoryError:  # the kernel refuses allocations while the process is at its limit
+                time.sleep(MIN_INTERVAL_S)
+                continue
             steady = abs(now - before) < _CHANGE_BYTES
             interval_s = min(MAX_INTERVAL_S, 2 * interval_s) if steady else MIN_INTERVAL_S
             before = now

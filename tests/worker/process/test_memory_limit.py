@@ -175,4 +175,4 @@ def test_without_being_enabled_nothing_is_limited():
     with limit.narrow(1):
         held = bytes(MIB)
     assert held
-    assert not limit.is_started
+    assert not limit.refuses_allocations
