@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import rich_click as click
+from click.core import ParameterSource
 
 import kvd
 from kvd.cli.common import Group, option, standard_panels
@@ -16,6 +17,24 @@ from kvd.host import exits
 from kvd.host.home import locate
 from protocol.errors import KvdError
 from protocol.kv import KVSpec
+
+
+class _Port(click.IntRange):
+    """A port. A variable that begins with ``tcp://`` or ``udp://`` counts as not set.
+
+    Kubernetes sets KVD_PORT to such an address in every pod if a Service is named kvd.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if (
+            isinstance(value, str)
+            and value.startswith(("tcp://", "udp://"))
+            and param is not None
+            and ctx is not None
+            and ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT
+        ):
+            return None
+        return super().convert(value, param, ctx)
 
 
 @click.group("kvd", cls=Group, no_args_is_help=True)
@@ -45,7 +64,7 @@ def app() -> None:
     "--port",
     "PORT",
     "Port of HTTP, 0 for any free one (default: 11711).",
-    type=click.IntRange(0, 65535),
+    type=_Port(0, 65535),
     envvar="KVD_PORT",
     show_envvar=True,
 )

@@ -618,6 +618,35 @@ def test_an_invalid_variable_of_kvd_is_named(monkeypatch, capsys, variable, text
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("variable", "arguments", "port"),
+    [
+        ("tcp://10.96.0.7:11711", (), None),
+        ("udp://10.96.0.7:11711", (), None),
+        ("tcp://10.96.0.7:11711", ("--port", "8080"), 8080),
+        ("8081", (), 8081),
+    ],
+)
+def test_the_address_that_kubernetes_sets_as_the_port_is_ignored(
+    monkeypatch, variable, arguments, port
+):
+    ports = []
+    monkeypatch.setenv("KVD_PORT", variable)
+    monkeypatch.setattr(kvd.__main__, "become", lambda options: ports.append(options.port))
+    monkeypatch.setattr(sys, "argv", ["kvd", "serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kvd_main()
+    assert (ended.value.code, ports) == (0, [port])
+
+
+def test_an_address_as_the_option_port_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvd", "serve", "--port", "tcp://10.96.0.7:11711"])
+    with pytest.raises(SystemExit) as ended:
+        kvd_main()
+    assert ended.value.code == 2
+    assert "is not a valid integer" in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
 def test_events_for_people_and_for_programs(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         code, out, _ = kvctl("events")
