@@ -27,7 +27,8 @@ _UP_S = 60.0
 _PROMPT = "To open a file,"
 _TOKENS = 96
 _ORPHAN_S = 5.0
-_CONFIG = 'budget = "2GiB"\nhttp = {enabled = false}\n'
+_BUDGET = "2GiB"
+_CONFIG = f'budget = "{_BUDGET}"\nhttp = {{enabled = false}}\n'
 
 
 def daemon() -> Iterator[str | Finding]:
@@ -53,9 +54,10 @@ def daemon() -> Iterator[str | Finding]:
 @contextlib.contextmanager
 def _serving(home: Home, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a daemon, and kill it at the end if it still runs."""
-    command = [sys.executable, "-P", "-m", "kvd", "serve", "--home", str(home.root), *arguments]
+    # KVD_PORT and KVD_BUDGET apply to the user's daemon; these options override both.
+    options = ["--home", str(home.root), "--no-http", "--budget", _BUDGET, *arguments]
     process = subprocess.Popen(  # noqa: S603 - our own module
-        command,
+        [sys.executable, "-P", "-m", "kvd", "serve", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import mlx.core as mx
 import pytest
@@ -104,6 +105,21 @@ def test_a_daemon_that_is_killed_and_one_that_is_stopped(home: Home):
     with living._serving(home, "--fake") as process:
         living._wait_until_up(home, process)
         assert living._stop(process).verdict == "ok"
+
+
+@pytest.mark.process
+def test_the_trial_daemon_ignores_the_users_port_and_budget(home: Home, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("KVD_PORT", str(port))
+    monkeypatch.setenv("KVD_BUDGET", "64MiB")
+    home.create()
+    with living._serving(home, "--fake") as process:
+        living._wait_until_up(home, process)
+        with Client(home=home.root) as client:
+            status = client.status()
+    assert status.budget_bytes == 2 << 30
+    assert not status.http
 
 
 @pytest.mark.process
