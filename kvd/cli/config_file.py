@@ -47,7 +47,7 @@ def edited_text(path: Path, key: str, value: Any) -> str:
 def _find_table(
     document: MutableMapping[str, Any], key: str, *, create: bool
 ) -> tuple[MutableMapping[str, Any] | None, str]:
-    """Return the table of a key, None if it is missing, and the key's name in it."""
+    """Return the table of a key, None if it is missing or no table, and the key's name in it."""
     if key.startswith("models["):
         name, _, field = key.removeprefix("models[").rpartition("].")
         return _find_model(document, name, create=create), field
@@ -60,6 +60,8 @@ def _find_table(
             inline = isinstance(place, InlineTable)
             place[name] = tomlkit.inline_table() if inline else tomlkit.table()
         place = place[name]
+        if not isinstance(place, MutableMapping):
+            return None, field
     return place, field
 
 

@@ -275,6 +275,15 @@ def test_an_edited_file_has_the_new_value_and_keeps_everything_else(home: Home, 
     assert keys_in(text) == keys_in(TEXT) | {key}
 
 
+@pytest.mark.parametrize(
+    "key", ["budget.x", "budget.8.x", "models.x", "watchdog.decode_s.x", "watchdog.decode_s.x.y"]
+)
+def test_removing_a_key_below_a_setting_changes_nothing(home: Home, key):
+    home.create()
+    home.config.write_text(TEXT)
+    assert edited_text(home.config, key, None) == TEXT
+
+
 def test_a_missing_file_counts_as_empty_and_a_broken_one_is_not_edited(home: Home):
     home.create()
     assert parse(edited_text(home.config, "max_rows", 8)).max_rows == 8
