@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -267,10 +270,25 @@ def _print_changes(changes: list[Changed], pending: str = "") -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace the file's content atomically."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = path.resolve()  # a symbolic link stays a link
-    new = target.with_suffix(".new")
-    new.write_text(text, encoding="utf-8")
-    new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o600)
-    new.replace(target)
+    """Replace the file's content atomically; raises `ConfigError` if that fails."""
+    new: Path | None = None
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = path.resolve()  # a symbolic link stays a link
+        # The name is random, so that two commands never write the same file.
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        new = Path(name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o777)
+        new.replace(target)
+    except OSError as error:
+        if new is not None:
+            with contextlib.suppress(OSError):
+                new.unlink()
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; make its folder writable and free "
+            "disk space, or repeat the command without --save",
+            key="",
+        ) from error

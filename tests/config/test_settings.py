@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kvd.cli.config import page
+from kvd.cli.config import _write, page
 from kvd.cli.config_file import edited_text
 from kvd.config.config import Config, load, parse
 from kvd.config.options import Options
@@ -293,6 +295,37 @@ def test_a_missing_file_counts_as_empty_and_a_broken_one_is_not_edited(home: Hom
         with pytest.raises(ConfigError):
             edited_text(home.config, "max_rows", 8)
         assert home.config.read_bytes() == broken
+
+
+def test_a_file_that_cannot_be_written_is_a_config_error_and_stays(home: Home, monkeypatch):
+    home.create()
+    home.config.write_text(TEXT)
+    before = sorted(home.root.iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "replace", full)
+        with pytest.raises(ConfigError, match=r"config\.toml: No space left on device; make its"):
+            _write(home.config, "max_rows = 8\n")
+    assert sorted(home.root.iterdir()) == before
+    assert home.config.read_text() == TEXT
+    with pytest.raises(ConfigError, match="cannot write"):
+        _write(home.config / "config.toml", "")
+
+
+def test_a_written_file_keeps_its_mode_and_a_new_one_is_private(home: Home):
+    home.create()
+    _write(home.config, "max_rows = 8\n")
+    assert home.config.stat().st_mode & 0o777 == 0o600
+    home.config.chmod(0o640)
+    other = home.config.with_suffix(".new")
+    other.write_text("of the user")
+    _write(home.config, "max_rows = 9\n")
+    assert home.config.stat().st_mode & 0o777 == 0o640
+    assert home.config.read_text() == "max_rows = 9\n"
+    assert other.read_text() == "of the user"
 
 
 def test_the_page_shows_keys_values_and_pending_changes(home: Home):
