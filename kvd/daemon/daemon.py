@@ -201,8 +201,8 @@ class Daemon:
         shutil.rmtree(self._options.home.swap, ignore_errors=True)  # rows of an earlier daemon
         await self._system.start()
         self._metrics.start()
+        self._handle_signals()  # before a client can know that the daemon runs
         server = await listen.serve(listener, self._system.connect)
-        self._handle_signals()
         loading = asyncio.create_task(self._load_models(), name="models at start")
         loading.add_done_callback(self._log_failure)
         await self._serve_http(starting=lambda: not loading.done())

@@ -102,7 +102,8 @@ def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -
     deadline = time.monotonic() + _UP_S
     while True:
         try:
-            with Client(home=home.root):
+            with Client(home=home.root) as client:
+                client.hello()  # the socket accepts connections before the daemon serves
                 return
         except NotRunning:
             ended = process is not None and process.poll() is not None
