@@ -169,13 +169,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         own = choose()
         if own is not None:
             own.use_threads(activation.thread_count())
-            operations.install(own)
         from mlx_lm.models import qwen3
 
-        with mock.patch.object(qwen3, "swiglu", activations.swiglu):
+        with (
+            operations.installed(own),
+            mock.patch.object(qwen3, "swiglu", activations.swiglu),
+        ):
             steps = Steps(options, own)
             found[name] = {"path": steps.path, "ms": profile(steps, options.rounds)}
-    operations.uninstall()
     return {
         "command": shlex.join(["python", "-m", "bench.step", *sys.argv[1:]]),
         "rows": options.rows,

@@ -8,6 +8,8 @@ differ from MLX's only by rounding.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -105,12 +107,23 @@ def _frequencies(dims: int, base: float) -> mx.array:
 def install(library: ModuleType) -> None:
     """Replace MLX's functions; call before model modules are imported, once per process."""
     functions = _Functions(library)
-    mx.fast.rms_norm = functions.rms_norm
-    mx.fast.rope = functions.rope
-    activations.swiglu = functions.swiglu
+    _use(functions.rms_norm, functions.rope, functions.swiglu)
 
 
-def uninstall() -> None:
-    mx.fast.rms_norm = _rms_norm
-    mx.fast.rope = _rope
-    activations.swiglu = _swiglu
+@contextmanager
+def installed(library: ModuleType | None) -> Iterator[None]:
+    """Use the library's operations, or MLX's own for None; then restore those in use before."""
+    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu
+    try:
+        _use(_rms_norm, _rope, _swiglu)
+        if library is not None:
+            install(library)
+        yield
+    finally:
+        _use(*before)
+
+
+def _use(rms_norm: Any, rope: Any, swiglu: Any) -> None:
+    mx.fast.rms_norm = rms_norm
+    mx.fast.rope = rope
+    activations.swiglu = swiglu
