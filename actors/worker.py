@@ -236,6 +236,9 @@ class Worker(Actor[mail.WorkerMail]):
         if isinstance(report, wire.RowReport):
             self._on_row_report(report)
             return
+        if isinstance(report, wire.SegmentReport):
+            self._handle_event(lifecycle_events.SignOfLife())
+            return  # the prefix store is off
         match report:
             case wire.Started():
                 self._notify("worker_started", pid=report.pid, mlx=report.mlx)

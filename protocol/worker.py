@@ -15,6 +15,7 @@ from protocol import fields
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.messages import FinishReason
+from protocol.segments import SegmentInfo
 from protocol.types import (
     ChatMessage,
     ModelInfo,
@@ -55,6 +56,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     swap_folder: str | None = None
     """Folder for this worker's preempted rows, emptied at load; absent: no swapping."""
     swap_bytes: int = 0
+    segments_folder: str | None = None
+    """Folder of the machine's prefix store; absent: prefixes end with the worker."""
     time_slices: TimeSlicesMode = "auto"
 
 
@@ -170,14 +173,42 @@ class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
     """Seconds from now, then `TimeSliceOver`; absent: no limit; 0: wait for the next slice."""
 
 
+class SegmentsChanged(_Command, tag="segments_changed", frozen=True, kw_only=True):
+    """Segments of the worker's space that exist, or no longer exist, since the last command.
+
+    The first one answers `SegmentsOpened` and lists all. The list may be stale: a missing file is a
+    miss.
+    """
+
+    added: list[SegmentInfo] = []
+    removed: list[bytes] = []
+
+
+class SegmentAllowed(_Command, tag="segment_allowed", frozen=True, kw_only=True):
+    """Answers `SegmentOffered`: whether the worker may write the segment now."""
+
+    key: bytes
+    allowed: bool
+
+
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     """Exit with status 0; ``drain`` finishes the rows first."""
 
     drain: bool = True
 
 
+SegmentCommand = SegmentsChanged | SegmentAllowed
 Command = (
-    LoadModel | Submit | Tokenize | CancelRow | Grant | Reclaim | StartLevel | TimeSlice | Stop
+    LoadModel
+    | Submit
+    | Tokenize
+    | CancelRow
+    | Grant
+    | Reclaim
+    | StartLevel
+    | TimeSlice
+    | SegmentCommand
+    | Stop
 )
 
 
@@ -369,6 +400,54 @@ class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
     phase: Phase
 
 
+class SegmentsOpened(_Report, tag="segments_opened", frozen=True, kw_only=True):
+    """The worker can read and write segments of this space; answered by `SegmentsChanged`."""
+
+    space: bytes
+    """16 bytes: a digest of the weights, the KV schemes and layout, the prefill chunk and the file
+    format. Equal spaces share segments, whatever the models' names."""
+
+
+class SegmentOffered(_Report, tag="segment_offered", frozen=True, kw_only=True):
+    """The worker would write this segment; answered by `SegmentAllowed`."""
+
+    segment: SegmentInfo
+    hits: int = 0
+    """How often a prompt has continued from this prefix in memory."""
+
+
+class SegmentWritten(_Report, tag="segment_written", frozen=True, kw_only=True):
+    """An allowed segment is on disk, complete, under its final name."""
+
+    segment: SegmentInfo
+    seconds: float
+
+
+class SegmentAbandoned(_Report, tag="segment_abandoned", frozen=True, kw_only=True):
+    """An allowed segment was not written, and its temporary file is deleted."""
+
+    key: bytes
+    reason: str
+
+
+class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
+    """A prompt continued from this segment instead of being prefilled."""
+
+    key: bytes
+    tokens: int
+    """Tokens that were read, those of its bases included."""
+    seconds: float
+    prefill_s: float
+    """Seconds that prefill would have taken at this worker's measured rate."""
+
+
+class SegmentDamaged(_Report, tag="segment_damaged", frozen=True, kw_only=True):
+    """A segment's file is missing, damaged or not what its name says; it must not be used again."""
+
+    key: bytes
+    reason: str
+
+
 class Stats(_Report, tag="stats", frozen=True, kw_only=True):
     """Counters; also serve as a heartbeat."""
 
@@ -387,6 +466,14 @@ RowReport = (
     | RowFinished
     | RowFailed
 )
+SegmentReport = (
+    SegmentsOpened
+    | SegmentOffered
+    | SegmentWritten
+    | SegmentAbandoned
+    | SegmentUsed
+    | SegmentDamaged
+)
 Report = (
     Started
     | Progress
@@ -398,6 +485,7 @@ Report = (
     | TimeSliceOver
     | Tokenized
     | RowReport
+    | SegmentReport
     | PhaseChanged
     | Stats
 )

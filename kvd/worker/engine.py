@@ -16,6 +16,7 @@ from protocol.worker import (
     Phase,
     Reclaim,
     Report,
+    SegmentCommand,
     StartLevel,
     Submit,
     Tokenize,
@@ -74,6 +75,9 @@ class Engine(Protocol):
 
     def start_level(self, command: StartLevel) -> None:
         """Set the precision level at which new rows start."""
+
+    def segment_command(self, command: SegmentCommand) -> None:
+        """Process a change of the prefix store, or the answer to a `SegmentOffered`."""
 
     def step(self) -> list[Report]:
         """Run one step; return its tokens, ends, failures and memory requests.

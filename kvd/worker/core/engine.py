@@ -49,6 +49,7 @@ from protocol.worker import (
     Reclaim,
     Report,
     RowAdmitted,
+    SegmentCommand,
     StartLevel,
     Submit,
     Tokenize,
@@ -190,6 +191,9 @@ class MLXEngine:
         return self._scheduler.next_deadline
 
     # The step.
+
+    def segment_command(self, _: SegmentCommand) -> None:
+        pass
 
     def step(self) -> list[Report]:
         """Run one step; return its reports.

@@ -163,6 +163,9 @@ class FakeEngine:
 
     # A step.
 
+    def segment_command(self, _: wire.SegmentCommand) -> None:
+        pass
+
     def step(self) -> list[wire.Report]:
         """Generate a token for each decoding row and prefill a chunk, at the model's speed."""
         self._on_phase("decode")

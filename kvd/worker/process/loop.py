@@ -224,6 +224,8 @@ class Loop:
                 self._engine.reclaim(command)
             case wire.StartLevel():
                 self._engine.start_level(command)
+            case wire.SegmentsChanged() | wire.SegmentAllowed():
+                self._engine.segment_command(command)
             case wire.TimeSlice():
                 self._send_now(self._gate.apply(command, self._clock()))
             case wire.Stop():
