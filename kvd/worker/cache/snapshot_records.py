@@ -30,10 +30,7 @@ from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
-
-
-class DamagedRecord(Exception):
-    """The bytes that were read are not what was written."""
+from protocol.record_file import DamagedFile
 
 
 class RowOutline(msgspec.Struct, frozen=True):
@@ -162,7 +159,7 @@ class SnapshotReader:
     MLX's errors if memory is short. Call `forget` if a record is missing or damaged.
     """
 
-    def __init__(self, cache: ModelCache, records: Iterator[bytes]) -> None:
+    def __init__(self, cache: ModelCache, records: Iterator[bytes | memoryview]) -> None:
         self._cache = cache
         self._records = records
         self.sequences: list[SequenceRow] = []
@@ -190,10 +187,10 @@ class SnapshotReader:
         try:
             outline = msgspec.json.decode(next(self._records), type=Outline)
         except (msgspec.MsgspecError, StopIteration) as error:
-            raise DamagedRecord("the outline is missing or unreadable") from error
+            raise DamagedFile("the outline is missing or unreadable") from error
         stores = len(self._cache.stores)
         if len(outline.levels) != stores or any(len(o.rows) != stores for o in outline.sequences):
-            raise DamagedRecord("the records are from another model")
+            raise DamagedFile("the records are from another model")
         return outline
 
     def _next(self, like: list[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
@@ -201,10 +198,10 @@ class SnapshotReader:
         try:
             record = memoryview(next(self._records))
         except StopIteration:
-            raise DamagedRecord("a record is missing") from None
+            raise DamagedFile("a record is missing") from None
         sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
         if sum(sizes) != len(record):
-            raise DamagedRecord(f"a record has {len(record)} bytes instead of {sum(sizes)}")
+            raise DamagedFile(f"a record has {len(record)} bytes instead of {sum(sizes)}")
         arrays, start = [], 0
         for (shape, dtype), size in zip(like, sizes, strict=True):
             arrays.append(_array_of(record[start : start + size], shape, dtype))

@@ -21,12 +21,12 @@ import time
 from collections.abc import Generator, Iterator
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
+from kvd.worker.cache.snapshot_records import SnapshotReader, SnapshotWriter
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import can_preempt
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request, SwappedRows
-from kvd.worker.core.swap import read_records
+from protocol.record_file import DamagedFile, read_records
 from protocol.worker import PreemptionMode, RowPreempted
 
 _log = logging.getLogger("kvd.worker")
@@ -218,7 +218,7 @@ class Preemption:
                 yield
             else:
                 return  # the request has ended, and its reader is discarded
-        except (DamagedRecord, OSError) as error:
+        except (DamagedFile, OSError) as error:
             _log.warning("a swapped row is recomputed: %s", error)
             reader.forget()
             batch.start_over(request)

@@ -1,56 +1,25 @@
-"""Files of preempted rows: checksummed records in a folder with a size limit.
+"""Files of preempted rows: record files (`protocol.record_file`) in a folder with a size limit.
 
-::
-
-    magic, then for each record:  length (8 bytes)  SHA-256 of the content (32 bytes)  content
-
-A file is written under a temporary name and renamed when it is complete. Files of an earlier
-process are never read, so nothing is synced to disk.
+Files of an earlier process are never read, so nothing is synced to disk.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import shutil
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 
-from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader
+from kvd.worker.cache.snapshot_records import SnapshotReader
 from kvd.worker.core.request import SwappedRows
+from protocol.record_file import RecordWriter
+from protocol.segments import PART_SUFFIX
 
 _log = logging.getLogger("kvd.worker")
 
 SPARE_DISK_BYTES = 1024 * 1024 * 1024
 """Disk space that stays free for other programs."""
-_MAGIC = b"kvd swap 1\n"
-_HEAD = struct.Struct("<Q32s")
-
-
-class SwapFile:
-    """A swap file that is being written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.with_suffix(".part").open("xb")
-        self._file.write(_MAGIC)
-
-    def add(self, record: bytes) -> None:
-        """Write a record; raises `OSError`."""
-        self._file.write(_HEAD.pack(len(record), hashlib.sha256(record).digest()))
-        self._file.write(record)
-
-    def finish(self) -> None:
-        """Close the complete file under its final name; raises `OSError`."""
-        self._file.close()
-        self.path.with_suffix(".part").rename(self.path)
-
-    def abort(self) -> None:
-        """Close the file; `SwapFolder.delete` removes it."""
-        with contextlib.suppress(OSError):  # flushing the buffer fails on a full disk
-            self._file.close()
+_SUFFIX = ".swap"
 
 
 class SwapFolder:
@@ -66,7 +35,7 @@ class SwapFolder:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             for old in path.iterdir():
-                if old.suffix in (".swap", ".part"):
+                if old.suffix in (_SUFFIX, PART_SUFFIX):
                     old.unlink()
 
     @classmethod
@@ -91,13 +60,13 @@ class SwapFolder:
         except OSError:
             return False
 
-    def create(self, name: str, nbytes: int) -> SwapFile:
+    def create(self, name: str, nbytes: int) -> RecordWriter:
         """Create a file of about ``nbytes``; raises `OSError`. `has_room` must be true."""
         assert self._path is not None, "a folder without a path has no room"
-        path = self._path / f"{name}.swap"
+        path = self._path / f"{name}{_SUFFIX}"
         self._sizes[path] = nbytes
         try:
-            return SwapFile(path)
+            return RecordWriter(path, sync=False)
         except OSError:
             self.delete(path)
             raise
@@ -108,26 +77,7 @@ class SwapFolder:
 
     def delete(self, path: Path) -> None:
         self._sizes.pop(path, None)
-        for name in (path, path.with_suffix(".part")):
-            name.unlink(missing_ok=True)
-
-
-def read_records(path: Path) -> Iterator[bytes]:
-    """Yield a file's records; raises `DamagedRecord` or `OSError` if the file is damaged."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise DamagedRecord(f"{path.name} does not begin with {_MAGIC!r}")
-        while head := file.read(_HEAD.size):
-            if len(head) < _HEAD.size:
-                raise DamagedRecord(f"{path.name} ends within a record's header")
-            length, digest = _HEAD.unpack(head)
-            if length > size - file.tell():
-                raise DamagedRecord(f"{path.name} ends within a record")
-            record = file.read(length)
-            if hashlib.sha256(record).digest() != digest:
-                raise DamagedRecord(f"a record of {path.name} has a wrong checksum")
-            yield record
+        path.unlink(missing_ok=True)
 
 
 class Transfers:
@@ -137,9 +87,9 @@ class Transfers:
         self.folder = folder
         self.reading: dict[str, SnapshotReader] = {}
         """Requests that are admitted and whose rows are being read."""
-        self.writing: dict[str, SwapFile] = {}
+        self.writing: dict[str, RecordWriter] = {}
 
-    def start_writing(self, rid: str, nbytes: int) -> SwapFile:
+    def start_writing(self, rid: str, nbytes: int) -> RecordWriter:
         """Create the file of a request; raises `OSError`."""
         # Request ids may contain any character, so the file name is a digest.
         name = hashlib.sha256(rid.encode()).hexdigest()[:32]

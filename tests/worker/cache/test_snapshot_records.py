@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
+from kvd.worker.cache.snapshot_records import SnapshotReader, SnapshotWriter
 from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
+from protocol.record_file import DamagedFile
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.invariants import check_cache
 from tests.worker.cache.test_snapshot import SETTINGS, decode, disturb, ids, prefill
@@ -157,11 +158,11 @@ def test_incomplete_records_are_refused_and_leave_nothing() -> None:
     cache.snapshots.drop(snapshot)
     for one in damaged(records):
         loader = SnapshotReader(cache, iter(one))
-        with pytest.raises(DamagedRecord):
+        with pytest.raises(DamagedFile):
             take(loader)
         loader.forget()
         check_cache(cache)
         assert cache.usage.pages_used == 0
     other = alone("gpt_oss").cache
-    with pytest.raises(DamagedRecord, match="another model"):
+    with pytest.raises(DamagedFile, match="another model"):
         take(SnapshotReader(other, iter(records)))

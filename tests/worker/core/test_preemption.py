@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -168,12 +169,13 @@ def test_a_full_disk_loses_no_request(driver: Driver, monkeypatch: pytest.Monkey
     prompt = periodic_prompt(400, 7)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
 
-    def full(self: swap.SwapFile, record: bytes) -> None:
-        if len(record) > 20_000:
+    def full(fd: int, parts: list[memoryview]) -> int:
+        if sum(part.nbytes for part in parts) > 20_000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._file.write(record)
+        return write(fd, parts)
 
-    monkeypatch.setattr(swap.SwapFile, "add", full)
+    write = os.writev
+    monkeypatch.setattr(os, "writev", full)
     driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
     driver.reclaim("preempt", EVERYTHING)

@@ -1,0 +1,89 @@
+"""Segment files: a header, then the records of a segment (`protocol.segments`).
+
+Both are records of a record file (`protocol.record_file`). The header is the first one, so its key
+seeds the checksums of all others: records of another segment are never valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_folder
+from protocol.segments import KEY_BYTES, segment_path
+
+VERSION = 1
+"""Version of what the records contain. Files of other versions are not read."""
+_Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class DamagedSegment(DamagedFile):
+    """A segment's file is not exactly what was written, or not what its name says."""
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first record of a segment's file. Fields are those of `protocol.segments`."""
+
+    version: int
+    space: _Key
+    key: _Key
+    base: _Key | None = None
+    tokens: Annotated[int, Meta(gt=0)]
+    """Tokens of the whole prefix."""
+    nbytes: int = 0
+    """Size of the file. `read_header` sets it; it is not written."""
+
+
+def create(folder: Path, header: SegmentHeader) -> RecordWriter:
+    """Create a segment's file below the store's folder, under its temporary name.
+
+    Raises `OSError`.
+    """
+    path = segment_path(folder, header.key)
+    if not path.parent.is_dir():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder)
+    file = RecordWriter(path, sync=True)
+    try:
+        file.add(msgspec.msgpack.encode(header))
+    except OSError:
+        file.abort()
+        raise
+    return file
+
+
+def read_header(path: Path) -> SegmentHeader:
+    """Return the header of a complete file; raises `DamagedSegment` or `OSError`.
+
+    Does not check the other records.
+    """
+    with RecordReader(path, DamagedSegment) as reader:
+        return _header(path, reader)
+
+
+def read_records(path: Path, key: bytes) -> Iterator[memoryview]:
+    """Yield the records after the header; raises `DamagedSegment` or `OSError`.
+
+    Only after the last one is it certain that no record is missing.
+    """
+    with RecordReader(path, DamagedSegment) as reader:
+        header = _header(path, reader)
+        if header.key != key:
+            raise DamagedSegment(f"{path.name} has the key {header.key.hex()}, not {key.hex()}")
+        yield from reader
+
+
+def _header(path: Path, reader: RecordReader) -> SegmentHeader:
+    try:
+        header = msgspec.msgpack.decode(next(reader), type=SegmentHeader)
+    except (msgspec.MsgspecError, StopIteration):
+        raise DamagedSegment(f"{path.name} has no header of a segment") from None
+    if header.version != VERSION:
+        raise DamagedSegment(f"{path.name} has version {header.version}, not {VERSION}")
+    if header.key.hex() != path.stem:
+        raise DamagedSegment(f"{path.name} has the key {header.key.hex()}, not that of its name")
+    return msgspec.structs.replace(header, nbytes=reader.nbytes)
