@@ -10,7 +10,13 @@ from typing import Any
 
 import msgspec
 
-from actors.machines import admission_events, governor_events, lifecycle_events, time_slices
+from actors.machines import (
+    admission_events,
+    governor_events,
+    lifecycle_events,
+    prefix_store_events,
+    time_slices,
+)
 from actors.ports import Exit, WorkerProcess
 from actors.runtime.actor import Ask, Ref
 from actors.status import KnownModel
@@ -24,6 +30,8 @@ from protocol.worker import (
     Reclaim,
     Report,
     RowReport,
+    SegmentCommand,
+    SegmentReport,
     StartLevel,
     Submit,
     TimeSlice,
@@ -137,7 +145,7 @@ class CancelRow(_Message, frozen=True):
 class SendCommand(_Message, frozen=True):
     """A command for the process with the number `life`; dropped if another process runs."""
 
-    command: Grant | Reclaim | StartLevel | TimeSlice
+    command: Grant | Reclaim | StartLevel | TimeSlice | SegmentCommand
     life: int
 
 
@@ -263,6 +271,38 @@ class TimeSlicesEvent(_Message, frozen=True):
 
 
 TimeSlicesMail = RequestTimeSlice | TimeSliceEnded | TimeSlicesEvent | AlarmFired
+
+
+class SegmentsReported(_Message, frozen=True):
+    """A worker's process reported on segments."""
+
+    worker: Ref[WorkerMail]
+    model: str
+    life: int
+    report: SegmentReport
+    draining: bool
+    """Whether the process finishes its requests and then ends."""
+
+
+class PrefixStoreEvent(_Message, frozen=True):
+    """An event for the state machine of the prefix store."""
+
+    event: (
+        prefix_store_events.WorkerExited
+        | prefix_store_events.LimitsChanged
+        | prefix_store_events.DiskEvent
+    )
+
+
+class DropSegments(Ask[tuple[int, int]], frozen=True):
+    """Delete segments that match all conditions; answered with their number and bytes."""
+
+    model: str | None = None
+    unused_s: float | None = None
+    """Seconds since the last use."""
+
+
+PrefixStoreMail = SegmentsReported | PrefixStoreEvent | DropSegments | AlarmFired
 
 
 class Watcher(_Message, frozen=True):

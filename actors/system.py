@@ -26,8 +26,10 @@ from actors.machines.admission import Admission
 from actors.machines.governor import Governor
 from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle
+from actors.machines.prefix_store_events import LimitsChanged, StoreLimits
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.model_registry import ModelRegistry
+from actors.prefix_store import NoDisk, PrefixStoreActor, PrefixStoreState, SegmentDisk
 from actors.readings import ReadingsActor, ReadingsState
 from actors.registry_state import RegistryState
 from actors.request_state import Stage
@@ -65,6 +67,9 @@ class Settings:
     swap_folder: str | None = None
     """Folder for preempted rows, with one subfolder per model; None disables swapping."""
     swap_bytes: int = 0
+    segments_folder: str = ""
+    """Folder of the prefix store."""
+    prefix_store: StoreLimits = field(default_factory=StoreLimits)
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread bytes after which a connection is closed with ``slow_reader``."""
     patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
@@ -137,6 +142,7 @@ class System:
         saved_requests: SavedRequests | None = None,
         observe: ports.Observe,
         metrics: ports.Metrics,
+        segment_disk: SegmentDisk | None = None,
     ) -> None:
         self._spawn = spawn
         self._memory = memory
@@ -159,6 +165,13 @@ class System:
             observe,
         )
         self._time_slices = TimeSlicesState()
+        self.prefix_store = PrefixStoreState(
+            notify,
+            self._events,
+            observe,
+            segment_disk or NoDisk(),
+            self._settings.segments_folder,
+        )
         self._tree = SupervisionTree(self._on_fault, notify)
         self._numbers = count(1)
         self._ending: asyncio.Task[None] | None = None
@@ -185,6 +198,7 @@ class System:
         self._readings = ReadingsState(self._memory, self._statuses, governor)
         tree.start(Child("readings", lambda: ReadingsActor(self._readings)))
         time_slices = tree.start(Child("time_slices", lambda: TimeSlicesActor(self._time_slices)))
+        self._start_prefix_store()
         self._router.request_load = lambda model: registry.tell(mail.EnsureLoaded(model))
         self._governor.evict = lambda model, requeue: registry.tell(mail.EvictModel(model, requeue))
         self._governor.end = lambda *values: registry.tell(mail.EndWorker(*values))
@@ -197,6 +211,7 @@ class System:
             time_slices=time_slices,
             governor=governor,
             registry=registry,
+            prefix_store=self._prefix_store_ref,
             statuses=self._statuses,
             notify=self._notify,
             observe=self._observe,
@@ -281,6 +296,18 @@ class System:
         """Set the memory budget; the governor reclaims grants above it."""
         await self._client_services.governor.ask(mail.BudgetRequest(total_bytes))
 
+    def _start_prefix_store(self) -> None:
+        # Its failure turns the store off and harms nothing else.
+        store = Child(
+            "prefix_store", lambda: PrefixStoreActor(self.prefix_store), max_failures=1000
+        )
+        self._prefix_store_ref: Ref[mail.PrefixStoreMail] = self._tree.start(store)
+        self.limit_prefix_store(self._settings.prefix_store)
+
+    def limit_prefix_store(self, limits: StoreLimits) -> None:
+        """Set the limits of the prefix store; it gives back what exceeds them."""
+        self._prefix_store_ref.tell(mail.PrefixStoreEvent(LimitsChanged(limits)))
+
     async def add_configured_model(
         self, name: str, known: KnownModel, policy: Mapping[str, Any]
     ) -> bool:
@@ -316,7 +343,8 @@ class System:
     def problems(self, host: HostMemory | None = None) -> list[Problem]:
         """Return the problems of the start and of the budget in effect."""
         budget = self._governor.machine.ledger.budget_bytes
-        return self._find_problems(budget, host or self._memory.host())
+        found = self._find_problems(budget, host or self._memory.host())
+        return [*found, *self.prefix_store.problems()]
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""
@@ -361,6 +389,7 @@ class System:
             # Hashed, because names may have characters that paths may not.
             swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,
+            segments_folder=self.prefix_store.segments_folder,
         )
         machine = Lifecycle(name, self._settings.patience)
         state = WorkerState(name, load, self._worker_services, machine, weight=known.policy.weight)

@@ -91,6 +91,26 @@ class StateChanged(_Observation, frozen=True):
     (`actors.machines.process_exit.cause_of`)."""
 
 
+class SegmentWritten(_Observation, frozen=True):
+    """A worker wrote a segment of the prefix store."""
+
+    nbytes: int
+
+
+class SegmentRefused(_Observation, frozen=True):
+    """A worker offered a segment that may not be written."""
+
+    reason: str
+
+
+class SegmentUsed(_Observation, frozen=True):
+    """A prompt continued from the prefix store."""
+
+    tokens: int
+    saved_s: float
+    """Seconds of prefill, less those of reading; negative if prefill would have been faster."""
+
+
 Observation = (
     RequestArrived
     | RequestAccepted
@@ -103,6 +123,9 @@ Observation = (
     | ActionRecorded
     | StatsReported
     | StateChanged
+    | SegmentWritten
+    | SegmentRefused
+    | SegmentUsed
 )
 
 

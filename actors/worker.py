@@ -16,6 +16,7 @@ from actors.machines import (
     governor_events,
     lifecycle,
     lifecycle_events,
+    prefix_store_events,
     process_exit,
     time_slices,
 )
@@ -39,6 +40,7 @@ class WorkerServices:
     time_slices: Ref[mail.TimeSlicesMail]
     governor: Ref[mail.GovernorMail]
     registry: Ref[mail.RegistryMail]
+    prefix_store: Ref[mail.PrefixStoreMail]
     statuses: StatusTable
     notify: Notify
     observe: Observe
@@ -229,6 +231,9 @@ class Worker(Actor[mail.WorkerMail]):
             reply.fail(_tokenize_failed(state.name))
         state.tokenizing.clear()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
+        self._services.prefix_store.tell(
+            mail.PrefixStoreEvent(prefix_store_events.WorkerExited(state.life)), beyond_limit=True
+        )
         self._handle_event(lifecycle_events.Exited(end.returncode, end.starved))
 
     def _on_report(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match
@@ -238,7 +243,11 @@ class Worker(Actor[mail.WorkerMail]):
             return
         if isinstance(report, wire.SegmentReport):
             self._handle_event(lifecycle_events.SignOfLife())
-            return  # the prefix store is off
+            draining = not isinstance(state.machine.state, lifecycle_events.Ready)
+            services.prefix_store.tell(
+                mail.SegmentsReported(self.ref, state.name, state.life, report, draining)
+            )
+            return
         match report:
             case wire.Started():
                 self._notify("worker_started", pid=report.pid, mlx=report.mlx)

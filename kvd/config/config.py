@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from actors.machines.prefix_store_events import StoreLimits
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.saved_requests import KEEP_S
 from kvd.config.budget import parse_budget
@@ -73,6 +74,30 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
         return parse_kv(self.kv) if isinstance(self.kv, str) else self.kv.spec
 
 
+class PrefixStoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where prefixes of prompts outlive their worker: ``[prefix_store]``."""
+
+    limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
+    """Maximum size of all stored prefixes on disk, of all models together, such as ``20GB``. With
+    0, nothing is stored."""
+    daily_writes: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "50GB"
+    """Maximum bytes written in a day (UTC). Prefixes that were not used again may take half."""
+    keep_free: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "5GB"
+    """Free space of the file system that is left to other programs: below it, stored prefixes are
+    deleted and none are written."""
+
+    @property
+    def limits(self) -> StoreLimits:
+        """The limits in bytes; raises ValueError for a text that is no size."""
+        sizes = {}
+        for field in self.__struct_fields__:
+            try:
+                sizes[field] = parse_bytes(getattr(self, field))
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from error
+        return StoreLimits(sizes["limit"], sizes["daily_writes"], sizes["keep_free"])
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `config.toml`."""
 
@@ -109,6 +134,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swap_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
     """Maximum size of one model's swapped-out rows on disk. Rows beyond it are recomputed; with 0,
     all of them."""
+    prefix_store: PrefixStoreSettings = PrefixStoreSettings()
+    """Prefixes of prompts on disk, which outlive their worker."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     http: HttpSettings = HttpSettings()
@@ -195,6 +222,8 @@ def _check_texts(config: Config, path: str) -> None:
         _ = config.journal_bytes
         key = "swap_limit"
         _ = config.swap_bytes
+        key = "prefix_store"
+        _ = config.prefix_store.limits
         key = "http.body_limit"
         _ = config.http.body_bytes
         for index, entry in enumerate(config.entries):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from actors.status import KnownModel
 from kvd.config import config
-from kvd.config.config import Config, ModelEntry
+from kvd.config.config import Config, ModelEntry, PrefixStoreSettings
 from kvd.config.sources import absolute
 from kvd.host import blas, logs
 from protocol.settings import Changed, TakesEffect
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from actors.machines.prefix_store_events import StoreLimits
     from kvd.config.http import HttpSettings
     from kvd.config.options import Options
 
 LIVE_OF_HTTP = ("keys", "hosts", "origins")
 LIVE = frozenset(
-    {"budget", "drain_timeout_s", "log_level", "models", *(f"http.{key}" for key in LIVE_OF_HTTP)}
+    {
+        "budget",
+        "drain_timeout_s",
+        "log_level",
+        "models",
+        "prefix_store",
+        *(f"prefix_store.{key}" for key in PrefixStoreSettings.__struct_fields__),
+        *(f"http.{key}" for key in LIVE_OF_HTTP),
+    }
 )
 """Keys of `config.toml` that take effect at once; all others need a restart of the daemon."""
 LIVE_OF_A_MODEL = frozenset({"priority", "pinned", "idle_ttl_s", "weight", "load"})
@@ -45,6 +54,9 @@ class RunningSystem(Protocol):
 
         Returns False if the model is loaded with other settings, which it then keeps.
         """
+
+    def limit_prefix_store(self, limits: StoreLimits) -> None:
+        """Set the limits of the prefix store."""
 
     async def remove_configured_model(self, name: str) -> None:
         """Remove a model of the configuration from the registry; a loaded model stays loaded."""
@@ -112,6 +124,8 @@ class Reloader:
             await self.set_budget(wanted)
         elif key == "log_level":
             logs.set_level(wanted.log_level)
+        elif key == "prefix_store":
+            self._running.limit_prefix_store(wanted.prefix_store.limits)
         return Changed(key, before, after, takes_effect)
 
     async def set_budget(self, wanted: Config) -> None:

@@ -27,6 +27,7 @@ from kvd.config.settings import LiveSettings
 from kvd.config.sources import absolute
 from kvd.daemon.estimate import FileEstimate, machine
 from kvd.daemon.journal import DiskJournal
+from kvd.daemon.prefix_store.thread import DiskThread
 from kvd.daemon.spawn import Spawner
 from kvd.daemon.welcome import welcome
 from kvd.host import blas, files, listen, logs, memory
@@ -129,6 +130,7 @@ class Daemon:
                 limit_bytes=settings.journal_bytes,
                 keep_s=settings.journal_keep_s,
             )
+        self._segments = DiskThread(options.home.prefixes)
         self._metrics = Exposition(lambda: self._system)
         self._system = self._create_system()
         self._reloader = Reloader(
@@ -159,6 +161,8 @@ class Daemon:
             patience=settings.watchdog,
             swap_folder=str(options.home.swap),
             swap_bytes=settings.swap_bytes,
+            segments_folder=str(options.home.prefixes),
+            prefix_store=settings.prefix_store.limits,
         )
         return System(
             Spawner(
@@ -194,6 +198,7 @@ class Daemon:
             ),
             observe=self._metrics.counters,
             metrics=self._metrics.text,
+            segment_disk=self._segments,
         )
 
     async def serve(self, listener: socket.socket) -> Exit:
@@ -233,6 +238,7 @@ class Daemon:
             self._manager.close()
             if self._journal is not None:
                 self._journal.close()
+            self._segments.close()
         self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
         return Exit.OK
 

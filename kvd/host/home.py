@@ -16,7 +16,7 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Size of `sun_path` without the final zero byte: 104 on macOS, 108 on Linux."""
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
-    "chat_history", "journal", "swap", ".DS_Store",
+    "chat_history", "journal", "swap", "prefixes", ".DS_Store",
 }  # fmt: skip
 """Names that may exist in a home before the first start, such as the user's `config.toml`."""
 
@@ -53,6 +53,8 @@ class Home:
     chat_history = _PathBelow("chat_history")
     swap = _PathBelow("swap")
     """The folder of swapped-out rows, with a folder per model that its worker clears."""
+    prefixes = _PathBelow("prefixes")
+    """The folder of the prefix store."""
     calibration = _PathBelow("calibration")
     """The results of `kvctl calibrate`, one file per model."""
 

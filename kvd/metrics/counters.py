@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 from actors import telemetry
+from actors.machines.prefix_store_events import Refusal
 from actors.machines.process_exit import CAUSES
 from kvd.metrics import bounds
 from kvd.metrics.histogram import Histogram
@@ -39,8 +40,10 @@ ACTIONS = (
     "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed",
     "replay", "requeue", "start_level",
 )  # fmt: skip
-GLOBAL_ACTIONS = ("budget", "calm", "excess", "tight", "violation")
-"""Governor actions that do not concern a single model."""
+GLOBAL_ACTIONS = (
+    "budget", "calm", "excess", "prefix_store_off", "prefix_store_on", "tight", "violation",
+)  # fmt: skip
+"""Actions that do not concern a single model."""
 
 
 def _from_zero(*names: str) -> Callable[[], Counter[str]]:
@@ -65,6 +68,13 @@ class ModelCounters:
     first: Histogram = field(default_factory=lambda: Histogram(bounds.FIRST_TOKEN_S))
     gaps: Histogram = field(default_factory=lambda: Histogram(bounds.TOKEN_S))
     whole: Histogram = field(default_factory=lambda: Histogram(bounds.REQUEST_S))
+    segment_hits: int = 0
+    segment_tokens: int = 0
+    """Tokens that were read from the prefix store."""
+    segment_saved_s: float = 0.0
+    segment_bytes: int = 0
+    """Bytes written to the prefix store."""
+    segments_refused: Counter[str] = field(default_factory=_from_zero(*get_args(Refusal)))
     worker: WorkerCounters = field(default_factory=WorkerCounters)
 
 
@@ -134,6 +144,14 @@ def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: 
             counters.failed[code] += 1
         case telemetry.ActionRecorded(kind=kind):
             counters.actions[kind] += 1
+        case telemetry.SegmentWritten(nbytes=nbytes):
+            counters.segment_bytes += nbytes
+        case telemetry.SegmentRefused(reason=reason):
+            counters.segments_refused[reason] += 1
+        case telemetry.SegmentUsed(tokens=tokens, saved_s=saved_s):
+            counters.segment_hits += 1
+            counters.segment_tokens += tokens
+            counters.segment_saved_s += max(0.0, saved_s)
         case telemetry.StateChanged(state="ready"):
             counters.loads += 1
         case telemetry.StateChanged(state="backoff", cause=cause):

@@ -27,6 +27,9 @@ class Running:
         self.said: list[tuple[Any, ...]] = []
         self.loaded: set[str] = set()
 
+    def limit_prefix_store(self, limits):
+        self.limits = limits
+
     async def set_budget(self, total_bytes):
         self.said.append(("budget", total_bytes))
 

@@ -40,6 +40,9 @@ class Running:
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
+    def limit_prefix_store(self, limits):
+        self.limits = limits
+
     async def set_budget(self, total_bytes):
         self.said.append(("budget", total_bytes))
 

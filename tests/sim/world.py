@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from actors.client import Identity
 from actors.ports import EstimateModel, Notice, Notify
+from actors.prefix_store import SegmentDisk
 from actors.saved_requests import SavedRequests
 from actors.status import KnownModel
 from actors.system import Connection, Settings, System
@@ -105,6 +106,7 @@ class World:
         estimate_model: EstimateModel = no_files,
         spawn: Any = None,
         notify: Notify | None = None,
+        segment_disk: SegmentDisk | None = None,
     ) -> None:
         self.spawn = FakeSpawn(scripts) if spawn is None else spawn
         self.memory = FakeMemory()
@@ -125,7 +127,9 @@ class World:
             saved_requests=saved_requests,
             observe=self.metrics.counters,
             metrics=self.metrics.text,
+            segment_disk=segment_disk,
         )
+        self.system.prefix_store.clock = lambda: asyncio.get_running_loop().time()
         self.system.configuration = FakeConfiguration()
 
     def client(self) -> SimClient:
@@ -192,9 +196,18 @@ async def world(
     estimate_model: EstimateModel = no_files,
     faults: bool = False,
     saved_requests: SavedRequests | None = None,
+    segment_disk: SegmentDisk | None = None,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded. ``faults``: actors may fail."""
-    it = World(scripts or {}, budget, settings or Settings(), saved_requests, known, estimate_model)
+    it = World(
+        scripts or {},
+        budget,
+        settings or Settings(),
+        saved_requests,
+        known,
+        estimate_model,
+        segment_disk=segment_disk,
+    )
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it

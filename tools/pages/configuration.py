@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from actors.machines.watchdog import WatchdogTimeouts
-from kvd.config.config import Config, ModelEntry
+from kvd.config.config import Config, ModelEntry, PrefixStoreSettings
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText
 from kvd.config.settings import may_change_live
@@ -23,6 +23,7 @@ LINKS: dict[type, str] = {
     KVText: "a [table](#modelskv)",
     WatchdogTimeouts: "[table](#watchdog)",
     HttpSettings: "[table](#http)",
+    PrefixStoreSettings: "[table](#prefix_store)",
 }
 
 
@@ -70,7 +71,15 @@ WATCHDOG = Section(
     "the next process. The defaults suit large models without an accelerator; lower them to "
     "detect hangs sooner.",
 )
-SECTIONS = (FILE, MODELS, KV, HTTP, WATCHDOG)
+PREFIX_STORE = Section(
+    "`[prefix_store]`",
+    "prefix_store.",
+    PrefixStoreSettings,
+    "Prefixes of prompts on disk, which outlive their worker: "
+    "[operations.md](operations.md#prefixes-on-disk). A store that is turned on at run time "
+    "serves models that are loaded afterwards.",
+)
+SECTIONS = (FILE, MODELS, KV, PREFIX_STORE, HTTP, WATCHDOG)
 
 
 def parts() -> dict[str, str]:

@@ -22,6 +22,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from protocol.segments import prefix_value
+
 Snapshot = Any
 """A cache's snapshot of a sequence: `SequenceSnapshot` or `MlxLmSnapshot`."""
 
@@ -197,15 +199,9 @@ class PrefixTree:
     def evict(self, wanted: int, below: float = math.inf) -> int:
         """Drop the least valuable checkpoints until ``wanted`` bytes are free, or none is left.
 
-        Only checkpoints with a value less than ``below`` are dropped. Returns the bytes freed. The
-        value of a checkpoint is::
-
-            tokens saved / (bytes freed * queries since its last use)
-
-        Tokens saved are those beyond the next checkpoint towards the root, from which its hits
-        would continue instead. The longer a prefix is unused, the less often it is used again
-        (hyperbolic caching, Blankstein et al., USENIX ATC 2017). Pages that rows or other
-        checkpoints hold are not freed and do not count.
+        Only checkpoints with a value (`prefix_value`) less than ``below`` are dropped. Returns the
+        bytes freed. Age counts in queries. Pages that rows or other checkpoints hold are not freed
+        and do not count.
         """
         freed = 0
         while freed < wanted and self._stored:
@@ -220,7 +216,7 @@ class PrefixTree:
         """Return the value of a new checkpoint of ``nbytes`` at the end of these tokens."""
         path = self._path(tokens, salt, proper=False)
         above = max((node.depth for node in path if node.snapshot is not None), default=0)
-        return (len(tokens) - above) / max(1, nbytes)
+        return prefix_value(len(tokens) - above, nbytes, 0)
 
     def _least_valuable(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
         """Return the least valuable node, the bytes that evicting it frees, and its value."""
@@ -237,7 +233,7 @@ class PrefixTree:
         while above is not None and above.snapshot is None:
             above = above.parent
         saved = node.depth - (0 if above is None else above.depth)
-        return saved / (max(1, freed) * (1 + self._clock - node.used))
+        return prefix_value(saved, freed, self._clock - node.used)
 
     def clear(self) -> None:
         for node in list(self._stored):

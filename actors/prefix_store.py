@@ -1,0 +1,229 @@
+"""The actor of the prefix store: between workers, the store's state machine and the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+from actors import mail, telemetry
+from actors.machines import prefix_store_events as ev
+from actors.machines.prefix_store import PrefixStore
+from actors.ports import Notice
+from actors.runtime.actor import Actor, DeferredReply, Ref
+from actors.runtime.timers import Alarm
+from protocol import worker as wire
+from protocol.errors import InvalidRequest, KvdError
+from protocol.segments import PrefixSpace, PrefixStoreStatus
+from protocol.types import Problem
+
+if TYPE_CHECKING:
+    from actors.event_log import EventLog
+    from actors.ports import Notify, Observe
+
+INTERVAL_S = 5.0
+"""Seconds between the records of uses on disk."""
+
+
+class SegmentDisk(Protocol):
+    """The files and the index of the prefix store."""
+
+    def submit(self, command: ev.DiskCommand, done: Callable[[ev.DiskEvent], None]) -> None:
+        """Run a command after all earlier ones; call `done` on the event loop with its answer.
+
+        Never blocks and never raises. Errors are answered with `DiskFailed`.
+        """
+
+
+class NoDisk:
+    """A disk for a system without a prefix store."""
+
+    def submit(self, _: ev.DiskCommand, done: Callable[[ev.DiskEvent], None]) -> None:
+        failed = ev.DiskFailed("this daemon has no folder for prefixes")
+        asyncio.get_running_loop().call_soon(done, failed)
+
+
+@dataclass
+class PrefixStoreState:
+    """What survives a restart of the actor, and what it needs."""
+
+    notify: Notify
+    events: EventLog
+    observe: Observe
+    disk: SegmentDisk = field(default_factory=NoDisk)
+    folder: str = ""
+    """The folder of the segments, for workers."""
+    clock: Callable[[], float] = time.time
+    machine: PrefixStore = field(default_factory=PrefixStore)
+    workers: dict[int, Ref[mail.WorkerMail]] = field(default_factory=dict)
+    """Workers by the number of their process."""
+    drops: dict[int, DeferredReply[tuple[int, int]]] = field(default_factory=dict)
+    """Replies to `mail.DropSegments` by ticket."""
+    tickets: count[int] = field(default_factory=count)
+
+    @property
+    def segments_folder(self) -> str | None:
+        """The folder for a worker that starts now; None while the store is off."""
+        return self.folder if self.machine.limits.limit_bytes else None
+
+    def status(self) -> PrefixStoreStatus:
+        machine, index = self.machine, self.machine.index
+        limits, models = machine.limits, machine.readers.models
+        spaces: dict[bytes, PrefixSpace] = {}
+        for segment in index.segments.values():
+            space = spaces.setdefault(
+                segment.space, PrefixSpace(models=sorted(models.get(segment.space, ())))
+            )
+            space.segments += 1
+            space.tokens += index.tokens_of(segment)
+            space.nbytes += segment.nbytes
+            space.hits += segment.hits
+            space.saved_s += segment.saved_s
+            space.used = max(space.used, segment.used)
+        return PrefixStoreStatus(
+            state=machine.state,
+            fault=machine.fault,
+            limit_bytes=limits.limit_bytes,
+            daily_bytes=limits.daily_bytes,
+            keep_free_bytes=limits.keep_free_bytes,
+            stored_bytes=machine.stored_bytes,
+            written_today_bytes=machine.writes.today(self.clock()),
+            written_bytes=sum(machine.writes.days.values()),
+            spaces=[spaces[key] for key in sorted(spaces)],
+        )
+
+    def problems(self) -> list[Problem]:
+        if self.machine.fault is None:
+            return []
+        return [
+            Problem(
+                "prefix_store.limit",
+                f"the prefix store is off: {self.machine.fault}",
+                f"check the disk and the folder {self.folder}; kvd tries again every minute",
+            )
+        ]
+
+
+class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
+    """Lets workers write segments, and deletes segments."""
+
+    def __init__(self, state: PrefixStoreState) -> None:
+        self._state = state
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
+
+    def on_start(self) -> None:
+        self._set_alarm()
+
+    def on_restart(self, error: BaseException) -> None:
+        """Continue without the index, which may be inconsistent; it is read again."""
+        state, reason = self._state, f"{type(error).__name__}: {error}"
+        state.machine = state.machine.restarted(reason)
+        for reply in state.drops.values():
+            reply.fail(_drop_failed(reason))
+        state.drops.clear()
+
+    def on_stop(self) -> None:
+        self._alarm.cancel()
+        if self._state.machine.state == "on":
+            self._submit(self._state.machine.synchronize())
+
+    def check(self) -> None:
+        self._state.machine.check()
+
+    def receive(self, message: mail.PrefixStoreMail) -> object:
+        match message:
+            case mail.SegmentsReported():
+                self._on_report(message)
+            case mail.PrefixStoreEvent(event=event):
+                self._apply(event)
+                if isinstance(event, ev.WorkerExited):
+                    self._state.workers.pop(event.life, None)
+            case mail.DropSegments(model=model, unused_s=unused_s):
+                return self._drop(model, unused_s)
+            case mail.AlarmFired():
+                self._apply(ev.AlarmFired())
+            case _:
+                assert_never(message)
+        return None
+
+    def _on_report(self, message: mail.SegmentsReported) -> None:
+        state, model, report = self._state, message.model, message.report
+        state.workers[message.life] = message.worker
+        match report:
+            case wire.SegmentWritten(segment=segment):
+                state.observe(telemetry.SegmentWritten(model, segment.nbytes))
+            case wire.SegmentUsed(tokens=tokens, seconds=seconds, prefill_s=prefill_s):
+                state.observe(telemetry.SegmentUsed(model, tokens, prefill_s - seconds))
+            case wire.SegmentDamaged():
+                self._warn("segment_damaged", message, report)
+            case wire.SegmentAbandoned():
+                self._warn("segment_abandoned", message, report)
+            case wire.SegmentsOpened() | wire.SegmentOffered():
+                pass
+            case _:
+                assert_never(report)
+        self._apply(ev.Reported(model, message.life, report, message.draining))
+
+    def _warn(
+        self,
+        event: str,
+        message: mail.SegmentsReported,
+        report: wire.SegmentDamaged | wire.SegmentAbandoned,
+    ) -> None:
+        fields = {"model": message.model, "key": report.key.hex(), "reason": report.reason}
+        self._state.notify(Notice(event, "warning", fields))
+
+    def _drop(self, model: str | None, unused_s: float | None) -> DeferredReply[tuple[int, int]]:
+        state, ticket = self._state, next(self._state.tickets)
+        if model is not None and not state.machine.readers.knows(model):
+            raise InvalidRequest(
+                f"the prefix store has nothing of {model!r}; `kvctl cache` lists its models",
+                field="model",
+            )
+        reply = state.drops[ticket] = DeferredReply()
+        self._apply(ev.DropRequested(ticket, model, unused_s))
+        return reply
+
+    def _apply(self, event: ev.Event) -> None:
+        for command in self._state.machine.handle(event, self._state.clock()):
+            self._execute(command)
+        self._set_alarm()
+
+    def _execute(self, command: ev.Command) -> None:
+        state = self._state
+        match command:
+            case ev.SendToWorker(life=life, command=wire_command):
+                if life in state.workers:
+                    state.workers[life].tell(mail.SendCommand(wire_command, life))
+            case ev.Refused(model=model, reason=reason):
+                state.observe(telemetry.SegmentRefused(model, reason))
+            case ev.Announce(kind=kind, reason=reason):
+                off = kind == "prefix_store_off"
+                state.events.record(kind, None, reason, level="warning" if off else "info")
+            case ev.Dropped():
+                reply = state.drops.pop(command.ticket)
+                if command.failed:
+                    reply.fail(_drop_failed(state.machine.fault or "it is not configured"))
+                else:
+                    reply.answer((command.segments, command.nbytes))
+            case _:
+                self._submit(command)
+
+    def _submit(self, command: ev.DiskCommand) -> None:
+        ref = self.ref
+        self._state.disk.submit(
+            command, lambda event: ref.tell(mail.PrefixStoreEvent(event), beyond_limit=True)
+        )
+
+    def _set_alarm(self) -> None:
+        if self._state.machine.limits.limit_bytes:
+            self._alarm.set(asyncio.get_running_loop().time() + INTERVAL_S)
+
+
+def _drop_failed(reason: str) -> KvdError:
+    return InvalidRequest(
+        f"the prefix store is off, so nothing was deleted: {reason}", field="cache"
+    )

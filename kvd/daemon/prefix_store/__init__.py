@@ -1,0 +1,1 @@
+"""The files and the index of the prefix store."""

@@ -1,0 +1,94 @@
+"""The disk commands of the prefix store.
+
+Each command leaves files and index in a state from which the next `OpenStore` finds every file
+again, so the process may end anywhere.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import assert_never
+
+from actors.machines import prefix_store_events as ev
+from actors.machines.segment_writes import DAY_S
+from kvd.daemon.prefix_store.folder import SegmentFolder
+from kvd.daemon.prefix_store.index_file import IndexFile
+
+
+class StoreDisk:
+    """Runs the commands of the prefix store, blocking."""
+
+    def __init__(self, folder: SegmentFolder) -> None:
+        self._folder = folder
+        self._index_file: IndexFile | None = None
+
+    def run(self, command: ev.DiskCommand) -> ev.DiskEvent | None:  # noqa: C901 - one match
+        """Run a command and return its answer; raises OSError and `sqlite3.Error`."""
+        match command:
+            case ev.OpenStore():
+                return self._open(command)
+            case ev.MakeRoom(key=key, evicted=evicted):
+                self._delete(evicted)
+                self._folder.prepare(key)
+                return ev.RoomMade(key, evicted, self._folder.free_bytes())
+            case ev.DeleteSegments(keys=keys, ticket=ticket):
+                self._delete(keys)
+                return ev.SegmentsDeleted(keys, ticket)
+            case ev.Settle(keys=keys):
+                for key in keys:
+                    self._folder.delete_part(key)
+                found = [self._folder.read(key) for key in keys]
+                return ev.Settled(keys, [it for it in found if it is not None])
+            case ev.RecordWritten(day=day, nbytes=nbytes, segment=segment):
+                with self._index.transaction():
+                    self._index.count_written(day, nbytes)
+                    if segment is not None:
+                        self._index.add(segment)
+            case ev.Synchronize(used=used):
+                if used:
+                    with self._index.transaction():
+                        self._index.record_uses(used)
+                return ev.FreeBytesRead(self._folder.free_bytes())
+            case ev.RecordModel(space=space, model=model):
+                self._index.add_model(space, model)
+            case _:
+                assert_never(command)
+        return None
+
+    def close(self) -> None:
+        if self._index_file is not None:
+            self._index_file.close()
+            self._index_file = None
+
+    @property
+    def _index(self) -> IndexFile:
+        if self._index_file is None:
+            raise sqlite3.OperationalError("the index is not open")
+        return self._index_file
+
+    def _open(self, command: ev.OpenStore) -> ev.StoreOpened:
+        self.close()
+        self._folder.create()
+        index = self._index_file = IndexFile(self._folder.root / "index.sqlite")
+        known = index.segments()
+        sizes = self._folder.scan(command.writing)
+        kept = {key: it for key, it in known.items() if sizes.get(key) == it.nbytes}
+        with index.transaction():
+            index.remove(key for key in known if key not in kept)
+            for key in sizes:
+                if key in kept or key in command.writing:
+                    continue
+                if (segment := self._folder.read(key)) is not None:
+                    kept[key] = segment
+                    index.add(segment)
+                    if key not in known:  # it was written, but not counted
+                        index.count_written(int(segment.created // DAY_S), segment.nbytes)
+        return ev.StoreOpened(command.seq, list(kept.values()), index.written(), index.models())
+
+    def _delete(self, keys: list[bytes]) -> None:
+        """Delete files before their entries: a file without an entry counts again."""
+        for key in keys:
+            self._folder.delete(key)
+        if keys:
+            with self._index.transaction():
+                self._index.remove(keys)

@@ -1,0 +1,93 @@
+"""The folder of segment files. Its methods block and raise OSError."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+import structlog
+
+from actors.machines.segment_index import Segment
+from protocol.segment_file import DamagedSegment, read_header
+from protocol.segments import KEY_BYTES, PART_SUFFIX, SUFFIX, segment_path
+
+_FOLDER = re.compile(r"[0-9a-f]{2}")
+_FILE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})((?:\..*)?)")
+
+
+class SegmentFolder:
+    """The segment files below one folder. Other files in it are left alone."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._log = structlog.get_logger("kvd.daemon.prefix_store")
+
+    def create(self) -> None:
+        self.root.mkdir(mode=0o700, exist_ok=True)
+
+    def prepare(self, key: bytes) -> None:
+        """Create the subfolder of a segment."""
+        segment_path(self.root, key).parent.mkdir(mode=0o700, exist_ok=True)
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the file system that this user may still write."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def scan(self, writing: Collection[bytes]) -> dict[bytes, int]:
+        """Return the sizes of all segments; delete incomplete files except of ``writing``."""
+        sizes: dict[bytes, int] = {}
+        for folder in os.scandir(self.root):
+            if _FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                for entry in os.scandir(folder):
+                    self._scan_file(entry, folder.name, sizes, writing)
+        return sizes
+
+    def _scan_file(
+        self,
+        entry: os.DirEntry[str],
+        folder: str,
+        sizes: dict[bytes, int],
+        writing: Collection[bytes],
+    ) -> None:
+        match = _FILE.fullmatch(entry.name)
+        if match is None or not entry.name.startswith(folder):
+            return
+        found, key = entry.stat(follow_symlinks=False), bytes.fromhex(match[1])
+        if match[2] == SUFFIX and stat.S_ISREG(found.st_mode):
+            sizes[key] = found.st_size
+        elif match[2].endswith(PART_SUFFIX) and key not in writing:
+            Path(entry.path).unlink(missing_ok=True)
+
+    def read(self, key: bytes) -> Segment | None:
+        """Return a segment as its file describes it; delete a damaged file."""
+        path = segment_path(self.root, key)
+        try:
+            header, written = read_header(path), path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        except DamagedSegment as error:
+            self._log.warning("damaged segment deleted", path=str(path), reason=str(error))
+            self.delete(key)
+            return None
+        return Segment(
+            key=key,
+            space=header.space,
+            base=header.base,
+            tokens=header.tokens,
+            nbytes=header.nbytes,
+            created=written,
+            used=written,
+        )
+
+    def delete(self, key: bytes) -> None:
+        segment_path(self.root, key).unlink(missing_ok=True)
+
+    def delete_part(self, key: bytes) -> None:
+        """Delete what a worker has written of a segment that it did not complete."""
+        folder = segment_path(self.root, key).parent
+        for path in folder.glob(f"{key.hex()}*{PART_SUFFIX}"):
+            path.unlink(missing_ok=True)

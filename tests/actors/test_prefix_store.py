@@ -1,0 +1,258 @@
+"""The prefix store between simulated workers and real files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.machines.prefix_store_events import StoreLimits
+from actors.system import Settings
+from protocol import worker as wire
+from tests.sim.loop import simulated, until
+from tests.sim.segment_disk import KIB, SPACE, SimDisk, info, key, stored_files, write_file
+from tests.sim.world import world
+
+MB = 10**6
+LIMITS = StoreLimits(limit_bytes=4 * MB, daily_bytes=1000 * MB, keep_free_bytes=0)
+
+
+@asynccontextmanager
+async def store(tmp_path, *, load=("a", "b"), limits=LIMITS, opened=True):
+    """A world with a prefix store, whose models have the same weights."""
+    disk = SimDisk(tmp_path / "prefixes")
+    settings = Settings(segments_folder=str(disk.root), prefix_store=limits)
+    async with world(load=load, settings=settings, segment_disk=disk) as it:
+        it.disk = disk
+        for name in load if opened else ():
+            it.spawn.last(name).report(wire.SegmentsOpened(space=SPACE))
+        await asyncio.sleep(0.5)
+        yield it
+
+
+def answers(process, kind):
+    return [command for command in process.commands if isinstance(command, kind)]
+
+
+async def offer(it, name, segment, hits=0):
+    """Let a worker offer a segment; return whether it may write it."""
+    process = it.spawn.last(name)
+    before = len(answers(process, wire.SegmentAllowed))
+    process.report(wire.SegmentOffered(segment=segment, hits=hits))
+    await until(lambda: len(answers(process, wire.SegmentAllowed)) > before)
+    return answers(process, wire.SegmentAllowed)[-1].allowed
+
+
+async def write(it, name, segment, **options):
+    assert await offer(it, name, segment, **options)
+    written = write_file(it.disk.root, segment)
+    it.spawn.last(name).report(wire.SegmentWritten(segment=written, seconds=0.1))
+    await asyncio.sleep(0.1)
+    return written
+
+
+def known(process):
+    """Return the keys of the segments that a worker knows of."""
+    found = set()
+    for change in answers(process, wire.SegmentsChanged):
+        found |= {segment.key for segment in change.added}
+        found -= set(change.removed)
+    return found
+
+
+@simulated
+async def test_a_written_segment_reaches_the_other_workers_of_its_space(tmp_path):
+    async with store(tmp_path, load=("a", "b", "c"), opened=False) as it:
+        for name, space in (("a", SPACE), ("b", SPACE), ("c", b"another space!!!")):
+            it.spawn.last(name).report(wire.SegmentsOpened(space=space))
+        await asyncio.sleep(0.1)
+        written = await write(it, "a", info(1))
+
+        assert answers(it.spawn.last("b"), wire.SegmentsChanged)[-1].added == [written]
+        assert known(it.spawn.last("c")) == known(it.spawn.last("a")) == set()
+        load = answers(it.spawn.last("a"), wire.LoadModel)[0]
+        assert load.segments_folder == str(it.disk.root)
+
+
+@simulated
+async def test_segments_outlive_the_daemon(tmp_path):
+    async with store(tmp_path) as it:
+        written = [await write(it, "a", info(1)), await write(it, "a", info(2, 512, base=1))]
+    async with store(tmp_path) as it:
+        assert answers(it.spawn.last("b"), wire.SegmentsChanged)[-1].added == written
+        assert it.system.prefix_store.status().spaces[0].models == ["a", "b"]
+
+
+@simulated
+async def test_a_worker_that_opened_before_the_index_was_read_gets_the_list_later(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+    disk = SimDisk(tmp_path / "prefixes", delay_s=60.0)
+    settings = Settings(segments_folder=str(disk.root), prefix_store=LIMITS)
+    async with world(load=("a",), settings=settings, segment_disk=disk) as it:
+        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+        assert not await offer(it, "a", info(2))
+        await until(lambda: known(it.spawn.last("a")) == {key(1)})
+
+
+@simulated
+async def test_evicted_segments_are_deleted_before_the_permission(tmp_path):
+    limits = StoreLimits(limit_bytes=1 * MB, daily_bytes=1000 * MB, keep_free_bytes=0)
+    async with store(tmp_path, limits=limits) as it:
+        for number in range(1, 8):
+            await write(it, "a", info(number, nbytes=200 * KIB))
+            await asyncio.sleep(20)
+            assert sum(stored_files(it.disk.root).values()) <= limits.limit_bytes
+        files = stored_files(it.disk.root)
+        assert key(7) in files
+        assert key(1) not in files
+        assert known(it.spawn.last("b")) == files.keys()
+
+        it.disk.hangs = True
+        it.spawn.last("a").report(wire.SegmentOffered(segment=info(9, nbytes=200 * KIB)))
+        await asyncio.sleep(100)
+        allowed = [command.key for command in answers(it.spawn.last("a"), wire.SegmentAllowed)]
+        assert key(9) not in allowed, "allowed before the disk had deleted anything"
+        it.disk.proceed()
+        await until(lambda: answers(it.spawn.last("a"), wire.SegmentAllowed)[-1].key == key(9))
+
+
+@simulated
+async def test_a_hanging_disk_delays_only_the_store(tmp_path):
+    async with store(tmp_path) as it:
+        it.disk.hangs = True
+        it.spawn.last("a").report(wire.SegmentOffered(segment=info(1)))
+        client = it.client()
+        await client.end(client.generate("a"))
+        await asyncio.sleep(1000)
+        assert len(it.disk._queue) < 10
+        await client.end(client.generate("b"))
+        it.disk.proceed()
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@simulated
+async def test_a_workers_exit_settles_what_it_was_writing(tmp_path, complete):
+    async with store(tmp_path) as it:
+        assert await offer(it, "a", info(1))
+        part = it.disk.root / "00" / f"{key(1).hex()}.part"
+        part.write_bytes(b"x" * 1000)
+        if complete:  # the report of a complete file is lost
+            write_file(it.disk.root, info(1))
+        reserved = it.system.prefix_store.machine.stored_bytes
+        assert reserved >= info(1).nbytes
+
+        it.spawn.last("a").die(-9)
+        await until(lambda: it.state("a") == "ready" and it.spawn.attempts["a"] == 2)
+        files = stored_files(it.disk.root)
+        assert not part.exists()
+        assert files.keys() == ({key(1)} if complete else set())
+        assert it.system.prefix_store.machine.stored_bytes == sum(files.values())
+        assert known(it.spawn.last("b")) == files.keys()
+        assert await offer(it, "b", info(2))
+
+
+@simulated
+async def test_a_damaged_segment_and_all_that_continue_it_are_deleted(tmp_path):
+    async with store(tmp_path) as it:
+        for number in (1, 2, 3):
+            await write(it, "a", info(number, 256 * number, base=number - 1 or None))
+        it.spawn.last("b").report(wire.SegmentDamaged(key=key(2), reason="checksum"))
+        await asyncio.sleep(1)
+        assert stored_files(it.disk.root).keys() == {key(1)}
+        assert known(it.spawn.last("b")) == {key(1)}
+        assert it.notices_of("segment_damaged")[0].fields["key"] == key(2).hex()
+
+
+@simulated
+async def test_with_a_broken_disk_the_store_is_off_until_it_works_again(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        it.disk.broken = OSError(errno.EROFS, "Read-only file system")
+        assert not await offer(it, "a", info(2))
+        problem = it.system.status().problems[0]
+        assert problem.key == "prefix_store.limit"
+        assert "Read-only file system" in problem.observed
+        assert not await offer(it, "a", info(3))
+        off = [one for one in it.system._events.records if one.kind == "prefix_store_off"]
+        assert len(off) == 1
+        client = it.client()
+        await client.end(client.generate("a"))
+
+        it.disk.broken = None
+        await until(lambda: not it.system.status().problems, 200)
+        await write(it, "a", info(4))
+        assert known(it.spawn.last("b")) == {key(1), key(4)}
+
+
+@simulated
+async def test_a_file_renamed_while_the_store_was_off_is_counted(tmp_path):
+    async with store(tmp_path) as it:
+        assert await offer(it, "a", info(1))
+        assert await offer(it, "a", info(2))
+        it.disk.broken = OSError(errno.EIO, "Input/output error")
+        assert not await offer(it, "b", info(3))
+        for number in (1, 2):
+            written = write_file(it.disk.root, info(number))
+            if number == 1:
+                it.spawn.last("a").report(wire.SegmentWritten(segment=written, seconds=0.1))
+        it.disk.broken = None
+        await until(lambda: not it.system.status().problems, 200)
+        it.spawn.last("a").report(wire.SegmentWritten(segment=written, seconds=0.1))
+        await asyncio.sleep(1)
+        files = stored_files(it.disk.root)
+        assert len(files) == 2
+        assert it.system.prefix_store.machine.stored_bytes == sum(files.values())
+
+
+@simulated
+async def test_the_store_can_be_turned_off_and_on(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        it.system.limit_prefix_store(StoreLimits())
+        await asyncio.sleep(1)
+        assert known(it.spawn.last("b")) == set()
+        assert not await offer(it, "a", info(2))
+        assert it.system.prefix_store.segments_folder is None
+        assert it.system.status().problems == []
+        it.system.limit_prefix_store(LIMITS)
+        await asyncio.sleep(1)
+        assert known(it.spawn.last("b")) == {key(1)}
+
+
+@simulated
+async def test_a_lower_limit_deletes_segments(tmp_path):
+    async with store(tmp_path) as it:
+        for number in range(1, 6):
+            await write(it, "a", info(number, nbytes=500 * KIB))
+        await asyncio.sleep(20)
+        it.system.limit_prefix_store(StoreLimits(limit_bytes=MB, keep_free_bytes=0))
+        await asyncio.sleep(1)
+        assert len(stored_files(it.disk.root)) == 1
+
+
+@simulated
+async def test_after_a_failure_of_the_actor_the_store_is_off_for_a_while(tmp_path):
+    disk = SimDisk(tmp_path / "prefixes")
+    settings = Settings(segments_folder=str(disk.root), prefix_store=LIMITS)
+    async with world(load=("a",), settings=settings, segment_disk=disk, faults=True) as it:
+        it.disk = disk
+        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+        await write(it, "a", info(1))
+        it.system.prefix_store.machine.index._children[key(1)] = {b"nonsense"}
+        it.spawn.last("a").report(wire.SegmentDamaged(key=key(1), reason="test"))
+        await until(lambda: it.notices_of("actor_failed"))
+        assert it.system.status().problems
+        await until(lambda: not it.system.status().problems, 200)
+        assert it.system.prefix_store.machine.index.segments.keys() == {key(1)}
+        assert it.state("a") == "ready"
+
+
+@simulated
+async def test_without_a_store_reports_are_answered(tmp_path):
+    async with world(load=("a",)) as it:
+        assert answers(it.spawn.last("a"), wire.LoadModel)[0].segments_folder is None
+        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+        assert not await offer(it, "a", info(1))
