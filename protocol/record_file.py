@@ -144,6 +144,12 @@ class RecordReader:
             self.close()
             raise
 
+    @property
+    def next_nbytes(self) -> int:
+        """Bytes of the next record; 0 at the end."""
+        length, _ = self._next
+        return 0 if length & _END else length
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:

@@ -65,15 +65,20 @@ def read_header(path: Path) -> SegmentHeader:
         return _header(path, reader)
 
 
-def read_records(path: Path, key: bytes) -> Iterator[memoryview]:
-    """Yield the records after the header; raises `DamagedSegment` or `OSError`.
+def open_records(path: Path) -> RecordReader:
+    """Return a reader of the records after the header; raises `DamagedSegment` or `OSError`."""
+    reader = RecordReader(path, DamagedSegment)
+    try:
+        _header(path, reader)
+    except BaseException:
+        reader.close()
+        raise
+    return reader
 
-    Only after the last one is it certain that no record is missing.
-    """
-    with RecordReader(path, DamagedSegment) as reader:
-        header = _header(path, reader)
-        if header.key != key:
-            raise DamagedSegment(f"{path.name} has the key {header.key.hex()}, not {key.hex()}")
+
+def read_records(path: Path) -> Iterator[memoryview]:
+    """Yield the records after the header; raises `DamagedSegment` or `OSError`."""
+    with open_records(path) as reader:
         yield from reader
 
 

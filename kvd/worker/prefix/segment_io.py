@@ -1,0 +1,223 @@
+"""Segment files are written and read in threads, so that a slow disk delays no step.
+
+The engine hands over records and takes records; both calls return at once. The threads compute the
+checksums, which like reading and writing releases Python's lock. They are daemon threads: a disk
+that hangs delays neither the engine nor the end of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvd.worker.prefix.staging import Staging
+from protocol import segment_file
+from protocol.record_file import DamagedFile, RecordReader
+from protocol.segments import segment_path
+
+STAGING_BYTES = 8 * 1024 * 1024
+"""Limit of the records between the engine and a thread. A larger record is staged alone."""
+_CLOSED = "closed by the engine"
+_NO_THREAD = "no thread can be started"
+
+
+class OpenFile(Protocol):
+    """A `protocol.record_file.RecordWriter`; tests replace it by a disk that hangs."""
+
+    def add(self, record: bytes | memoryview) -> None: ...
+    def finish(self) -> int: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Written:
+    """The file is complete and on disk, under its final name."""
+
+    nbytes: int
+    """Size of the file."""
+    seconds: float
+    """Seconds of I/O, without those that the thread waited for records."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The file could not be written or read. A file that was being written is deleted."""
+
+    reason: str
+    key: bytes | None = None
+    """Segment that could not be read."""
+
+
+class BackgroundWriter:
+    """Writes one segment in a thread.
+
+    ``create`` opens the file, also in the thread. Poll until there is a result; only then may
+    another writer write the same segment.
+    """
+
+    def __init__(self, create: Callable[[], OpenFile], staging_bytes: int = STAGING_BYTES) -> None:
+        self._create = create
+        self._staging: Staging[bytes | memoryview | None] = Staging(staging_bytes)
+        self._result: Written | Failed | None = None
+        self._thread = _start(self._run, "segment-writer")
+        if self._thread is None:
+            self._result = Failed(_NO_THREAD)
+
+    def put(self, record: bytes | memoryview) -> bool:
+        """Stage a record; False: there is no room now. The buffer must not change any more."""
+        return self._staging.offer(record, memoryview(record).nbytes)
+
+    def end(self) -> None:
+        """Complete the file after the staged records."""
+        self._staging.offer(None, 0)
+
+    def poll(self) -> Written | Failed | None:
+        """Return the result; None: the thread still works or waits for records."""
+        return self._result
+
+    def close(self) -> None:
+        """Abandon the file unless it is being completed; `poll` has the result once I/O ends."""
+        self._staging.close()
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the result."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._write()
+        except Exception as error:  # noqa: BLE001 - the engine continues without this segment
+            self._result = Failed(_reason(error))
+        self._staging.close()
+
+    def _write(self) -> Written | Failed:
+        start = time.monotonic()
+        file = self._create()
+        seconds = time.monotonic() - start
+        try:
+            while (record := self._staging.take()) is not None:
+                start = time.monotonic()
+                file.add(record)
+                seconds += time.monotonic() - start
+            if self._staging.closed:
+                return Failed(_CLOSED)
+            start = time.monotonic()
+            nbytes = file.finish()
+            return Written(nbytes, seconds + time.monotonic() - start)
+        finally:
+            file.abort()  # does nothing if the file is complete
+
+
+class Signal(Enum):
+    """What `BackgroundReader.next_record` returns instead of a record."""
+
+    NOT_YET = 0
+    END = 1
+
+
+NOT_YET: Final = Signal.NOT_YET
+END: Final = Signal.END
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """A record that was read and checked."""
+
+    key: bytes
+    """The segment."""
+    content: memoryview
+
+
+class BackgroundReader:
+    """Reads the records of several segments in a thread, in order, ahead of their use.
+
+    ``keys``: the segments below the store's ``folder``. ``open_records``: tests replace it by a
+    disk that hangs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keys: Sequence[bytes],
+        staging_bytes: int = STAGING_BYTES,
+        open_records: Callable[[Path], RecordReader] = segment_file.open_records,
+    ) -> None:
+        self._folder = folder
+        self._keys = tuple(keys)
+        self._open = open_records
+        self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(staging_bytes)
+        self._last: Failed | Signal | None = None
+        """The final answer of `next_record`."""
+        self._skipped: set[bytes] = set()
+        if _start(self._run, "segment-reader") is None:
+            self._last = Failed(_NO_THREAD)
+
+    def next_record(self) -> SegmentRecord | Failed | Signal:
+        """Return the next record, `NOT_YET`, `END` after the last one, or `Failed`.
+
+        The record's bytes count as staged until the next call. `END` and `Failed` are final.
+        """
+        while self._last is None:
+            item = self._staging.poll()
+            if item is None:
+                return NOT_YET
+            if not isinstance(item, SegmentRecord):
+                self._last = item
+            elif item.key not in self._skipped:
+                return item
+        return self._last
+
+    def skip(self, key: bytes) -> None:
+        """Return no further record of a segment; those not yet read are not read."""
+        self._skipped.add(key)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long until `next_record` returns something other than `NOT_YET`."""
+        if self._last is None:
+            self._staging.wait(seconds)
+
+    def close(self) -> None:
+        """Drop what is staged. The thread ends once its present I/O does."""
+        self._staging.close()
+        self._last = self._last or Failed(_CLOSED)
+
+    def _run(self) -> None:
+        last: Failed | Signal = END
+        for key in self._keys:
+            try:
+                self._read(key)
+            except Exception as error:  # noqa: BLE001 - the prompt is prefilled instead
+                last = Failed(_reason(error), key)
+                break
+        self._staging.offer(last, 0)
+
+    def _read(self, key: bytes) -> None:
+        if self._staging.closed or key in self._skipped:
+            return
+        with self._open(segment_path(self._folder, key)) as records:
+            while self._staging.wait_for_room(records.next_nbytes) and key not in self._skipped:
+                content = next(records, None)
+                if content is None:
+                    return
+                self._staging.offer(SegmentRecord(key, content), content.nbytes)
+
+
+def _start(run: Callable[[], None], name: str) -> threading.Thread | None:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the limit of threads, or of memory
+        return None
+    return thread
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, DamagedFile) else repr(error)

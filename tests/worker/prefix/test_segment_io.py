@@ -1,0 +1,339 @@
+"""Segments written and read in threads: bounded, in order, and never in the engine's way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvd.worker.prefix.segment_io import (
+    END,
+    NOT_YET,
+    BackgroundReader,
+    BackgroundWriter,
+    Failed,
+    SegmentRecord,
+    Written,
+)
+from protocol import segment_file
+from protocol.record_file import RecordReader
+from protocol.segment_file import SegmentHeader
+from protocol.segments import segment_path
+
+SPACE = b"s" * 16
+KEYS = [bytes([number]) * 16 for number in range(1, 5)]
+PATIENCE_S = 20.0
+AT_ONCE_S = 0.5
+"""Limit for calls of the engine. They take microseconds; other processes may hold the machine."""
+
+
+def header(key: bytes) -> SegmentHeader:
+    return SegmentHeader(version=segment_file.VERSION, space=SPACE, key=key, tokens=64)
+
+
+def records(seed: int, count: int = 40, most: int = 5000) -> list[bytes]:
+    rng = random.Random(seed)
+    return [rng.randbytes(rng.randint(0, most)) for _ in range(count)]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "the condition does not become true"
+        time.sleep(0.0005)
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == name]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    until(lambda: not threads("segment-writer") and not threads("segment-reader"))
+
+
+def write(folder: Path, key: bytes, content: list[bytes], staging: int = 8192) -> Written | Failed:
+    writer = BackgroundWriter(partial(segment_file.create, folder, header(key)), staging)
+    for record in content:
+        until(partial(writer.put, record))
+    writer.end()
+    writer.wait(PATIENCE_S)
+    result = writer.poll()
+    assert result is not None
+    return result
+
+
+def read(reader: BackgroundReader) -> tuple[list[tuple[bytes, bytes]], object]:
+    """Return all records, and what ended them."""
+    found = []
+    while isinstance(item := reader.next_record(), SegmentRecord) or item is NOT_YET:
+        if isinstance(item, SegmentRecord):
+            found.append((item.key, bytes(item.content)))
+        else:
+            reader.wait(PATIENCE_S)
+    assert reader.next_record() is item, "the end is final"
+    return found, item
+
+
+def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
+    written = {key: records(number) for number, key in enumerate(KEYS)}
+    for key, content in written.items():
+        result = write(tmp_path, key, content)
+        assert isinstance(result, Written)
+        assert result.nbytes == segment_path(tmp_path, key).stat().st_size
+        assert 0 < result.seconds < PATIENCE_S
+    found, end = read(BackgroundReader(tmp_path, KEYS, 8192))
+    assert end is END
+    assert found == [(key, record) for key in KEYS for record in written[key]]
+
+
+@pytest.mark.parametrize("staging", [1, 100, 5000, 1 << 20])
+def test_records_above_the_limit_pass_one_by_one(staging: int, tmp_path: Path) -> None:
+    content = [b"a" * 10_000, b"", b"b" * 4999, b"c" * 5001, b"", b"d" * 10_000]
+    assert isinstance(write(tmp_path, KEYS[0], content, staging), Written)
+    found, end = read(BackgroundReader(tmp_path, KEYS[:1], staging))
+    assert end is END
+    assert [record for _, record in found] == content
+
+
+class Gate:
+    """A disk on which every operation waits until `open` is set, and counts what has passed."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.waiting = 0
+        self.passed = 0
+
+    def pass_through(self) -> None:
+        self.waiting += 1
+        assert self.open.wait(PATIENCE_S)
+        self.passed += 1
+
+
+class SlowFile:
+    """A record file whose operations named in ``slow`` wait at a gate."""
+
+    def __init__(self, folder: Path, gate: Gate, slow: str) -> None:
+        self._gate = gate
+        self._slow = slow
+        self._pass("create")
+        self._file = segment_file.create(folder, header(KEYS[0]))
+
+    def _pass(self, operation: str) -> None:
+        if operation in self._slow.split():
+            self._gate.pass_through()
+
+    def add(self, record: bytes | memoryview) -> None:
+        self._pass("add")
+        self._file.add(record)
+
+    def finish(self) -> int:
+        self._pass("finish")
+        return self._file.finish()
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
+def test_a_full_staging_refuses_records_and_delays_nobody(tmp_path: Path) -> None:
+    gate = Gate()
+    writer = BackgroundWriter(lambda: SlowFile(tmp_path, gate, "add"), 1000)
+    assert writer.put(b"a" * 400)
+    until(lambda: gate.waiting)
+    assert writer.put(b"b" * 400)
+    start = time.monotonic()
+    assert not writer.put(b"c" * 400), "the record that is being written counts"
+    assert writer.put(b"c" * 200)
+    assert not writer.put(b"d")
+    writer.end()
+    assert writer.poll() is None
+    assert time.monotonic() - start < AT_ONCE_S
+    gate.open.set()
+    writer.wait(PATIENCE_S)
+    assert isinstance(writer.poll(), Written)
+    found = [bytes(one) for one in segment_file.read_records(segment_path(tmp_path, KEYS[0]))]
+    assert found == [b"a" * 400, b"b" * 400, b"c" * 200]
+
+
+@pytest.mark.parametrize("slow", ["create", "add", "finish"])
+def test_a_writer_can_be_closed_while_the_disk_hangs(slow: str, tmp_path: Path) -> None:
+    gate = Gate()
+    writer = BackgroundWriter(lambda: SlowFile(tmp_path, gate, slow), 1000)
+    writer.put(b"a" * 500)
+    if slow == "finish":
+        writer.end()
+    until(lambda: gate.waiting)
+    start = time.monotonic()
+    writer.close()
+    assert writer.poll() is None, "the result is not known before the disk answers"
+    assert writer.put(b"b" * 2000), "a closed writer drops records"
+    assert time.monotonic() - start < AT_ONCE_S
+    gate.open.set()
+    writer.wait(PATIENCE_S)
+    files = [one for one in tmp_path.rglob("*") if one.is_file()]
+    if slow == "finish":  # it was complete
+        assert isinstance(writer.poll(), Written)
+        assert files == [segment_path(tmp_path, KEYS[0])]
+    else:
+        assert writer.poll() == Failed("closed by the engine")
+        assert files == []
+
+
+def test_a_writer_can_be_closed_at_any_moment(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    results = set()
+    for turn in range(60):
+        key = KEYS[turn % 4]
+        writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(key)), 4096)
+        for record in records(turn, count=rng.randint(0, 30)):
+            if not writer.put(record):
+                break
+        if rng.random() < 0.7:
+            writer.end()
+        if rng.random() < 0.5:
+            writer.wait(0.002)
+        writer.close()
+        writer.wait(PATIENCE_S)
+        result = writer.poll()
+        results.add(type(result))
+        path = segment_path(tmp_path, key)
+        assert path.exists() == isinstance(result, Written)
+        assert not path.with_suffix(".part").exists()
+        if isinstance(result, Written):
+            list(segment_file.read_records(path))
+            path.unlink()
+    assert results == {Written, Failed}
+
+
+@pytest.mark.parametrize("name", ["open", "writev", "fsync", "rename"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_is_a_result(
+    name: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    (tmp_path / "01").mkdir()
+    monkeypatch.setattr(os, name, fail)
+    result = write(tmp_path, KEYS[0], records(1))
+    assert result == Failed(os.strerror(error))
+    monkeypatch.undo()
+    assert list((tmp_path / "01").iterdir()) == []
+
+
+def test_an_unexpected_error_is_a_result_too(tmp_path: Path) -> None:
+    def create() -> SlowFile:
+        raise MemoryError("no memory")
+
+    writer = BackgroundWriter(create)
+    writer.wait(PATIENCE_S)
+    assert writer.poll() == Failed("MemoryError('no memory')")
+
+
+def test_without_a_thread_nothing_is_written_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(KEYS[0])))
+    assert writer.poll() == Failed("no thread can be started")
+    writer.close()
+    writer.wait(1.0)
+    reader = BackgroundReader(tmp_path, KEYS)
+    assert reader.next_record() == Failed("no thread can be started")
+    reader.close()
+
+
+def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for number, key in enumerate(KEYS):
+        write(tmp_path, key, records(number))
+    damaged = segment_path(tmp_path, KEYS[1])
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    found, end = read(BackgroundReader(tmp_path, KEYS))
+    assert isinstance(end, Failed)
+    assert end.key == KEYS[1]
+    assert damaged.name in end.reason
+    assert [record for key, record in found if key == KEYS[0]] == records(0)
+    correct = records(1)
+    assert [record for key, record in found if key == KEYS[1]] == correct[: len(found) - 40]
+    damaged.unlink()
+    found, end = read(BackgroundReader(tmp_path, KEYS))
+    assert end == Failed("No such file or directory", KEYS[1])
+
+
+def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
+    write(tmp_path, KEYS[0], [b"a" * 400, b"b" * 400, b"c" * 400, b"d" * 2000, b"e"])
+    reader = BackgroundReader(tmp_path, KEYS[:1], 1000)
+    until(lambda: reader._staging.held_bytes == 800)
+    held, contents = [], []
+    while (item := reader.next_record()) is not END:
+        held.append(reader._staging.held_bytes)
+        if isinstance(item, SegmentRecord):
+            contents.append(bytes(item.content))
+        else:
+            reader.wait(PATIENCE_S)
+    assert [content[:1] for content in contents] == [b"a", b"b", b"c", b"d", b"e"]
+    assert max(count for count in held if count != 2000) <= 1000
+    assert 2000 in held, "a larger record is staged alone"
+
+
+def test_the_reader_delays_nobody_while_the_disk_hangs(tmp_path: Path) -> None:
+    write(tmp_path, KEYS[0], records(0))
+    gate = Gate()
+
+    def hang(path: Path) -> RecordReader:
+        gate.pass_through()
+        return segment_file.open_records(path)
+
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_records=hang)
+    until(lambda: gate.waiting)
+    start = time.monotonic()
+    assert reader.next_record() is NOT_YET
+    reader.close()
+    assert reader.next_record() == Failed("closed by the engine")
+    assert time.monotonic() - start < AT_ONCE_S
+    gate.open.set()
+
+
+def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
+    for number, key in enumerate(KEYS):
+        write(tmp_path, key, records(number))
+    opened = len(list(Path("/dev/fd").iterdir()))
+    for turn in range(60):
+        reader = BackgroundReader(tmp_path, KEYS, 4096)
+        for _ in range(turn):
+            if reader.next_record() is NOT_YET:
+                reader.wait(PATIENCE_S)
+        reader.close()
+        until(lambda: not threads("segment-reader"))
+    assert len(list(Path("/dev/fd").iterdir())) == opened
+
+
+def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
+    for number, key in enumerate(KEYS):
+        write(tmp_path, key, records(number))
+    reader = BackgroundReader(tmp_path, KEYS, 8192)
+    reader.skip(KEYS[2])
+    found = []
+    while (item := reader.next_record()) is not END:
+        assert not isinstance(item, Failed)
+        if item is NOT_YET:
+            reader.wait(PATIENCE_S)
+        else:
+            found.append((item.key, bytes(item.content)))
+            if item.key != KEYS[3] and len(found) % 5 == 0:
+                reader.skip(item.key)
+    assert [key for key, _ in found] == [KEYS[0]] * 5 + [KEYS[1]] * 5 + [KEYS[3]] * 40
+    assert [content for _, content in found] == records(0)[:5] + records(1)[:5] + records(3)
