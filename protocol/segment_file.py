@@ -17,7 +17,10 @@ from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_f
 from protocol.segments import KEY_BYTES, segment_path
 
 VERSION = 1
-"""Version of what the records contain. Files of other versions are not read."""
+"""Raise it when kvd writes other records for the same prompt, or other numbers in them.
+
+Files of other versions are not read. It is part of the space, so other versions have other keys.
+"""
 _Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 

@@ -128,10 +128,11 @@ def compiler() -> str | None:
 
 
 def _path() -> Path:
-    return platformdirs.user_cache_path("kvd") / "native" / f"{NAME}-{_key()}.so"
+    return platformdirs.user_cache_path("kvd") / "native" / f"{NAME}-{key()}.so"
 
 
-def _key() -> str:
+def key() -> str:
+    """Return a digest of the sources, and of everything that the compiled code depends on."""
     parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), _processor()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -8,8 +8,6 @@ levels below the quality floor to the floor. An unreadable file counts as no res
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import tempfile
@@ -19,14 +17,14 @@ from pathlib import Path
 import msgspec
 
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.serving.model_files import Headers
+from protocol.weights import BrokenFileError
 
 FOLDER_VARIABLE = "KVD_CALIBRATION"
 """Environment variable with the folder of results. Without it, a worker applies no result."""
 DENSE = Scheme(16, 16)
 """The quality floor if not even the top measured level is good enough."""
-_SAMPLE_BYTES = 4096
-"""Bytes of each tensor that the key covers: fine-tunes of one model differ only in these."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,24 +62,8 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_key(headers: Headers) -> str:
-    """Return 32 hex digits that identify a model's content.
-
-    Covers ``config.json``, the headers and sizes of all weight files, and the first 4 KiB of each
-    tensor. Raises ``OSError``.
-    """
-    digest = hashlib.sha256((headers.path / "config.json").read_bytes())
-    for file in headers.weight_files:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = stream.read(length)
-            digest.update(f"\n{file.name} {file.stat().st_size} {length}\n".encode())
-            digest.update(header)
-            tensors = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for start, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
-                stream.seek(8 + length + start)
-                digest.update(stream.read(min(end - start, _SAMPLE_BYTES)))
-    return digest.hexdigest()[:32]
+    """Return the model's fingerprint in hex; raises what `fingerprint` raises."""
+    return fingerprint(headers).hex()
 
 
 def store(folder: Path, result: CalibrationResult) -> Path:
@@ -117,7 +99,7 @@ def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | No
         result = msgspec.json.decode(file.read_bytes(), type=CalibrationResult)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, BrokenFileError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         _log.warning("ignoring the calibration of %s: %s", headers.path, error)
         return None
     if result.key != file.stem:

@@ -121,10 +121,10 @@ def test_a_built_library_is_not_built_again(library: ModuleType) -> None:
 def test_the_name_of_the_file_depends_on_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = build._key()
+    before = build.key()
     monkeypatch.setattr(build, "_processor", lambda: "another one")
 
-    assert build._key() != before
+    assert build.key() != before
 
 
 def test_the_library_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
