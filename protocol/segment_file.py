@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.fields import PositiveCount
 from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_folder
 from protocol.segments import KEY_BYTES, segment_path
 
@@ -35,7 +36,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     space: _Key
     key: _Key
     base: _Key | None = None
-    tokens: Annotated[int, Meta(gt=0)]
+    tokens: PositiveCount
     """Tokens of the whole prefix."""
     nbytes: int = 0
     """Size of the file. `read_header` sets it; it is not written."""
@@ -88,7 +89,7 @@ def read_records(path: Path) -> Iterator[memoryview]:
 def _header(path: Path, reader: RecordReader) -> SegmentHeader:
     try:
         header = msgspec.msgpack.decode(next(reader), type=SegmentHeader)
-    except (msgspec.MsgspecError, StopIteration):
+    except (msgspec.MsgspecError, StopIteration, UnicodeDecodeError, RecursionError):
         raise DamagedSegment(f"{path.name} has no header of a segment") from None
     if header.version != VERSION:
         raise DamagedSegment(f"{path.name} has version {header.version}, not {VERSION}")

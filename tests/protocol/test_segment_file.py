@@ -85,21 +85,49 @@ def zeros(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + bytes(len(data[at : at + count])) + data[at + count :]
 
 
-def swap(data: bytes, rng: random.Random) -> bytes:
-    """Exchange the frames and contents of two records."""
+def pieces_of(data: bytes) -> list[bytes]:
+    """Return the magic, the frame and the content of each record, and the end mark."""
     pieces, at = [data[:16]], 16
     while at < len(data):
         length = int.from_bytes(data[at : at + 8], "little") & ~(1 << 63)
         size = 32 + (0 if len(data) - at == 32 else length)
         pieces.append(data[at : at + size])
         at += size
+    return pieces
+
+
+def swap(data: bytes, rng: random.Random) -> bytes:
+    """Exchange the frames and contents of two records."""
+    pieces = pieces_of(data)
     one, two = rng.sample(range(1, len(pieces)), 2)
     pieces[one], pieces[two] = pieces[two], pieces[one]
     return b"".join(pieces)
 
 
+def drop(data: bytes, rng: random.Random) -> bytes:
+    """Remove some whole records at any place, or only the end mark."""
+    pieces = pieces_of(data)
+    first = rng.randrange(1, len(pieces))
+    del pieces[first : first + rng.randint(1, 3)]
+    return b"".join(pieces)
+
+
+def drop_last(data: bytes, rng: random.Random) -> bytes:
+    """Remove the last records; the end mark stays."""
+    pieces = pieces_of(data)
+    del pieces[-1 - rng.randint(1, len(RECORDS)) : -1]
+    return b"".join(pieces)
+
+
+def repeat(data: bytes, rng: random.Random) -> bytes:
+    """Repeat a record."""
+    pieces = pieces_of(data)
+    chosen = rng.randrange(1, len(pieces) - 1)
+    return b"".join([*pieces[: chosen + 1], *pieces[chosen:]])
+
+
 CORRUPTIONS: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    one.__name__: one for one in (flip, cut, cut_out, insert, zeros, swap)
+    one.__name__: one for one in (flip, cut, cut_out, insert, zeros, swap, drop, drop_last, repeat)
 }
 
 
@@ -118,6 +146,14 @@ def test_every_corruption_is_found(kind: str, tmp_path: Path) -> None:
             before.extend(bytes(one) for one in segment_file.read_records(path))
         assert before == list(RECORDS)[: len(before)]
         found += 1
+
+
+def test_a_header_tells_whether_its_file_is_complete(tmp_path: Path) -> None:
+    path = write(tmp_path, records=(b"p" * 100, b""))
+    pieces = pieces_of(path.read_bytes())
+    path.write_bytes(b"".join(pieces[:-1]))  # ends with the frame of the empty record
+    with pytest.raises(DamagedSegment, match="no end mark"):
+        segment_file.read_header(path)
 
 
 def test_a_damaged_length_allocates_nothing(tmp_path: Path, monkeypatch) -> None:
