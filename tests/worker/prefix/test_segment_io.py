@@ -170,6 +170,8 @@ def test_a_writer_can_be_closed_while_the_disk_hangs(slow: str, tmp_path: Path) 
     writer.put(b"a" * 500)
     if slow == "finish":
         writer.end()
+    else:
+        writer.put(b"b" * 500)
     until(lambda: gate.waiting)
     start = time.monotonic()
     writer.close()
@@ -185,6 +187,7 @@ def test_a_writer_can_be_closed_while_the_disk_hangs(slow: str, tmp_path: Path) 
     else:
         assert writer.poll() == Failed("closed by the engine")
         assert files == []
+    assert gate.passed == 1, "what was staged is not written"
 
 
 def test_a_writer_can_be_closed_at_any_moment(tmp_path: Path) -> None:
@@ -324,8 +327,20 @@ def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
 def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
     for number, key in enumerate(KEYS):
         write(tmp_path, key, records(number))
-    reader = BackgroundReader(tmp_path, KEYS, 8192)
-    reader.skip(KEYS[2])
+    read_records: list[str] = []
+
+    class Counting(RecordReader):
+        def __next__(self) -> memoryview:
+            read_records.append(self._path.stem)
+            return super().__next__()
+
+    def count(path: Path) -> RecordReader:
+        reader = Counting(path)
+        next(reader)  # the header
+        return reader
+
+    reader = BackgroundReader(tmp_path, KEYS, staging_bytes=1, open_records=count)
+    reader.skip(KEYS[1])
     found = []
     while (item := reader.next_record()) is not END:
         assert not isinstance(item, Failed)
@@ -335,5 +350,20 @@ def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
             found.append((item.key, bytes(item.content)))
             if item.key != KEYS[3] and len(found) % 5 == 0:
                 reader.skip(item.key)
-    assert [key for key, _ in found] == [KEYS[0]] * 5 + [KEYS[1]] * 5 + [KEYS[3]] * 40
-    assert [content for _, content in found] == records(0)[:5] + records(1)[:5] + records(3)
+    assert [key for key, _ in found] == [KEYS[0]] * 5 + [KEYS[2]] * 5 + [KEYS[3]] * 40
+    assert [content for _, content in found] == records(0)[:5] + records(2)[:5] + records(3)
+    assert read_records.count(KEYS[0].hex()) < 12
+    assert read_records.count(KEYS[1].hex()) == 0
+
+
+def test_staged_records_of_a_skipped_segment_are_dropped(tmp_path: Path) -> None:
+    for number, key in enumerate(KEYS[:2]):
+        write(tmp_path, key, records(number))
+    reader = BackgroundReader(tmp_path, KEYS[:2])
+    until(lambda: not threads("segment-reader"))  # everything is staged
+    assert isinstance(first := reader.next_record(), SegmentRecord)
+    assert first.key == KEYS[0]
+    reader.skip(KEYS[0])
+    found, end = read(reader)
+    assert end is END
+    assert [key for key, _ in found] == [KEYS[1]] * 40
