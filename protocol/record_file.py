@@ -121,7 +121,8 @@ class RecordReader:
     Opening raises `OSError` if the file is missing or unreadable, and ``damaged`` if it is no
     regular file or not complete. Each record is checked before it is returned: iterating raises
     ``damaged`` or `OSError`. Records are read with one copy. Files are not mapped into memory,
-    because a bad sector would then end the process by SIGBUS.
+    because a bad sector would then end the process by SIGBUS. Mapping is twice as fast in the page
+    cache (10 instead of 5 GB/s) and no faster from the disk.
     """
 
     def __init__(self, path: Path, damaged: type[DamagedFile] = DamagedFile) -> None:

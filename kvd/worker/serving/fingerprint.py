@@ -22,7 +22,7 @@ def fingerprint(headers: Headers) -> bytes:
     these. A changed tensor with equal samples is not recognized. Raises ``OSError``, and
     ``BrokenFileError`` for a file that has changed since it was inspected.
 
-    A model of 300 tensors takes 40 ms, and 100 ms if nothing of it is in the page cache.
+    Takes 0.04 ms per tensor, and 0.2 ms if nothing of it is in the page cache.
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     config = json.dumps(headers.config, sort_keys=True, separators=(",", ":"))
