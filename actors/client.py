@@ -16,13 +16,16 @@ from actors import mail
 from actors.event_log import EventLog, concerns
 from actors.machines import admission_events
 from actors.ports import Configuration, Metrics
+from actors.prefix_store import PrefixStoreState
 from actors.runtime.actor import Actor, MailboxFull, Ref
 from actors.tokenizing import TokenizeRequests
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
 from protocol.forecast import Forecast
+from protocol.message_base import VERSION
 from protocol.messages import Event, Request
+from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.session import ServerSession
 from protocol.settings import Changed
 from protocol.types import DaemonStatus, Problem
@@ -66,6 +69,8 @@ class ClientServices:
     configuration: Configuration
     status: Callable[[], DaemonStatus]
     problems: Callable[[], list[Problem]]
+    prefix_store: PrefixStoreState
+    prefix_store_ref: Ref[mail.PrefixStoreMail]
     metrics: Metrics
     rid_prefix: str
     """Separates this daemon's request ids from those of earlier daemons in the journal."""
@@ -81,6 +86,11 @@ class ClientServices:
 
     async def reload(self, request: messages.Reload) -> messages.Configured:
         return await self._configured(request, await self.configuration.reload())
+
+    async def drop_prefixes(self, request: CacheDrop) -> CacheDropped:
+        drop = mail.DropSegments(request.model, request.unused_s)
+        segments, freed = await self.prefix_store_ref.ask(drop)
+        return CacheDropped(id=request.id, segments=segments, freed_bytes=freed)
 
     async def _configured(
         self, request: Request, changes: list[Changed], new_budget: int | None = None
@@ -176,7 +186,7 @@ class Client(Actor[mail.ClientMail]):
                     messages.HelloReply(
                         id=key,
                         version=identity.version,
-                        protocol=messages.VERSION,
+                        protocol=VERSION,
                         pid=identity.pid,
                         home=identity.home,
                     )
@@ -204,6 +214,11 @@ class Client(Actor[mail.ClientMail]):
                 self._has_texts = True
                 tokenized = services.tokenizing.tokenize(request, self.ref)
                 self._answer(key, tokenized, lambda report: _tokenized(key, report))
+            case Cache():
+                store = services.prefix_store
+                self._send(CacheReply(id=key, store=store.status(), spaces=store.spaces()))
+            case CacheDrop():
+                self._answer(key, services.drop_prefixes(request), lambda reply: reply)
             case messages.Configure():
                 self._answer(key, services.configure(request), lambda reply: reply)
             case messages.Reload():

@@ -65,16 +65,33 @@ class PrefixStoreState:
     tickets: count[int] = field(default_factory=count)
 
     @property
+    def is_configured(self) -> bool:
+        return self.machine.limits.limit_bytes > 0
+
+    @property
     def segments_folder(self) -> str | None:
-        """The folder for a worker that starts now; None while the store is off."""
-        return self.folder if self.machine.limits.limit_bytes else None
+        """The folder for a worker that starts now; None if the store is not configured."""
+        return self.folder if self.is_configured else None
 
     def status(self) -> PrefixStoreStatus:
-        machine, index = self.machine, self.machine.index
-        limits, models = machine.limits, machine.readers.models
-        spaces: dict[bytes, PrefixSpace] = {}
+        machine = self.machine
+        return PrefixStoreStatus(
+            state=machine.state,
+            fault=machine.fault,
+            limit_bytes=machine.limits.limit_bytes,
+            daily_bytes=machine.limits.daily_bytes,
+            keep_free_bytes=machine.limits.keep_free_bytes,
+            segments=len(machine.index),
+            stored_bytes=machine.stored_bytes,
+            written_today_bytes=machine.writes.today(self.clock()),
+            written_bytes=sum(machine.writes.days.values()),
+        )
+
+    def spaces(self) -> list[PrefixSpace]:
+        index, models = self.machine.index, self.machine.readers.models
+        found: dict[bytes, PrefixSpace] = {}
         for segment in index.segments.values():
-            space = spaces.setdefault(
+            space = found.setdefault(
                 segment.space, PrefixSpace(models=sorted(models.get(segment.space, ())))
             )
             space.segments += 1
@@ -83,17 +100,7 @@ class PrefixStoreState:
             space.hits += segment.hits
             space.saved_s += segment.saved_s
             space.used = max(space.used, segment.used)
-        return PrefixStoreStatus(
-            state=machine.state,
-            fault=machine.fault,
-            limit_bytes=limits.limit_bytes,
-            daily_bytes=limits.daily_bytes,
-            keep_free_bytes=limits.keep_free_bytes,
-            stored_bytes=machine.stored_bytes,
-            written_today_bytes=machine.writes.today(self.clock()),
-            written_bytes=sum(machine.writes.days.values()),
-            spaces=[spaces[key] for key in sorted(spaces)],
-        )
+        return sorted(found.values(), key=lambda space: (space.models, -space.nbytes))
 
     def problems(self) -> list[Problem]:
         if self.machine.fault is None:
@@ -219,7 +226,7 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
         )
 
     def _set_alarm(self) -> None:
-        if self._state.machine.limits.limit_bytes:
+        if self._state.is_configured:
             self._alarm.set(asyncio.get_running_loop().time() + INTERVAL_S)
 
 

@@ -223,19 +223,21 @@ class System:
             governor=governor,
             events=self._events,
             tokenizing=TokenizeRequests(registry),
-            explain=Explainer(
-                self._statuses,
-                self._governor.machine,
-                self._estimate_model,
-                self._settings.max_rows,
-            ),
+            explain=self._explainer(),
             configuration=self.configuration,
             status=self.status,
             problems=self.problems,
+            prefix_store=self.prefix_store,
+            prefix_store_ref=self._prefix_store_ref,
             metrics=self._metrics,
             rid_prefix=f"{secrets.token_hex(4)}-" if journaled else "",
             identity=self._identity,
             slow_reader_bytes=self._settings.slow_reader_bytes,
+        )
+
+    def _explainer(self) -> Explainer:
+        return Explainer(
+            self._statuses, self._governor.machine, self._estimate_model, self._settings.max_rows
         )
 
     def connect(
@@ -338,6 +340,7 @@ class System:
             config_reloads=self.reload_status.reloads,
             http=list(identity.http),
             problems=self.problems(host),
+            prefix_store=self.prefix_store.status() if self.prefix_store.is_configured else None,
         )
 
     def problems(self, host: HostMemory | None = None) -> list[Problem]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from protocol import fields
@@ -16,7 +15,9 @@ from protocol.errors import ErrorInfo
 from protocol.fields import Count, PositiveCount
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
+from protocol.message_base import EventBase, RequestBase, RequestId
 from protocol.policy import ModelPolicy
+from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.settings import Changed, Setting
 from protocol.types import (
     ChatMessage,
@@ -29,38 +30,29 @@ from protocol.types import (
     Usage,
 )
 
-VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """Limits the memory that one line takes in the daemon; a prompt of 16K tokens is about 64 KiB."""
 MAX_FORECAST_ROWS = 65_536
 MAX_LISTED_TOKENS = 65_536
 """Maximum token ids in a reply to `Tokenize`."""
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
-
-class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
-    id: RequestId
-    """The client's id of the request, unique among the connection's open requests."""
-    v: int = VERSION
-
-
-class Hello(_Request, tag="hello", frozen=True, kw_only=True):
+class Hello(RequestBase, tag="hello", frozen=True, kw_only=True):
     """Return the daemon's version and process id."""
 
     client: str = ""
     """Name of the client."""
 
 
-class Status(_Request, tag="status", frozen=True, kw_only=True):
+class Status(RequestBase, tag="status", frozen=True, kw_only=True):
     """Return the status of the daemon and all models."""
 
 
-class Metrics(_Request, tag="metrics", frozen=True, kw_only=True):
+class Metrics(RequestBase, tag="metrics", frozen=True, kw_only=True):
     """Return metrics for Prometheus."""
 
 
-class Load(_Request, tag="load", frozen=True, kw_only=True):
+class Load(RequestBase, tag="load", frozen=True, kw_only=True):
     """Load a model."""
 
     model: fields.Source
@@ -73,7 +65,7 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Policy relative to other models; absent: unchanged for a known model."""
 
 
-class Unload(_Request, tag="unload", frozen=True, kw_only=True):
+class Unload(RequestBase, tag="unload", frozen=True, kw_only=True):
     """Finish the model's requests, then end its worker.
 
     A model of the configuration stays known: a request that names it loads it again.
@@ -84,7 +76,7 @@ class Unload(_Request, tag="unload", frozen=True, kw_only=True):
     """Whether running requests end at once."""
 
 
-class Generate(_Request, tag="generate", frozen=True, kw_only=True):
+class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     """Complete a prompt, given as exactly one of ``prompt``, ``messages`` and ``tokens``."""
 
     model: fields.Name
@@ -126,7 +118,7 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
 
 
-class Attach(_Request, tag="attach", frozen=True, kw_only=True):
+class Attach(RequestBase, tag="attach", frozen=True, kw_only=True):
     """Continue a request that an earlier daemon accepted and wrote to its journal."""
 
     request: RequestId
@@ -137,26 +129,26 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
     """Tokens of the prompt whose logprobs the client has."""
 
 
-class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
+class Cancel(RequestBase, tag="cancel", frozen=True, kw_only=True):
     """Cancel another request of this connection; the other one ends with reason ``cancelled``."""
 
     target: RequestId
     """Id of the other request."""
 
 
-class Pin(_Request, tag="pin", frozen=True, kw_only=True):
+class Pin(RequestBase, tag="pin", frozen=True, kw_only=True):
     """Pin a model, so that it is never evicted."""
 
     model: fields.Name
 
 
-class Unpin(_Request, tag="unpin", frozen=True, kw_only=True):
+class Unpin(RequestBase, tag="unpin", frozen=True, kw_only=True):
     """Unpin a model."""
 
     model: fields.Name
 
 
-class Configure(_Request, tag="config", frozen=True, kw_only=True):
+class Configure(RequestBase, tag="config", frozen=True, kw_only=True):
     """Change settings until the daemon ends or reloads its file; no fields: return the budget."""
 
     budget_bytes: Annotated[int, Meta(ge=1, le=fields.MAX_BYTES)] | None = None
@@ -167,11 +159,11 @@ class Configure(_Request, tag="config", frozen=True, kw_only=True):
     """Whether the reply lists every setting."""
 
 
-class Reload(_Request, tag="reload", frozen=True, kw_only=True):
+class Reload(RequestBase, tag="reload", frozen=True, kw_only=True):
     """Read `config.toml` again and apply it; an invalid file is refused and changes nothing."""
 
 
-class Events(_Request, tag="events", frozen=True, kw_only=True):
+class Events(RequestBase, tag="events", frozen=True, kw_only=True):
     """Return what the governor and other parts did, and why: the newest 4096 records."""
 
     model: fields.Name | None = None
@@ -182,7 +174,7 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
     """Whether new records follow until a ``cancel``."""
 
 
-class Explain(_Request, tag="explain", frozen=True, kw_only=True):
+class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
     """Return how much memory rows of a model would need, and how it would be freed."""
 
     model: fields.Name
@@ -196,7 +188,7 @@ class Explain(_Request, tag="explain", frozen=True, kw_only=True):
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
 
 
-class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
+class Tokenize(RequestBase, tag="tokenize", frozen=True, kw_only=True):
     """Return the tokens of a text as ``generate`` would use them, without running anything.
 
     The text is exactly one of ``prompt`` and ``messages``.
@@ -211,11 +203,11 @@ class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
     """Whether the reply includes each token's text."""
 
 
-class Drain(_Request, tag="drain", frozen=True, kw_only=True):
+class Drain(RequestBase, tag="drain", frozen=True, kw_only=True):
     """Accept no new work and finish running requests; the daemon stays up."""
 
 
-class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
+class Shutdown(RequestBase, tag="shutdown", frozen=True, kw_only=True):
     """Drain, then exit with status 0."""
 
     force: bool = False
@@ -235,6 +227,8 @@ Request = (
     | Events
     | Explain
     | Tokenize
+    | Cache
+    | CacheDrop
     | Generate
     | Attach
     | Cancel
@@ -243,12 +237,7 @@ Request = (
 )
 
 
-class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    id: str
-    """Id of the request that the event answers."""
-
-
-class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
+class HelloReply(EventBase, tag="hello", frozen=True, kw_only=True):
     """Answers ``hello``."""
 
     version: str
@@ -257,20 +246,20 @@ class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
     home: str
 
 
-class StatusReply(_Event, tag="status", frozen=True, kw_only=True):
+class StatusReply(EventBase, tag="status", frozen=True, kw_only=True):
     """Answers ``status``."""
 
     status: DaemonStatus
 
 
-class MetricsReply(_Event, tag="metrics", frozen=True, kw_only=True):
+class MetricsReply(EventBase, tag="metrics", frozen=True, kw_only=True):
     """Answers ``metrics``."""
 
     text: str
     """Metrics in Prometheus's text format."""
 
 
-class Loading(_Event, tag="loading", frozen=True, kw_only=True):
+class Loading(EventBase, tag="loading", frozen=True, kw_only=True):
     """Progress of a load."""
 
     model: str
@@ -279,20 +268,20 @@ class Loading(_Event, tag="loading", frozen=True, kw_only=True):
     """Fraction of the whole load, 0 to 1."""
 
 
-class Loaded(_Event, tag="loaded", frozen=True, kw_only=True):
+class Loaded(EventBase, tag="loaded", frozen=True, kw_only=True):
     """The model is ready."""
 
     model: ModelStatus
 
 
-class Unloaded(_Event, tag="unloaded", frozen=True, kw_only=True):
+class Unloaded(EventBase, tag="unloaded", frozen=True, kw_only=True):
     """The worker has exited and its memory is free."""
 
     model: str
     freed_bytes: int
 
 
-class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
+class Accepted(EventBase, tag="accepted", frozen=True, kw_only=True):
     """The worker has accepted the request."""
 
     prompt_tokens: int
@@ -302,25 +291,25 @@ class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
     """Name for ``attach``; empty if the request is not in a journal on disk."""
 
 
-class Queued(_Event, tag="queued", frozen=True, kw_only=True):
+class Queued(EventBase, tag="queued", frozen=True, kw_only=True):
     """The request waits for a place or for memory."""
 
     position: int
     """Position in the queue; 1 is next."""
 
 
-class Paused(_Event, tag="paused", frozen=True, kw_only=True):
+class Paused(EventBase, tag="paused", frozen=True, kw_only=True):
     """The request is paused; it resumes later without loss."""
 
     reason: Literal["restart", "memory"]
     """Reason: the model's worker restarts, or other requests need the memory."""
 
 
-class Resumed(_Event, tag="resumed", frozen=True, kw_only=True):
+class Resumed(EventBase, tag="resumed", frozen=True, kw_only=True):
     """A paused request continues with its next token."""
 
 
-class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
+class Tokens(EventBase, tag="tokens", frozen=True, kw_only=True):
     """The next tokens of a choice, with the text that they complete.
 
     ``text`` never ends inside a character or inside a possible stop text, so it may lag behind the
@@ -337,7 +326,7 @@ class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
     """One entry per token, if requested."""
 
 
-class PromptLogprobs(_Event, tag="prompt_logprobs", frozen=True, kw_only=True):
+class PromptLogprobs(EventBase, tag="prompt_logprobs", frozen=True, kw_only=True):
     """Logprobs of the next tokens of the prompt."""
 
     index: int
@@ -348,14 +337,14 @@ class PromptLogprobs(_Event, tag="prompt_logprobs", frozen=True, kw_only=True):
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class ChoiceFinished(_Event, tag="choice_finished", frozen=True, kw_only=True):
+class ChoiceFinished(EventBase, tag="choice_finished", frozen=True, kw_only=True):
     """One of several choices ended; ``done`` follows the last of them."""
 
     choice: int
     reason: FinishReason
 
 
-class Done(_Event, tag="done", frozen=True, kw_only=True):
+class Done(EventBase, tag="done", frozen=True, kw_only=True):
     """The request ended, with all its choices."""
 
     reason: FinishReason
@@ -365,14 +354,14 @@ class Done(_Event, tag="done", frozen=True, kw_only=True):
     """Tokens of all choices together; the prompt counts once."""
 
 
-class Pinned(_Event, tag="pinned", frozen=True, kw_only=True):
+class Pinned(EventBase, tag="pinned", frozen=True, kw_only=True):
     """Answers ``pin`` and ``unpin``."""
 
     model: str
     pinned: bool
 
 
-class Configured(_Event, tag="config", frozen=True, kw_only=True):
+class Configured(EventBase, tag="config", frozen=True, kw_only=True):
     """Answers ``config`` and ``reload``."""
 
     budget_bytes: int
@@ -386,7 +375,7 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
     """Problems that remain, as in `DaemonStatus`."""
 
 
-class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
+class EventRecord(EventBase, tag="record", frozen=True, kw_only=True):
     """One record of what was done or observed."""
 
     seq: int
@@ -404,20 +393,20 @@ class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
     """Bytes (``_bytes``), levels and counts that the decision used."""
 
 
-class EventsReply(_Event, tag="events", frozen=True, kw_only=True):
+class EventsReply(EventBase, tag="events", frozen=True, kw_only=True):
     """Answers ``events``, after all records."""
 
     last: int
     """Number of the newest record; 0 if there is none."""
 
 
-class Explained(_Event, tag="explain", frozen=True, kw_only=True):
+class Explained(EventBase, tag="explain", frozen=True, kw_only=True):
     """Answers ``explain``."""
 
     forecast: Forecast
 
 
-class Tokenized(_Event, tag="tokenized", frozen=True, kw_only=True):
+class Tokenized(EventBase, tag="tokenized", frozen=True, kw_only=True):
     """Answers ``tokenize``."""
 
     count: int
@@ -428,7 +417,7 @@ class Tokenized(_Event, tag="tokenized", frozen=True, kw_only=True):
     """Texts of these tokens, if requested; bytes that are not UTF-8 appear as U+FFFD."""
 
 
-class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
+class Cancelled(EventBase, tag="cancelled", frozen=True, kw_only=True):
     """Answers ``cancel``; the target itself ends with ``done`` and reason ``cancelled``."""
 
     target: str
@@ -436,15 +425,15 @@ class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
     """Whether the target was still open."""
 
 
-class Drained(_Event, tag="drained", frozen=True, kw_only=True):
+class Drained(EventBase, tag="drained", frozen=True, kw_only=True):
     """All requests have ended."""
 
 
-class ShutdownReply(_Event, tag="shutdown", frozen=True, kw_only=True):
+class ShutdownReply(EventBase, tag="shutdown", frozen=True, kw_only=True):
     """The daemon exits now."""
 
 
-class Error(_Event, tag="error", frozen=True, kw_only=True):
+class Error(EventBase, tag="error", frozen=True, kw_only=True):
     """The request failed. With an empty ``id`` the connection failed, and closes."""
 
     error: ErrorInfo
@@ -471,6 +460,8 @@ Event = (
     | EventsReply
     | Explained
     | Tokenized
+    | CacheReply
+    | CacheDropped
     | Cancelled
     | Drained
     | ShutdownReply

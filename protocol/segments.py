@@ -80,9 +80,10 @@ class PrefixStoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum bytes written in a day (UTC)."""
     keep_free_bytes: int
     """Free bytes of the file system that the store leaves to others."""
+    segments: int
+    """Number of segments."""
     stored_bytes: int
-    """Bytes of all segments, those that are being written included."""
+    """Bytes of all segments, those that are being written or deleted included."""
     written_today_bytes: int
     written_bytes: int
     """Bytes written since the store was created."""
-    spaces: list[PrefixSpace] = []

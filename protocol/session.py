@@ -14,7 +14,8 @@ import msgspec
 
 from protocol import errors
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
-from protocol.messages import VERSION, Error, Event, Generate, Request, RequestId, is_last
+from protocol.message_base import VERSION, RequestId
+from protocol.messages import Error, Event, Generate, Request, is_last
 from protocol.validation import describe_error
 
 OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)

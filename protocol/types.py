@@ -14,6 +14,7 @@ from protocol.costs import Costs
 from protocol.errors import ErrorInfo
 from protocol.fields import Count, LogitBias, Penalty
 from protocol.kv import KVSpec
+from protocol.segments import PrefixStoreStatus
 
 TimeSlicesMode = Literal["auto", "on", "off"]
 """Whether models with work share the device in time slices; ``auto``: only on accelerators."""
@@ -385,4 +386,6 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     http: list[str] = []
     """HTTP addresses such as ``http://127.0.0.1:11711`` or ``unix:/home/you/.kvd/http.sock``."""
     problems: list[Problem] = []
-    """Problems of the start and of the budget in effect."""
+    """Problems of the start, of the budget in effect, and of the prefix store."""
+    prefix_store: PrefixStoreStatus | None = None
+    """The prefix store; absent while it is not configured."""

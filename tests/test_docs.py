@@ -137,7 +137,7 @@ def test_the_example_file_has_every_key_with_its_default():
     lines = configuration.uncommented(example).splitlines()
     keys = {line.partition(" = ")[0] for line in lines if " = " in line}
     named = {one.name for struct in STRUCTS for one in fields(struct)}
-    assert named - keys == {"models", "kv", "http", "watchdog"}
+    assert named - keys == {"models", "kv", "http", "watchdog", "prefix_store"}
 
 
 def test_stated_bounds_are_enforced():

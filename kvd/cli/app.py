@@ -44,6 +44,7 @@ COMMANDS = (
     LazyCommand("unload", "kvd.cli.load:unload", _MODELS),
     LazyCommand("pin", "kvd.cli.load:pin", _MODELS),
     LazyCommand("unpin", "kvd.cli.load:unpin", _MODELS),
+    LazyCommand("cache", "kvd.cli.cache:cache", _MODELS),
     LazyCommand("explain", "kvd.cli.explain:explain", _MODELS),
     LazyCommand("generate", "kvd.cli.generate:generate", _TEXT),
     LazyCommand("chat", "kvd.cli.chat:chat", _TEXT),

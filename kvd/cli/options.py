@@ -13,7 +13,7 @@ import rich_click as click
 from kvd.cli.common import Command, Decorator
 from kvd.config import budget
 from kvd.config.kv import KVText
-from kvd.host.units import parse_bytes, parse_tokens
+from kvd.host.units import parse_bytes, parse_duration, parse_tokens
 from protocol.fields import MAX_INT, MAX_S
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
@@ -54,6 +54,23 @@ class Seconds(Number):
 
     def __init__(self, low: float) -> None:
         super().__init__(low, MAX_S)
+
+
+class Duration(click.ParamType[float, Any]):
+    """A duration in seconds, such as ``7d`` or ``12h``."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            seconds = value if isinstance(value, float) else parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if seconds > MAX_S:
+            self.fail(f"{value!r} is too long.", param, ctx)
+        return seconds
 
 
 class Tokens(click.IntRange):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvd.cli.tables import GAP, headed
 from kvd.host.units import format_bytes, format_duration
+from protocol.segments import PrefixStoreStatus
 from protocol.types import DaemonStatus, ModelInfo, ModelStatus, PrefixUse
 
 _COLORS = {
@@ -51,6 +52,8 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     parts: list[RenderableType] = [daemon(value), budget(value, width)]
     if addresses := [address for address in value.http if address.startswith("http:")]:
         parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
+    if value.prefix_store is not None:
+        parts.append(prefix_store(value.prefix_store))
     parts += [
         Text.assemble(("warning", "bold yellow"), f" {one.observed}; {one.advice}")
         for one in value.problems
@@ -128,6 +131,13 @@ def budget(value: DaemonStatus, width: int) -> Text:
     if value.host.pressure != "normal":
         line.append(f"  pressure {value.host.pressure}", _PRESSURE[value.host.pressure])
     return line
+
+
+def prefix_store(value: PrefixStoreStatus) -> Text:
+    stored, limit = format_bytes(value.stored_bytes), format_bytes(value.limit_bytes)
+    text = f"disk   {stored} of {limit} in {value.segments} stored prefixes"
+    state = "" if value.state == "on" else f", {value.state}"
+    return Text.assemble(text, (state, "yellow"))
 
 
 def _kept_bytes(value: ModelStatus) -> int:

@@ -163,6 +163,8 @@ class Client:
     attach = _blocking(_Connection.attach)
     cancel = _blocking(_Connection.cancel)
     explain = _blocking(_Connection.explain)
+    cache = _blocking(_Connection.cache)
+    cache_drop = _blocking(_Connection.cache_drop)
     tokenize = _blocking(_Connection.tokenize)
     drain = _blocking(_Connection.drain)
     shutdown = _blocking(_Connection.shutdown)

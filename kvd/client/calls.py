@@ -18,6 +18,7 @@ from protocol.errors import InvalidRequest, LocalProtocolError
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
+from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.types import DaemonStatus
 
 C = TypeVar("C", bound=CompletionRecord)
@@ -44,6 +45,18 @@ class Calls(ABC, Generic[C, L]):
         """Return all metrics in Prometheus's text format."""
         reply = await self._quick(m.Metrics(id=self._exchange.next_id()), m.MetricsReply)
         return reply.text
+
+    async def cache(self) -> CacheReply:
+        """Return what the prefix store contains, and its limits."""
+        return await self._quick(Cache(id=self._exchange.next_id()), CacheReply)
+
+    async def cache_drop(
+        self, *, model: str | None = None, unused_s: float | None = None
+    ) -> CacheDropped:
+        """Delete prefixes from the prefix store: those that meet all conditions, or all."""
+        number = self._exchange.next_id()
+        request = CacheDrop(id=number, model=model, unused_s=unused_s)
+        return await self._call(request, CacheDropped)
 
     async def load(
         self,

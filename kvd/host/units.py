@@ -22,6 +22,7 @@ _SIZES = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_DURATIONS = {"S": 1, "M": 60, "H": 3600, "D": 86_400}
 MAX_BYTES = 2**63 - 1
 """The protocol's limit for integers."""
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
@@ -57,6 +58,14 @@ def _parse(text: str, factors: dict[str, int]) -> float | None:
     found = _NUMBER.fullmatch(text)
     factor = factors.get(found[2].upper()) if found else None
     return None if found is None or factor is None else float(found[1]) * factor
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as ``7d``, ``12h``, ``30m`` or ``90s``."""
+    seconds = _parse(text, _DURATIONS)
+    if seconds is None:
+        raise ValueError(f"{text[:40]!r} is not a duration; write it like 7d, 12h, 30m or 90s")
+    return seconds
 
 
 def format_bytes(count: int) -> str:

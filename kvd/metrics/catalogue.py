@@ -216,6 +216,51 @@ PREFIX_BYTES = Metric(
     "Memory of the prefix cache; a part of the pages and tails",
     "Compare it with the setting prefix_cache",
 )  # fmt: skip
+STORE_BYTES = Metric(
+    "kvd_prefix_store_bytes", "gauge", (),
+    "Bytes of the prefix store on disk; absent without one",
+    "At the limit, old prefixes are deleted for new ones",
+)  # fmt: skip
+STORE_LIMIT = Metric(
+    "kvd_prefix_store_limit_bytes", "gauge", (),
+    "Maximum bytes of the prefix store; absent without one",
+    "The setting prefix_store.limit",
+)  # fmt: skip
+STORE_SEGMENTS = Metric(
+    "kvd_prefix_store_segments", "gauge", (),
+    "Segments in the prefix store; absent without one",
+    "If it stays 0, nothing is stored: see kvd_prefix_store_refused_total",
+)  # fmt: skip
+STORE_ON = Metric(
+    "kvd_prefix_store_on", "gauge", (),
+    "1 while the prefix store works, 0 while its disk does not; absent without one",
+    "At 0, kvctl status says why; requests are served without it",
+)  # fmt: skip
+STORE_HITS = Metric(
+    "kvd_prefix_store_hits_total", "counter", MODEL,
+    "Prompts that continued from the prefix store",
+    "Shows whether the store is worth its space",
+)  # fmt: skip
+STORE_HIT_TOKENS = Metric(
+    "kvd_prefix_store_hit_tokens_total", "counter", MODEL,
+    "Tokens that were read from the prefix store and not prefilled",
+    "Relate it to kvd_prompt_tokens_total",
+)  # fmt: skip
+STORE_SAVED = Metric(
+    "kvd_prefix_store_saved_seconds_total", "counter", MODEL,
+    "Seconds of prefill that the prefix store saved, less those of reading",
+    "If it stays small, the disk is hardly faster than prefill",
+)  # fmt: skip
+STORE_WRITTEN = Metric(
+    "kvd_prefix_store_written_bytes_total", "counter", MODEL,
+    "Bytes of complete segments that a model wrote to the prefix store",
+    "The wear of the disk",
+)  # fmt: skip
+STORE_REFUSED = Metric(
+    "kvd_prefix_store_refused_total", "counter", ("model", "reason"),
+    "Segments that were not written, by reason",
+    "limit and daily_writes: raise the setting. keep_free: the disk is full. off: see kvctl status",
+)  # fmt: skip
 STATE = Metric(
     "kvd_model_state", "gauge", ("model", "state"),
     "1 for the state of a model, 0 for the other states",
@@ -336,6 +381,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     "Tokens and prompts": (
         PROMPT_TOKENS, COMPUTED_TOKENS, GENERATED, PREFIX_LOOKUPS, PREFIX_QUERIES, PREFIX_HITS,
         PREFIX_EVICTED, PREFIX_CHECKPOINTS, PREFIX_BYTES,
+    ),
+    "The prefix store": (
+        STORE_ON, STORE_BYTES, STORE_LIMIT, STORE_SEGMENTS, STORE_HITS, STORE_HIT_TOKENS,
+        STORE_SAVED, STORE_WRITTEN, STORE_REFUSED,
     ),
     "Models and workers": (
         STATE, UNLOADED, INFO, ATTENTION, ATTENTION_CALL, LOADS, RESTARTS, STEPS, PHASES, FLUSHES,

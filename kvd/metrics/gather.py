@@ -69,6 +69,11 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     if process.most_files is not None:
         to.put(c.MOST_FILES, process.most_files)
     to.put(c.STARTED, it.started_at)
+    if (store := status.prefix_store) is not None:
+        to.put(c.STORE_ON, int(store.state == "on"))
+        to.put(c.STORE_BYTES, store.stored_bytes)
+        to.put(c.STORE_LIMIT, store.limit_bytes)
+        to.put(c.STORE_SEGMENTS, store.segments)
 
 
 def _host(to: Samples, host: types.HostMemory) -> None:
@@ -163,6 +168,11 @@ def _counted(to: Samples, name: str, it: ModelCounters) -> None:
     to.put(c.FIRST_TOKEN, _buckets(it.first), name)
     to.put(c.TOKEN_GAP, _buckets(it.gaps), name)
     to.put(c.WHOLE_TIME, _buckets(it.whole), name)
+    to.put(c.STORE_HITS, it.segment_hits, name)
+    to.put(c.STORE_HIT_TOKENS, it.segment_tokens, name)
+    to.put(c.STORE_SAVED, it.segment_saved_s, name)
+    to.put(c.STORE_WRITTEN, it.segment_bytes, name)
+    to.put_all(c.STORE_REFUSED, it.segments_refused, name)
     _of_workers(to, name, it)
 
 

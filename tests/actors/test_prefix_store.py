@@ -11,6 +11,8 @@ import pytest
 from actors.machines.prefix_store_events import StoreLimits
 from actors.system import Settings
 from protocol import worker as wire
+from protocol.errors import InvalidRequest
+from protocol.prefix_messages import Cache, CacheDrop
 from tests.sim.loop import simulated, until
 from tests.sim.segment_disk import KIB, SPACE, SimDisk, info, key, stored_files, write_file
 from tests.sim.world import world
@@ -45,9 +47,9 @@ async def offer(it, name, segment, hits=0):
     return answers(process, wire.SegmentAllowed)[-1].allowed
 
 
-async def write(it, name, segment, **options):
-    assert await offer(it, name, segment, **options)
-    written = write_file(it.disk.root, segment)
+async def write(it, name, segment, hits=0, space=SPACE):
+    assert await offer(it, name, segment, hits)
+    written = write_file(it.disk.root, segment, space)
     it.spawn.last(name).report(wire.SegmentWritten(segment=written, seconds=0.1))
     await asyncio.sleep(0.1)
     return written
@@ -82,7 +84,7 @@ async def test_segments_outlive_the_daemon(tmp_path):
         written = [await write(it, "a", info(1)), await write(it, "a", info(2, 512, base=1))]
     async with store(tmp_path) as it:
         assert answers(it.spawn.last("b"), wire.SegmentsChanged)[-1].added == written
-        assert it.system.prefix_store.status().spaces[0].models == ["a", "b"]
+        assert it.system.prefix_store.spaces()[0].models == ["a", "b"]
 
 
 @simulated
@@ -256,3 +258,64 @@ async def test_without_a_store_reports_are_answered(tmp_path):
         assert answers(it.spawn.last("a"), wire.LoadModel)[0].segments_folder is None
         it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
         assert not await offer(it, "a", info(1))
+
+
+@simulated
+async def test_a_client_sees_and_drops_what_is_stored(tmp_path):
+    async with store(tmp_path, load=("a", "b", "c"), opened=False) as it:
+        spaces = {"a": SPACE, "b": SPACE, "c": b"another space!!!"}
+        for name, space in spaces.items():
+            it.spawn.last(name).report(wire.SegmentsOpened(space=space))
+        await asyncio.sleep(0.1)
+        for number, (name, base) in enumerate([("a", None), ("a", 1), ("b", None), ("c", None)], 1):
+            await write(it, name, info(number, 256 * number, base=base), space=spaces[name])
+        used = wire.SegmentUsed(key=key(2), tokens=512, seconds=0.5, prefill_s=3.0)
+        it.spawn.last("b").report(used)
+        await asyncio.sleep(0.1)
+        client = it.client()
+        reply = await client.ask(Cache)
+        assert [(one.models, one.segments) for one in reply.spaces] == [(["a", "b"], 3), (["c"], 1)]
+        assert (reply.spaces[0].hits, reply.spaces[0].saved_s) == (1, 2.5)
+        assert reply.spaces[0].tokens == 256 + 256 + 768
+        assert reply.store.stored_bytes == sum(stored_files(it.disk.root).values())
+        assert it.system.status().prefix_store == reply.store
+
+        with pytest.raises(InvalidRequest, match="nothing of 'd'"):
+            await client.ask(CacheDrop, model="d")
+        size = stored_files(it.disk.root)[key(4)]
+        dropped = await client.ask(CacheDrop, model="c")
+        assert (dropped.segments, dropped.freed_bytes) == (1, size)
+        assert key(4) not in stored_files(it.disk.root)
+
+        await asyncio.sleep(100)
+        it.spawn.last("b").report(used)
+        await asyncio.sleep(1)
+        assert (await client.ask(CacheDrop, unused_s=50.0)).segments == 1
+        assert stored_files(it.disk.root).keys() == {key(1), key(2)}, "a base counts as used"
+        assert (await client.ask(CacheDrop)).segments == 2
+        assert stored_files(it.disk.root) == {}
+
+        it.disk.broken = OSError(errno.EIO, "Input/output error")
+        assert not await offer(it, "a", info(9))
+        with pytest.raises(InvalidRequest, match="Input/output error"):
+            await client.ask(CacheDrop)
+
+
+@simulated
+async def test_metrics_count_what_the_store_does(tmp_path):
+    async with store(tmp_path) as it:
+        written = await write(it, "a", info(1))
+        assert not await offer(it, "b", info(1))
+        used = wire.SegmentUsed(key=key(1), tokens=256, seconds=0.5, prefill_s=3.0)
+        it.spawn.last("b").report(used)
+        await asyncio.sleep(1)
+        text = await it.metrics.text()
+        for line in (
+            f'kvd_prefix_store_written_bytes_total{{model="a"}} {written.nbytes}',
+            'kvd_prefix_store_refused_total{model="b",reason="stored"} 1',
+            'kvd_prefix_store_hit_tokens_total{model="b"} 256',
+            'kvd_prefix_store_saved_seconds_total{model="b"} 2.5',
+            f"kvd_prefix_store_bytes {written.nbytes}",
+            "kvd_prefix_store_on 1",
+        ):
+            assert line in text, line

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from protocol import messages as m
+from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
+from protocol.segments import PrefixSpace, PrefixStoreStatus
 from protocol.session import ServerSession
 from protocol.types import (
     DaemonStatus,
@@ -159,6 +161,21 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
                 tokens=tokens,
                 texts=[chr(token) for token in tokens] if texts else [],
             )
+        case Cache():
+            store = PrefixStoreStatus(
+                state="on",
+                limit_bytes=20 * 2**30,
+                daily_bytes=50 * 2**30,
+                keep_free_bytes=5 * 2**30,
+                segments=3,
+                stored_bytes=2**30,
+                written_today_bytes=2**20,
+                written_bytes=2**31,
+            )
+            space = PrefixSpace(models=["demo", "other"], segments=3, tokens=4096, nbytes=2**30)
+            yield CacheReply(id=number, store=store, spaces=[space])
+        case CacheDrop():
+            yield CacheDropped(id=number, segments=2, freed_bytes=2**20)
         case m.Cancel(target=target):
             yield m.Cancelled(id=number, target=target, found=False)
         case m.Drain():

@@ -389,6 +389,20 @@ def test_an_unloaded_model_can_be_chatted_with_but_has_no_status_page(kvctl, hom
     assert (code, "the next request for it loads it" in err) == (6, True)
 
 
+def test_stored_prefixes_are_listed_and_dropped(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, out, _ = kvctl("cache")
+        assert code == 0
+        assert "1.0 GiB of 20.0 GiB in 3 segments" in out
+        assert "demo, other" in out
+        assert json.loads(kvctl("cache", "--json")[1])["store"]["segments"] == 3
+        assert "2 segments of 1.0 MiB" in kvctl("cache", "drop", "--older-than", "7d")[2]
+        out = kvctl("cache", "drop", "--all", "--json")[1]
+        assert json.loads(out) == {"segments": 2, "freed_bytes": 2**20}
+    for wrong in ((), ("--all", "--model", "demo"), ("--older-than", "soon")):
+        assert kvctl("cache", "drop", *wrong)[0] == 2
+
+
 def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         assert kvctl("tokenize", "demo", "a\n")[1] == "97\t'a'\n10\t'\\n'\n"

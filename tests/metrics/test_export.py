@@ -16,7 +16,15 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from kvd.host.home import Home
-from kvd.metrics.catalogue import ACCELERATOR_LIMIT, ATTENTION_CALL, everything
+from kvd.metrics.catalogue import (
+    ACCELERATOR_LIMIT,
+    ATTENTION_CALL,
+    STORE_BYTES,
+    STORE_LIMIT,
+    STORE_ON,
+    STORE_SEGMENTS,
+    everything,
+)
 from tests.metrics.conftest import Promtool
 from tests.metrics.prometheus import running
 from tests.metrics.served import CONFIG, Served, value_in
@@ -40,14 +48,18 @@ def served() -> Iterator[Served]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+OF_A_STORE = (STORE_ON, STORE_BYTES, STORE_LIMIT, STORE_SEGMENTS)
+"""Absent without a prefix store; tests/actors/test_prefix_store.py has one."""
+
+
 def families(text: str) -> set[str]:
     return set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
 
 
 def test_every_metric_of_the_page_is_exported_and_no_other(served: Served):
-    of_accelerators = {ACCELERATOR_LIMIT.name, ATTENTION_CALL.name}
-    expected = {it.name for it in everything()} - of_accelerators
-    assert families(served.settled()) - of_accelerators == expected
+    absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL, *OF_A_STORE)}
+    expected = {it.name for it in everything()} - absent
+    assert families(served.settled()) - absent == expected
 
 
 def test_promtool_finds_no_problem(served: Served, promtool: Promtool):

@@ -13,6 +13,7 @@ from msgspec import inspect as types
 from protocol import messages as m
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
+from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.types import Sampling
 from tools.pages.fields import Field, fields, markdown, words
 from tools.pages.markdown import table
@@ -32,6 +33,8 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Events: (m.EventRecord, m.EventsReply),
     m.Explain: (m.Explained,),
     m.Tokenize: (m.Tokenized,),
+    Cache: (CacheReply,),
+    CacheDrop: (CacheDropped,),
     m.Generate: (
         m.Accepted,
         m.Queued,
