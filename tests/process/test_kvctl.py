@@ -253,3 +253,28 @@ def test_help_starts_fast(shared: Daemon):
     began = time.monotonic()
     assert shared.kvctl("--help").returncode == 0
     assert time.monotonic() - began < 2.0
+
+
+def test_the_prefix_store_of_a_real_daemon_survives_its_death(daemon: Daemon):
+    assert "off; turn it on" in daemon.kvctl("cache").stdout
+    assert daemon.kvctl("cache", "drop", "--all").returncode == 6
+    changed = daemon.kvctl("config", "set", "prefix_store.limit", "1GB", "--save")
+    assert changed.returncode == 0, changed.stderr
+
+    def store() -> dict[str, object]:
+        found: dict[str, object] = json.loads(daemon.kvctl("cache", "--json").stdout)["store"]
+        return found
+
+    wait_for("the store is open", lambda: store()["state"] == "on")
+    status = json.loads(daemon.kvctl("status", "--json").stdout)
+    assert status["prefix_store"] == store()
+    part = daemon.home.prefixes / "00" / f"{'00' * 16}.part"
+    part.parent.mkdir(0o700)
+    part.write_bytes(b"begun")
+    daemon.end()  # kill -9
+    daemon.start()
+    wait_for("the store is open", lambda: store()["state"] == "on")
+    assert store()["limit_bytes"] == 10**9
+    assert not part.exists()
+    dropped = daemon.kvctl("cache", "drop", "--all", "--json")
+    assert json.loads(dropped.stdout) == {"segments": 0, "freed_bytes": 0}
