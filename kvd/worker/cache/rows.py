@@ -84,6 +84,10 @@ class Row:
         """Return the position of the first token of the row's page ``index``."""
         return PAGE_TOKENS * (index if index < self.anchored else index + self.skipped)
 
+    def index_of(self, number: int) -> int:
+        """Return the index of the page with the tokens from position ``64 * number`` on."""
+        return number if number < self.anchored else number - self.skipped
+
     def pages_before(self, position: int) -> int:
         """Return how many pages after the anchored ones end at or before ``position``."""
         count = position // PAGE_TOKENS - self.skipped - self.anchored

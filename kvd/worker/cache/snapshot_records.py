@@ -126,11 +126,11 @@ class SnapshotWriter:
             Outline([self._outline(one) for one in self._sequences], self._levels)
         )
         for sequence in self._sequences:
-            yield _bytes_of(_rest(sequence))
+            yield bytes_of(rest_of(sequence))
         for piece in _pieces(self._cache, self._levels):
             layer = self._cache.stores[piece.store].layers[piece.layer]
             sides = layer.pools[piece.level].copy(mx.array(self._pages.slots(piece)))
-            yield _bytes_of([array for side in sides for array in side])
+            yield bytes_of([array for side in sides for array in side])
 
     def _outline(self, sequence: SequenceSnapshot) -> SequenceOutline:
         rows = [
@@ -204,7 +204,7 @@ class SnapshotReader:
             raise DamagedFile(f"a record has {len(record)} bytes instead of {sum(sizes)}")
         arrays, start = [], 0
         for (shape, dtype), size in zip(like, sizes, strict=True):
-            arrays.append(_array_of(record[start : start + size], shape, dtype))
+            arrays.append(array_of(record[start : start + size], shape, dtype))
             start += size
         mx.eval(arrays)
         return arrays
@@ -275,19 +275,19 @@ def _snapshot_row(
     )
 
 
-def _rest(sequence: SequenceSnapshot) -> list[mx.array]:
+def rest_of(sequence: SequenceSnapshot) -> list[mx.array]:
     """Return a snapshot's tails and states, in the order in which they are written."""
     tails = [array for row in sequence.rows for sides in row.tails for array in sides]
     return tails + [array for part in sequence.state for array in part if array is not None]
 
 
-def _bytes_of(arrays: Sequence[mx.array]) -> bytes:
+def bytes_of(arrays: Sequence[mx.array]) -> bytes:
     views: list[Any] = [array.reshape(-1).view(mx.uint8) for array in arrays if array.size]
     mx.eval(views)
     return b"".join(memoryview(view) for view in views)
 
 
-def _array_of(raw: memoryview, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def array_of(raw: memoryview, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     if not raw.nbytes:
         return mx.zeros(shape, dtype)
     flat: Any = raw  # a buffer, which mlx accepts although its stubs do not say so

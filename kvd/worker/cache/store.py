@@ -133,6 +133,25 @@ class KVStore:
         self.pages.retain(row.pages)
         return row
 
+    def replace_content(
+        self,
+        row: Row,
+        content: Row,
+        tails: Sequence[tuple[mx.array, mx.array]],
+    ) -> None:
+        """Give a row the length, level and pages of ``content``, and these tails.
+
+        The row takes over the references to pages that it does not hold yet. The device must be
+        idle.
+        """
+        for layer, (keys, values) in zip(self.layers, tails, strict=True):
+            layer.fill_tail(row.slot, keys, values)
+        gone = set(row.held).difference(content.pages)
+        row.written_ahead = []
+        row.copy_from(content)
+        self.pages.release(gone)
+        self.tables.invalidate([row])
+
     def fork(self, row: Row) -> Row:
         snapshot = self.snapshots.take(row)
         try:

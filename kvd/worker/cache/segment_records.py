@@ -1,0 +1,268 @@
+"""Segments as bytes, and back: the part of a prompt's snapshot that lies beyond a shorter prefix.
+
+::
+
+    outline   length, level and page numbers of each row; shapes of states      JSON, one record
+    rest      tails and states at the segment's end                             one record
+    pages     `SLICE_PAGES` pages of one layer                                  one record each
+
+A page's *number* is its place in the sequence: number 3 holds the tokens 192 to 255. A segment
+contains the pages that its base lacks. A restored row takes its tails and states from the last
+segment, and each page from the segment that has it. Pages that left a window are in no row, and
+need not be in a segment.
+
+The restored sequence equals the snapshot bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import msgspec
+
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.page_store import SLICE_PAGES
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.rows import Row, SequenceRow
+from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
+from kvd.worker.cache.snapshot_records import DamagedRecord, array_of, bytes_of, rest_of
+from kvd.worker.cache.store import KVStore
+
+Record = bytes | bytearray | memoryview
+
+
+class SegmentRow(msgspec.Struct, frozen=True):
+    """One store's row at the segment's end."""
+
+    level: int
+    skipped: int
+    pages: list[int]
+    """Numbers of the pages that the segment contains, ascending."""
+
+
+class SegmentOutline(msgspec.Struct, frozen=True):
+    """Everything that a segment contains, without the content."""
+
+    length: int
+    rows: list[SegmentRow]
+    states: list[list[list[int] | None]]
+
+
+def page_numbers(row: Row) -> list[int]:
+    """Return the numbers of a row's pages, ascending."""
+    return [row.start(index) // PAGE_TOKENS for index in range(len(row.pages))]
+
+
+def can_extend(cache: ModelCache, base: int, end: int) -> bool:
+    """Return whether a row of ``end`` tokens has the pages of a row of ``base`` tokens.
+
+    It does not if it left its dense start in between.
+    """
+    return all(
+        store.dense_start.level(base) == store.dense_start.level(end) for store in cache.stores
+    )
+
+
+class SegmentRecords:
+    """The records of one segment: a snapshot's pages beyond ``base`` tokens, its tails and states.
+
+    The snapshot must not be dropped, nor its pages moved to another level, before the last record.
+    """
+
+    def __init__(self, cache: ModelCache, snapshot: SequenceSnapshot, base: int) -> None:
+        self._cache = cache
+        self._snapshot = snapshot
+        first = full_pages(base)
+        self._numbers = [
+            [number for number in page_numbers(row) if number >= first] for row in snapshot.rows
+        ]
+        pages = (
+            len(numbers) * store.pages.page_bytes(row.level)
+            for store, row, numbers in zip(cache.stores, snapshot.rows, self._numbers, strict=True)
+        )
+        self.nbytes = snapshot.nbytes + sum(pages)
+        """Bytes of all records except the outline."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the records. The device must be idle whenever the next one is requested."""
+        snapshot = self._snapshot
+        rows = [
+            SegmentRow(row.level, row.skipped, numbers)
+            for row, numbers in zip(snapshot.rows, self._numbers, strict=True)
+        ]
+        states = [
+            [None if array is None else list(array.shape) for array in part]
+            for part in snapshot.state
+        ]
+        yield msgspec.json.encode(SegmentOutline(snapshot.length, rows, states))
+        yield bytes_of(rest_of(snapshot))
+        for store, row, numbers in zip(
+            self._cache.stores, snapshot.rows, self._numbers, strict=True
+        ):
+            for some in _slices(numbers):
+                for layer in store.layers:
+                    slots = [row.pages[row.index_of(number)].slot for number in some]
+                    sides = layer.pools[row.level].copy(mx.array(slots))
+                    yield bytes_of([array for side in sides for array in side])
+
+
+class SegmentReader:
+    """Extends a sequence to the end of a segment, from the records of that segment and its bases.
+
+    ``segments``: an iterator of records for each, the last segment first, then its base, and so on.
+    ``sequence`` holds the prompt's beginning, or nothing, and must run no step before the last
+    record. Call `forget` if a record is missing or damaged: it frees the sequence.
+    """
+
+    def __init__(
+        self, cache: ModelCache, sequence: SequenceRow, segments: Sequence[Iterator[Record]]
+    ) -> None:
+        self._cache = cache
+        self._segments = segments
+        self.sequences = [sequence]
+        self._missing: list[set[int]] = []
+        """For each store, the numbers of pages whose content is not read yet."""
+
+    def run(self) -> Iterator[None]:
+        """Read the segments; yield before each record of pages.
+
+        The device must be idle. Pools may grow when this starts, which raises MLX's errors if
+        memory is short. Raises `DamagedRecord`.
+        """
+        for position, records in enumerate(self._segments):
+            outline = self._outline(records)
+            if position == 0:
+                self._extend(outline, records)
+            else:
+                _next(records)  # tails and states of a shorter prefix
+            yield
+            yield from self._read_pages(outline, records)
+        if any(self._missing):
+            raise DamagedRecord("the segments lack pages of the prefix")
+
+    def forget(self) -> None:
+        for sequence in self.sequences:
+            if sequence.alive:
+                self._cache.free(sequence, clean=False)
+
+    def _outline(self, records: Iterator[Record]) -> SegmentOutline:
+        try:
+            outline = msgspec.json.decode(_next(records), type=SegmentOutline)
+        except msgspec.MsgspecError as error:
+            raise DamagedRecord("the outline is unreadable") from error
+        if len(outline.rows) != len(self._cache.stores):
+            raise DamagedRecord("the segment is from another model")
+        return outline
+
+    def _extend(self, outline: SegmentOutline, records: Iterator[Record]) -> None:
+        (sequence,) = self.sequences
+        arrays = iter(self._read_rest(outline, _next(records)))
+        for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
+            tails = [(next(arrays), next(arrays)) for _ in store.layers]
+            self._missing.append(_extend(store, row, target, outline.length, tails))
+        state = [
+            [None if shape is None else next(arrays) for shape in part] for part in outline.states
+        ]
+        self._cache.states.restore(sequence, state)
+        sequence.length = outline.length
+
+    def _read_rest(self, outline: SegmentOutline, record: Record) -> list[mx.array]:
+        loose = outline.length - PAGE_TOKENS * full_pages(outline.length)
+        like: list[tuple[tuple[int, ...], mx.Dtype]] = []
+        for store in self._cache.stores:
+            for layer in store.layers:
+                g = layer.geometry
+                like.append(((g.kv_heads, loose, g.k_dim), store.dtype))
+                like.append(((g.kv_heads, loose, g.v_dim), store.dtype))
+        parts = self._cache.states.parts
+        if len(outline.states) != len(parts):
+            raise DamagedRecord("the segment is from another model")
+        for part, shapes in zip(parts, outline.states, strict=True):
+            for dtype, shape in zip(part.dtypes, shapes, strict=True):
+                if shape is not None:
+                    like.append((tuple(shape), dtype))
+        return _arrays(record, like)
+
+    def _read_pages(self, outline: SegmentOutline, records: Iterator[Record]) -> Iterator[None]:
+        (sequence,) = self.sequences
+        for store, row, found, missing in zip(
+            self._cache.stores, sequence.rows, outline.rows, self._missing, strict=True
+        ):
+            for some in _slices(found.pages):
+                wanted = [number if number in missing else None for number in some]
+                for layer in store.layers:
+                    record = _next(records)
+                    if missing.intersection(some):
+                        _write(layer, row, found.level, record, wanted)
+                        yield
+                missing.difference_update(some)
+
+
+def _extend(
+    store: KVStore,
+    row: Row,
+    target: SegmentRow,
+    length: int,
+    tails: Sequence[tuple[mx.array, mx.array]],
+) -> set[int]:
+    """Give a row the length, pages and tails of the target; return the pages without content."""
+    paged = full_pages(length)
+    anchored = min(row.anchored, paged)
+    numbers = [*range(anchored), *range(anchored + target.skipped, paged)]
+    if length < row.length or len(numbers) != paged - target.skipped:
+        raise DamagedRecord(f"a row of {length} tokens cannot skip {target.skipped} pages")
+    held: dict[int, PageId] = {}
+    if row.level == target.level:
+        held = dict(zip(page_numbers(row), row.pages, strict=True))
+    missing = [number for number in numbers if number not in held]
+    taken = dict(zip(missing, store.pages.take(target.level, len(missing)), strict=True))
+    # `take` may have moved the row's pages, so they are looked up again.
+    held = dict(zip(page_numbers(row), row.pages, strict=True)) if held else {}
+    pages = [taken[number] if number in taken else held[number] for number in numbers]
+    content = Row(row.slot, target.level, length, pages, anchored=row.anchored)
+    content.skipped = target.skipped
+    store.replace_content(row, content, tails)
+    return set(missing)
+
+
+def _slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(numbers), SLICE_PAGES):
+        yield numbers[start : start + SLICE_PAGES]
+
+
+def _next(records: Iterator[Record]) -> Record:
+    try:
+        return next(records)
+    except StopIteration:
+        raise DamagedRecord("a record is missing") from None
+
+
+def _arrays(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+    """Return a record as arrays of these shapes and dtypes, evaluated."""
+    sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
+    if sum(sizes) != len(record):
+        raise DamagedRecord(f"a record has {len(record)} bytes instead of {sum(sizes)}")
+    view, start, arrays = memoryview(record), 0, []
+    for (shape, dtype), size in zip(like, sizes, strict=True):
+        arrays.append(array_of(view[start : start + size], shape, dtype))
+        start += size
+    mx.eval(arrays)
+    return arrays
+
+
+def _write(
+    layer: LayerStore, row: Row, level: int, record: Record, numbers: Sequence[int | None]
+) -> None:
+    """Write a record of pages into a layer; None stands for a page that the row does not need."""
+    pool = layer.pools[level]
+    split, count = len(pool.keys), len(numbers)
+    arrays = _arrays(record, [((count, *like.shape[1:]), like.dtype) for like in pool.arrays()])
+    slots = [row.pages[row.index_of(number)].slot for number in numbers if number is not None]
+    if len(slots) < count:
+        places = mx.array([at for at, number in enumerate(numbers) if number is not None])
+        arrays = [array[places] for array in arrays]
+    layer.write(level, slots, tuple(arrays[:split]), tuple(arrays[split:]))

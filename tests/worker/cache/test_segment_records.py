@@ -1,0 +1,144 @@
+"""Segments of a prompt, read one after another: the restored row continues bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
+from kvd.worker.cache.snapshot_records import DamagedRecord
+from kvd.worker.serving import probe
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures.reference import TOKENS
+from tests.worker.architectures.zoo import build
+from tests.worker.cache.invariants import check_cache
+from tests.worker.cache.test_snapshot import CHUNK, SETTINGS, decode, disturb, ids
+
+pytestmark = pytest.mark.mlx
+
+CASES = [
+    ("qwen3", "plain"),
+    ("qwen3", "dense at first"),
+    ("gpt_oss", "plain"),
+    ("gpt_oss", "bounded"),
+    ("baichuan_m1", "plain"),
+    ("qwen3_next", "plain"),
+    ("llama4", "plain"),
+    ("mamba2", "plain"),
+]
+ENDS = (128, 320, 704)
+PROMPT = ids(ENDS[-1])
+
+
+def runner_of(name: str, how: str) -> Runner:
+    served = probe.serve(build(name)[0], SETTINGS[how], TOKENS)
+    assert isinstance(served.runner.cache, ModelCache)
+    return served.runner
+
+
+def prefill(runner: Runner, row: Row, start: int, end: int) -> None:
+    for at in range(start, end, CHUNK):
+        runner.prefill(row, PROMPT[at : at + CHUNK])
+
+
+def written(runner: Runner) -> tuple[dict[int, list[bytes]], dict[int, int | None], np.ndarray]:
+    """Return the records and the base of each segment, and logits after the last."""
+    cache = runner.cache
+    row = cache.new_row()
+    files: dict[int, list[bytes]] = {}
+    bases: dict[int, int | None] = {}
+    for start, end in itertools.pairwise((0, *ENDS)):
+        prefill(runner, row, start, end)
+        bases[end] = start if start and can_extend(cache, start, end) else None
+        snapshot = cache.snapshots.take(row)
+        records = SegmentRecords(cache, snapshot, bases[end] or 0)
+        stream = iter(records)
+        files[end] = list(itertools.islice(stream, 2))
+        disturb(runner)  # moves the pages that are not written yet
+        files[end] += stream
+        assert sum(map(len, files[end][1:])) == records.nbytes
+        cache.snapshots.drop(snapshot)
+    (want,) = decode(runner, [row], ids(70, 8))
+    cache.free(row)
+    return files, bases, want
+
+
+def chain(files: dict[int, list[bytes]], bases: dict[int, int | None], end: int | None):
+    while end is not None:
+        yield iter(files[end])
+        end = bases[end]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize("held", [0, 64, 192, 320, 640])
+def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> None:
+    """``held`` tokens of the prompt are in memory when the segments are read."""
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files, bases, want = written(runner)
+    row = cache.new_row()
+    prefill(runner, row, 0, held)
+    snapshot = cache.snapshots.take(row)  # shares the row's pages, and must not change
+    stranger = cache.new_row()
+    reader = SegmentReader(cache, row, list(chain(files, bases, ENDS[-1])))
+    for count, _ in enumerate(reader.run()):
+        if count % 8 == 0:
+            runner.prefill(stranger, ids(9, count))
+            check_cache(cache)
+    cache.free(stranger)
+    disturb(runner)
+
+    (found,) = decode(runner, [row], ids(70, 8))
+    np.testing.assert_array_equal(found, want)
+    cache.free(row)
+    again = cache.restore(snapshot)
+    cache.snapshots.drop(snapshot)
+    prefill(runner, again, held, ENDS[-1])
+    (found,) = decode(runner, [again], ids(70, 8))
+    np.testing.assert_array_equal(found, want)
+    cache.free(again)
+    cache.shrink()
+    assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_missing_records_are_found(cut: int) -> None:
+    runner = runner_of("gpt_oss", "plain")
+    cache = runner.cache
+    files, bases, _ = written(runner)
+    files[ENDS[-1 - cut % 3]].pop(cut % len(files[ENDS[0]]))
+    reader = SegmentReader(cache, cache.new_row(), list(chain(files, bases, ENDS[-1])))
+
+    with pytest.raises(DamagedRecord):
+        list(reader.run())
+    reader.forget()
+    cache.shrink()
+    assert cache.nbytes == 0
+
+
+def test_a_base_that_is_not_given_is_found() -> None:
+    runner = runner_of("qwen3", "plain")
+    files, _, _ = written(runner)
+    reader = SegmentReader(runner.cache, runner.cache.new_row(), [iter(files[ENDS[-1]])])
+
+    with pytest.raises(DamagedRecord, match="lack pages"):
+        list(reader.run())
+    reader.forget()
+
+
+def test_segments_hold_each_page_once() -> None:
+    """A long prefix in three segments takes as many bytes as in one, tails excepted."""
+    runner = runner_of("qwen3", "plain")
+    cache = runner.cache
+    files, bases, _ = written(runner)
+    assert bases == {128: None, 320: 128, 704: 320}
+    row = cache.new_row()
+    prefill(runner, row, 0, ENDS[-1])
+    whole = list(SegmentRecords(cache, cache.snapshots.take(row), 0))
+
+    assert sum(len(record) for records in files.values() for record in records[2:]) == sum(
+        len(record) for record in whole[2:]
+    )
