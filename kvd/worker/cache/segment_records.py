@@ -17,7 +17,7 @@ The restored sequence equals the snapshot bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import mlx.core as mx
 import msgspec
@@ -33,6 +33,8 @@ from kvd.worker.cache.snapshot_records import DamagedRecord, array_of, bytes_of,
 from kvd.worker.cache.store import KVStore
 
 Record = bytes | bytearray | memoryview
+Records = Iterator[Record | None]
+"""The records of one file. None: the next one is not read yet."""
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
@@ -113,34 +115,39 @@ class SegmentRecords:
 class SegmentReader:
     """Extends a sequence to the end of a segment, from the records of that segment and its bases.
 
-    ``segments``: an iterator of records for each, the last segment first, then its base, and so on.
+    ``segments``: the records of each, the last segment first, then its base, and so on.
     ``sequence`` holds the prompt's beginning, or nothing, and must run no step before the last
     record. Call `forget` if a record is missing or damaged: it frees the sequence.
     """
 
     def __init__(
-        self, cache: ModelCache, sequence: SequenceRow, segments: Sequence[Iterator[Record]]
+        self, cache: ModelCache, sequence: SequenceRow, segments: Sequence[Records]
     ) -> None:
         self._cache = cache
         self._segments = segments
         self.sequences = [sequence]
+        self.reading = 0
+        """Index of the segment that is being read."""
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
 
     def run(self) -> Iterator[None]:
-        """Read the segments; yield before each record of pages.
+        """Read the segments; yield after each record, and while the next one is not read yet.
 
         The device must be idle. Pools may grow when this starts, which raises MLX's errors if
         memory is short. Raises `DamagedRecord`.
         """
-        for position, records in enumerate(self._segments):
-            outline = self._outline(records)
-            if position == 0:
-                self._extend(outline, records)
-            else:
-                _next(records)  # tails and states of a shorter prefix
-            yield
+        for index, records in enumerate(self._segments):
+            self.reading = index
+            outline = self._outline((yield from _next(records)))
+            rest = yield from _next(records)
+            if index == 0:
+                self._extend(outline, rest)
             yield from self._read_pages(outline, records)
+            while (record := next(records, b"")) is None:
+                yield
+            if record:
+                raise DamagedRecord("there are more records than pages")
         if any(self._missing):
             raise DamagedRecord("the segments lack pages of the prefix")
 
@@ -149,18 +156,18 @@ class SegmentReader:
             if sequence.alive:
                 self._cache.free(sequence, clean=False)
 
-    def _outline(self, records: Iterator[Record]) -> SegmentOutline:
+    def _outline(self, record: Record) -> SegmentOutline:
         try:
-            outline = msgspec.json.decode(_next(records), type=SegmentOutline)
+            outline = msgspec.json.decode(record, type=SegmentOutline)
         except msgspec.MsgspecError as error:
             raise DamagedRecord("the outline is unreadable") from error
         if len(outline.rows) != len(self._cache.stores):
             raise DamagedRecord("the segment is from another model")
         return outline
 
-    def _extend(self, outline: SegmentOutline, records: Iterator[Record]) -> None:
+    def _extend(self, outline: SegmentOutline, rest: Record) -> None:
         (sequence,) = self.sequences
-        arrays = iter(self._read_rest(outline, _next(records)))
+        arrays = iter(self._read_rest(outline, rest))
         for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
             tails = [(next(arrays), next(arrays)) for _ in store.layers]
             self._missing.append(_extend(store, row, target, outline.length, tails))
@@ -187,7 +194,7 @@ class SegmentReader:
                     like.append((tuple(shape), dtype))
         return _arrays(record, like)
 
-    def _read_pages(self, outline: SegmentOutline, records: Iterator[Record]) -> Iterator[None]:
+    def _read_pages(self, outline: SegmentOutline, records: Records) -> Iterator[None]:
         (sequence,) = self.sequences
         for store, row, found, missing in zip(
             self._cache.stores, sequence.rows, outline.rows, self._missing, strict=True
@@ -195,7 +202,7 @@ class SegmentReader:
             for some in _slices(found.pages):
                 wanted = [number if number in missing else None for number in some]
                 for layer in store.layers:
-                    record = _next(records)
+                    record = yield from _next(records)
                     if missing.intersection(some):
                         _write(layer, row, found.level, record, wanted)
                         yield
@@ -234,11 +241,14 @@ def _slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         yield numbers[start : start + SLICE_PAGES]
 
 
-def _next(records: Iterator[Record]) -> Record:
+def _next(records: Records) -> Generator[None, None, Record]:
+    """Return the next record; yield while it is not read yet."""
     try:
-        return next(records)
+        while (record := next(records)) is None:
+            yield
     except StopIteration:
         raise DamagedRecord("a record is missing") from None
+    return record
 
 
 def _arrays(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 Path = tuple[bytes, ...]
@@ -25,10 +25,21 @@ Path = tuple[bytes, ...]
 
 def path_of(tokens: Sequence[int], salt: str, chunk: int) -> Path:
     """Return a prompt's path: the whole chunks before its last token, which is not prefilled."""
+    edges = (edge_of(tokens[end - chunk : end]) for end in range(chunk, len(tokens), chunk))
+    return names_of(salt, edges)
+
+
+def edge_of(tokens: Sequence[int]) -> bytes:
+    """Return the token ids of a chunk, four bytes each."""
+    return array("i", tokens).tobytes()
+
+
+def names_of(salt: str, edges: Iterable[bytes]) -> Path:
+    """Return the path of the prompt that consists of these chunks."""
     digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
     names = []
-    for end in range(chunk, len(tokens), chunk):
-        digest.update(array("i", tokens[end - chunk : end]).tobytes())
+    for edge in edges:
+        digest.update(edge)
         names.append(digest.digest())
     return tuple(names)
 

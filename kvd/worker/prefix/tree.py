@@ -17,11 +17,12 @@ One tree serves one cache: the model, its KV schemes and the chunk never change.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvd.worker.prefix.queued_paths import edge_of, names_of
+from kvd.worker.prefix.segment_index import Checkpoint
 from protocol.segments import prefix_value
 
 Snapshot = Any
@@ -80,6 +81,7 @@ class _Node:
     snapshot: Snapshot = None
     used: int = 0
     """Query count when the checkpoint was last stored or hit."""
+    hits: int = 0
 
 
 class PrefixTree:
@@ -137,6 +139,7 @@ class PrefixTree:
         if node is None:
             return Hit(0)
         node.used = self._clock
+        node.hits += 1
         self.counts.hit_tokens += node.depth
         return Hit(node.depth, node.snapshot)
 
@@ -193,6 +196,20 @@ class PrefixTree:
         while self.held_bytes > self.cap_bytes:
             self._evict(self._least_valuable(one for one in self._stored if one is not node)[0])
         return True
+
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """Yield all valid checkpoints."""
+        for node in list(self._stored):
+            if not self._is_valid(node):
+                continue
+            edges: list[bytes | str] = []
+            above: _Node | None = node
+            while above is not None and above is not self._root:
+                edges.append(above.edge)
+                above = above.parent
+            salt = str(edges.pop())
+            names = names_of(salt, (edge for edge in reversed(edges) if isinstance(edge, bytes)))
+            yield Checkpoint(names, node.depth, node.hits, node.snapshot)
 
     # Eviction.
 
@@ -278,7 +295,7 @@ class PrefixTree:
 
     def _edges(self, tokens: Sequence[int], end: int) -> Iterator[bytes]:
         for start in range(0, end, self.chunk):
-            yield array("i", tokens[start : start + self.chunk]).tobytes()
+            yield edge_of(tokens[start : start + self.chunk])
 
     def _path(self, tokens: Sequence[int], salt: str, *, proper: bool = True) -> Iterator[_Node]:
         """Yield the known nodes on a prompt's path, the first chunk's first."""

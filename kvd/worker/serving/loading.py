@@ -19,6 +19,7 @@ from kvd.worker.cache.scheme import floors_of, schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
+from kvd.worker.prefix.segment_io import STAGING_BYTES
 from kvd.worker.process import memory
 from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, kernel_choice, model_files, probe
@@ -160,6 +161,8 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     tokens = command.prefill_chunk + command.max_rows
     step = memory_bounds.step_bytes(loaded.config, tokens, on_cpu=on_cpu())
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
+    if command.segments_folder is not None:
+        step += 2 * STAGING_BYTES  # one segment is read while another is written
     return held + freed_bytes() + memory_bounds.LOOSE_BYTES + step
 
 

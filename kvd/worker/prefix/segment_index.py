@@ -1,0 +1,95 @@
+"""The segments of one space, as a worker knows them, and which checkpoints are worth a segment.
+
+The index is a copy of the daemon's, so a lookup asks nobody. It may be stale: a segment whose file
+is gone is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from protocol.segments import KEY_BYTES, SegmentInfo
+
+MIN_TOKENS = 512
+"""Tokens that a segment adds at least. A shorter one costs more for its tail than it saves."""
+MIN_PART = 20
+"""A segment adds at least this part of its prefix, 1 / `MIN_PART`: a conversation that grows by
+short messages does not write a tail for each."""
+MIN_SECONDS = 0.25
+"""Seconds of prefill that a prefix must take to be worth a file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint of the prefix tree."""
+
+    names: Sequence[bytes]
+    """`kvd.worker.prefix.queued_paths.Path` up to the checkpoint, which the last name is for."""
+    tokens: int
+    hits: int
+    snapshot: Any
+
+
+class SegmentIndex:
+    """The segments of one space, and the keys that name prefixes in it."""
+
+    def __init__(self, space: bytes, chunk: int) -> None:
+        self._space = space
+        self._chunk = chunk
+        self._segments: dict[bytes, SegmentInfo] = {}
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def change(self, added: Iterable[SegmentInfo], removed: Iterable[bytes]) -> None:
+        for key in removed:
+            self._segments.pop(key, None)
+        self._segments.update((segment.key, segment) for segment in added)
+
+    def key(self, name: bytes) -> bytes:
+        """Return the key of the prefix with this name."""
+        return blake2b(self._space + name, digest_size=KEY_BYTES).digest()
+
+    def find(self, names: Sequence[bytes], above: int = 0) -> list[SegmentInfo]:
+        """Return the segments of the longest stored beginning of a prompt, the last one first.
+
+        Empty unless that beginning has more than ``above`` tokens.
+        """
+        for name in names[: above // self._chunk : -1]:
+            if found := self._chain(self.key(name)):
+                return found
+        return []
+
+    def _chain(self, key: bytes | None) -> list[SegmentInfo]:
+        """Return a segment and its bases; empty if one of them is missing."""
+        found: list[SegmentInfo] = []
+        while key is not None:
+            segment = self._segments.get(key)
+            if segment is None or (found and segment.tokens >= found[-1].tokens):
+                return []
+            found.append(segment)
+            key = segment.base
+        return found
+
+    def to_write(
+        self, checkpoints: Iterable[Checkpoint], tokens_per_s: float
+    ) -> Iterator[tuple[Checkpoint, SegmentInfo | None]]:
+        """Yield the checkpoints that are worth a segment, the best first, each with its base.
+
+        The best one saves most prefill; one that prompts continued from is worth several others.
+        """
+        found = []
+        for checkpoint in checkpoints:
+            if self.key(checkpoint.names[-1]) in self._segments:
+                continue
+            base = next(iter(self.find(checkpoint.names)), None)
+            added = checkpoint.tokens - (base.tokens if base else 0)
+            worth = added >= max(MIN_TOKENS, checkpoint.tokens // MIN_PART)
+            if worth and checkpoint.tokens >= MIN_SECONDS * tokens_per_s:
+                found.append((added * (1 + checkpoint.hits), checkpoint, base))
+        found.sort(key=lambda one: one[0], reverse=True)
+        for _, checkpoint, base in found:
+            yield checkpoint, base
