@@ -79,6 +79,13 @@ class Engine(Protocol):
     def segment_command(self, command: SegmentCommand) -> None:
         """Process a change of the prefix store, or the answer to a `SegmentOffered`."""
 
+    def drain(self, seconds: float) -> None:
+        """Write prefixes for at most so many seconds; the rows have ended. May be repeated."""
+
+    @property
+    def keeps_worker(self) -> bool:
+        """Whether a drained worker without rows should stay, because prefixes are being written."""
+
     def step(self) -> list[Report]:
         """Run one step; return its tokens, ends, failures and memory requests.
 

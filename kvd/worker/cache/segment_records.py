@@ -29,8 +29,9 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
-from kvd.worker.cache.snapshot_records import DamagedRecord, array_of, bytes_of, rest_of
+from kvd.worker.cache.snapshot_records import array_of, bytes_of, rest_of
 from kvd.worker.cache.store import KVStore
+from protocol.record_file import DamagedFile
 
 Record = bytes | bytearray | memoryview
 Records = Iterator[Record | None]
@@ -135,7 +136,7 @@ class SegmentReader:
         """Read the segments; yield after each record, and while the next one is not read yet.
 
         The device must be idle. Pools may grow when this starts, which raises MLX's errors if
-        memory is short. Raises `DamagedRecord`.
+        memory is short. Raises `DamagedFile`.
         """
         for index, records in enumerate(self._segments):
             self.reading = index
@@ -147,9 +148,9 @@ class SegmentReader:
             while (record := next(records, b"")) is None:
                 yield
             if record:
-                raise DamagedRecord("there are more records than pages")
+                raise DamagedFile("there are more records than pages")
         if any(self._missing):
-            raise DamagedRecord("the segments lack pages of the prefix")
+            raise DamagedFile("the segments lack pages of the prefix")
 
     def forget(self) -> None:
         for sequence in self.sequences:
@@ -160,9 +161,9 @@ class SegmentReader:
         try:
             outline = msgspec.json.decode(record, type=SegmentOutline)
         except msgspec.MsgspecError as error:
-            raise DamagedRecord("the outline is unreadable") from error
+            raise DamagedFile("the outline is unreadable") from error
         if len(outline.rows) != len(self._cache.stores):
-            raise DamagedRecord("the segment is from another model")
+            raise DamagedFile("the segment is from another model")
         return outline
 
     def _extend(self, outline: SegmentOutline, rest: Record) -> None:
@@ -187,7 +188,7 @@ class SegmentReader:
                 like.append(((g.kv_heads, loose, g.v_dim), store.dtype))
         parts = self._cache.states.parts
         if len(outline.states) != len(parts):
-            raise DamagedRecord("the segment is from another model")
+            raise DamagedFile("the segment is from another model")
         for part, shapes in zip(parts, outline.states, strict=True):
             for dtype, shape in zip(part.dtypes, shapes, strict=True):
                 if shape is not None:
@@ -221,7 +222,7 @@ def _extend(
     anchored = min(row.anchored, paged)
     numbers = [*range(anchored), *range(anchored + target.skipped, paged)]
     if length < row.length or len(numbers) != paged - target.skipped:
-        raise DamagedRecord(f"a row of {length} tokens cannot skip {target.skipped} pages")
+        raise DamagedFile(f"a row of {length} tokens cannot skip {target.skipped} pages")
     held: dict[int, PageId] = {}
     if row.level == target.level:
         held = dict(zip(page_numbers(row), row.pages, strict=True))
@@ -247,7 +248,7 @@ def _next(records: Records) -> Generator[None, None, Record]:
         while (record := next(records)) is None:
             yield
     except StopIteration:
-        raise DamagedRecord("a record is missing") from None
+        raise DamagedFile("a record is missing") from None
     return record
 
 
@@ -255,7 +256,7 @@ def _arrays(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) ->
     """Return a record as arrays of these shapes and dtypes, evaluated."""
     sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
     if sum(sizes) != len(record):
-        raise DamagedRecord(f"a record has {len(record)} bytes instead of {sum(sizes)}")
+        raise DamagedFile(f"a record has {len(record)} bytes instead of {sum(sizes)}")
     view, start, arrays = memoryview(record), 0, []
     for (shape, dtype), size in zip(like, sizes, strict=True):
         arrays.append(array_of(view[start : start + size], shape, dtype))

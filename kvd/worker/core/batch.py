@@ -145,6 +145,12 @@ class Batch:
     def open_row(self, request: Request, hit: Hit | None = None) -> None:
         request.row = self.new_row(request, hit or Hit(0))
 
+    def take_row(self, request: Request, row: Row, tokens: int) -> None:
+        """Give a request a row that holds the first ``tokens`` of its prompt."""
+        request.row = row
+        if request.resumed_at is None:
+            request.choices.cached_tokens = tokens
+
     def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
         """Report the logprobs of prompt tokens from ``index`` on, except those reported before."""
         skipped = max(0, request.prompt_reported - index)

@@ -22,6 +22,7 @@ from kvd.worker.serving.describe import costs_of
 from kvd.worker.text.text import TEMPLATE_BYTES, Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
+from protocol.types import ModelInfo
 from protocol.worker import LoadModel
 
 
@@ -115,3 +116,8 @@ def make_admission(
         step=chunk,
     )
     return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs
+
+
+def space(command: LoadModel, model: Model, info: ModelInfo) -> bytes:
+    """Return the space of the model's segments (`protocol.segments`)."""
+    return b"placeholder spac"

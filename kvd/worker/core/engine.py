@@ -16,10 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 from msgspec.structs import replace
 
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
@@ -31,8 +33,11 @@ from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.core.segment_store import SegmentStore
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.prefix.segment_files import SegmentFiles
+from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.process import shortage
 from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
@@ -50,6 +55,7 @@ from protocol.worker import (
     Report,
     RowAdmitted,
     SegmentCommand,
+    SegmentsOpened,
     StartLevel,
     Submit,
     Tokenize,
@@ -80,6 +86,7 @@ class MLXEngine:
         self._steps = 0
         self._prompt_tokens = 0
         self._loaded = False
+        self._segments: SegmentStore | None = None
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         try:
@@ -109,7 +116,7 @@ class MLXEngine:
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         self._loaded = True
-        return loading.info_of(
+        info = loading.info_of(
             command,
             model.loaded,
             model.served,
@@ -117,6 +124,31 @@ class MLXEngine:
             native=model.native,
             has_chat_template=text.has_chat_template,
             costs=costs,
+        )
+        self._segments = self._prompts.segments = self._open_segments(command, model, info)
+        return info
+
+    def _open_segments(
+        self, command: LoadModel, model: builder.Model, info: ModelInfo
+    ) -> SegmentStore | None:
+        """Return this engine's part of the prefix store, and report its space."""
+        cache = self._runner.cache
+        if (
+            command.segments_folder is None
+            or not isinstance(cache, ModelCache)
+            or self._prefix_cache.tree is None
+        ):
+            return None
+        space = builder.space(command, model, info)
+        self._batch.reports.append(SegmentsOpened(space=space))
+        return SegmentStore(
+            self._batch,
+            self._memory,
+            self._preemption,
+            self._rates,
+            SegmentIndex(space, command.prefill_chunk),
+            SegmentFiles(Path(command.segments_folder), space),
+            self._clock,
         )
 
     # Requests.
@@ -171,6 +203,18 @@ class MLXEngine:
     def start_level(self, command: StartLevel) -> None:
         self._admission.set_start_level(command.level)
 
+    def segment_command(self, command: SegmentCommand) -> None:
+        if self._segments is not None:
+            self._segments.handle(command)
+
+    def drain(self, seconds: float) -> None:
+        if self._segments is not None:
+            self._segments.drain(seconds)
+
+    @property
+    def keeps_worker(self) -> bool:
+        return self._segments is not None and self._segments.keeps_worker
+
     def watch(self, on_phase: OnPhase) -> None:
         self._enter_phase.on_phase = on_phase
 
@@ -178,6 +222,8 @@ class MLXEngine:
     def has_work(self) -> bool:
         transfers = self._reclaiming.active or self._preemption.busy
         if self._batch.reports or self._batch.in_flight or transfers or self._admission.has_work:
+            return True
+        if self._segments is not None and self._segments.has_work:
             return True
         deadline = self._scheduler.next_deadline
         return deadline is not None and deadline <= self._clock()
@@ -188,12 +234,11 @@ class MLXEngine:
 
     @property
     def next_deadline(self) -> float | None:
-        return self._scheduler.next_deadline
+        store = None if self._segments is None else self._segments.next_deadline
+        both = (self._scheduler.next_deadline, store)
+        return min((one for one in both if one is not None), default=None)
 
     # The step.
-
-    def segment_command(self, _: SegmentCommand) -> None:
-        pass
 
     def step(self) -> list[Report]:
         """Run one step; return its reports.
@@ -234,6 +279,11 @@ class MLXEngine:
         elif self._runner.cache.lacks_room:
             self._enter_pools()
             self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
+        elif self._segments is not None and self._segments.has_work:
+            self._enter_pools()
+            self._segments.work(POOL_SECONDS)
+        if self._segments is not None:
+            self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
             self._shrink_when_idle()
 

@@ -48,6 +48,10 @@ class Preemption:
     def busy(self) -> bool:
         return bool(self._jobs)
 
+    def start(self, rid: str, job: Iterator[None]) -> None:
+        """Let `work` run a transfer of a request's rows."""
+        self._jobs[rid] = job
+
     def work(self, seconds: float) -> None:
         """Continue transfers for about ``seconds``, at least one record.
 
@@ -242,5 +246,7 @@ class Preemption:
         for rid in list(self._transfers.reading):
             self._transfers.abort_reading(rid)
             self._batch.scheduler.resume(rid)
-            self._batch.finish_resume(self._batch.requests[rid])
+            request = self._batch.requests[rid]
+            if request.swapped is not None:
+                self._batch.finish_resume(request)
         self.requeue()

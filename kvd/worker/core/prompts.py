@@ -15,6 +15,7 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
+from kvd.worker.core.segment_store import SegmentStore
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
@@ -33,6 +34,8 @@ class Prompts:
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
         self._memory = memory
+        self.segments: SegmentStore | None = None
+        """The prefix store, if there is one."""
         self._rates = rates
         self.computed_tokens = 0
 
@@ -56,9 +59,9 @@ class Prompts:
         """Give a request its row; return the number of prompt tokens that the row holds."""
         request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
-        self._batch.open_row(request, hit)
-        if request.resumed_at is None:
-            request.choices.cached_tokens = hit.tokens
+        if self.segments is not None and (tokens := self.segments.restore(request, hit)):
+            return tokens
+        self._batch.take_row(request, self._batch.new_row(request, hit), hit.tokens)
         return hit.tokens
 
     def begin_single_tokens(self, rids: Sequence[str]) -> None:

@@ -30,11 +30,12 @@ class Rates:
         mean = self._measured.get(work, newest)
         self._measured[work] = mean + _NEWEST_WEIGHT * (newest - mean)
 
-    def _seconds(self, work: Work, amount: float) -> float:
+    def seconds(self, work: Work, amount: float) -> float:
+        """Return how long this much work takes."""
         return amount / self._measured.get(work, _INITIAL[work])
 
     def swap_seconds(self, nbytes: int) -> float:
-        return self._seconds("write", nbytes) + self._seconds("read", nbytes)
+        return self.seconds("write", nbytes) + self.seconds("read", nbytes)
 
     def recompute_seconds(self, prompt_tokens: int, generated_tokens: int) -> float:
-        return self._seconds("prefill", prompt_tokens) + self._seconds("decode", generated_tokens)
+        return self.seconds("prefill", prompt_tokens) + self.seconds("decode", generated_tokens)

@@ -1,4 +1,4 @@
-"""One engine's part of the prefix store: prompts continue from segments, and checkpoints become some.
+"""One engine's part of the prefix store: it continues prompts from segments, and writes segments.
 
 Both happen in pieces between steps, on files that a thread reads and writes. A prompt continues
 from a segment if reading takes less time than prefill; if the file is damaged, missing or too slow,
@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
-from kvd.worker.cache.snapshot_records import DamagedRecord
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
-from kvd.worker.prefix.segment_files import SegmentFiles, Writing
+from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import Checkpoint, SegmentIndex
 from kvd.worker.prefix.tree import Hit
+from protocol.record_file import DamagedFile
 from protocol.segments import SegmentInfo
 from protocol.worker import (
     SegmentAbandoned,
@@ -79,8 +81,9 @@ class SegmentStore:
         """Keys that the daemon refused, and the checkpoint's hits at that time."""
         self._offer: _Offer | None = None
         self._writing: Iterator[None] | None = None
-        self._searched_at = (-1, -1)
-        """Checkpoints stored and hits at the last search that found nothing to write."""
+        self._searched: dict[bool, tuple[int, int]] = {}
+        """Checkpoints stored and tokens hit at the last search that found nothing to write, while
+        idle and while busy."""
         self._idle_since: float | None = None
         self._drain_until: float | None = None
 
@@ -89,7 +92,7 @@ class SegmentStore:
         if not isinstance(command, SegmentAllowed):
             self._index.change(command.added, command.removed)
             self._refused.clear()
-            self._searched_at = (-1, -1)
+            self._searched.clear()
         elif (offer := self._offer) is not None and offer.segment.key == command.key:
             if command.allowed:
                 offer.allowed = True
@@ -106,7 +109,7 @@ class SegmentStore:
         is faster. The request is suspended until the end of the read.
         """
         tracked = request.tracked
-        if tracked.lowered or tracked.full_prefill:
+        if tracked.lowered or tracked.full_prefill or not tracked.reads_store:
             return 0
         chain = self._index.find(tracked.path, above=hit.tokens)
         chain = [segment for segment in chain if segment.tokens > hit.tokens]
@@ -146,13 +149,15 @@ class SegmentStore:
                 return
             if request.tracked.lowered:
                 raise TimeoutError("the request was stepped down meanwhile")
-        except (DamagedRecord, OSError) as error:
+        except (DamagedFile, OSError) as error:
             _log.warning("a prefix is prefilled instead of read: %s", error)
             if not isinstance(error, TimeoutError):
                 batch.reports.append(
                     SegmentDamaged(key=chain[reader.reading].key, reason=str(error)[:200])
                 )
                 self._index.change([], [chain[reader.reading].key])
+                self._searched.clear()
+            request.tracked.reads_store = False
             reader.forget()
             batch.start_over(request)
         else:
@@ -187,32 +192,35 @@ class SegmentStore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `work` would do something now."""
-        if self._writing is not None:
-            return self._may_write
+        """Whether `work` would do something now, or a drained worker need not stay any longer."""
+        if self._drain_until is not None and self._clock() >= self._drain_until:
+            return True
         if self._offer is not None:
-            return self._offer.allowed and self._may_write
-        return self._may_write and self._has_news
+            return self._offer.allowed and (self._is_idle or self._offer.checkpoint.hits > 0)
+        return self._may_find(idle=self._is_idle)
 
     @property
     def next_deadline(self) -> float | None:
         """Return when `has_work` may become true by itself."""
         if self._drain_until is not None:
             return self._drain_until
-        waits = self._idle_since is not None and self._offer is None and self._has_news
-        return self._idle_since + IDLE_SECONDS if waits and self._idle_since else None
+        if self._idle_since is None or not (self._offer or self._may_find(idle=True)):
+            return None
+        return self._idle_since + IDLE_SECONDS
 
     @property
     def keeps_worker(self) -> bool:
         """Whether a drained worker should stay for what it still writes."""
         if self._drain_until is None or self._clock() >= self._drain_until:
             return False
-        return self._writing is not None or self._offer is not None or self._has_news
+        return self._offer is not None or self._may_find(idle=True)
 
     def drain(self, seconds: float) -> None:
-        """Write what is worth it within so many seconds, although no request uses it."""
-        self._drain_until = self._clock() + seconds
-        self._refused.clear()
+        """Write from now on for at most so many seconds; later calls change nothing."""
+        if self._drain_until is None:
+            self._drain_until = self._clock() + seconds
+            self._refused.clear()
+            self._searched.clear()
 
     def note_idle(self, *, idle: bool) -> None:
         """Take note of whether the engine has requests."""
@@ -222,30 +230,28 @@ class SegmentStore:
             self._idle_since = self._clock()
 
     @property
-    def _may_write(self) -> bool:
-        offer = self._offer
-        if self._drain_until is not None or (offer is not None and offer.checkpoint.hits):
+    def _is_idle(self) -> bool:
+        if self._drain_until is not None:
             return True
-        since = self._idle_since
-        return since is not None and self._clock() >= since + IDLE_SECONDS
+        return self._idle_since is not None and self._clock() >= self._idle_since + IDLE_SECONDS
 
-    @property
-    def _has_news(self) -> bool:
-        return self._news != self._searched_at
+    def _may_find(self, *, idle: bool) -> bool:
+        """Whether a search for a checkpoint to write may find one."""
+        return self._news != self._searched.get(idle, (0, 0))
 
     @property
     def _news(self) -> tuple[int, int]:
         tree = self._batch.prefix_cache.tree
-        return (-1, -1) if tree is None else (tree.counts.stored, tree.counts.hit_tokens)
+        return (0, 0) if tree is None else (tree.counts.stored, tree.counts.hit_tokens)
 
     def work(self, seconds: float) -> None:
         """Offer the next checkpoint, or write for about ``seconds``; at least one record.
 
         Call it while the device is idle.
         """
-        if self._writing is None and self._offer is None:
-            self._offer_next()
-        elif self._writing is None and self._offer is not None and self._offer.allowed:
+        if self._offer is None:
+            self._offer_next(idle=self._is_idle)
+        elif self._writing is None and self._offer.allowed:
             self._writing = self._write(self._offer)
         end = self._clock() + seconds
         while self._writing is not None:
@@ -254,36 +260,38 @@ class SegmentStore:
             if self._clock() >= end:
                 return
 
-    def _offer_next(self) -> None:
+    def _offer_next(self, *, idle: bool) -> None:
+        """Offer the best checkpoint; while busy, only one that a prompt has continued from."""
         tree, news = self._batch.prefix_cache.tree, self._news
         if tree is None:
             return
         rate = 1 / max(self._rates.seconds("prefill", 1), 1e-9)
         for checkpoint, base in self._index.to_write(tree.checkpoints(), rate):
             key = self._index.key(checkpoint.names[-1])
-            if self._refused.get(key, -1) >= checkpoint.hits:
+            busy = not idle and not checkpoint.hits
+            if busy or self._refused.get(key, -1) >= checkpoint.hits:
                 continue
-            if base is not None and not can_extend(
-                self._batch.cache, base.tokens, checkpoint.tokens
-            ):
-                base = None
-            records = SegmentRecords(
-                self._batch.cache, checkpoint.snapshot, base.tokens if base else 0
-            )
-            segment = SegmentInfo(
-                key=key,
-                base=base.key if base else None,
-                tokens=checkpoint.tokens,
-                nbytes=records.nbytes,
-            )
+            records, segment = self._segment(key, checkpoint, base)
             self._offer = _Offer(checkpoint, segment, records)
             self._batch.reports.append(SegmentOffered(segment=segment, hits=checkpoint.hits))
             return
-        self._searched_at = news
+        self._searched[idle] = news
+
+    def _segment(
+        self, key: bytes, checkpoint: Checkpoint, base: SegmentInfo | None
+    ) -> tuple[SegmentRecords, SegmentInfo]:
+        cache = self._batch.cache
+        if base is not None and not can_extend(cache, base.tokens, checkpoint.tokens):
+            base = None
+        start, base_key = (0, None) if base is None else (base.tokens, base.key)
+        records = SegmentRecords(cache, checkpoint.snapshot, start)
+        return records, SegmentInfo(
+            key=key, base=base_key, tokens=checkpoint.tokens, nbytes=records.nbytes
+        )
 
     def _write(self, offer: _Offer) -> Iterator[None]:
         segment, start = offer.segment, self._clock()
-        writing = None
+        writing, failed = None, "the engine failed"
         try:
             writing = self._files.write(segment)
             for record in self._records(offer):
@@ -292,16 +300,17 @@ class SegmentStore:
                 yield
             while (nbytes := writing.finished()) is None:
                 yield
-        except (DamagedRecord, OSError) as error:
-            if writing is not None:
-                writing.abort()
-            self._refused[segment.key] = offer.checkpoint.hits
-            reason = str(error)[:200]
-            self._batch.reports.append(SegmentAbandoned(key=segment.key, reason=reason))
+            failed = ""
+        except (DamagedFile, OSError) as error:
+            failed = str(error)[:200]
             return
-        segment = SegmentInfo(
-            key=segment.key, base=segment.base, tokens=segment.tokens, nbytes=nbytes
-        )
+        finally:
+            if failed:
+                if writing is not None:
+                    writing.abort()
+                self._refused[segment.key] = offer.checkpoint.hits
+                self._batch.reports.append(SegmentAbandoned(key=segment.key, reason=failed))
+        segment = replace(segment, nbytes=nbytes)
         self._index.change([segment], [])
         seconds = self._clock() - start
         self._batch.reports.append(SegmentWritten(segment=segment, seconds=seconds))
@@ -312,7 +321,7 @@ class SegmentStore:
         records = iter(offer.records)
         while True:
             if not (snapshot.alive and snapshots.unlowered(snapshot)):
-                raise DamagedRecord("the checkpoint was evicted meanwhile")
+                raise DamagedFile("the checkpoint was evicted meanwhile")
             record = next(records, None)
             if record is None:
                 return

@@ -10,6 +10,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from kvd.worker.cache.segment_records import SegmentReader
 from kvd.worker.cache.snapshot_records import SnapshotReader
 from kvd.worker.core.request import SwappedRows
 from protocol.record_file import RecordWriter
@@ -85,7 +86,7 @@ class Transfers:
 
     def __init__(self, folder: SwapFolder) -> None:
         self.folder = folder
-        self.reading: dict[str, SnapshotReader] = {}
+        self.reading: dict[str, SnapshotReader | SegmentReader] = {}
         """Requests that are admitted and whose rows are being read."""
         self.writing: dict[str, RecordWriter] = {}
 

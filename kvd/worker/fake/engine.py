@@ -166,6 +166,13 @@ class FakeEngine:
     def segment_command(self, _: wire.SegmentCommand) -> None:
         pass
 
+    def drain(self, _: float) -> None:
+        pass
+
+    @property
+    def keeps_worker(self) -> bool:
+        return False
+
     def step(self) -> list[wire.Report]:
         """Generate a token for each decoding row and prefill a chunk, at the model's speed."""
         self._on_phase("decode")

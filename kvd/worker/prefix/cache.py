@@ -66,6 +66,8 @@ class TrackedPrompt:
     """Token counts at which it leaves checkpoints; set when its prefill begins."""
     has_checkpoint: bool = False
     """Whether it has left the checkpoint for which its request reserves memory."""
+    reads_store: bool = True
+    """Whether it may continue from a segment; not after a read that failed."""
     lowered: bool = False
     """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
 

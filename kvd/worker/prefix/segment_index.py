@@ -30,6 +30,8 @@ class Checkpoint:
     """`kvd.worker.prefix.queued_paths.Path` up to the checkpoint, which the last name is for."""
     tokens: int
     hits: int
+    is_leaf: bool
+    """Whether no longer checkpoint continues it."""
     snapshot: Any
 
 
@@ -79,7 +81,9 @@ class SegmentIndex:
     ) -> Iterator[tuple[Checkpoint, SegmentInfo | None]]:
         """Yield the checkpoints that are worth a segment, the best first, each with its base.
 
-        The best one saves most prefill; one that prompts continued from is worth several others.
+        The best one saves most prefill, and more for each prompt that continued from it. A
+        checkpoint on the way to a longer one counts only if a prompt continued from it: its pages
+        are in the longer one's segment.
         """
         found = []
         for checkpoint in checkpoints:
@@ -87,7 +91,9 @@ class SegmentIndex:
                 continue
             base = next(iter(self.find(checkpoint.names)), None)
             added = checkpoint.tokens - (base.tokens if base else 0)
-            worth = added >= max(MIN_TOKENS, checkpoint.tokens // MIN_PART)
+            worth = (checkpoint.is_leaf or checkpoint.hits) and added >= max(
+                MIN_TOKENS, checkpoint.tokens // MIN_PART
+            )
             if worth and checkpoint.tokens >= MIN_SECONDS * tokens_per_s:
                 found.append((added * (1 + checkpoint.hits), checkpoint, base))
         found.sort(key=lambda one: one[0], reverse=True)

@@ -209,7 +209,7 @@ class PrefixTree:
                 above = above.parent
             salt = str(edges.pop())
             names = names_of(salt, (edge for edge in reversed(edges) if isinstance(edge, bytes)))
-            yield Checkpoint(names, node.depth, node.hits, node.snapshot)
+            yield Checkpoint(names, node.depth, node.hits, not node.children, node.snapshot)
 
     # Eviction.
 

@@ -44,6 +44,9 @@ RATE_WINDOW_S = 2.0
 
 _log = logging.getLogger("kvd.worker")
 
+WRITE_SECONDS = 10.0
+"""Seconds that a drained worker may take to write prefixes."""
+
 
 class _Stopped(BaseException):
     """The daemon sent `Stop` without drain, or during the load; no error, like `Orphaned`."""
@@ -151,7 +154,9 @@ class Loop:
                 self._handle(self._link.commands.popleft())
             self._tokenize()
             if self._stopping and not self._rows:
-                return
+                self._engine.drain(WRITE_SECONDS)
+                if not self._engine.keeps_worker:
+                    return
             if not self._engine.has_work:
                 if not self._to_tokenize:
                     self._sleep()

@@ -9,9 +9,9 @@ import pytest
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
-from kvd.worker.cache.snapshot_records import DamagedRecord
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
+from protocol.record_file import DamagedFile
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.invariants import check_cache
@@ -112,7 +112,7 @@ def test_missing_records_are_found(cut: int) -> None:
     files[ENDS[-1 - cut % 3]].pop(cut % len(files[ENDS[0]]))
     reader = SegmentReader(cache, cache.new_row(), list(chain(files, bases, ENDS[-1])))
 
-    with pytest.raises(DamagedRecord):
+    with pytest.raises(DamagedFile):
         list(reader.run())
     reader.forget()
     cache.shrink()
@@ -124,7 +124,7 @@ def test_a_base_that_is_not_given_is_found() -> None:
     files, _, _ = written(runner)
     reader = SegmentReader(runner.cache, runner.cache.new_row(), [iter(files[ENDS[-1]])])
 
-    with pytest.raises(DamagedRecord, match="lack pages"):
+    with pytest.raises(DamagedFile, match="lack pages"):
         list(reader.run())
     reader.forget()
 

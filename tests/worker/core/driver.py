@@ -26,6 +26,7 @@ from protocol.worker import (
     RowQueued,
     RowResumed,
     RowTokens,
+    SegmentReport,
     Submit,
 )
 from tests.worker.cache.invariants import check_cache
@@ -74,6 +75,8 @@ class Driver:
         """By request: the mode of each preemption, followed by "resumed" once it resumed."""
         self.positions: dict[str, list[int]] = {}
         self.reclaimed: list[Reclaimed] = []
+        self.segments: list[SegmentReport] = []
+        """Reports to the prefix store, which a test plays."""
         self.info = self.engine.load(
             LoadModel(source=source, kv=kv or KVSpec(), **load),
             lambda stage, fraction: self.stages.append(stage),
@@ -166,6 +169,8 @@ class Driver:
                 self.preemptions.setdefault(report.rid, []).append("resumed")
             case Reclaimed():
                 self.reclaimed.append(report)
+            case _ if isinstance(report, SegmentReport):
+                self.segments.append(report)
 
     def run(self, *, until: Callable[[], bool] | None = None, steps: int = 5000) -> None:
         for _ in range(steps):

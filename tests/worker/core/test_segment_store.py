@@ -1,0 +1,231 @@
+"""An engine writes prefixes as segments, and another one continues prompts from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.kv import KVSpec
+from protocol.segments import SegmentInfo, segment_path
+from protocol.worker import (
+    SegmentAbandoned,
+    SegmentAllowed,
+    SegmentDamaged,
+    SegmentOffered,
+    SegmentsChanged,
+    SegmentsOpened,
+    SegmentUsed,
+    SegmentWritten,
+)
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.prompts import prompt_of
+
+pytestmark = pytest.mark.mlx
+
+KV = KVSpec(prefix_cache=1 << 30)
+
+
+class Store:
+    """The daemon's part: allows all segments, and remembers those that were written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.segments: dict[bytes, SegmentInfo] = {}
+        self.offered: list[SegmentOffered] = []
+        self.allows = True
+        self.damaged: list[SegmentDamaged] = []
+        self.abandoned: list[SegmentAbandoned] = []
+        self.used: list[SegmentUsed] = []
+
+    def serve(self, engine: Driver) -> None:
+        reports, engine.segments = engine.segments, []
+        for report in reports:
+            match report:
+                case SegmentsOpened():
+                    command = SegmentsChanged(added=list(self.segments.values()))
+                    engine.engine.segment_command(command)
+                case SegmentOffered(segment=segment):
+                    self.offered.append(report)
+                    command = SegmentAllowed(key=segment.key, allowed=self.allows)
+                    engine.engine.segment_command(command)
+                case SegmentWritten(segment=segment):
+                    path = segment_path(self.folder, segment.key)
+                    assert path.stat().st_size == segment.nbytes
+                    self.segments[segment.key] = segment
+                case SegmentDamaged():
+                    self.damaged.append(report)
+                case SegmentAbandoned():
+                    self.abandoned.append(report)
+                case SegmentUsed():
+                    self.used.append(report)
+
+
+class Engine(Driver):
+    """A driver whose engine uses a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        super().__init__("demo", kv=KV, segments_folder=str(store.folder))
+        self.step()
+
+    def step(self) -> None:
+        super().step()
+        self.store.serve(self)
+
+    def write_all(self) -> None:
+        """Let the engine write what is worth it, as a drain does."""
+        self.engine.drain(60)
+        while self.engine.keeps_worker:
+            assert self.engine.has_work
+            self.step()
+        self.engine._segments._drain_until = None  # so that the engine goes on
+
+
+@pytest.fixture(scope="module")
+def plain() -> Driver:
+    return Driver("demo", kv=KV)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    yield Store(tmp_path)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def alone(driver: Driver, prompt: list[int], **more) -> Outcome:
+    """Return the outcome without any checkpoint."""
+    driver.engine._prefix_cache.tree.clear()
+    return driver.alone(prompt, max_tokens=12, logprobs=2, **more)
+
+
+def test_a_second_engine_continues_from_the_first_ones_prefixes(
+    store: Store, plain: Driver
+) -> None:
+    prompt = prompt_of(2000, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=4)
+    first.write_all()
+    assert [one.segment.tokens for one in store.offered] == [1792]
+    longer = prompt + prompt_of(900, 2)
+    first.alone(longer, max_tokens=4)
+    first.write_all()
+    assert sorted(one.tokens for one in store.segments.values()) == [1792, 2816]
+    (leaf,) = [one for one in store.segments.values() if one.base is not None]
+    assert store.segments[leaf.base].tokens == 1792
+
+    second = Engine(store)
+    for text, cached in (
+        ([*longer, 7, 8], 2816),
+        (prompt, 1792),
+        (prompt + prompt_of(600, 3), 1792),
+    ):
+        second.engine._prefix_cache.tree.clear()
+        found = second.alone(text, max_tokens=12, logprobs=2)
+        assert found.cached == cached
+        assert found == alone(plain, text)
+    assert [one.tokens for one in store.used] == [2816, 1792, 1792]
+    assert all(one.seconds > 0 and one.prefill_s > 0 for one in store.used)
+    assert not store.damaged
+
+
+def test_memory_disk_and_prefill_each_give_a_part(store: Store, plain: Driver) -> None:
+    prompt = prompt_of(3000, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=2)
+    first.write_all()
+
+    second = Engine(store)
+    second.alone(prompt[:1100], max_tokens=2)
+    found = second.alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    assert found.cached == 2816
+    assert found == alone(plain, [*prompt, 5, 6])
+    assert store.used[-1].tokens == 2816 - 1024
+
+
+def test_other_rows_decode_while_a_prefix_is_read(store: Store, plain: Driver) -> None:
+    prompts = [prompt_of(1500 + 100 * number, number) for number in range(3)]
+    first = Engine(store)
+    for prompt in prompts:
+        first.alone(prompt, max_tokens=2)
+    first.write_all()
+    wanted = [alone(plain, prompt) for prompt in prompts]
+    others = [prompt_of(40, 20 + number) for number in range(3)]
+    wanted += [plain.alone(other, max_tokens=40) for other in others]
+
+    second = Engine(store)
+    for number, other in enumerate(others):
+        second.submit(f"other{number}", other, max_tokens=40)
+    for _ in range(4):
+        second.step()
+    for number, prompt in enumerate(prompts):
+        second.submit(f"r{number}", prompt, max_tokens=12, logprobs=2)
+    second.run()
+    found = [second.outcomes[f"r{number}"] for number in range(3)]
+    found += [second.outcomes[f"other{number}"] for number in range(3)]
+    assert found == wanted
+    assert [one.cached > 1000 for one in found[:3]] == [True] * 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "other"])
+def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -> None:
+    prompt = prompt_of(1500, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=2)
+    first.alone(prompt_of(1500, 2), max_tokens=2)
+    first.write_all()
+    assert len(store.segments) == 2
+    for segment in store.segments.values():
+        path = segment_path(store.folder, segment.key)
+        content = bytearray(path.read_bytes())
+        match damage:
+            case "cut":
+                path.write_bytes(content[: random.Random(1).randrange(len(content))])
+            case "flip":
+                content[len(content) // 2] ^= 16
+                path.write_bytes(content)
+            case "gone":
+                path.unlink()
+            case "other":
+                *_, other = (one for one in store.segments if one != segment.key)
+                path.write_bytes(segment_path(store.folder, other).read_bytes())
+
+    second = Engine(store)
+    found = second.alone(prompt, max_tokens=12, logprobs=2)
+    assert found.cached == 0
+    assert found == alone(plain, prompt)
+    assert [one.key in store.segments for one in store.damaged] == [True]
+
+
+def test_a_cancelled_request_frees_what_was_read(store: Store) -> None:
+    prompt = prompt_of(2500, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=2)
+    first.write_all()
+    second = Engine(store)
+    second.submit("r", prompt, max_tokens=4)
+    while not second.engine._transfers.reading:
+        second.step()
+    second.engine.cancel("r")
+    second.run()
+    assert second.outcomes["r"].reason == "cancelled"
+    assert not second.engine._transfers.reading
+    assert second.engine._runner.cache.usage.pages_used == 0
+
+
+def test_a_refused_segment_is_offered_again_after_a_hit(store: Store) -> None:
+    store.allows = False
+    engine = Engine(store)
+    prompt = prompt_of(1500, 1)
+    engine.alone(prompt, max_tokens=2)
+    engine.write_all()
+    assert len(store.offered) == 1
+    assert not store.segments
+    engine.alone([*prompt, 3], max_tokens=2)
+    store.allows = True
+    engine.run(until=lambda: not engine.engine.has_work)
+    engine.write_all()
+    assert [one.hits for one in store.offered][:2] == [0, 1]
+    assert len(store.segments) == 1
