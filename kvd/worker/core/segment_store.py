@@ -21,8 +21,9 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
-from kvd.worker.prefix.segment_files import SegmentFiles
+from kvd.worker.prefix.segment_files import WAIT_SECONDS, Reading, SegmentFiles
 from kvd.worker.prefix.segment_index import Checkpoint, SegmentIndex
+from kvd.worker.prefix.segment_io import Failed, Written
 from kvd.worker.prefix.tree import Hit
 from protocol.record_file import DamagedFile
 from protocol.segments import SegmentInfo
@@ -123,8 +124,8 @@ class SegmentStore:
         reader = SegmentReader(self._batch.cache, row, reading.segments)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid)
-        job = self._read(request, hit.tokens, chain, reader, prefill_s)
-        self._preemption.start(request.rid, _closing(job, reading.close))
+        job = self._read(request, hit.tokens, chain, reader, reading)
+        self._preemption.start(request.rid, job)
         return chain[0].tokens
 
     def _read(
@@ -133,30 +134,32 @@ class SegmentStore:
         held: int,
         chain: list[SegmentInfo],
         reader: SegmentReader,
-        prefill_s: float,
+        reading: Reading,
     ) -> Iterator[None]:
         batch, rid, start = self._batch, request.rid, self._clock()
+        prefill_s = self._rates.seconds("prefill", chain[0].tokens - held)
         latest = start + max(LEAST_READ_SECONDS, prefill_s)
+        problem = ""
         try:
-            steps = reader.run()
-            while next(steps, self) is not self:
+            for _ in reader.run():
                 if rid not in batch.transfers.reading:
-                    return  # the request has ended or is preempted, and its reader is discarded
+                    return  # the request has ended or was preempted
                 if self._clock() > latest:
-                    raise TimeoutError("reading takes longer than prefill")
+                    problem = "reading takes longer than prefill"
+                    break
                 yield
-            if rid not in batch.transfers.reading:
-                return
-            if request.tracked.lowered:
-                raise TimeoutError("the request was stepped down meanwhile")
-        except (DamagedFile, OSError) as error:
-            _log.warning("a prefix is prefilled instead of read: %s", error)
-            if not isinstance(error, TimeoutError):
-                batch.reports.append(
-                    SegmentDamaged(key=chain[reader.reading].key, reason=str(error)[:200])
-                )
-                self._index.change([], [chain[reader.reading].key])
-                self._searched.clear()
+        except DamagedFile as error:
+            problem = str(error)[:200]
+            key = reading.damaged or chain[reader.reading].key
+            batch.reports.append(SegmentDamaged(key=key, reason=problem))
+            self._index.change([], [key])
+            self._searched.clear()
+        finally:
+            reading.close()
+        if request.tracked.lowered:
+            problem = "the request was stepped down meanwhile"
+        if problem:
+            _log.warning("a prefix is prefilled instead of read: %s", problem)
             request.tracked.reads_store = False
             reader.forget()
             batch.start_over(request)
@@ -290,30 +293,31 @@ class SegmentStore:
         )
 
     def _write(self, offer: _Offer) -> Iterator[None]:
-        segment, start = offer.segment, self._clock()
-        writing, failed = None, "the engine failed"
+        segment, writer = offer.segment, self._files.write(offer.segment)
+        result: Written | Failed | None = None
         try:
-            writing = self._files.write(segment)
             for record in self._records(offer):
-                while not writing.put(record):
+                while not writer.put(record) and (result := writer.poll()) is None:
                     yield
                 yield
-            while (nbytes := writing.finished()) is None:
+                if result is not None:
+                    break
+            writer.end()
+            while (result := writer.poll()) is None:
+                writer.wait(WAIT_SECONDS)
                 yield
-            failed = ""
-        except (DamagedFile, OSError) as error:
-            failed = str(error)[:200]
-            return
-        finally:
-            if failed:
-                if writing is not None:
-                    writing.abort()
+        except DamagedFile as error:
+            result = Failed(str(error))
+        finally:  # also if a step failed
+            writer.close()
+            if not isinstance(result, Written):
+                reason = "a step failed" if result is None else result.reason
                 self._refused[segment.key] = offer.checkpoint.hits
-                self._batch.reports.append(SegmentAbandoned(key=segment.key, reason=failed))
-        segment = replace(segment, nbytes=nbytes)
-        self._index.change([segment], [])
-        seconds = self._clock() - start
-        self._batch.reports.append(SegmentWritten(segment=segment, seconds=seconds))
+                self._batch.reports.append(SegmentAbandoned(key=segment.key, reason=reason))
+        if isinstance(result, Written):
+            segment = replace(segment, nbytes=result.nbytes)
+            self._index.change([segment], [])
+            self._batch.reports.append(SegmentWritten(segment=segment, seconds=result.seconds))
 
     def _records(self, offer: _Offer) -> Iterator[bytes]:
         """Yield the records while the checkpoint is in memory, unchanged."""
@@ -326,13 +330,3 @@ class SegmentStore:
             if record is None:
                 return
             yield record
-
-    def close(self) -> None:
-        self._files.close()
-
-
-def _closing(job: Iterator[None], close: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield from job
-    finally:
-        close()

@@ -1,43 +1,58 @@
-"""Segment files, as an engine reads and writes them between its steps."""
+"""The segment files of one space, as an engine uses them between its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.worker.prefix.segment_io import (
+    END,
+    NOT_YET,
+    BackgroundReader,
+    BackgroundWriter,
+    Failed,
+    SegmentRecord,
+)
 from protocol import segment_file
-from protocol.record_file import RecordWriter
-from protocol.segments import SegmentInfo, segment_path
+from protocol.record_file import DamagedFile
+from protocol.segments import SegmentInfo
+
+WAIT_SECONDS = 0.001
+"""Seconds that the engine waits for a thread before it goes on with other work."""
 
 
-class Writing:
-    """One segment that is being written."""
-
-    def __init__(self, file: RecordWriter) -> None:
-        self._file = file
-
-    def put(self, record: bytes) -> bool:
-        """Add a record; return False if it must be offered again later. Raises `OSError`."""
-        self._file.add(record)
-        return True
-
-    def finished(self) -> int | None:
-        """Return the file's size once it is complete on disk; raises `OSError`."""
-        return self._file.finish()
-
-    def abort(self) -> None:
-        self._file.abort()
-
-
-@dataclass(frozen=True)
 class Reading:
-    """The records of some segments."""
+    """Reads segments in a thread, one after another."""
 
-    segments: Sequence[Iterator[memoryview | None]]
+    def __init__(self, folder: Path, segments: Sequence[SegmentInfo]) -> None:
+        self._reader = BackgroundReader(folder, [segment.key for segment in segments])
+        self._next: SegmentRecord | None = None
+        """A record of the next segment, which ended the one before it."""
+        self.segments = [self._records(segment.key) for segment in segments]
+        """The records of each segment, to be taken in this order; None while none is read yet.
+        They raise `DamagedFile`."""
+        self.damaged: bytes | None = None
+        """Key of the segment that could not be read."""
 
     def close(self) -> None:
-        pass
+        self._reader.close()
+
+    def _records(self, key: bytes) -> Iterator[memoryview | None]:
+        while True:
+            item, self._next = self._next or self._reader.next_record(), None
+            if item is NOT_YET:
+                self._reader.wait(WAIT_SECONDS)
+                yield None
+            elif isinstance(item, Failed):
+                self.damaged = item.key
+                raise DamagedFile(item.reason)
+            elif item is END or not isinstance(item, SegmentRecord):
+                return
+            elif item.key != key:
+                self._next = item
+                return
+            else:
+                yield item.content
 
 
 class SegmentFiles:
@@ -48,16 +63,9 @@ class SegmentFiles:
         self._space = space
 
     def read(self, segments: Sequence[SegmentInfo]) -> Reading:
-        """Read these segments in order. Their iterators raise `DamagedFile` or `OSError`."""
-        return Reading(
-            [
-                segment_file.read_records(segment_path(self._folder, one.key), one.key)
-                for one in segments
-            ]
-        )
+        return Reading(self._folder, segments)
 
-    def write(self, segment: SegmentInfo) -> Writing:
-        """Create a segment's file; raises `OSError`."""
+    def write(self, segment: SegmentInfo) -> BackgroundWriter:
         header = segment_file.SegmentHeader(
             version=segment_file.VERSION,
             space=self._space,
@@ -65,7 +73,4 @@ class SegmentFiles:
             base=segment.base,
             tokens=segment.tokens,
         )
-        return Writing(segment_file.create(self._folder, header))
-
-    def close(self) -> None:
-        pass
+        return BackgroundWriter(lambda: segment_file.create(self._folder, header))
