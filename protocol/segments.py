@@ -2,7 +2,8 @@
 
 A segment holds the packed pages of one edge of the prefix tree, from a shorter stored prefix (its
 base, or nothing) to its own end, with the tail and the recurrent states at its end. To restore a
-prefix, a worker reads the segment that ends there, its base, the base's base, and so on.
+prefix, a worker reads the segment that ends there, its base, the base's base, and so on. A base may
+also be longer: then the segment's pages are among those of the base, and it holds only the rest.
 
 Workers write and read the files. The daemon decides what is written and deleted.
 """
@@ -26,7 +27,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key: bytes
     """`KEY_BYTES` that name the prefix: a digest of the space, the salt and all tokens."""
     base: bytes | None = None
-    """Key of the segment at whose end this one begins; absent: it begins at the first token."""
+    """Key of the segment that has the pages which this one lacks; absent: it lacks none."""
     tokens: int
     """Tokens of the whole prefix."""
     nbytes: int

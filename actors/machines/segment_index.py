@@ -56,8 +56,9 @@ class SegmentIndex:
         base = None if info.base is None else self.segments.get(info.base)
         if info.base is not None and (base is None or base.space != space):
             return False
-        above = 0 if base is None else base.tokens
-        return len(info.key) == len(space) == KEY_BYTES and info.tokens > above and info.nbytes > 0
+        if base is not None and base.tokens == info.tokens:
+            return False
+        return len(info.key) == len(space) == KEY_BYTES and info.tokens > 0 and info.nbytes > 0
 
     def add(self, segment: Segment) -> None:
         """Add a segment that `accepts` accepts; its bases count as used when it was."""
@@ -69,13 +70,18 @@ class SegmentIndex:
 
     def add_all(self, segments: Iterable[Segment]) -> list[Segment]:
         """Add segments in any order; return those without a usable base, which are not added."""
-        rejected = []
-        for segment in sorted(segments, key=lambda it: it.tokens):  # bases first
-            if segment.key not in self and self.accepts(segment.space, segment.info):
-                self.add(segment)
-            else:
-                rejected.append(segment)
-        return rejected
+        left = list(segments)
+        while left:
+            rejected = []
+            for segment in left:
+                if segment.key not in self and self.accepts(segment.space, segment.info):
+                    self.add(segment)
+                else:
+                    rejected.append(segment)
+            if len(rejected) == len(left):
+                break
+            left = rejected  # the base of some may be there now
+        return left
 
     def remove(self, key: bytes) -> Segment:
         """Remove a segment on which no other depends."""
@@ -104,8 +110,9 @@ class SegmentIndex:
         return found
 
     def tokens_of(self, segment: Segment) -> int:
-        """Return the tokens beyond a segment's base."""
-        return segment.tokens - (0 if segment.base is None else self.segments[segment.base].tokens)
+        """Return the tokens beyond a segment's base; 0 if the base is longer."""
+        above = 0 if segment.base is None else self.segments[segment.base].tokens
+        return max(0, segment.tokens - above)
 
     def with_dependents(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return these keys and all that depend on them, each before its base."""
@@ -113,9 +120,10 @@ class SegmentIndex:
         waiting = [key for key in keys if key in self]
         while waiting:
             key = waiting.pop()
-            found[key] = None
+            found.pop(key, None)
+            found[key] = None  # after its base
             waiting += self._children.get(key, ())
-        return sorted(found, key=lambda key: -self.segments[key].tokens)
+        return list(reversed(found))
 
     def choose(self, nbytes: int, now: float, kept: Collection[bytes | None] = ()) -> list[bytes]:
         """Return the least valuable segments that together have ``nbytes``, each before its base.
@@ -151,7 +159,12 @@ class SegmentIndex:
 
     def _value(self, segment: Segment, now: float) -> float:
         age_s = max(0.0, now - segment.used)
-        return prefix_value(self.tokens_of(segment), segment.nbytes, age_s)
+        saved, nbytes = self.tokens_of(segment), segment.nbytes
+        if segment.base is not None and not saved:
+            # It keeps its longer base, of whose pages it uses the first.
+            base = self.segments[segment.base]
+            saved, nbytes = segment.tokens, nbytes + base.nbytes * segment.tokens // base.tokens
+        return prefix_value(saved, nbytes, age_s)
 
     def check(self) -> None:
         assert self.nbytes == sum(it.nbytes for it in self.segments.values()), "wrong sum of bytes"

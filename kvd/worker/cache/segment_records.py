@@ -7,7 +7,8 @@
     pages     `SLICE_PAGES` pages of one layer                                  one record each
 
 A page's *number* is its place in the sequence: number 3 holds the tokens 192 to 255. A segment
-contains the pages that its base lacks. A restored row takes its tails and states from the last
+contains the pages that its base lacks. If the base is longer, it has all pages, except those that
+left its windows. A restored row takes its tails and states from the last
 segment, and each page from the segment that has it. Pages that left a window are in no row, and
 need not be in a segment.
 
@@ -71,18 +72,20 @@ def can_extend(cache: ModelCache, base: int, end: int) -> bool:
 
 
 class SegmentRecords:
-    """The records of one segment: a snapshot's pages beyond ``base`` tokens, its tails and states.
+    """The records of one segment: a snapshot's tails and states, and the pages that its base lacks.
 
-    The snapshot must not be dropped, nor its pages moved to another level, before the last record.
+    ``base``: tokens of the base, which has the same beginning; 0: there is none. The snapshot
+    must not be dropped, nor its pages moved to another level, before the last record.
     """
 
     def __init__(self, cache: ModelCache, snapshot: SequenceSnapshot, base: int) -> None:
         self._cache = cache
         self._snapshot = snapshot
-        first = full_pages(base)
-        self._numbers = [
-            [number for number in page_numbers(row) if number >= first] for row in snapshot.rows
-        ]
+        self._numbers = []
+        for store, row in zip(cache.stores, snapshot.rows, strict=True):
+            windows_differ = store.kind.bounded and base > snapshot.length
+            first = 0 if windows_differ else full_pages(base)
+            self._numbers.append([number for number in page_numbers(row) if number >= first])
         pages = (
             len(numbers) * store.pages.page_bytes(row.level)
             for store, row, numbers in zip(cache.stores, snapshot.rows, self._numbers, strict=True)
@@ -145,12 +148,18 @@ class SegmentReader:
             if index == 0:
                 self._extend(outline, rest)
             yield from self._read_pages(outline, records)
+            if self._is_complete:
+                return  # the rest is of a longer prefix
             while (record := next(records, b"")) is None:
                 yield
             if record:
                 raise DamagedFile("there are more records than pages")
-        if any(self._missing):
+        if not self._is_complete:
             raise DamagedFile("the segments lack pages of the prefix")
+
+    @property
+    def _is_complete(self) -> bool:
+        return bool(self._segments) and not any(self._missing)
 
     def forget(self) -> None:
         for sequence in self.sequences:
@@ -201,6 +210,8 @@ class SegmentReader:
             self._cache.stores, sequence.rows, outline.rows, self._missing, strict=True
         ):
             for some in _slices(found.pages):
+                if self._is_complete:
+                    return
                 wanted = [number if number in missing else None for number in some]
                 for layer in store.layers:
                     record = yield from _next(records)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -117,7 +117,7 @@ class SegmentStore:
         if not chain:
             return 0
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
-        if self._rates.seconds("read", sum(segment.nbytes for segment in chain)) >= prefill_s:
+        if self._rates.seconds("read", _bytes_to_read(chain)) >= prefill_s:
             return 0
         row = self._batch.new_row(request, hit)
         reading = self._files.read(chain)
@@ -177,7 +177,7 @@ class SegmentStore:
         seconds: float,
     ) -> None:
         tokens = chain[0].tokens
-        self._rates.note("read", sum(segment.nbytes for segment in chain), seconds)
+        self._rates.note("read", _bytes_to_read(chain), seconds)
         self._batch.take_row(request, reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
             request.tracked, tokens, request.row, self._memory.spare_bytes
@@ -330,3 +330,9 @@ class SegmentStore:
             if record is None:
                 return
             yield record
+
+
+def _bytes_to_read(chain: Sequence[SegmentInfo]) -> int:
+    """Return about how many bytes of these segments the first one's prefix needs."""
+    tokens = chain[0].tokens
+    return sum(one.nbytes * min(tokens, one.tokens) // one.tokens for one in chain)

@@ -30,8 +30,8 @@ class Checkpoint:
     """`kvd.worker.prefix.queued_paths.Path` up to the checkpoint, which the last name is for."""
     tokens: int
     hits: int
-    is_leaf: bool
-    """Whether no longer checkpoint continues it."""
+    longer: Sequence[bytes]
+    """Names of the checkpoints that continue it."""
     snapshot: Any
 
 
@@ -70,7 +70,7 @@ class SegmentIndex:
         found: list[SegmentInfo] = []
         while key is not None:
             segment = self._segments.get(key)
-            if segment is None or (found and segment.tokens >= found[-1].tokens):
+            if segment is None or segment in found:
                 return []
             found.append(segment)
             key = segment.base
@@ -82,16 +82,18 @@ class SegmentIndex:
         """Yield the checkpoints that are worth a segment, the best first, each with its base.
 
         The best one saves most prefill, and more for each prompt that continued from it. A
-        checkpoint on the way to a longer one counts only if a prompt continued from it: its pages
-        are in the longer one's segment.
+        checkpoint on the way to a longer one counts only if a prompt continued from it. Its base
+        may be the longer one, which has its pages.
         """
         found = []
         for checkpoint in checkpoints:
             if self.key(checkpoint.names[-1]) in self._segments:
                 continue
-            base = next(iter(self.find(checkpoint.names)), None)
-            added = checkpoint.tokens - (base.tokens if base else 0)
-            worth = (checkpoint.is_leaf or checkpoint.hits) and added >= max(
+            base = self._longer(checkpoint) or next(iter(self.find(checkpoint.names)), None)
+            added = checkpoint.tokens
+            if base is not None and base.tokens < added:
+                added -= base.tokens
+            worth = (checkpoint.hits or not checkpoint.longer) and added >= max(
                 MIN_TOKENS, checkpoint.tokens // MIN_PART
             )
             if worth and checkpoint.tokens >= MIN_SECONDS * tokens_per_s:
@@ -99,3 +101,10 @@ class SegmentIndex:
         found.sort(key=lambda one: one[0], reverse=True)
         for _, checkpoint, base in found:
             yield checkpoint, base
+
+    def _longer(self, checkpoint: Checkpoint) -> SegmentInfo | None:
+        """Return a stored segment that continues a checkpoint."""
+        for name in checkpoint.longer:
+            if found := self._chain(self.key(name)):
+                return found[0]
+        return None

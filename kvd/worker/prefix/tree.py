@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvd.worker.prefix.queued_paths import edge_of, names_of
+from kvd.worker.prefix.queued_paths import Path, edge_of, names_of
 from kvd.worker.prefix.segment_index import Checkpoint
 from protocol.segments import prefix_value
 
@@ -197,19 +197,27 @@ class PrefixTree:
             self._evict(self._least_valuable(one for one in self._stored if one is not node)[0])
         return True
 
-    def checkpoints(self) -> Iterator[Checkpoint]:
-        """Yield all valid checkpoints."""
-        for node in list(self._stored):
-            if not self._is_valid(node):
-                continue
-            edges: list[bytes | str] = []
-            above: _Node | None = node
-            while above is not None and above is not self._root:
-                edges.append(above.edge)
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return all valid checkpoints."""
+        named = {node: self._names(node) for node in list(self._stored) if self._is_valid(node)}
+        longer: dict[_Node, list[bytes]] = {node: [] for node in named}
+        for node, names in named.items():
+            above = node.parent
+            while above is not None:
+                if above in longer:
+                    longer[above].append(names[-1])
                 above = above.parent
-            salt = str(edges.pop())
-            names = names_of(salt, (edge for edge in reversed(edges) if isinstance(edge, bytes)))
-            yield Checkpoint(names, node.depth, node.hits, not node.children, node.snapshot)
+        return [
+            Checkpoint(names, node.depth, node.hits, longer[node], node.snapshot)
+            for node, names in named.items()
+        ]
+
+    def _names(self, node: _Node) -> Path:
+        edges: list[bytes] = []
+        while isinstance(node.edge, bytes) and node.parent is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return names_of(str(node.edge), reversed(edges))
 
     # Eviction.
 
