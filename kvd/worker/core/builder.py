@@ -19,10 +19,10 @@ from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.describe import costs_of
+from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.text.text import TEMPLATE_BYTES, Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
-from protocol.types import ModelInfo
 from protocol.worker import LoadModel
 
 
@@ -37,6 +37,8 @@ class Model:
     """``on`` if native operations are used, else the reason; None if the device has none."""
     weights_bytes: int
     text: Text
+    fingerprint: bytes | None
+    """Of the weights, for segments (`kvd.worker.prefix.space`); None without a prefix store."""
 
 
 def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
@@ -73,7 +75,8 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         limit_template=lambda: limit.narrow(TEMPLATE_BYTES),
     )
     native_state = native.status or ("on" if loaded.own_products else None)
-    return Model(loaded, served, verdict, native_state, weights_bytes, text)
+    found = None if command.segments_folder is None else fingerprint(headers)
+    return Model(loaded, served, verdict, native_state, weights_bytes, text, found)
 
 
 def make_prefix_cache(command: LoadModel, cache: Any) -> PrefixCache:
@@ -116,8 +119,3 @@ def make_admission(
         step=chunk,
     )
     return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs
-
-
-def space(command: LoadModel, model: Model, info: ModelInfo) -> bytes:
-    """Return the space of the model's segments (`protocol.segments`)."""
-    return b"placeholder spac"

@@ -38,6 +38,7 @@ from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
+from kvd.worker.prefix.space import space_of
 from kvd.worker.process import shortage
 from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
@@ -132,14 +133,12 @@ class MLXEngine:
         self, command: LoadModel, model: builder.Model, info: ModelInfo
     ) -> SegmentStore | None:
         """Return this engine's part of the prefix store, and report its space."""
-        cache = self._runner.cache
-        if (
-            command.segments_folder is None
-            or not isinstance(cache, ModelCache)
-            or self._prefix_cache.tree is None
-        ):
+        folder, tree, cache = command.segments_folder, self._prefix_cache.tree, self._runner.cache
+        if folder is None or model.fingerprint is None or tree is None:
             return None
-        space = builder.space(command, model, info)
+        if not isinstance(cache, ModelCache):
+            return None
+        space = space_of(model.fingerprint, cache, info, command)
         self._batch.reports.append(SegmentsOpened(space=space))
         return SegmentStore(
             self._batch,
@@ -147,7 +146,7 @@ class MLXEngine:
             self._preemption,
             self._rates,
             SegmentIndex(space, command.prefill_chunk),
-            SegmentFiles(Path(command.segments_folder), space),
+            SegmentFiles(Path(folder), space),
             self._clock,
         )
 

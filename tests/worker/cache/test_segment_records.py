@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -33,6 +34,7 @@ ENDS = (128, 320, 704)
 PROMPT = ids(ENDS[-1])
 
 
+@functools.cache
 def runner_of(name: str, how: str) -> Runner:
     served = probe.serve(build(name)[0], SETTINGS[how], TOKENS)
     assert isinstance(served.runner.cache, ModelCache)
@@ -102,6 +104,32 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
     cache.free(again)
     cache.shrink()
     assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> None:
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files, bases, _ = written(runner)
+    row = cache.new_row()
+    prefill(runner, row, 0, 512)
+    snapshot = cache.snapshots.take(row)
+    base = ENDS[-1] if can_extend(cache, 512, ENDS[-1]) else 0
+    inside = list(SegmentRecords(cache, snapshot, base))
+    if not any(store.kind.bounded for store in cache.stores):
+        assert len(inside) == 2, "it needs no pages of its own"
+    cache.snapshots.drop(snapshot)
+    (want,) = decode(runner, [row], ids(70, 8))
+    cache.free(row)
+    disturb(runner)
+
+    row = cache.new_row()
+    chain_of = [iter(inside), *chain(files, bases, ENDS[-1] if base else None)]
+    for _ in SegmentReader(cache, row, chain_of).run():
+        check_cache(cache)
+    (found,) = decode(runner, [row], ids(70, 8))
+    np.testing.assert_array_equal(found, want)
+    cache.free(row)
 
 
 @pytest.mark.parametrize("cut", range(6))
