@@ -38,7 +38,7 @@ class Model:
     weights_bytes: int
     text: Text
     fingerprint: bytes | None
-    """Of the weights, for segments (`kvd.worker.prefix.space`); None without a prefix store."""
+    """Identifies the weights in `kvd.worker.prefix.space`; None without a prefix store."""
 
 
 def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:

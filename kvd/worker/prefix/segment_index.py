@@ -1,7 +1,7 @@
 """The segments of one space, as a worker knows them, and which checkpoints are worth a segment.
 
-The index is a copy of the daemon's, so a lookup asks nobody. It may be stale: a segment whose file
-is gone is a miss.
+The index is a copy of the daemon's, for lookups without a message. It may be stale: a segment
+whose file is gone is a miss.
 """
 
 from __future__ import annotations
