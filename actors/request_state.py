@@ -167,12 +167,13 @@ class RequestState:
             case _:
                 assert_never(report)
 
-    def cancelled_events(self) -> list[Event]:
-        """Return the client's last events if the request is cancelled while no worker has it."""
-        events: list[Event] = []
+    def cancelled_reports(self) -> list[wire.RowReport]:
+        """Return the last reports if the request is cancelled while no worker has it."""
+        rid = self.submit.rid
+        reports: list[wire.RowReport] = []
         if len(self.choices) > 1 and self.prompt_tokens is not None:
-            events += [
-                messages.ChoiceFinished(id=self.id, choice=number, reason="cancelled")
+            reports += [
+                wire.ChoiceFinished(rid=rid, choice=number, reason="cancelled")
                 for number, choice in enumerate(self.choices)
                 if choice.reason is None
             ]
@@ -181,7 +182,7 @@ class RequestState:
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
             levels=list(self.levels),
         )
-        return [*events, messages.Done(id=self.id, reason="cancelled", usage=usage)]
+        return [*reports, wire.RowFinished(rid=rid, reason="cancelled", usage=usage)]
 
     def _apply_prompt(self, index: int, logprobs: list[TokenLogprob]) -> Event | None:
         self.prompt_reported = index + len(logprobs)

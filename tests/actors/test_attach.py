@@ -164,7 +164,8 @@ def test_a_client_cannot_have_more_than_the_request_ever_has(
     scene()
 
 
-def test_the_end_is_kept_until_it_is_fetched() -> None:
+def test_the_end_can_be_fetched_again() -> None:
+    """A client that attaches may lose its connection, or the daemon, before it has the end."""
     journal, name = interrupted(9, max_tokens=10)
     [last] = [one for one in journal.records if isinstance(one, ReportReceived)][-1:]
 
@@ -173,16 +174,55 @@ def test_the_end_is_kept_until_it_is_fetched() -> None:
         async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
             client = w.client()
             assert (await client.end(attach(client, name))).reason == "length"
-        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
-            client = w.client()
-            key = attach(client, name, (10, len("".join(f"{one} " for one in expected(10)))))
-            done = await client.end(key)
-            assert (done.reason, done.usage.completion_tokens) == ("length", 10)
-            assert client.tokens(key) == []
-            assert not w.spawn.last("demo")._rows
+        had = (10, len("".join(f"{one} " for one in expected(10))))
+        for _ in range(2):
+            late = SavedRequests(journal, journal.saved(), keep_s=60.0)
+            async with world(saved_requests=late) as w:
+                for received, rest in (((0, 0), expected(10)), (had, [])):
+                    client = w.client()
+                    key = attach(client, name, received)
+                    done = await client.end(key)
+                    assert (done.reason, done.usage.completion_tokens) == ("length", 10)
+                    assert client.tokens(key) == rest
+                assert not w.spawn.last("demo")._rows
+        async with world(saved_requests=SavedRequests(journal, journal.saved(), keep_s=60.0)):
+            await asyncio.sleep(60)
         assert name not in journal.saved()
 
     assert last.rid == name
+    scene()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
+    """The daemon itself ends the request while its worker restarts, and may die right after."""
+    journal = MemoryJournal()
+
+    @simulated
+    async def scene() -> None:
+        async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
+            client = w.client()
+            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
+            await until(lambda: client.count(key) == 2)
+            w.spawn.last("demo").die(-9)
+            await until(lambda: w.state() == "backoff")
+            if cancelled:
+                client.start(messages.Cancel, target=key)
+            else:
+                await client.ask(messages.Unload, model="demo")
+            end = await client.end(key)
+            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            key = attach(client, name)
+            again = await client.end(key)
+            assert client.tokens(key) == expected(2)
+        if cancelled:
+            assert (end.reason, again.reason) == ("cancelled", "cancelled")
+            assert end.usage == again.usage
+        else:
+            assert (end.error.code, again.error) == ("draining", end.error)
+
     scene()
 
 
