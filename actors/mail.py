@@ -301,11 +301,10 @@ class EvictModel(_Message, frozen=True):
 
 
 class EndWorker(_Message, frozen=True):
-    """End a model's worker, because it holds more memory than it may."""
+    """End a model's process, because it holds more memory than it may."""
 
     name: str
-    used_bytes: int
-    limit_bytes: int
+    order: lifecycle_events.MemoryExceeded
 
 
 class SetPinned(Ask[None], frozen=True):

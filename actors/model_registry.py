@@ -56,9 +56,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                 self._ensure_loaded(model)
             case mail.EvictModel(name=name, requeue=requeue):
                 self._evict(name, requeue=requeue)
-            case mail.EndWorker(name=name, used_bytes=used, limit_bytes=limit):
+            case mail.EndWorker(name=name, order=order):
                 if (entry := self._state.entries.get(name)) is not None:
-                    order = lifecycle_events.MemoryExceeded(used, limit)
                     entry.worker.tell(mail.LifecycleEvent(order))
             case mail.SetPinned(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
