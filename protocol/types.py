@@ -83,10 +83,10 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache and not prefilled again."""
     levels: list[int] = []
-    """Precision levels of the request in order; 0 has the most bits.
+    """Precision levels at which the tokens were generated, in order; 0 has the most bits.
 
     Several levels: the request was stepped down, or continued at another level after a worker's
-    death. Empty: it never held pages.
+    death. Empty: no token was generated.
     """
 
 

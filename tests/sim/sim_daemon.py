@@ -127,6 +127,7 @@ class SimDaemon:
         """
         for process in self.spawn.alive():
             process.orphan()
+        self.spawn.levels.daemon_killed()
         if self._journal is not None:
             self._journal.write = lambda _record: None  # type: ignore[method-assign]
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -27,11 +27,11 @@ class Choices:
 
     @property
     def level(self) -> int:
-        """Precision level of the request now."""
+        """Precision level of the newest token."""
         return self._levels[-1] if self._levels else 0
 
     def record_level(self, level: int) -> None:
-        """Record the precision level at which the request continues, for its usage."""
+        """Record the precision level at which a token was generated, for the usage."""
         record_level(self._levels, level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
