@@ -1045,6 +1045,21 @@ async def test_a_forced_stop_ends_waiting_requests_with_its_reason():
         assert "the daemon takes no new work" in client.events[waiting][-1].error.message
 
 
+@pytest.mark.parametrize("passes", range(6))
+@simulated
+async def test_a_request_that_a_forced_stop_overtakes_may_be_sent_again(passes: int):
+    """The stop arrives between the request and the load that it causes."""
+    async with world(load=(), known={"demo": KnownModel("demo")}) as w:
+        key = w.client().generate()
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await w.system.stop(force=True)
+
+        error = w.clients[0].events[key][-1].error
+        assert error.code == "draining"
+        assert "the daemon takes no new work" in error.message
+
+
 @simulated
 async def test_stop_in_the_middle_of_everything_leaves_nothing_behind():
     scripts = {
