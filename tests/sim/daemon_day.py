@@ -53,8 +53,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "draining": ("unload", "daemon restarts"),
     "model_failed": ("killed", "stopped", "spawn fails"),
     "quarantined": ("killed", "stopped"),
-    "insufficient_memory": ("budget", "pin"),
-    "slow_reader": ("stopped reading", "slow network"),
+    "insufficient_memory": ("budget", "pin", "load of removed {model}"),
     "aborted": ("stopped reading", "slow network"),
     "invalid_model": ("broken model",),
     "unknown_model": ("model removed",),
@@ -63,8 +62,11 @@ ENDS: dict[str, tuple[str, ...]] = {
     "reset": ("reset", "HTTP reset"),
     "daemon killed": ("daemon killed",),
 }
-"""How requests end, and what must have happened that day. A cancelled request, and one whose
-deadline passed, explain their own end."""
+"""How requests end, and what must have happened that day.
+
+A cancelled request, and one whose deadline passed, explain their own end. A slow reader's client
+has checked how much it left unread. A load that a user ordered is refused if models in use hold
+the memory; requests that wait for it go on only if the model is in the configuration."""
 
 
 def draw_models(draw: random.Random) -> dict[str, KnownModel]:
@@ -102,8 +104,10 @@ class DaemonDay:
         self.daemon = SimDaemon(self.draw, self.delay_s, self._models, journal, self._notify)
         self._slow: list[tuple[float, SocketClient | HttpClient]] = []
         """Clients that do not read, and when they do so again."""
-        self._lost: list[Asked] = []
-        """Requests that the last daemon left, to which their clients may attach."""
+        self._ordered: set[str] = set()
+        """Models that a client has loaded."""
+        self._removed: set[str] = set()
+        """Models that were removed from the configuration."""
 
     def delay_s(self) -> float:
         return self.draw.random() * self._slowest_s
@@ -213,6 +217,7 @@ class DaemonDay:
         name = self.draw.choice("abc")
         known = self._models[name]
         self.note("load", name)
+        self._ordered.add(name)
         self._client().send(messages.Load, model=known.source, alias=name, kv=known.kv)
 
     def unload(self) -> None:
@@ -236,6 +241,7 @@ class DaemonDay:
         system, name = self.daemon.world.system, self.draw.choice("abc")
         if self.draw.random() < 0.3:
             self.note("model removed", name)
+            self._removed.add(name)
             await system.remove_configured_model(name)
             return
         ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
@@ -351,6 +357,7 @@ class DaemonDay:
 
     async def _settle(self) -> None:
         """End the faults; then everything ends, and nothing is left."""
+        await asyncio.sleep(self._slowest_s)  # other operators' commands arrive before these
         self.daemon.spawn.failing = 0
         self.daemon.world.memory.pressure = "normal"
         for process in self.daemon.spawn.alive():
@@ -374,6 +381,8 @@ class DaemonDay:
 
     def _check_ends(self) -> None:
         """Every request has ended in a way that something in this day explains."""
+        for name in self._ordered & self._removed:
+            self.note(f"load of removed {name}")
         for asked in self.asked:
             how = asked.ended or asked.abandoned
             self.note(f"ended: {how}", asked)
@@ -383,8 +392,10 @@ class DaemonDay:
                     assert asked.cancelled, f"{asked} was cancelled by nobody"
                 case "deadline_exceeded":
                     assert asked.deadline_s is not None, f"{asked} has no deadline"
+                case "slow_reader":
+                    pass
                 case _:
-                    causes = ENDS[how]
+                    causes = [cause.format(model=asked.model) for cause in ENDS[how]]
                     explained = any(self.counts[cause] for cause in causes)
                     assert explained, f"{asked} ended with {how}, and none of {causes}"
 

@@ -13,6 +13,7 @@ from protocol.messages import Event, Request, is_last
 from protocol.session import ClientSession
 from tests.sim.asked import Asked
 from tests.sim.network import Link
+from tests.sim.sim_daemon import UNREAD_BYTES
 
 Connect = Callable[[Callable[[bytes], None], Callable[[], None]], Link]
 """Connects a client to the daemon, given what takes its bytes and what takes the end."""
@@ -85,6 +86,9 @@ class SocketClient:
 
     def _ended(self) -> None:
         """The daemon ended the connection."""
+        if self.fault == "slow_reader":
+            unread = self.link.max_unread
+            assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
         self._abandon(self.fault or ("closed" if self.link.ended_well else "aborted"))
 
 

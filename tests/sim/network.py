@@ -38,6 +38,8 @@ class Link:
         self._due = self._loop.time()
         """When the newest bytes from the client arrive."""
         self._buffer = bytearray()
+        self.max_unread = 0
+        """The most bytes that the client has left unread."""
         self._flushing: asyncio.TimerHandle | None = None
         self.open = True
         self.ended_well = False
@@ -76,6 +78,7 @@ class Link:
 
     def write(self, data: bytes) -> None:
         self._buffer += data
+        self.max_unread = max(self.max_unread, len(self._buffer))
         self._schedule()
 
     @property

@@ -31,7 +31,7 @@ from tests.sim.world import World
 MIB = 2**20
 BUDGET = 100 * MIB
 UNREAD_BYTES = 8 * 1024
-"""Unread bytes at which a client is disconnected: more than any reply to ``status``."""
+"""Unread bytes at which a client is disconnected: more than one reply to ``status``."""
 STOP_S = 1000.0
 """Simulated seconds in which a daemon drains."""
 WATCHDOG = WatchdogTimeouts(
