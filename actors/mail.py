@@ -118,6 +118,7 @@ class LifecycleEvent(_Message, frozen=True):
         | lifecycle_events.Drain
         | lifecycle_events.Halt
         | lifecycle_events.RequestBlamed
+        | lifecycle_events.Fault
         | lifecycle_events.MemoryExceeded
     )
 

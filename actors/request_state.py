@@ -137,6 +137,12 @@ class RequestState:
             return None
         return self._pause("restart")
 
+    def unknown_choice(self, report: wire.RowReport) -> int | None:
+        """Return the choice of a report if the request does not have it."""
+        if not isinstance(report, wire.RowTokens | wire.ChoiceFinished):
+            return None
+        return report.choice if report.choice >= len(self.choices) else None
+
     def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911
         """Return the client's event, if there is one."""
         match report:

@@ -199,18 +199,13 @@ class Router(Actor[mail.RouterMail]):
         request = self._state.requests.get(rid)
         if request is None:
             return
+        if (choice := request.unknown_choice(report)) is not None:
+            choices = len(request.choices)
+            self._replace_worker(rid, f"it reported choice {choice} of a request with {choices}")
+            return
         event = self._pass_on(request, report)
-        if isinstance(report, wire.RowTokens):
-            if request.awaits_tokens:
-                request.awaits_tokens = False
-                self._handle(admission_events.RequestProgressed(rid))
-        elif isinstance(report, wire.RowAdmitted):
-            self._observe(request.timing.observe_admission(_now()))
-        elif isinstance(report, wire.RowQueued):
-            if not request.queued_in_worker:
-                request.queued_in_worker = True
-                self._handle(admission_events.QueuedInWorker(rid))
-        elif event is not None and messages.is_last(event):
+        self._handle_progress(request, report)
+        if event is not None and messages.is_last(event):
             del self._state.requests[rid]
             self._handle(admission_events.RequestFinished(rid))
 
@@ -221,6 +216,26 @@ class Router(Actor[mail.RouterMail]):
         if (event := request.apply_report(report)) is not None:
             self._send(request, event)
         return event
+
+    def _handle_progress(self, request: RequestState, report: wire.RowReport) -> None:
+        rid = request.submit.rid
+        match report:
+            case wire.RowTokens() if request.awaits_tokens:
+                request.awaits_tokens = False
+                self._handle(admission_events.RequestProgressed(rid))
+            case wire.RowAdmitted():
+                self._observe(request.timing.observe_admission(_now()))
+            case wire.RowQueued() if not request.queued_in_worker:
+                request.queued_in_worker = True
+                self._handle(admission_events.QueuedInWorker(rid))
+            case _:
+                pass
+
+    def _replace_worker(self, rid: str, reason: str) -> None:
+        """Have the process replaced that runs the request, because it broke the protocol."""
+        model = self._state.machine.requests[rid].model
+        if (worker := self._state.workers.get(model)) is not None:
+            worker.tell(mail.LifecycleEvent(lifecycle_events.Fault(reason)))
 
     def _send(self, request: RequestState, event: Event) -> None:
         self._observe(request.timing.observe_event(event, _now()))

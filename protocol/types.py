@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
-from protocol.fields import Count, LogitBias, Penalty
+from protocol.fields import Count, LogitBias, Penalty, TokenId
 from protocol.kv import KVSpec
 
 TimeSlicesMode = Literal["auto", "on", "off"]
@@ -51,7 +51,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class Alternative(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token that could be at a position, and its probability."""
 
-    token: int
+    token: TokenId
     text: str
     """Text of this token alone; bytes that are not UTF-8 appear as U+FFFD."""
     logprob: float | None = None

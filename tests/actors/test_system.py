@@ -760,6 +760,23 @@ async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
 
 
 @simulated
+async def test_a_report_of_a_choice_that_the_request_does_not_have_costs_only_its_worker():
+    async with world(load=("demo",), faults=True) as w:
+        client = w.client()
+        request = client.generate()
+        await until(lambda: client.tokens(request), 5)
+        process = w.spawn.last("demo")
+        (rid,) = process._rows
+        process.report(ChoiceFinished(rid=rid, choice=1, reason="stop"))
+        await until(lambda: w.state() == "backoff", 5)
+
+        assert (await client.end(request)).reason == "length"
+        assert process.signals == ["kill"]
+        assert not w.notices_of("actor_failed")
+        assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
 async def test_messages_for_a_dead_process_do_not_reach_its_successor():
     async with world() as w:
         old = w.spawn.last("demo")
