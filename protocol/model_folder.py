@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from protocol import paths
 from protocol.errors import InvalidModel
 from protocol.weights import BrokenFileError, Tensors, Weights, read_header
 
@@ -129,27 +130,20 @@ def weight_files(folder: Path) -> list[Path]:
 def check_index(folder: Path) -> None:
     """Raise `InvalidModel` if a file is missing that the index, if there is one, lists."""
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    if not paths.exists(index):
         return
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict):
         raise invalid(index, "has no weight_map")
     for name in sorted({str(shard) for shard in shards.values()}):
-        if not _exists(folder / name):
+        if not paths.exists(folder / name):
             raise invalid(folder / name, "is missing, though the index lists it")
 
 
 def tokenizer_bytes(folder: Path) -> int:
     """Return the size of the tokenizer's files."""
     files = [folder / name for name in TOKENIZER_FILES]
-    return sum(file.stat().st_size for file in files if _exists(file))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long
-        return False
+    return sum(file.stat().st_size for file in files if paths.exists(file))
 
 
 def read_weights(files: Iterable[Path]) -> Weights:

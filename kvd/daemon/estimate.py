@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.system import Settings
 from kvd.host.memory.nvidia import has_cuda_build
-from protocol import memory_bounds, model_folder
+from protocol import memory_bounds, model_folder, paths
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec, floors_of, schemes_of
@@ -163,7 +163,7 @@ def _downloaded(hub_id: str) -> Path | None:
         snapshot = repository / "snapshots" / (repository / "refs/main").read_text("utf-8").strip()
     except OSError:
         return None
-    return snapshot if snapshot.is_dir() else None
+    return snapshot if paths.is_folder(snapshot) else None
 
 
 def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:
