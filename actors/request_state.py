@@ -188,7 +188,9 @@ class RequestState:
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
             levels=list(self.levels),
         )
-        return [*reports, wire.RowFinished(rid=rid, reason="cancelled", usage=usage)]
+        # A worker may have reported the end of every choice, and died before that of the request.
+        reason = wire.combined_reason([choice.reason or "cancelled" for choice in self.choices])
+        return [*reports, wire.RowFinished(rid=rid, reason=reason, usage=usage)]
 
     def _apply_prompt(self, index: int, logprobs: list[TokenLogprob]) -> Event | None:
         self.prompt_reported = index + len(logprobs)

@@ -7,6 +7,7 @@ sent yet (`kvd.worker.process.outbox`). Reports may be late, but lose no content
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -333,6 +334,14 @@ class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
 
     choice: Choice
     reason: FinishReason
+
+
+_PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
+
+
+def combined_reason(reasons: Collection[FinishReason]) -> FinishReason:
+    """Return the reason of a request from those of its choices."""
+    return next(reason for reason in _PRECEDENCE if reason in reasons)
 
 
 class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from actors.saved_requests import SavedRequests
 from actors.system import Settings
 from protocol import errors, messages
 from protocol.types import ReceivedChoice, Sampling
-from protocol.worker import Submit
+from protocol.worker import ChoiceFinished, RowAccepted, RowReport, RowTokens, Submit
 from tests.sim.fakes import Script, token
 from tests.sim.loop import run, simulated, until
 from tests.sim.world import SimClient, world
@@ -222,6 +222,34 @@ def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
             assert end.usage == again.usage
         else:
             assert (end.error.code, again.error) == ("draining", end.error)
+
+    scene()
+
+
+def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> None:
+    """The worker died between the end of the last choice and that of the request."""
+    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=4), n=2)
+    reports: list[RowReport] = [
+        RowAccepted(rid="1", prompt_tokens=5),
+        RowTokens(rid="1", index=0, tokens=[7], text="7 "),
+        ChoiceFinished(rid="1", choice=0, reason="length"),
+        ChoiceFinished(rid="1", choice=1, reason="stop"),
+    ]
+    records = [RequestReceived("1", "demo", submit), *(ReportReceived("1", it) for it in reports)]
+    journal = MemoryJournal(records)
+
+    @simulated
+    async def scene() -> None:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            w.spawn.last("demo").die(-9)
+            await until(lambda: w.state() == "backoff")
+            client = w.client()
+            key = attach(client, "1")
+            client.start(messages.Cancel, target=key)
+            done = await client.end(key)
+            ends = [it for it in client.events[key] if isinstance(it, messages.ChoiceFinished)]
+            assert [(it.choice, it.reason) for it in ends] == [(0, "length"), (1, "stop")]
+            assert (done.reason, done.usage.completion_tokens) == ("length", 1)
 
     scene()
 
