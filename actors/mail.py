@@ -55,6 +55,8 @@ class Deliver(_Message, frozen=True):
     """An event for the client, with the client's own request id."""
 
     event: Event
+    saved: bool = False
+    """Whether an earlier daemon saved it: it is sent at once, and never makes a reader slow."""
 
 
 ClientMail = BytesReceived | ConnectionClosed | Deliver

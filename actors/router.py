@@ -179,7 +179,7 @@ class Router(Actor[mail.RouterMail]):
             message.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
             return
         for event in events:
-            message.client.tell(mail.Deliver(event))
+            message.client.tell(mail.Deliver(event, saved=True), beyond_limit=True)
         if saved.end is not None:
             return  # kept, because the connection may be cut before the client has read the end
         state.requests[rid] = resumed
