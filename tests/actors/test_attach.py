@@ -226,6 +226,27 @@ def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
     scene()
 
 
+def test_a_request_whose_client_was_disconnected_is_cancelled() -> None:
+    journal = MemoryJournal()
+
+    @simulated
+    async def scene() -> None:
+        async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
+            client = w.client()
+            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
+            await until(lambda: client.count(key) == 2)
+            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
+            client.disconnect()
+            await until(lambda: journal.saved()[name].end is not None)
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            key = attach(client, name)
+            assert (await client.end(key)).reason == "cancelled"
+            assert client.tokens(key) == expected(2)
+
+    scene()
+
+
 def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> None:
     """The worker died between the end of the last choice and that of the request."""
     submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=4), n=2)

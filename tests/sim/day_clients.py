@@ -60,9 +60,17 @@ class SocketClient:
         self.link.send(self.session.request(request))
 
     def reset(self, reason: str) -> None:
-        """Cut the connection."""
+        """Cut the connection, which the daemon may have ended unnoticed."""
+        if self.link.transport.ending:
+            self._check_unread()
+            for asked in self.asked.values():
+                asked.disconnected = True
         self.link.reset()
         self._abandon(reason)
+
+    def _check_unread(self) -> None:
+        unread = self.link.max_unread
+        assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
 
     def _abandon(self, reason: str) -> None:
         for asked in self.asked.values():
@@ -87,8 +95,7 @@ class SocketClient:
     def _ended(self) -> None:
         """The daemon ended the connection."""
         if self.fault == "slow_reader":
-            unread = self.link.max_unread
-            assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
+            self._check_unread()
         self._abandon(self.fault or ("closed" if self.link.ended_well else "aborted"))
 
 
@@ -152,7 +159,8 @@ class HttpClient:
             self._check_body(msgspec.json.decode(content))
 
     def _fail(self, content: bytes) -> None:
-        self.asked.ended = msgspec.json.decode(content)["error"]["kvd"]["code"]
+        error = msgspec.json.decode(content)["error"]
+        self.asked.ended = error.get("kvd", error)["code"]
 
     def _check_stream(self, content: bytes) -> None:
         asked = self.asked
