@@ -49,7 +49,7 @@ class Asked:
     deadline_s: float | None = None
     cancelled: bool = False
     disconnected: bool = False
-    """Whether the daemon ended its connection, which cancels it."""
+    """Whether the daemon ended the connection of a slow reader, which cancels its requests."""
     ended: str = ""
     """How it ended: a finish reason, or the code of an error."""
     abandoned: str = ""

@@ -60,17 +60,12 @@ class SocketClient:
         self.link.send(self.session.request(request))
 
     def reset(self, reason: str) -> None:
-        """Cut the connection, which the daemon may have ended unnoticed."""
-        if self.link.transport.ending:
-            self._check_unread()
+        """Cut the connection, which the daemon may have ended because the client did not read."""
+        if self.link.transport.ending and self.link.max_unread > UNREAD_BYTES:
             for asked in self.asked.values():
                 asked.disconnected = True
         self.link.reset()
         self._abandon(reason)
-
-    def _check_unread(self) -> None:
-        unread = self.link.max_unread
-        assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
 
     def _abandon(self, reason: str) -> None:
         for asked in self.asked.values():
@@ -95,7 +90,8 @@ class SocketClient:
     def _ended(self) -> None:
         """The daemon ended the connection."""
         if self.fault == "slow_reader":
-            self._check_unread()
+            unread = self.link.max_unread
+            assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
         self._abandon(self.fault or ("closed" if self.link.ended_well else "aborted"))
 
 
