@@ -111,13 +111,12 @@ def encoded(tree: Any) -> bytes:
 
 @st.composite
 def edited_json(draw: DrawFn, seeds: Sequence[bytes], names: Sequence[str] = ()) -> bytes:
-    """Edit a seed as a tree, or as bytes if it is no JSON."""
+    """Edit a seed as a tree, or as bytes if that is impossible."""
     seed = draw(st.sampled_from(seeds))
     try:
-        tree = json.loads(seed)
-    except (ValueError, RecursionError):
+        return encoded(edited_tree(draw, json.loads(seed), names))
+    except (ValueError, RecursionError):  # no JSON, or too deep to copy
         return draw(edited_bytes([seed]))
-    return encoded(edited_tree(draw, tree, names))
 
 
 @st.composite
