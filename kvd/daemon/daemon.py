@@ -85,7 +85,13 @@ def run(options: Options) -> Exit:
     with listen.hold_lock(home):
         logs.setup(home.logs, settings.log_level, to_stderr=not _is_launchd_service())
         with contextlib.ExitStack() as opened:
-            http = with_command_line(settings.http, options.host, options.port, off=options.no_http)
+            http = with_command_line(
+                settings.http,
+                options.host,
+                options.port,
+                default_port=options.default_port,
+                off=options.no_http,
+            )
             listeners, problems = open_listeners(home, http, given.get(activation.HTTP, ()))
             for http_listener in listeners:
                 opened.callback(http_listener.close)
