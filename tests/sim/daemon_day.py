@@ -29,17 +29,14 @@ from typing import Any
 import structlog.testing
 
 from actors.ports import Notice
-from actors.status import KnownModel
 from protocol import messages
-from protocol.kv import KVSpec
-from protocol.policy import ModelPolicy
 from tests.sim.asked import Asked
 from tests.sim.day_clients import HttpClient, SocketClient
+from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import run, until
 from tests.sim.loop_process import LoopProcess
-from tests.sim.sim_daemon import BUDGET, MIB, SimDaemon
+from tests.sim.sim_daemon import SimDaemon
 
-PAGE = 4 * MIB
 ACTIONS = 20
 PATIENCE_S = 1000.0
 """Simulated seconds after the last fault in which every request ends."""
@@ -70,25 +67,6 @@ has checked how much it left unread. A load that a user ordered is refused if mo
 the memory; requests that wait for it go on only if the model is in the configuration."""
 
 
-def draw_models(draw: random.Random) -> dict[str, KnownModel]:
-    """Draw three models, of which two or three fit into the budget."""
-    models = {}
-    for name in ("a", "b", "c"):
-        fields: dict[str, float | str] = {
-            "load": draw.choice([0.1, 1.0, 4.0]),
-            "tps": draw.choice([20, 100]),
-            "weights": draw.choice([16, 24, 40]) * MIB,
-            "page_bytes": PAGE,
-            "pages": draw.randint(1, 3),
-        }
-        if draw.random() < 0.05:
-            fields["load_error"] = "invalid_model"
-        source = "fake:" + ",".join(f"{key}={value}" for key, value in fields.items())
-        policy = ModelPolicy(idle_ttl_s=draw.choice([None, None, 20.0]))
-        models[name] = KnownModel(source, KVSpec(prefix_every=64), policy, listed=True)
-    return models
-
-
 class DaemonDay:
     """One seeded day. After `run`, `counts` says what happened."""
 
@@ -100,9 +78,10 @@ class DaemonDay:
         self.web: list[HttpClient] = []
         self._trace = trace
         self._slowest_s = self.draw.choice([0.002, 0.02, 0.5])
-        self._models = draw_models(self.draw)
-        journal = folder if self.draw.random() < 0.6 else None
-        self.daemon = SimDaemon(self.draw, self.delay_s, self._models, journal, self._notify)
+        self._config = DayConfig(self.draw, folder)
+        self._drawn = self._config.known()
+        journal = folder / "journal" if self.draw.random() < 0.6 else None
+        self.daemon = SimDaemon(self.draw, self.delay_s, self._config, journal, self._notify)
         self._slow: list[tuple[float, SocketClient | HttpClient]] = []
         """Clients that do not read, and when they do so again."""
         self._ordered: set[str] = set()
@@ -216,7 +195,7 @@ class DaemonDay:
 
     def load(self) -> None:
         name = self.draw.choice("abc")
-        known = self._models[name]
+        known = self._drawn[name]
         self.note("load", name)
         self._ordered.add(name)
         self._client().send(messages.Load, model=known.source, alias=name, kv=known.kv)
@@ -233,22 +212,22 @@ class DaemonDay:
         self._client().send(kind, model=name)
 
     def set_budget(self) -> None:
-        budget = self.draw.choice([60, 80, 100, 120]) * MIB
+        budget = self.draw.choice([64, 80, 100, 120]) * MIB
         self.note("budget", f"{budget // MIB} MiB")
         self._client().send(messages.Configure, budget_bytes=budget)
 
-    async def configure(self) -> None:
-        """Add a model to the configuration, with another policy, or remove one from it."""
-        system, name = self.daemon.world.system, self.draw.choice("abc")
+    def reload(self) -> None:
+        """Remove a model from the configuration, or list it with another policy; reload that."""
+        name = self.draw.choice("abc")
         if self.draw.random() < 0.3:
             self.note("model removed", name)
             self._removed.add(name)
-            await system.remove_configured_model(name)
-            return
-        ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
-        policy = {"idle_ttl_s": ttl_s, "priority": priority}
-        self.note("policy", f"{name}: {policy}")
-        await system.add_configured_model(name, self._models[name], policy)
+            self._config.remove(name)
+        else:
+            ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
+            self.note("policy", f"{name}: {ttl_s=}, {priority=}")
+            self._config.change(name, idle_ttl_s=ttl_s, priority=priority)
+        self._client().send(messages.Reload)
 
     # Faults.
 
@@ -334,7 +313,7 @@ class DaemonDay:
             (2, self.unload),
             (1, self.pin),
             (2, self.set_budget),
-            (1, self.configure),
+            (2, self.reload),
             (4, self.kill),
             (2, self.pause),
             (1, self.fail_spawn),
@@ -346,7 +325,7 @@ class DaemonDay:
         weights = [weight for weight, _ in acts]
         await self.daemon.start()
         self.counts["slow network"] = int(self._slowest_s > 0.1)
-        broken = ("load_error" in known.source for known in self._models.values())
+        broken = ("load_error" in known.source for known in self._drawn.values())
         self.counts["broken model"] = sum(broken)
         for _ in range(ACTIONS):
             if (work := self.draw.choices(acts, weights)[0][1]()) is not None:
@@ -366,9 +345,11 @@ class DaemonDay:
         for client in self._open():
             client.link.read(on=True)
         operator = self._connect()
+        for name in self._drawn:
+            operator.send(messages.Unpin, model=name)
+        self._config.reset()
+        operator.send(messages.Reload)
         operator.send(messages.Configure, budget_bytes=BUDGET)
-        for name, known in self._models.items():
-            await self.daemon.world.system.add_configured_model(name, known, {"pinned": False})
         self.note("settles")
         await until(self._is_over, PATIENCE_S, every_s=0.25)
         self.daemon.check()

@@ -16,20 +16,18 @@ from pathlib import Path
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.ports import Notice
 from actors.saved_requests import SavedRequests
-from actors.status import KnownModel
 from actors.system import Settings
 from kvd.config.http import HttpSettings
 from kvd.daemon.journal import DiskJournal
 from kvd.host.listen import ClientProtocol
 from kvd.http.listeners import Listener
 from kvd.http.server import Server
+from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import until
 from tests.sim.loop_process import LoopSpawn
 from tests.sim.network import PEER, Link, same_user
 from tests.sim.world import World
 
-MIB = 2**20
-BUDGET = 100 * MIB
 UNREAD_BYTES = 8 * 1024
 """Unread bytes at which a client is disconnected: more than one reply to ``status``."""
 STOP_S = 1000.0
@@ -59,12 +57,12 @@ class SimDaemon:
         self,
         draw: random.Random,
         delay_s: Callable[[], float],
-        models: dict[str, KnownModel],
+        config: DayConfig,
         journal: Path | None,
         notify: Callable[[Notice], None],
     ) -> None:
         self._draw, self._delay_s = draw, delay_s
-        self._models = models
+        self._config = config
         self._folder = journal
         self._notify = notify
         self._journal: DiskJournal | None = None
@@ -94,8 +92,9 @@ class SimDaemon:
             patience=WATCHDOG,
         )
         self.world = World(
-            {}, BUDGET, settings, saved, dict(self._models), spawn=self.spawn, notify=self._notify
+            {}, BUDGET, settings, saved, self._config.known(), spawn=self.spawn, notify=self._notify
         )
+        self.world.system.configuration = self._config.connect(self.world.system)
         await self.world.system.start()
         self._name_requests()
         self.http = Server(
