@@ -50,6 +50,10 @@ class Asked:
     cancelled: bool = False
     disconnected: bool = False
     """Whether the daemon ended the connection of a slow reader, which cancels its requests."""
+    cancelled_at: float = 0.0
+    """When the client sent the cancel, on the event loop's clock without its jumps."""
+    cancel_took_s: float = 0.0
+    """Seconds until the client had the end, if it always read."""
     ended: str = ""
     """How it ended: a finish reason, or the code of an error."""
     abandoned: str = ""

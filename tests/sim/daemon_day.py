@@ -35,11 +35,13 @@ from tests.sim.day_clients import HttpClient, SocketClient
 from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import run, until
 from tests.sim.loop_process import LoopProcess
-from tests.sim.sim_daemon import SimDaemon
+from tests.sim.sim_daemon import WATCHDOG, SimDaemon
 
 ACTIONS = 20
 PATIENCE_S = 1000.0
 """Simulated seconds after the last fault in which every request ends."""
+STEP_S = 1.0
+"""Simulated seconds: more than any step of a worker and the requantization before it."""
 PAUSES_S = (0.0, 0.0, 0.01, 0.1, 0.3, 1.0)
 """Seconds between two actions."""
 
@@ -47,7 +49,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "length": ("settles",),
     "stop": ("settles",),
     "overloaded": ("settles",),
-    "draining": ("unload", "daemon restarts"),
+    "draining": ("unload", "drain", "daemon restarts"),
     "model_failed": ("killed", "stopped", "spawn fails"),
     "quarantined": ("killed", "stopped"),
     "insufficient_memory": ("budget", "pin", "load of removed {model}"),
@@ -183,8 +185,15 @@ class DaemonDay:
         self._slow = [it for it in self._slow if it[0] > now]
 
     def look(self) -> None:
-        kind = self.draw.choice([messages.Status, messages.Hello, messages.Events])
-        self._client().send(kind)
+        kind = self.draw.choice([messages.Status, messages.Hello, messages.Events, None])
+        client = self._client()
+        if kind is not None:
+            client.send(kind)
+        elif client.followed:
+            client.unfollow()
+        else:
+            self.note("follow")
+            client.follow()
 
     def tokenize(self) -> None:
         name = self.draw.choice("abcd")
@@ -264,6 +273,8 @@ class DaemonDay:
         loop: Any = asyncio.get_running_loop()
         seconds = self.draw.choice([1.0, 30.0, 3600.0])
         loop.now += seconds
+        for asked in self.asked:
+            asked.cancelled_at += seconds
         self.daemon.wall_s += self.draw.choice([0.0, -7200.0, 7200.0])
         self.note("clock jumped", f"{seconds} s")
 
@@ -279,6 +290,11 @@ class DaemonDay:
                 if self._named():  # most often, some request is running then
                     break
                 await asyncio.sleep(0.1)
+        if self.draw.random() < 0.2:
+            self.note("drain")
+            self._client().send(messages.Drain)
+            self.ask_socket()
+            await asyncio.sleep(self.draw.choice(PAUSES_S))
         named = self._named()
         if self.draw.random() < 0.7:
             self.note("daemon killed")
@@ -344,6 +360,8 @@ class DaemonDay:
             process.lie = 1.0
         for client in self._open():
             client.link.read(on=True)
+        for client in self.clients:
+            client.unfollow()
         operator = self._connect()
         for name in self._drawn:
             operator.send(messages.Unpin, model=name)
@@ -367,6 +385,8 @@ class DaemonDay:
             self.note(f"load of removed {name}")
         for asked in self.asked:
             how = asked.ended or asked.abandoned
+            took_s = asked.cancel_took_s
+            assert took_s < self._cancel_limit_s, f"{asked} ended {took_s} s after its cancel"
             self.note(f"ended: {how}", asked)
             assert how, f"{asked} never ended"
             match how:
@@ -381,6 +401,14 @@ class DaemonDay:
                     causes = [cause.format(model=asked.model) for cause in ENDS[how]]
                     explained = any(self.counts[cause] for cause in causes)
                     assert explained, f"{asked} ended with {how}, and none of {causes}"
+
+    @property
+    def _cancel_limit_s(self) -> float:
+        """Seconds in which a cancel takes effect: a step, and six messages on their way.
+
+        A process that was stopped is first ended by the watchdog.
+        """
+        return STEP_S + 6 * self._slowest_s + (WATCHDOG.idle_s + 3.0) * bool(self.counts["stopped"])
 
     def _check_nothing_left(self) -> None:
         loop: Any = asyncio.get_running_loop()

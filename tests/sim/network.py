@@ -33,7 +33,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = protocol
         self._received, self._ended = received, ended
-        self._reads = True
+        self._reads = self.always_read = True
         self._arriving: deque[bytes] = deque()
         self._due = self._loop.time()
         """When the newest bytes from the client arrive."""
@@ -66,6 +66,7 @@ class Link:
 
     def read(self, *, on: bool) -> None:
         self._reads = on
+        self.always_read = self.always_read and on
         self._schedule()
 
     def _arrive(self) -> None:
