@@ -371,6 +371,7 @@ class DaemonDay:
         self.note("settles")
         await until(self._is_over, PATIENCE_S, every_s=0.25)
         self.daemon.check()
+        assert self.daemon.known == self._drawn, "other models than those of the configuration"
         await self.daemon.stop(force=False)
         await asyncio.sleep(10 * self._slowest_s)
         self._check_ends()

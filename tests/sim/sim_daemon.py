@@ -16,6 +16,7 @@ from pathlib import Path
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.ports import Notice
 from actors.saved_requests import SavedRequests
+from actors.status import KnownModel
 from actors.system import Settings
 from kvd.config.http import HttpSettings
 from kvd.daemon.journal import DiskJournal
@@ -75,6 +76,10 @@ class SimDaemon:
     @property
     def journaled(self) -> bool:
         return self._folder is not None
+
+    @property
+    def known(self) -> dict[str, KnownModel]:
+        return self.world.system._statuses.known
 
     async def start(self) -> None:
         saved = SavedRequests()
