@@ -119,7 +119,7 @@ def _estimate(
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
         + memory_bounds.step_bytes(
-            config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu
+            config, machine.prefill_chunk, machine.max_rows, on_cpu=machine.on_cpu
         )
         + memory_bounds.scratch_bytes(
             machine.attention_scratch, native=machine.native_attention, parts=parts
