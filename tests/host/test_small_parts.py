@@ -75,6 +75,8 @@ def test_a_missing_blas_is_a_config_error(tmp_path):
     assert blas.choose("off") is None
     with pytest.raises(errors.ConfigError, match="no library at"):
         blas.choose(str(tmp_path / "none.so"))
+    with pytest.raises(errors.ConfigError, match="no library at"):
+        blas.choose("/" + "a" * 300)
 
 
 @pytest.fixture
