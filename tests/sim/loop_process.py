@@ -341,10 +341,15 @@ class LoopProcess:
         self._schedule_delivery()
         return len(taken)
 
-    def read(self, _: int) -> bytes:
+    def read(self, size: int) -> bytes:
+        """Return all that has arrived, as a stream does; the link then reads no further."""
         if not self._incoming:
             raise BlockingIOError
-        return self._incoming.popleft()
+        data = b"".join(self._incoming)
+        self._incoming.clear()
+        if len(data) > size:
+            self._incoming.append(data[size:])
+        return data[:size]
 
     # Time.
 
