@@ -25,6 +25,7 @@ from kvd.config.options import Options
 from kvd.config.reload import Reloader, by_name, known_model
 from kvd.config.settings import LiveSettings
 from kvd.config.sources import absolute
+from kvd.daemon.compaction import in_thread
 from kvd.daemon.estimate import FileEstimate, machine
 from kvd.daemon.journal import DiskJournal
 from kvd.daemon.spawn import Spawner
@@ -134,6 +135,7 @@ class Daemon:
                 options.home.journal,
                 limit_bytes=settings.journal_bytes,
                 keep_s=settings.journal_keep_s,
+                run=in_thread,
             )
         self._metrics = Exposition(lambda: self._system)
         self._system = self._create_system()

@@ -42,14 +42,6 @@ class Inode:
         self.data.extend(bytes(at - len(self.data)))
         self.pending.append((at, None))
 
-    def readable(self, content: bytes | bytearray) -> bytes:
-        """Return content of this file with zeros for what cannot be read."""
-        data = bytearray(content)
-        for page in self.unreadable:
-            part = data[page * PAGE : (page + 1) * PAGE]
-            data[page * PAGE : (page + 1) * PAGE] = bytes(len(part))
-        return bytes(data)
-
     def check(self, at: int, size: int) -> None:
         """Raise EIO if a page of this range cannot be read."""
         if size and self.unreadable.intersection(range(at // PAGE, (at + size - 1) // PAGE + 1)):
@@ -120,7 +112,13 @@ class Disk:
     def content(self, name: str = "requests") -> bytes:
         """Return what can be read of a file."""
         inode = self.names.get(name)
-        return b"" if inode is None else inode.readable(inode.data)
+        if inode is None:
+            return b""
+        data = bytearray(inode.data)
+        for page in inode.unreadable:
+            part = data[page * PAGE : (page + 1) * PAGE]
+            data[page * PAGE : (page + 1) * PAGE] = bytes(len(part))
+        return bytes(data)
 
     # -- the functions of os ------------------------------------------------------------------
 
