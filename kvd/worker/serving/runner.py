@@ -208,6 +208,7 @@ class Runner:
             if self._head is not None:  # padded, so that rounding does not depend on the part
                 part = mx.pad(part, [(0, 0), (0, SCORED_AT_ONCE - count), (0, 0)])
                 part = self._head.logits(part)
+                mx.eval(part)  # repeats the evaluation if memory is short, unlike `item`
             yield part[0, :count]
 
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
