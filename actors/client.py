@@ -21,7 +21,7 @@ from actors.runtime.actor import Actor, MailboxFull, Ref
 from actors.tokenizing import TokenizeRequests
 from protocol import messages
 from protocol import worker as wire
-from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
+from protocol.errors import InternalError, InvalidRequest, KvdError, Overloaded, SlowReader
 from protocol.forecast import Forecast
 from protocol.message_base import VERSION
 from protocol.messages import Event, Request
@@ -118,6 +118,8 @@ class Client(Actor[mail.ClientMail]):
         self._following: dict[str, str | None] = {}
         """The model filter of each open ``events`` request with ``follow``, by request id."""
         self._count = 0
+        self._saved_bytes = 0
+        """Bytes of saved events written since the backlog was last within its limit."""
         self._has_texts = False
         """Whether the client sent ``tokenize`` requests, which may still wait."""
 
@@ -138,8 +140,8 @@ class Client(Actor[mail.ClientMail]):
             case mail.ConnectionClosed():
                 self._socket = None
                 self.stop()
-            case mail.Deliver(event=event):
-                self._send(event)
+            case mail.Deliver(event=event, saved=saved):
+                self._send(event, saved=saved)
             case _:
                 assert_never(message)
 
@@ -199,8 +201,7 @@ class Client(Actor[mail.ClientMail]):
             case messages.Generate():
                 self._generate(request)
             case messages.Attach():
-                services.router.tell(mail.AttachRequest(request, self.ref))
-                self._rids[key] = request.request
+                self._attach(request)
             case messages.Cancel(target=target):
                 self._send(messages.Cancelled(id=key, target=target, found=self._cancel(target)))
             case messages.Shutdown(force=force):
@@ -240,6 +241,19 @@ class Client(Actor[mail.ClientMail]):
         rid = f"{self._services.rid_prefix}{self._number}.{self._count}"
         self._services.router.tell(mail.SubmitRequest(rid, request, self.ref))
         self._rids[request.id] = rid
+
+    def _attach(self, request: messages.Attach) -> None:
+        """Attach, unless the client left earlier saved events unread: that bounds their bytes."""
+        rid, unread = request.request, 0 if self._socket is None else self._socket.backlog()
+        if rid in self._rids.values():
+            twice = f"this connection is attached to request {rid!r}; wait until it has ended"
+            self._fail(request.id, InvalidRequest(twice, field="request"))
+        elif unread > self._services.slow_reader_bytes:
+            late = f"{unread} bytes of this connection's events are unread; read them, then attach"
+            self._fail(request.id, Overloaded(late, retry_after_s=1.0))
+        else:
+            self._services.router.tell(mail.AttachRequest(request, self.ref))
+            self._rids[request.id] = rid
 
     def _cancel(self, target: str) -> bool:
         if target in self._following:
@@ -301,21 +315,26 @@ class Client(Actor[mail.ClientMail]):
     def _fail(self, key: str, error: KvdError) -> None:
         self._send(messages.Error(id=key, error=error.info()))
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: Event, *, saved: bool = False) -> None:
         if event.id not in self._session.open:
             return  # progress of a load that was answered meanwhile
         if messages.is_last(event):
             self._rids.pop(event.id, None)
-        self._write(self._session.send(event))
+        self._write(self._session.send(event), saved=saved)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, *, saved: bool = False) -> None:
         if self._socket is None or self._stopping:
             return
+        limit = self._services.slow_reader_bytes
+        if self._socket.backlog() <= limit:
+            self._saved_bytes = 0
+        if saved:
+            self._saved_bytes += len(data)
         self._socket.write(data)
-        if self._socket.backlog() > self._services.slow_reader_bytes:
+        if self._socket.backlog() > limit + self._saved_bytes:
             error = SlowReader(
                 "the client does not read its events; its requests were cancelled",
-                limit_bytes=self._services.slow_reader_bytes,
+                limit_bytes=limit,
             )
             self._write_final_error(error)
             self.stop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
-from actors.machines import governor_events
+from actors.machines import governor_events, lifecycle_events
 from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
 from actors.runtime.actor import Actor
 from actors.runtime.history import EventHistory
@@ -38,8 +38,8 @@ class GovernorActorState:
     events: EventLog
     evict: Callable[[str, bool], None] = lambda _model, _requeue: None
     """Tell the registry to unload a model. The next request loads it again."""
-    end: Callable[[str, int, int], None] = lambda _model, _used, _limit: None
-    """Tell the registry to end a model's worker, with the bytes that it holds and may hold."""
+    end: Callable[[str, lifecycle_events.MemoryExceeded], None] = lambda _model, _order: None
+    """Tell the registry to end a model's process."""
     hold: Callable[[str, bool], None] = lambda _model, _held: None
     """Tell the router to hold new requests for a model, or to release them."""
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
@@ -132,8 +132,9 @@ class GovernorActor(Actor["GovernorMail"]):
                 self._send(model, wire.StartLevel(level=level))
             case governor_events.Evict(model=model, requeue=requeue):
                 state.evict(model, requeue)
-            case governor_events.EndWorker(model=model, used_bytes=used, limit_bytes=limit):
-                state.end(model, used, limit)
+            case governor_events.EndWorker():
+                used, limit = command.used_bytes, command.limit_bytes
+                state.end(command.model, lifecycle_events.MemoryExceeded(command.pid, used, limit))
             case governor_events.HoldRequests(model=model, held=held):
                 state.hold(model, held)
             case governor_events.RecordEvent(kind=kind):

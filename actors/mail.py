@@ -63,6 +63,8 @@ class Deliver(_Message, frozen=True):
     """An event for the client, with the client's own request id."""
 
     event: Event
+    saved: bool = False
+    """Whether an earlier daemon saved it: it is sent at once, and never makes a reader slow."""
 
 
 ClientMail = BytesReceived | ConnectionClosed | Deliver
@@ -126,6 +128,7 @@ class LifecycleEvent(_Message, frozen=True):
         | lifecycle_events.Drain
         | lifecycle_events.Halt
         | lifecycle_events.RequestBlamed
+        | lifecycle_events.Fault
         | lifecycle_events.MemoryExceeded
     )
 
@@ -341,11 +344,10 @@ class EvictModel(_Message, frozen=True):
 
 
 class EndWorker(_Message, frozen=True):
-    """End a model's worker, because it holds more memory than it may."""
+    """End a model's process, because it holds more memory than it may."""
 
     name: str
-    used_bytes: int
-    limit_bytes: int
+    order: lifecycle_events.MemoryExceeded
 
 
 class SetPinned(Ask[None], frozen=True):

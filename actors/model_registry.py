@@ -56,9 +56,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                 self._ensure_loaded(model)
             case mail.EvictModel(name=name, requeue=requeue):
                 self._evict(name, requeue=requeue)
-            case mail.EndWorker(name=name, used_bytes=used, limit_bytes=limit):
+            case mail.EndWorker(name=name, order=order):
                 if (entry := self._state.entries.get(name)) is not None:
-                    order = lifecycle_events.MemoryExceeded(used, limit)
                     entry.worker.tell(mail.LifecycleEvent(order))
             case mail.SetPinned(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
@@ -146,7 +145,10 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         self._state.router.tell(mail.AdmissionEvent(event))
 
     def _ensure_loaded(self, name: str) -> None:
-        """Load the model that a request names, or end the requests of an unknown model."""
+        """Load the model that a request names.
+
+        If the model is unknown, or the daemon stops, end the requests that wait for it.
+        """
         state = self._state
         if name in state.entries:
             return  # the router knows the model already
@@ -154,7 +156,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         if known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
-        error = state.statuses.unknown_model(name).info()
+        error = state.statuses.unknown_model(name).info() if known is None else None
         self._tell_router(admission_events.ModelRemoved(name, error))
 
     # -- policy and configuration -----------------------------------------------------------------
@@ -387,16 +389,18 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         state.draining = True
         if watcher is not None:
             state.shutdown_watchers.append(watcher)
+        if force:
+            # The router must know why requests end before the first of them does. An `ask` would
+            # reach it later than the events that follow here.
+            self._tell_router(admission_events.DrainStarted())
+            self._close(force=True)
+            return
         ref = self.ref
 
         def finished(_: object) -> None:
-            if not force:
-                ref.tell(mail.RequestsDrained())
+            ref.tell(mail.RequestsDrained())
 
-        # Also with `force`, because the router must know why its waiting requests end.
         self.pipe(state.router.ask(mail.FinishAll()), finished, finished)
-        if force:
-            self._close(force=True)
 
     def _close(self, *, force: bool) -> None:
         self._state.closing = True

@@ -128,7 +128,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
     def _report(self, read: Collection[int] = ()) -> None:
         """Report to the governor. ``read``: ids of the processes that were read just now."""
         state, now = self._state, asyncio.get_running_loop().time()
-        used, fresh, calm = {}, set(), True
+        used, fresh, calm = {}, {}, True
         for model in state.status.models.values():
             if model.worker_pid is None:
                 continue
@@ -141,9 +141,9 @@ class ReadingsActor(Actor["ReadingsMail"]):
             if model.worker_pid in read or (
                 state.memory.separate and state.judged.get(model.name) is not model.stats
             ):
-                fresh.add(model.name)
+                fresh[model.name] = model.worker_pid
                 state.judged[model.name] = model.stats
-        measured = MemoryMeasured(used, state.memory.host().pressure, frozenset(fresh))
+        measured = MemoryMeasured(used, state.memory.host().pressure, fresh)
         above_before, state.above_limit = (
             state.above_limit,
             any(used[name] > limit_bytes(state.status.models[name].granted_bytes) for name in used),

@@ -19,6 +19,9 @@ from protocol.errors import InvalidRequest
 from protocol.messages import Event, FinishReason
 from protocol.types import ReceivedChoice, TokenLogprob, record_level
 
+EVENT_TOKENS = 512
+"""Maximum tokens of a saved event: about 0.5 MB with 20 logprobs each."""
+
 
 class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
     rid: str
@@ -157,8 +160,9 @@ class SavedRequest:
                 request=self.submit.rid,
             )
             events.append(accepted)
-        start = request.received_prompt_logprobs
-        if logprobs := self.prompt_logprobs[start:]:
+        known_logprobs = request.received_prompt_logprobs
+        for start in range(known_logprobs, len(self.prompt_logprobs), EVENT_TOKENS):
+            logprobs = self.prompt_logprobs[start : start + EVENT_TOKENS]
             events.append(messages.PromptLogprobs(id=request.id, index=start, logprobs=logprobs))
         for number, (choice, known) in enumerate(
             zip(self.choices, self.received(request), strict=True)
@@ -183,16 +187,18 @@ def _missing_tokens(
         new_text = choice.text.encode()[received.text_bytes :].decode()
     except UnicodeDecodeError:
         raise split_character(number, received) from None
-    tokens = choice.tokens[received.tokens :]
-    if not (tokens or new_text):
+    if not (choice.tokens[received.tokens :] or new_text):
         return []
+    last = max(received.tokens, len(choice.tokens) - 1)
+    starts = range(received.tokens, last + 1, EVENT_TOKENS)
     return [
         messages.Tokens(
             id=request_id,
-            index=received.tokens,
-            tokens=tokens,
-            text=new_text,
+            index=start,
+            tokens=choice.tokens[start : start + EVENT_TOKENS],
+            text=new_text if start == starts[-1] else "",
             choice=number,
-            logprobs=choice.logprobs[received.tokens :] if choice.logprobs else None,
+            logprobs=choice.logprobs[start : start + EVENT_TOKENS] if choice.logprobs else None,
         )
+        for start in starts
     ]

@@ -137,6 +137,12 @@ class RequestState:
             return None
         return self._pause("restart")
 
+    def unknown_choice(self, report: wire.RowReport) -> int | None:
+        """Return the choice of a report if the request does not have it."""
+        if not isinstance(report, wire.RowTokens | wire.ChoiceFinished):
+            return None
+        return report.choice if report.choice >= len(self.choices) else None
+
     def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911
         """Return the client's event, if there is one."""
         match report:
@@ -167,12 +173,13 @@ class RequestState:
             case _:
                 assert_never(report)
 
-    def cancelled_events(self) -> list[Event]:
-        """Return the client's last events if the request is cancelled while no worker has it."""
-        events: list[Event] = []
+    def cancelled_reports(self) -> list[wire.RowReport]:
+        """Return the last reports if the request is cancelled while no worker has it."""
+        rid = self.submit.rid
+        reports: list[wire.RowReport] = []
         if len(self.choices) > 1 and self.prompt_tokens is not None:
-            events += [
-                messages.ChoiceFinished(id=self.id, choice=number, reason="cancelled")
+            reports += [
+                wire.ChoiceFinished(rid=rid, choice=number, reason="cancelled")
                 for number, choice in enumerate(self.choices)
                 if choice.reason is None
             ]
@@ -181,7 +188,9 @@ class RequestState:
             completion_tokens=sum(len(choice.tokens) for choice in self.choices),
             levels=list(self.levels),
         )
-        return [*events, messages.Done(id=self.id, reason="cancelled", usage=usage)]
+        # A worker may have reported the end of every choice, and died before that of the request.
+        reason = wire.combined_reason([choice.reason or "cancelled" for choice in self.choices])
+        return [*reports, wire.RowFinished(rid=rid, reason=reason, usage=usage)]
 
     def _apply_prompt(self, index: int, logprobs: list[TokenLogprob]) -> Event | None:
         self.prompt_reported = index + len(logprobs)

@@ -179,10 +179,9 @@ class Router(Actor[mail.RouterMail]):
             message.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
             return
         for event in events:
-            message.client.tell(mail.Deliver(event))
+            message.client.tell(mail.Deliver(event, saved=True), beyond_limit=True)
         if saved.end is not None:
-            state.saved.drop(rid)
-            return
+            return  # kept, because the connection may be cut before the client has read the end
         state.requests[rid] = resumed
         state.observe(telemetry.RequestArrived(saved.model))
         self._handle(
@@ -200,23 +199,43 @@ class Router(Actor[mail.RouterMail]):
         request = self._state.requests.get(rid)
         if request is None:
             return
-        if request.attach_name:
-            self._state.saved.record_report(rid, report)
-        if (event := request.apply_report(report)) is not None:
-            self._send(request, event)
-        if isinstance(report, wire.RowTokens):
-            if request.awaits_tokens:
-                request.awaits_tokens = False
-                self._handle(admission_events.RequestProgressed(rid))
-        elif isinstance(report, wire.RowAdmitted):
-            self._observe(request.timing.observe_admission(_now()))
-        elif isinstance(report, wire.RowQueued):
-            if not request.queued_in_worker:
-                request.queued_in_worker = True
-                self._handle(admission_events.QueuedInWorker(rid))
-        elif event is not None and messages.is_last(event):
+        if (choice := request.unknown_choice(report)) is not None:
+            choices = len(request.choices)
+            self._replace_worker(rid, f"it reported choice {choice} of a request with {choices}")
+            return
+        event = self._pass_on(request, report)
+        self._handle_progress(request, report)
+        if event is not None and messages.is_last(event):
             del self._state.requests[rid]
             self._handle(admission_events.RequestFinished(rid))
+
+    def _pass_on(self, request: RequestState, report: wire.RowReport) -> Event | None:
+        """Record a report, and send the client's event; return that if there is one."""
+        if request.attach_name:
+            self._state.saved.record_report(request.submit.rid, report)
+        if (event := request.apply_report(report)) is not None:
+            self._send(request, event)
+        return event
+
+    def _handle_progress(self, request: RequestState, report: wire.RowReport) -> None:
+        rid = request.submit.rid
+        match report:
+            case wire.RowTokens() if request.awaits_tokens:
+                request.awaits_tokens = False
+                self._handle(admission_events.RequestProgressed(rid))
+            case wire.RowAdmitted():
+                self._observe(request.timing.observe_admission(_now()))
+            case wire.RowQueued() if not request.queued_in_worker:
+                request.queued_in_worker = True
+                self._handle(admission_events.QueuedInWorker(rid))
+            case _:
+                pass
+
+    def _replace_worker(self, rid: str, reason: str) -> None:
+        """Have the process replaced that runs the request, because it broke the protocol."""
+        model = self._state.machine.requests[rid].model
+        if (worker := self._state.workers.get(model)) is not None:
+            worker.tell(mail.LifecycleEvent(lifecycle_events.Fault(reason)))
 
     def _send(self, request: RequestState, event: Event) -> None:
         self._observe(request.timing.observe_event(event, _now()))
@@ -243,7 +262,7 @@ class Router(Actor[mail.RouterMail]):
         times = [state.machine.deadline, state.saved.deadline]
         self._alarm.set(min((at for at in times if at is not None), default=None))
 
-    def _execute(self, command: admission_events.Command) -> None:  # noqa: C901, PLR0912 - one match
+    def _execute(self, command: admission_events.Command) -> None:  # noqa: C901 - one match
         state = self._state
         match command:
             case admission_events.Forward(rid=rid, model=model):
@@ -262,13 +281,11 @@ class Router(Actor[mail.RouterMail]):
             case admission_events.CancelInWorker(rid=rid, model=model):
                 state.workers[model].tell(mail.CancelRow(rid))
             case admission_events.FailRequest(rid=rid, error=error):
-                self._end(rid, error)
+                self._fail(rid, error)
             case admission_events.ConfirmCancel(rid=rid):
                 request = state.requests.pop(rid)
-                if request.attach_name:
-                    state.saved.drop(rid)
-                for event in request.cancelled_events():
-                    self._send(request, event)
+                for report in request.cancelled_reports():
+                    self._pass_on(request, report)
             case admission_events.Drained():
                 finishing, self._finishing = self._finishing, []
                 for reply in finishing:
@@ -276,13 +293,12 @@ class Router(Actor[mail.RouterMail]):
             case _:
                 assert_never(command)
 
-    def _end(self, rid: str, error: ErrorInfo) -> None:
+    def _fail(self, rid: str, error: ErrorInfo) -> None:
         state = self._state
         request = state.requests.pop(rid)
-        # While the daemon drains, and after a refused attach, the client may attach again.
-        if request.attach_name and not (state.machine.draining or rid in state.saved.saved):
-            state.saved.drop(rid)
-        self._send(request, messages.Error(id=request.id, error=error))
+        if state.machine.draining or rid in state.saved.saved:
+            request.attach_name = ""  # no end is recorded, so that the client may attach again
+        self._pass_on(request, wire.RowFailed(rid=rid, error=error))
 
 
 def _to_submit_now(request: RequestState) -> wire.Submit:

@@ -1,7 +1,8 @@
 """The router's side of the request journal.
 
-Holds the requests of an earlier daemon until their clients attach or the time for that is over. An
-attached request stays saved until a worker reports on it, so that a refusal does not lose it.
+Holds the requests of an earlier daemon until the time to attach is over. An attached request stays
+saved until a worker reports on it, so that a refusal does not lose it. One that had ended stays
+saved after an attach, because the client may lose its connection before it has read the end.
 """
 
 from __future__ import annotations

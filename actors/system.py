@@ -201,7 +201,7 @@ class System:
         self._start_prefix_store()
         self._router.request_load = lambda model: registry.tell(mail.EnsureLoaded(model))
         self._governor.evict = lambda model, requeue: registry.tell(mail.EvictModel(model, requeue))
-        self._governor.end = lambda *values: registry.tell(mail.EndWorker(*values))
+        self._governor.end = lambda model, order: registry.tell(mail.EndWorker(model, order))
         self._governor.hold = lambda model, held: router.tell(
             mail.AdmissionEvent(admission_events.ModelHeld(model, held))
         )

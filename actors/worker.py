@@ -298,6 +298,10 @@ class Worker(Actor[mail.WorkerMail]):
                 assert_never(report)
 
     def _on_row_report(self, report: wire.RowReport) -> None:
+        """Pass on a report about a request of this process; ignore those about any other."""
+        if report.rid not in self._state.machine.requests:
+            self._handle_event(lifecycle_events.SignOfLife())
+            return
         if isinstance(report, wire.RowFinished | wire.RowFailed):
             self._services.router.tell(mail.RowReported(report))
             self._handle_event(lifecycle_events.RequestFinished(report.rid))

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any, get_args
+from typing import get_args
 
 import rich_click as click
-from click.core import ParameterSource
 
 import kvd
 from kvd.cli.common import Group, option, standard_panels
 from kvd.cli.options import kv_options, parse_budget
+from kvd.config import variables
 from kvd.config.options import Attention, Options
 from kvd.daemon.serve import become
 from kvd.host import exits
 from kvd.host.home import locate
 from protocol.errors import KvdError
 from protocol.kv import KVSpec
-
-
-class _Port(click.IntRange):
-    """A port. A variable that begins with ``tcp://`` or ``udp://`` counts as not set.
-
-    Kubernetes sets KVD_PORT to such an address in every pod if a Service is named kvd.
-    """
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if (
-            isinstance(value, str)
-            and value.startswith(("tcp://", "udp://"))
-            and param is not None
-            and ctx is not None
-            and ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT
-        ):
-            return None
-        return super().convert(value, param, ctx)
 
 
 @click.group("kvd", cls=Group, no_args_is_help=True)
@@ -48,10 +31,8 @@ def app() -> None:
 @option(
     "--budget",
     "SIZE",
-    "Memory for all models, such as 8GiB.",
+    "Memory for all models, such as 8GiB (default: KVD_BUDGET, else config.toml).",
     callback=parse_budget,
-    envvar="KVD_BUDGET",
-    show_envvar=True,
 )
 @option("--model", "NAME|PATH|HUB_ID", "Load at start; repeatable.", name="models", multiple=True)
 @click.option(
@@ -63,10 +44,8 @@ def app() -> None:
 @option(
     "--port",
     "PORT",
-    "Port of HTTP, 0 for any free one (default: 11711).",
-    type=_Port(0, 65535),
-    envvar="KVD_PORT",
-    show_envvar=True,
+    "Port of HTTP, 0 for any free one (default: KVD_PORT, else config.toml, else 11711).",
+    type=click.IntRange(0, 65535),
 )
 @click.option("--no-http", is_flag=True, help="Serve no HTTP.")
 @click.option("--fake", is_flag=True, help="Use the fake engine: no model, no MLX.")
@@ -89,6 +68,12 @@ def serve(
             "the KV cache options apply only to models given with --model, and none was given; "
             "for a model in config.toml, use its setting kv"
         )
+    try:
+        budget = variables.budget_of(os.environ) if budget is None else budget
+        unused = no_http or port is not None
+        default_port = None if unused else variables.port_of(os.environ)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     options = Options(
         home=locate(home),
         budget_bytes=budget,
@@ -97,6 +82,7 @@ def serve(
         attention=attention,
         host=host,
         port=port,
+        default_port=default_port,
         no_http=no_http,
         fake=fake,
     )

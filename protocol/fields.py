@@ -39,6 +39,8 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 """OpenAI's range; negative values favour tokens that occurred."""
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Choice = Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+"""Position of a choice among those of its request."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=7 * 24 * 3600.0)]

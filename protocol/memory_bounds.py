@@ -23,6 +23,29 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """Replaces `TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
+LOGIT_COPIES = 7
+"""Copies of a decode step's logits in float32 that exist at once (measured with 32 rows: 5.6, and
+6.5 with top-k and logprobs)."""
+SCORED_AT_ONCE = 32
+"""Prompt tokens scored at once (measured: 2.1 copies of their logits)."""
+_DENSE_WIDTHS = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "dense_intermediate_size",
+    "shared_intermediate_size",
+    "shared_expert_intermediate_size",
+    "ffn_hidden_size",
+    "n_inner",
+)
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 ROW_SPLITS = 65
 """Maximum parts per row in attention kernels (`kvd.worker.cache.splits`)."""
 SPLIT_TOKENS = 4096
@@ -87,15 +110,41 @@ def traces_bytes(layers: int, *, native: bool) -> int:
     return MAX_TRACES * layers * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
 
 
-def step_bytes(config: dict[str, Any], tokens: int, *, on_cpu: bool) -> int:
-    """Return the maximum bytes of prefilling ``tokens`` tokens in a step, outside attention."""
+def step_bytes(
+    config: dict[str, Any], chunk: int, rows: int, *, on_cpu: bool, whole_logits: bool = False
+) -> int:
+    """Return the maximum bytes of a step outside attention: activations first, then logits.
+
+    ``chunk``: prompt tokens per step. ``rows``: maximum rows in a decode step. ``whole_logits``:
+    whether a scored prompt has the logits of a whole chunk at once.
+    """
+    itemsize = 4 if on_cpu else 2
+    activations = CHUNK_COPIES * (chunk + rows) * _width(config) * itemsize
+    vocabulary = _largest(config.get("text_config") or config, "vocab_size")
+    logits = LOGIT_COPIES * max(rows, SCORED_AT_ONCE) * vocabulary * 4
+    if whole_logits:
+        logits += chunk * vocabulary * itemsize
+    return max(activations, logits)
+
+
+def _width(config: dict[str, Any]) -> int:
+    """Return the channels of a token's widest activation.
+
+    A mixture of experts has the input of each chosen expert, and the outputs of all of them.
+    Inputs count half, because they are copied less often (measured: 3.5 copies).
+    """
     text = config.get("text_config") or config
-    experts = text.get("num_experts_per_tok") or 1
-    widths = [
-        text.get("hidden_size"),
-        text.get("intermediate_size"),
-        (text.get("num_attention_heads") or 0) * (text.get("head_dim") or 0),
-        (text.get("moe_intermediate_size") or 0) * experts,
-    ]
-    width = max((value for value in widths if isinstance(value, int)), default=0)
-    return CHUNK_COPIES * tokens * width * (4 if on_cpu else 2)
+    text = text | (text.get("ffn_config") or {})
+    hidden = _largest(text, "hidden_size", "n_embd", "d_model")
+    dense = _largest(text, *_DENSE_WIDTHS) or 4 * hidden
+    experts = _largest(text, *_EXPERTS_PER_TOKEN)
+    expert = _largest(text, "moe_intermediate_size", "expert_ffn_hidden_size") or dense
+    attention = _largest(text, "num_attention_heads") * _largest(text, "head_dim")
+    return max(hidden, dense, attention, experts * expert, experts * hidden // 2)
+
+
+def _largest(config: dict[str, Any], *names: str) -> int:
+    """Return the largest number under these names. Some models have one for each layer."""
+    values = [config.get(name) for name in names]
+    lists = (value if isinstance(value, list) else [value] for value in values)
+    return max((item for items in lists for item in items if isinstance(item, int)), default=0)

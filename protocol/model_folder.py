@@ -12,10 +12,13 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from protocol import paths
 from protocol.errors import InvalidModel
+from protocol.fields import MAX_BYTES, MAX_INT
 from protocol.weights import BrokenFileError, Tensors, Weights, read_header
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -24,12 +27,22 @@ MAX_TEXT_BYTES = 64 * 1024 * 1024
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
-_READ_BY_LOADERS = {".json", ".jsonl", ".jinja", ".txt", ".model", ".tiktoken"}
+_READ_BY_LOADERS = (
+    "config.json", "generation_config.json", "hf_quant_config.json", "model*.safetensors*",
+    "tokenizer*", "vocab*", "*vocab.json", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "*.jinja", "*.model", "*.spm", "*.tiktoken",
+    "*.tokenizer", "tekken.json", "bpe.codes", "dict.txt", "byte_maps.json", "emoji.json",
+    "normalizer.json", "word_*.json",
+)  # fmt: skip
+"""Names of the files that mlx-lm and transformers' tokenizers open."""
+_MAX_DIGITS = 20
+"""Digits and sign of an integer of 64 bits."""
 _TEMPLATES = "additional_chat_templates"
 _LAYER_COUNTS = (
     "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers",
     "num_nextn_predict_layers",
 )  # fmt: skip
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -50,18 +63,24 @@ def check_files(folder: Path) -> None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = Path(entry.path)
-                with contextlib.suppress(FileNotFoundError):  # a dangling link
-                    _check_file(path, entry.stat())
+                if is_read(entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # a dangling link
+                        _check_file(path, entry.stat())
                 if entry.name == _TEMPLATES and entry.is_dir():
                     check_files(path)
     except OSError as error:
         raise invalid(folder, f"cannot be read ({error.strerror})") from error
 
 
+def is_read(name: str) -> bool:
+    """Return whether a loader may open a file of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in _READ_BY_LOADERS)
+
+
 def _check_file(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise _not_regular(path, status)
-    if path.suffix in _READ_BY_LOADERS and stat.S_ISREG(status.st_mode):
+    if path.suffix != ".safetensors" and stat.S_ISREG(status.st_mode):
         _check_size(path, status, MAX_TEXT_BYTES)
 
 
@@ -94,12 +113,25 @@ def _open(path: Path, limit: int | None = None) -> Iterator[tuple[BinaryIO, int]
         raise invalid(path, f"cannot be read ({error.strerror})") from error
 
 
+class _LargeIntegerError(ValueError):
+    """An integer in JSON that messages cannot hold."""
+
+
+def _integer(digits: str) -> int:
+    number = int(digits) if len(digits) <= _MAX_DIGITS else MAX_BYTES + 1
+    if abs(number) > MAX_BYTES:
+        raise _LargeIntegerError(f"has the integer {digits:.40}, which takes more than 64 bits")
+    return number
+
+
 def read_object(path: Path, limit: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file of at most ``limit`` bytes."""
     with _open(path, limit) as (stream, size):
         data = stream.read(size)
     try:
-        found = json.loads(data)
+        found = json.loads(data, parse_int=_integer)
+    except _LargeIntegerError as error:
+        raise invalid(path, str(error)) from error
     except ValueError as error:  # JSON or UTF-8
         raise invalid(path, f"is not valid JSON ({error})") from error
     except RecursionError as error:
@@ -118,6 +150,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def context_length(config: dict[str, Any]) -> int | None:
+    """Return the tokens of the model's context, at most `MAX_INT`; None if they are not given."""
+    sections = (config, config.get("text_config") or {})
+    values = (section.get(key) for key in _CONTEXT_KEYS for section in sections)
+    found = (value for value in values if isinstance(value, int) and value > 0)
+    return next((min(value, MAX_INT) for value in found), None)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that have the weights."""
     files = sorted(folder.glob("model*.safetensors"))
@@ -129,27 +169,20 @@ def weight_files(folder: Path) -> list[Path]:
 def check_index(folder: Path) -> None:
     """Raise `InvalidModel` if a file is missing that the index, if there is one, lists."""
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    if not paths.exists(index):
         return
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict):
         raise invalid(index, "has no weight_map")
     for name in sorted({str(shard) for shard in shards.values()}):
-        if not _exists(folder / name):
+        if not paths.exists(folder / name):
             raise invalid(folder / name, "is missing, though the index lists it")
 
 
 def tokenizer_bytes(folder: Path) -> int:
     """Return the size of the tokenizer's files."""
     files = [folder / name for name in TOKENIZER_FILES]
-    return sum(file.stat().st_size for file in files if _exists(file))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long
-        return False
+    return sum(file.stat().st_size for file in files if paths.exists(file))
 
 
 def read_weights(files: Iterable[Path]) -> Weights:
@@ -172,7 +205,7 @@ def check_layers(folder: Path, config: dict[str, Any], weights: Weights) -> None
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in _LAYER_COUNTS:
             count = section.get(key)
-            if isinstance(count, int) and count > weights.tensors:
+            if isinstance(count, int | float) and count > weights.tensors:
                 raise invalid(
                     folder / "config.json",
                     f"has {key} {count}, but the weight files have only {weights.tensors} tensors",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from protocol import paths
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
 EMBEDDED = ("demo",)
@@ -86,15 +87,15 @@ def _listed(names: list[str]) -> str:
 
 def check_folder(path: Path) -> Path:
     """Return the folder if it may have a model's files; the error says what else it is."""
-    if not path.exists():
+    if not paths.exists(path):
         raise UnknownModel(f"there is no folder {path}", source=str(path))
-    if path.suffix.lower() == ".gguf" or (path.is_dir() and _has_gguf(path)):
+    if path.suffix.lower() == ".gguf" or (paths.is_folder(path) and _has_gguf(path)):
         raise UnsupportedModel(
             f"{path} is in the GGUF format, which is not supported; use the original model in"
             " Hugging Face's layout (safetensors), which mlx_lm.convert quantizes",
             source=str(path),
         )
-    if not path.is_dir():
+    if not paths.is_folder(path):
         raise InvalidModel(f"{path} is a file; give the model's folder", source=str(path))
     return path
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
-from protocol.fields import Count, LogitBias, Penalty
+from protocol.fields import Count, LogitBias, Penalty, TokenId
 from protocol.kv import KVSpec
 from protocol.segments import PrefixStoreStatus
 
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class Alternative(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token that could be at a position, and its probability."""
 
-    token: int
+    token: TokenId
     text: str
     """Text of this token alone; bytes that are not UTF-8 appear as U+FFFD."""
     logprob: float | None = None
@@ -84,10 +84,10 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache and not prefilled again."""
     levels: list[int] = []
-    """Precision levels of the request in order; 0 has the most bits.
+    """Precision levels at which the tokens were generated, in order; 0 has the most bits.
 
     Several levels: the request was stepped down, or continued at another level after a worker's
-    death. Empty: it never held pages.
+    death. Empty: no token was generated.
     """
 
 

@@ -7,12 +7,14 @@ sent yet (`kvd.worker.process.outbox`). Reports may be late, but lose no content
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
 
 from protocol import fields
 from protocol.errors import ErrorInfo
+from protocol.fields import Choice, Count, TokenId
 from protocol.kv import KVSpec
 from protocol.messages import FinishReason
 from protocol.segments import SegmentInfo
@@ -270,7 +272,7 @@ class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
 class RowQueued(_RowReport, tag="queued", frozen=True, kw_only=True):
     """The request waits for a place or for memory; ``position`` replaces the previous one."""
 
-    position: int
+    position: Count
 
 
 class RowAdmitted(_RowReport, tag="admitted", frozen=True, kw_only=True):
@@ -327,8 +329,8 @@ class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
     """Answers `Tokenize`."""
 
     seq: int
-    count: int = 0
-    tokens: list[int] = []
+    count: Count = 0
+    tokens: list[TokenId] = []
     texts: list[str] = []
     error: ErrorInfo | None = None
 
@@ -336,33 +338,41 @@ class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
 class RowAccepted(_RowReport, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits."""
 
-    prompt_tokens: int
+    prompt_tokens: Count
 
 
 class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
     """New tokens of one choice; tokens of several steps at one level may be merged."""
 
-    index: int
-    tokens: list[int]
+    index: Count
+    tokens: list[TokenId]
     text: str
-    choice: int = 0
+    choice: Choice = 0
     logprobs: list[TokenLogprob] | None = None
-    level: int = 0
+    level: Count = 0
     """Precision level of the request when the tokens were generated."""
 
 
 class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
     """Logprobs of a part of the prompt; sent before the first tokens."""
 
-    index: int
+    index: Count
     logprobs: list[TokenLogprob]
 
 
 class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
     """One of several choices ended; others may still run."""
 
-    choice: int
+    choice: Choice
     reason: FinishReason
+
+
+_PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
+
+
+def combined_reason(reasons: Collection[FinishReason]) -> FinishReason:
+    """Return the reason of a request from those of its choices."""
+    return next(reason for reason in _PRECEDENCE if reason in reasons)
 
 
 class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):

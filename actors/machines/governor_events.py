@@ -71,8 +71,9 @@ class MemoryMeasured(Record, frozen=True):
 
     used: dict[str, int]
     pressure: Pressure = "normal"
-    fresh: frozenset[str] = frozenset()
-    """Models whose bytes were measured now. Other values may be older than the model's grant."""
+    fresh: dict[str, int] = msgspec.field(default_factory=dict)
+    """Ids of the processes that were measured now, by model. Other values may be older than the
+    model's grant."""
 
 
 class BudgetChanged(Record, frozen=True):
@@ -131,9 +132,10 @@ class Evict(Record, frozen=True):
 
 
 class EndWorker(Record, frozen=True):
-    """End a worker that holds more memory than it may."""
+    """End the process ``pid`` of a worker that holds more memory than it may."""
 
     model: str
+    pid: int
     used_bytes: int
     limit_bytes: int
 

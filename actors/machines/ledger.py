@@ -80,7 +80,7 @@ class Ledger(msgspec.Struct):
 
     @property
     def available_bytes(self) -> int:
-        """What is left of the budget; negative if grants and excess are above it."""
+        """Free bytes of the budget; negative if grants and excess are above it."""
         return self.budget_bytes - self.granted_bytes - self.excess_bytes
 
     @property

@@ -296,6 +296,8 @@ def _fault(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Fault, now: floa
 
 
 def _memory_exceeded(m: Lifecycle, state: ev.Running, e: ev.MemoryExceeded, now: float) -> Commands:
+    if e.pid != state.pid:  # the measured process has ended, and this is the next one
+        return []
     used = f"it held {e.used_bytes / 2**20:.0f} MiB, above its limit of {e.limit_bytes / 2**20:.0f}"
     if isinstance(state, ev.Spawning | ev.Loading):
         error = _too_large(m, f"its worker was ended when {used} MiB")
@@ -305,7 +307,7 @@ def _memory_exceeded(m: Lifecycle, state: ev.Running, e: ev.MemoryExceeded, now:
         stopping = _terminating(m, state, WorkerDied(message, cause="memory_limit"), now)
     deadline = now + m.timeouts.terminated_s
     m.state = replace(stopping, escalation="killed", deadline=deadline)
-    return [ev.Kill()] if state.pid is not None else []
+    return [ev.Kill()]
 
 
 def _too_large(m: Lifecycle, how: str) -> InvalidModel:

@@ -168,8 +168,9 @@ class Fault(Event, frozen=True):
 
 
 class MemoryExceeded(Event, frozen=True):
-    """The process holds more memory than it may, as measured by the daemon."""
+    """The process ``pid`` held more memory than it may when the daemon measured it."""
 
+    pid: int
     used_bytes: int
     limit_bytes: int
 

@@ -37,7 +37,7 @@ def new(common: CommonOptions, name: str, *, save: bool) -> None:
         created = keys.make()
         digest = keys.hashed(created)
         setting = f"http.keys.{name}"
-        path = save_value(common, setting, digest) if save else None
+        path = save_value(common, setting, digest, new=True) if save else None
         if common.json:
             saved = {"saved": str(path)} if path is not None else {}
             common.print_json({"name": name, "key": created, "hash": digest, **saved})

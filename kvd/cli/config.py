@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -214,17 +211,17 @@ def _change(common: CommonOptions, key: str, value: Any, *, save: bool) -> None:
         _print_problems(configured, key)
 
 
-def save_value(common: CommonOptions, key: str, value: Any) -> Path:
+def save_value(common: CommonOptions, key: str, value: Any, *, new: bool = False) -> Path:
     """Change a setting in `config.toml`, or remove it with None; return the file's path.
 
-    Raises `ConfigError` for an invalid value or file, and then writes nothing.
+    ``new``: only if it is not set. Raises `ConfigError`, and then writes nothing.
     """
     if common.socket is not None:
         raise click.BadParameter("--save needs --home: a socket has no config.toml")
-    from kvd.cli.config_file import edited_text  # noqa: PLC0415 - only here
+    from kvd.cli import config_file  # noqa: PLC0415 - only here
 
     path = locate(common.home).config
-    _write(path, edited_text(path, key, value))
+    config_file.save(path, key, value, new=new)
     return path
 
 
@@ -267,28 +264,3 @@ def _print_changes(changes: list[Changed], pending: str = "") -> None:
             format_value(change.before),
             format_value(change.after),
         )
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file's content atomically; raises `ConfigError` if that fails."""
-    new: Path | None = None
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target = path.resolve()  # a symbolic link stays a link
-        # The name is random, so that two commands never write the same file.
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        new = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        if target.exists():
-            new.chmod(target.stat().st_mode & 0o777)
-        new.replace(target)
-    except OSError as error:
-        if new is not None:
-            with contextlib.suppress(OSError):
-                new.unlink()
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}; make its folder writable and free "
-            "disk space, or repeat the command without --save",
-            key="",
-        ) from error

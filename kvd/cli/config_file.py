@@ -1,8 +1,12 @@
-"""Changes one setting in the text of `config.toml`, keeping comments and order."""
+"""Changes one setting of `config.toml`, keeping comments and order."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,61 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable
 
 from kvd.config import config
-from kvd.config.settings import with_value
+from kvd.config.config import Config
+from kvd.config.settings import flat, keys_in, value_of, with_value
+from protocol import paths
 from protocol.errors import ConfigError
 from protocol.model_source import short_name
 
 
-def edited_text(path: Path, key: str, value: Any) -> str:
+def save(path: Path, key: str, value: Any, *, new: bool = False) -> None:
+    """Change one setting of the file, or remove it with None; ``new``: only if it is not set.
+
+    Changes by several commands at the same time exclude each other. Raises `ConfigError` if the
+    file is invalid, before or after the change, or cannot be written; the file is unchanged then.
+    """
+    try:
+        with _locked(path):
+            _replace(paths.resolved(path), edited_text(path, key, value, new=new))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; make its folder writable and free "
+            "disk space, or repeat the command without --save",
+            key="",
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock on the file's folder. The file cannot be locked, because it is replaced."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = os.open(
+        paths.resolved(path).parent, os.O_RDONLY
+    )  # a symbolic link's target is replaced
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _replace(target: Path, text: str) -> None:
+    """Replace the file's content atomically."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    new = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o777)
+        new.replace(target)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+
+
+def edited_text(path: Path, key: str, value: Any, *, new: bool = False) -> str:
     """Return the file's text with a new value, or without the setting if the value is None.
 
     Raises `ConfigError` if the file is invalid, before or after the change.
@@ -28,8 +81,9 @@ def edited_text(path: Path, key: str, value: Any) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", key="") from error
     settings = config.parse(before, str(path))
-    if value is not None:
-        with_value(settings, key, value)
+    if new and value_of(settings, key) is not None:
+        raise ConfigError(f"{key} is set already; choose another name", key=key)
+    wanted = None if value is None else with_value(settings, key, value)
     try:
         document = tomlkit.parse(before)
     except TOMLKitError as error:
@@ -40,8 +94,25 @@ def edited_text(path: Path, key: str, value: Any) -> str:
     elif table is not None:
         table.pop(field, None)
     after = tomlkit.dumps(document)
-    config.parse(after, str(path))
+    if not _is_changed(after, key, wanted):
+        raise ConfigError(f"kvctl cannot change {key} in {path}; edit the file yourself", key=key)
     return after
+
+
+def _is_changed(text: str, key: str, wanted: Config | None) -> bool:
+    """Return whether a text has the wanted settings, or with None, whether the key is not set.
+
+    tomlkit damages some files, such as ones with the dotted keys of a table in several places.
+    """
+    try:
+        found = config.parse(text)
+    except ConfigError:
+        if wanted is None:
+            raise  # the setting is necessary
+        return False
+    if wanted is not None:
+        return flat(found) == flat(wanted)
+    return key not in keys_in(text) and (key in flat(found) or value_of(found, key) is None)
 
 
 def _find_table(

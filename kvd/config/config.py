@@ -176,7 +176,7 @@ def load(path: Path) -> Config:
 
 def parse(text: str, path: str = "config.toml") -> Config:
     """Parse TOML; raises `ConfigError` with the key."""
-    return convert(read_toml(text, path), path)
+    return convert(read_toml(text, path), f"{path}: ")
 
 
 def read_toml(text: str, path: str = "config.toml") -> dict[str, Any]:
@@ -202,19 +202,19 @@ def _quotes_hint(text: str, error: str) -> str:
     return f'; write texts in quotes: {unquoted[1]} = "{unquoted[2]}"'
 
 
-def convert(data: dict[str, Any], path: str) -> Config:
-    """Convert parsed TOML; raises `ConfigError` with the key."""
+def convert(data: dict[str, Any], where: str = "") -> Config:
+    """Convert parsed TOML; raises `ConfigError` with the key. ``where`` begins its message."""
     try:
         config = msgspec.convert(data, Config, str_keys=True)
     except msgspec.ValidationError as error:
         key, text = describe_error(str(error), Config)
-        raise ConfigError(f"{path}: {text}", key=key) from error
-    _check_texts(config, path)
-    _check_names(config, path)
+        raise ConfigError(f"{where}{text}", key=key) from error
+    _check_texts(config, where)
+    _check_names(config, where)
     return config
 
 
-def _check_texts(config: Config, path: str) -> None:
+def _check_texts(config: Config, where: str) -> None:
     key = "budget"
     try:
         _ = config.budget_bytes
@@ -230,23 +230,23 @@ def _check_texts(config: Config, path: str) -> None:
             key = f"models[{index}].kv"
             _ = entry.kv_spec
     except ValueError as error:
-        raise ConfigError(f"{path}: {key}: {error}", key=key) from error
+        raise ConfigError(f"{where}{key}: {error}", key=key) from error
 
 
-def _check_names(config: Config, path: str) -> None:
+def _check_names(config: Config, where: str) -> None:
     """Raise `ConfigError` if requests could not name one of the models."""
     names: dict[str, int] = {}
     for index, entry in enumerate(config.entries):
         key = f"models[{index}]"
         if re.search(ALIAS_PATTERN, entry.name) is None:
             raise ConfigError(
-                f"{path}: {key} has the name {entry.name[:40]!r}, but a name {ALIAS_RULE}; give "
+                f"{where}{key} has the name {entry.name[:40]!r}, but a name {ALIAS_RULE}; give "
                 "the model an alias",
                 key=key,
             )
         if (first := names.setdefault(entry.name, index)) != index:
             raise ConfigError(
-                f"{path}: {key} and models[{first}] have the same name {entry.name!r}; give one of "
+                f"{where}{key} and models[{first}] have the same name {entry.name!r}; give one of "
                 "them another alias",
                 key=key,
             )

@@ -55,11 +55,22 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def with_command_line(
-    settings: HttpSettings, host: str | None, port: int | None, *, off: bool = False
+    settings: HttpSettings,
+    host: str | None,
+    port: int | None,
+    *,
+    default_port: int | None = None,
+    off: bool = False,
 ) -> HttpSettings:
-    """Return the settings overridden by ``--host``, ``--port`` and ``--no-http``."""
+    """Return the settings overridden by ``--host``, ``--port`` and ``--no-http``.
+
+    ``default_port``: the port of KVD_PORT. A variable may be meant for another start, so it only
+    replaces the port, while ``--host`` and ``--port`` also enable HTTP.
+    """
     if off:
         return replace(settings, enabled=False)
+    if default_port is not None:
+        settings = replace(settings, port=default_port)
     if host is None and port is None:
         return settings
     host = (host or settings.host).removeprefix("[").removesuffix("]")

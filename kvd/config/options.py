@@ -30,6 +30,8 @@ class Options(msgspec.Struct, frozen=True):
     """Address of HTTP."""
     port: int | None = None
     """Port of HTTP."""
+    default_port: int | None = None
+    """Port of HTTP from KVD_PORT; unlike ``port``, it does not enable HTTP."""
     no_http: bool = False
     fake: bool = False
     """Workers run the fake engine: no model, no MLX."""

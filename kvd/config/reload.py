@@ -247,6 +247,6 @@ def is_overridden(key: str, options: Options) -> bool:
         "http.enabled": options.no_http or tcp,
         "http.tcp": tcp,
         "http.host": options.host is not None,
-        "http.port": options.port is not None,
+        "http.port": options.port is not None or options.default_port is not None,
     }
     return overridden.get(key, False)

@@ -105,7 +105,7 @@ def with_value(settings: Config, key: str, value: Any) -> Config:
         place[field] = value
         if value is None:  # absent, because None is no entry of a table
             del place[field]
-    return config.convert(data, "this setting")
+    return config.convert(data)
 
 
 def _unknown(key: str, known: Mapping[str, Any]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from protocol import paths
+
 _PATH_STARTS = ("/", "./", "../", "~")
 
 
@@ -16,6 +18,6 @@ def absolute(text: str, base: Path | None = None) -> str:
     """
     path = (base or Path.cwd()) / os.path.expanduser(text)  # noqa: PTH111 - `~nobody` stays
     is_path = text in {".", ".."} or text.startswith(_PATH_STARTS)
-    if is_path or ("/" in text and path.is_dir()):
-        return str(path.resolve())
+    if is_path or ("/" in text and paths.is_folder(path)):
+        return str(paths.resolved(path))
     return text

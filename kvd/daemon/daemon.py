@@ -25,6 +25,7 @@ from kvd.config.options import Options
 from kvd.config.reload import Reloader, by_name, known_model
 from kvd.config.settings import LiveSettings
 from kvd.config.sources import absolute
+from kvd.daemon.compaction import in_thread
 from kvd.daemon.estimate import FileEstimate, machine
 from kvd.daemon.journal import DiskJournal
 from kvd.daemon.prefix_store.thread import DiskThread
@@ -86,7 +87,13 @@ def run(options: Options) -> Exit:
     with listen.hold_lock(home):
         logs.setup(home.logs, settings.log_level, to_stderr=not _is_launchd_service())
         with contextlib.ExitStack() as opened:
-            http = with_command_line(settings.http, options.host, options.port, off=options.no_http)
+            http = with_command_line(
+                settings.http,
+                options.host,
+                options.port,
+                default_port=options.default_port,
+                off=options.no_http,
+            )
             listeners, problems = open_listeners(home, http, given.get(activation.HTTP, ()))
             for http_listener in listeners:
                 opened.callback(http_listener.close)
@@ -129,6 +136,7 @@ class Daemon:
                 options.home.journal,
                 limit_bytes=settings.journal_bytes,
                 keep_s=settings.journal_keep_s,
+                run=in_thread,
             )
         self._segments = DiskThread(options.home.prefixes)
         self._metrics = Exposition(lambda: self._system)

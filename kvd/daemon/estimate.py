@@ -16,20 +16,20 @@ from typing import Any
 
 from actors.system import Settings
 from kvd.host.memory.nvidia import has_cuda_build
-from protocol import memory_bounds, model_folder
+from protocol import memory_bounds, model_folder, paths
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec, floors_of, schemes_of
 from protocol.model_source import check_folder, is_hub_id, unknown_source
 from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
+from protocol.weights import Weights
 
 INTERPRETER_BYTES = 95 * 1024 * 1024
 """Python, MLX, mlx-lm's libraries and what the checks at load leave behind, measured on Linux."""
 SHARED_BYTES = 39 * 1024 * 1024
 """The part of `INTERPRETER_BYTES` that is file pages, which Linux charges to processes by share."""
 DEFAULT_CONTEXT = 4096
-_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,23 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
 def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     """Estimate the model in a folder; raises `InvalidModel` if there is none."""
     config = model_folder.read_config(folder)
-    text = config.get("text_config") or config
-    itemsize = 4 if machine.on_cpu else 2
     headers = model_folder.read_weights(model_folder.weight_files(folder))
     model_folder.check_layers(folder, config, headers)
+    try:
+        return _estimate(folder, config, headers, kv, machine)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of any settings
+        raise InvalidModel(
+            f"the model's config.json does not contain the sizes of keys and values ({error}); load"
+            " the model first"
+        ) from error
+
+
+def _estimate(
+    folder: Path, config: dict[str, Any], headers: Weights, kv: KVSpec, machine: Machine
+) -> Estimate:
+    context = model_folder.context_length(config) or DEFAULT_CONTEXT
+    text = config.get("text_config") or config
+    itemsize = 4 if machine.on_cpu else 2
     weights = headers.in_memory(4 if machine.on_cpu else None, packed=machine.native)
     schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
@@ -98,7 +111,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     layers = sum(kind.layers for kind in kinds)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):
-        parts = memory_bounds.parts_bytes(config, machine.max_rows, _context(text))
+        parts = memory_bounds.parts_bytes(config, machine.max_rows, context)
     overhead = (
         machine.interpreter
         + memory_bounds.TOKENIZER_HELD * model_folder.tokenizer_bytes(folder)
@@ -106,7 +119,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
         + memory_bounds.step_bytes(
-            config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu
+            config, machine.prefill_chunk, machine.max_rows, on_cpu=machine.on_cpu
         )
         + memory_bounds.scratch_bytes(
             machine.attention_scratch, native=machine.native_attention, parts=parts
@@ -124,7 +137,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         kinds=kinds,
     )
     names = [scheme.name for scheme in schemes]
-    return Estimate(costs=costs, schemes=names, context_length=_context(text))
+    return Estimate(costs=costs, schemes=names, context_length=context)
 
 
 def sharers(proc: Path = Path("/proc")) -> int:
@@ -163,21 +176,15 @@ def _downloaded(hub_id: str) -> Path | None:
         snapshot = repository / "snapshots" / (repository / "refs/main").read_text("utf-8").strip()
     except OSError:
         return None
-    return snapshot if snapshot.is_dir() else None
+    return snapshot if paths.is_folder(snapshot) else None
 
 
 def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:
     """Return the layers by attention kind, and the bytes of one row's tail in all of them."""
-    try:
-        layers = int(text["num_hidden_layers"])
-        heads = int(text["num_attention_heads"])
-        dim = int(text.get("head_dim") or text["hidden_size"] // heads)
-        kv_heads = int(text.get("num_key_value_heads") or heads)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidModel(
-            f"the model's config.json does not contain the sizes of keys and values ({error}); load"
-            " the model first"
-        ) from error
+    layers = _size(text["num_hidden_layers"])
+    heads = _size(text["num_attention_heads"])
+    dim = _size(text.get("head_dim") or text["hidden_size"] // heads)
+    kv_heads = _size(text.get("num_key_value_heads") or heads)
     geometry = LayerGeometry(kv_heads, dim, dim, itemsize)
     floors = floors_of(kv, layers)
     # One scheme for each precision level, preceded by the dense scheme if rows start dense.
@@ -206,6 +213,12 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
     return kinds, layers * geometry.dense_bytes(TAIL_TOKENS)
 
 
+def _size(value: object) -> int:
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{value!r:.40} is no size")
+    return value
+
+
 def _windows(text: dict[str, Any], layers: int) -> list[int | None]:
     """Return the window of each layer that has keys; None means full attention."""
     window = text.get("sliding_window")
@@ -219,10 +232,3 @@ def _windows(text: dict[str, Any], layers: int) -> list[int | None]:
     pattern = text.get("sliding_window_pattern")
     every = pattern if isinstance(pattern, int) and pattern > 0 else 0
     return [None if every and at % every == every - 1 else window for at in range(layers)]
-
-
-def _context(text: dict[str, Any]) -> int:
-    for key in _CONTEXT_KEYS:
-        if isinstance(found := text.get(key), int) and found > 0:
-            return found
-    return DEFAULT_CONTEXT

@@ -8,12 +8,10 @@ copy of the file is kept. If the file cannot grow, further requests are served b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +26,17 @@ from actors.request_journal import (
     RequestReceived,
     SavedRequest,
 )
+from kvd.daemon.compaction import Compaction, Run, at_once, delete_unfinished
 from kvd.host.home import unusable
-from kvd.host.journal_file import Damage, Files, JournalFile, checksum, frame
+from kvd.host.journal_file import Damage, Files, JournalFile, Scan, checksum, frame
 from protocol.worker import RowFailed, RowFinished
 
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
 """The file is compacted when its dead bytes exceed both this and its live bytes."""
+STEP_BYTES = 16 * 1024
+"""Minimum bytes that a compaction reads with each record that is written: about 0.2 ms."""
+STEP_RATIO = 8
+"""Minimum bytes that a compaction reads for each byte that is written, so that it ends."""
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Errors of the disk. Any other error of the journal's folder is one of the configuration."""
 _RETRY_S = 60.0
@@ -61,13 +64,18 @@ class DiskJournal:
         keep_s: float,
         clock: Callable[[], float] = time.time,
         files: Files = os,
+        run: Run = at_once,
     ) -> None:
-        """Open the journal in this folder; raises `ConfigError` if the folder is unusable."""
+        """Open the journal in this folder; raises `ConfigError` if the folder is unusable.
+
+        ``run`` runs what waits for the disk, `at_once` or `in_thread`.
+        """
         self._path = folder / "requests"
         self._limit = limit_bytes
         self._keep_s = keep_s
         self._clock = clock
         self._files = files
+        self._run = run
         self._log = structlog.get_logger("kvd.daemon.journal")
         self._kept: dict[str, _Kept] = {}
         self._live = 0
@@ -77,6 +85,7 @@ class DiskJournal:
         self._warned = False
         self._retry_at = float("-inf")
         """When to compact again after the disk failed."""
+        self._compaction: Compaction | None = None
         self.saved: dict[str, SavedRequest] = {}
         self._file: JournalFile | None = None
         """None if the disk failed at the start: then nothing is journaled."""
@@ -88,12 +97,16 @@ class DiskJournal:
                 raise unusable(self._path, error) from error
             self._warn(error)
             return
+        delete_unfinished(self._path, files)
         damage = self._restore(self._file)
         if self._file.size > self._live:
-            self._compact(self._file)
+            self._begin_compaction(self._file, damage)
+            self._continue_compaction(None)
         self._report(damage)
 
     def close(self) -> None:
+        if self._compaction is not None:
+            self._compaction.abandon()
         if self._file is not None:
             self._file.close()
 
@@ -115,7 +128,7 @@ class DiskJournal:
 
     def _add(self, record: RequestReceived) -> bool:
         data = frame(_encode(replace(record, at=self._clock())))
-        if not (self._has_room(data) and self._append(data)):
+        if not (self._has_room(record.rid, data) and self._append(data)):
             return False
         self._kept[record.rid] = _Kept()
         self._count(record.rid, data)
@@ -134,10 +147,13 @@ class DiskJournal:
         return written
 
     def _append_report(self, record: ReportReceived, kept: _Kept) -> bool:
-        if kept.newest is None:
+        previous = kept.newest
+        if previous is None:
             return False
-        data = frame(_encode(replace(record, previous=kept.newest)))
-        if not (self._has_room(data) and self._append(data)):
+        data = frame(_encode(replace(record, previous=previous)))
+        room = self._has_room(record.rid, data)
+        # A compaction may have found that an earlier record of the request is damaged.
+        if not (room and kept.newest == previous and self._append(data)):
             kept.newest = None
             return False
         self._count(record.rid, data)
@@ -166,23 +182,42 @@ class DiskJournal:
                 return
             self._drop(rid)
 
-    def _has_room(self, data: bytes) -> bool:
-        """Return whether the limit permits another record; compact the file if that frees much."""
+    def _drop_ended(self, rid: str, nbytes: int) -> None:
+        """Drop finished requests except this one, oldest first, until the rest has ``nbytes``."""
+        for ended in list(self._ended):
+            if self._live <= nbytes:
+                return
+            if ended != rid:
+                self._drop(ended)
+
+    def _has_room(self, rid: str, data: bytes) -> bool:
+        """Return whether the limit permits another record of a request; compact the file if needed.
+
+        Before the file is full, finished requests are dropped, oldest first.
+        """
         if self._file is None:
             return False
         self._expire()
-        size, dead = self._file.size + len(data), self._file.size - self._live
-        # Compact only if that frees many bytes, because it rewrites the whole file.
-        much = dead > max(LEAST_DEAD_BYTES, self._live)
-        if (much or (size > self._limit and dead > self._limit // 8)) and (
-            self._clock() >= self._retry_at
-        ):
-            self._report(self._compact(self._file))
-            size = self._file.size + len(data)
-        if size <= self._limit:
+        if self._compaction is None and self._frees_much(self._file, rid, len(data)):
+            self._begin_compaction(self._file)
+        if self._compaction is not None:
+            full = self._file.size + len(data) > self._limit
+            self._continue_compaction(None if full else max(STEP_BYTES, STEP_RATIO * len(data)))
+        if self._file.size + len(data) <= self._limit:
             return True
         self._warn(f"the journal has {self._file.size} bytes, and journal_limit is {self._limit}")
         return False
+
+    def _frees_much(self, file: JournalFile, rid: str, nbytes: int) -> bool:
+        """Return whether to compact the file for a record of ``nbytes``."""
+        if 0 < self._retry_at - self._clock() <= _RETRY_S:  # more: the clock was set back
+            return False
+        # A compaction takes a while: it begins while there is still room for records.
+        nearly_full = file.size + nbytes > self._limit * 7 // 8
+        if nearly_full and nbytes <= self._limit:
+            self._drop_ended(rid, self._limit * 5 // 8 - nbytes)
+        dead = file.size - self._live
+        return dead > max(LEAST_DEAD_BYTES, self._live) or (nearly_full and dead > self._limit // 8)
 
     def _append(self, data: bytes) -> bool:
         if self._file is None:
@@ -190,6 +225,9 @@ class DiskJournal:
         try:
             self._file.append(data)
         except OSError as error:
+            if self._compaction is not None:  # its new file may take the room
+                self._end_compaction(error)
+                return self._append(data)
             self._warn(error)
             return False
         return True
@@ -213,55 +251,55 @@ class DiskJournal:
                 bytes=damage.nbytes,
             )
 
-    def _compact(self, file: JournalFile) -> Damage:
-        """Rewrite the file with the kept requests only, and return what was damaged.
+    def _begin_compaction(self, file: JournalFile, found: Damage | None = None) -> None:
+        try:
+            self._compaction = Compaction(file, self._path, self._files, self._run, found)
+        except OSError as error:
+            self._end_compaction(error)
+
+    def _continue_compaction(self, nbytes: int | None) -> None:
+        """Read so many bytes of the old file; None: all, and wait for the disk.
 
         A damaged file is kept as a copy. If the disk fails, the old file stays in use.
         """
-        damage, sizes, path = Damage(), Counter[str](), self._path.with_suffix(".new")
+        compaction, old = self._compaction, self._file
+        if compaction is None or old is None:
+            return
         try:
-            fresh = JournalFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._files)
-            try:
-                fresh.extend(self._kept_frames(file, sizes, damage))
-                fresh.sync()  # without it, a power loss could leave an empty file of this name
-                if damage.records:
-                    self._keep_copy()
-                self._files.replace(path, self._path)
-            except BaseException:
-                fresh.close()
-                with contextlib.suppress(OSError):
-                    self._files.unlink(path)
-                raise
+            compaction.copy(nbytes, self._kept_bytes)
+            fresh = compaction.install(wait=nbytes is None)
         except OSError as error:
-            self._retry_at = self._clock() + _RETRY_S
-            self._log.warning("the journal cannot be compacted", reason=error.strerror)
-            return damage
-        file.close()
-        self._file, self._live, self._warned = fresh, sizes.total(), False
+            self._end_compaction(error)
+            return
+        if fresh is None:
+            return
+        self._run(old.close)  # deletes its content, which takes a while
+        self._file, self._compaction, self._warned = fresh, None, False
         for rid, kept in self._kept.items():
-            kept.nbytes = sizes[rid]
-        return damage
+            if (lost := kept.nbytes - compaction.sizes[rid]) > 0:
+                self._live -= lost
+                kept.nbytes -= lost
+                kept.newest = None
+        if compaction.found is None:
+            self._report(compaction.damage)
 
-    def _kept_frames(
-        self, file: JournalFile, sizes: Counter[str], damage: Damage
-    ) -> Iterator[bytes]:
-        for record, data in file.records(damage):
-            if record.rid in self._kept and not isinstance(record, RequestDropped):
-                sizes[record.rid] += len(data)
-                yield data
+    def _end_compaction(self, error: OSError) -> None:
+        """Give up a compaction after the disk failed, and try again later."""
+        if self._compaction is not None:
+            self._compaction.abandon()
+            self._compaction = None
+        self._retry_at = self._clock() + _RETRY_S
+        self._log.warning("the journal cannot be compacted", reason=error.strerror)
 
-    def _keep_copy(self) -> None:
-        """Give the file a second name, in place of an older copy; without it if the disk fails."""
-        copy = self._path.with_suffix(".damaged")
-        with contextlib.suppress(OSError):
-            self._files.unlink(copy)
-        with contextlib.suppress(OSError):
-            self._files.link(self._path, copy)
+    def _kept_bytes(self, rid: str) -> int | None:
+        kept = self._kept.get(rid)
+        return None if kept is None else kept.nbytes
 
     def _restore(self, file: JournalFile) -> Damage:
         """Read `saved` from the file; return what was damaged."""
         damage, now = Damage(), self._clock()
-        for record, data in file.records(damage):
+        scan = Scan(file, damage)
+        for record, data in scan.records():
             match record:
                 case RequestReceived(rid=rid, model=model, submit=submit, at=at):
                     self._drop(rid)
@@ -275,12 +313,15 @@ class DiskJournal:
                     try:
                         self.saved[rid].apply_report(report)
                     except LookupError:  # a choice that the request does not have
-                        damage.add(len(data))
+                        scan.reject(rid, data)
+                        continue
                     if isinstance(report, RowFinished | RowFailed):
                         self._ended[rid] = record.at
                     self._count(rid, data)
                 case RequestDropped(rid=rid):
                     self._drop(rid)
+        for rid, kept in self._kept.items():
+            kept.newest = scan.newest.get(rid)
         self._expire()
         self.saved = {rid: saved for rid, saved in self.saved.items() if rid in self._kept}
         if self.saved:

@@ -29,6 +29,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "Home": (
         place.folder,
         place.configuration,
+        place.environment,
         place.models,
         place.lock,
         place.sockets,

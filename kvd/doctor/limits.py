@@ -44,7 +44,7 @@ def locked_memory(_scene: Scene) -> Finding:
 
 def host_memory(scene: Scene) -> Finding:
     host = scene.host
-    budget = scene.settings.budget_bytes or memory.default_budget(host)
+    budget = scene.served.budget_bytes or memory.default_budget(host)
     numbers = {
         "total_bytes": host.total,
         "available_bytes": host.available,

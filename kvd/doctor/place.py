@@ -60,6 +60,14 @@ def configuration(scene: Scene) -> Finding:
     return ok("config", f"{path} is valid and lists {len(found.entries)} models")
 
 
+def environment(scene: Scene) -> list[Finding]:
+    """Check the variables that `kvd serve` reads."""
+    return [
+        fail("environment", problem, "correct the variable, or `kvd serve` does not start")
+        for problem in scene.invalid_variables
+    ]
+
+
 def models(scene: Scene) -> Finding | list[Finding]:
     """Check the sources of the configuration's models as a load does, without the Hub."""
     if isinstance(scene.config, ConfigError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import kvd
+from kvd.config import variables
 from kvd.config.http import DEFAULT_PORT
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
@@ -67,14 +68,16 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
 
 def http_port(scene: Scene) -> Finding:
     """Check that the daemon's next start can listen; a running daemon has the port already."""
-    http, status = scene.settings.http, scene.status
+    http, status = scene.served.http, scene.status
     if not (http.enabled and http.tcp):
         return skip("http port", "HTTP over TCP is switched off")
     runs = isinstance(status, DaemonStatus) or listen.holder(scene.home) is not None
     try:
         problems = try_tcp(replace(http, port=0) if runs else http)
     except ConfigError as error:
-        return fail("http port", error.message, f"correct [http] in {scene.home.config}")
+        own = http.port == scene.settings.http.port
+        source = f"[http] in {scene.home.config}" if own else variables.PORT
+        return fail("http port", error.message, f"correct {source}")
     for problem in problems:
         return warn("http port", problem.observed, problem.advice)
     if isinstance(status, DaemonStatus):

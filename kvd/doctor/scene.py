@@ -11,13 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvd.client import Client
-from kvd.config import config
+from kvd.config import config, variables
 from kvd.config.config import Config
+from kvd.config.http import with_command_line
 from kvd.doctor.engine import ask
 from kvd.host import memory
 from kvd.host.home import Home
-from protocol.errors import ConfigError, KvdError
+from protocol.errors import ConfigError, KvdError, NotRunning
 from protocol.types import DaemonStatus, HostMemory
 
 
@@ -41,6 +44,30 @@ class Scene:
     def settings(self) -> Config:
         """The configuration, or the defaults if it is invalid, which another check reports."""
         return Config() if isinstance(self.config, ConfigError) else self.config
+
+    @property
+    def served(self) -> Config:
+        """The settings that `kvd serve` would have here; a running daemon has its own variables."""
+        if not isinstance(self.status, NotRunning) or self.invalid_variables:
+            return self.settings
+        budget = variables.budget_of(self.environment)
+        port = variables.port_of(self.environment)
+        return replace(
+            self.settings,
+            budget=self.settings.budget if budget is None else budget,
+            http=with_command_line(self.settings.http, None, None, default_port=port),
+        )
+
+    @property
+    def invalid_variables(self) -> list[str]:
+        """Why `kvd serve` would refuse this environment."""
+        found = []
+        for read in (variables.port_of, variables.budget_of):
+            try:
+                read(self.environment)
+            except ValueError as error:
+                found.append(str(error))
+        return found
 
     @cached_property
     def host(self) -> HostMemory:

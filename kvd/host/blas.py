@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvd.host.memory import nvidia
+from protocol import paths
 from protocol.errors import ConfigError
 
 _NAME = "libopenblas.so.0"
@@ -27,7 +28,7 @@ def choose(setting: str) -> Path | None:
         return None
     if setting != "auto":
         path = Path(setting).expanduser()
-        if not path.is_file():
+        if not paths.is_file(path):
             raise ConfigError(
                 f"blas: no library at {path}; set auto, off or an existing path", key="blas"
             )

@@ -21,11 +21,11 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
-from actors.request_journal import Record, RequestDropped, RequestReceived
+from actors.request_journal import Record
 
 MARKER = b"\xffkvd\r\nj3"
 _HEADER = struct.Struct(">8sIII")
@@ -38,7 +38,7 @@ _BLOCK_BYTES = 256 * 1024
 _SECTOR_BYTES = 4096
 """Bytes per read where a whole block cannot be read."""
 
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+T = TypeVar("T")
 
 
 class Status(Protocol):
@@ -116,17 +116,16 @@ class JournalFile:
 
         Records behind a lost record of the same request are neither.
         """
-        newest: dict[str, int] = {}
-        for data, nbytes in _frames(_Reader(self._fd, self._files), self.size):
-            record = None if data is None else _read(data)
-            if data is None or record is None:
-                damage.add(nbytes)
-            elif isinstance(record, RequestDropped):
-                newest.pop(record.rid, None)
-                yield record, data
-            elif isinstance(record, RequestReceived) or newest.get(record.rid) == record.previous:
-                newest[record.rid] = checksum(data)
-                yield record, data
+        return Scan(self, damage).records()
+
+    def frames(self, at: int, stop: int) -> Iterator[tuple[bytes | None, int]]:
+        """Yield the frames that begin in this range, or None for damage, and their bytes."""
+        reader = _Reader(self._fd, self._files)
+        while at < stop:
+            data = _frame_at(reader, at, self.size)
+            following = reader.find_marker(at + 1, self.size) if data is None else at + len(data)
+            yield data, following - at
+            at = following
 
     def _write(self, data: bytes) -> None:
         failure: OSError | None = None
@@ -142,6 +141,62 @@ class JournalFile:
         self.size += len(data)
 
 
+class Head(msgspec.Struct, frozen=True):
+    """The fields of a record by which it is found; decoding the rest takes most of the time."""
+
+    t: Literal["request", "report", "dropped"]
+    rid: str
+    previous: int = 0
+
+
+class Scan:
+    """Reads the records of a file in their order, as many at once as its user wants.
+
+    Adds what is no intact record to ``damage``. Skips records behind a lost one of their request.
+    """
+
+    def __init__(self, file: JournalFile, damage: Damage) -> None:
+        self._file = file
+        self._damage = damage
+        self._at = 0
+        self.newest: dict[str, int] = {}
+        """Checksum of the newest record of each request."""
+
+    @property
+    def at_end(self) -> bool:
+        return self._at >= self._file.size
+
+    def heads(self, nbytes: int | None = None) -> Iterator[tuple[Head, bytes]]:
+        """Yield the next records that begin within so many bytes, with their frames; None: all."""
+        end = self._file.size
+        stop = end if nbytes is None else min(end, self._at + nbytes)
+        for data, size in self._file.frames(self._at, stop):
+            self._at += size
+            head = None if data is None else _decode(_head_decoder, data)
+            if data is None or head is None:
+                self._damage.add(size)
+            elif head.t == "dropped":
+                self.newest.pop(head.rid, None)
+                yield head, data
+            elif head.t == "request" or self.newest.get(head.rid) == head.previous:
+                self.newest[head.rid] = checksum(data)
+                yield head, data
+
+    def records(self) -> Iterator[tuple[Record, bytes]]:
+        """Yield all other records completely decoded, with their frames."""
+        for head, data in self.heads():
+            record = _decode(_decoder, data)
+            if record is None:
+                self.reject(head.rid, data)
+            else:
+                yield record, data
+
+    def reject(self, rid: str, data: bytes) -> None:
+        """Count a record that cannot be used as damage; skip the rest of its request."""
+        self._damage.add(len(data))
+        self.newest.pop(rid, None)
+
+
 def frame(payload: bytes) -> bytes:
     """Return a record as it is in the file."""
     start = _CHECKED.pack(MARKER, len(payload), zlib.crc32(payload))
@@ -153,10 +208,14 @@ def checksum(data: bytes) -> int:
     return int.from_bytes(data[12:16], "big")
 
 
-def _read(data: bytes) -> Record | None:
-    """Return the record of a frame, or None if another version wrote it."""
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_head_decoder = msgspec.msgpack.Decoder(Head)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T | None:
+    """Return the content of a frame, or None if another version wrote it."""
     try:
-        return _decoder.decode(data[_HEADER.size :])
+        return decoder.decode(memoryview(data)[_HEADER.size :])
     except Exception:  # noqa: BLE001 - no content of the file may stop the daemon's start
         return None
 
@@ -203,16 +262,6 @@ class _Reader:
             return self._files.pread(self._fd, size, at)
         except OSError:
             return bytes(size)
-
-
-def _frames(reader: _Reader, end: int) -> Iterator[tuple[bytes | None, int]]:
-    """Yield each intact frame, or None for damage, with the bytes that it takes in the file."""
-    at = 0
-    while at < end:
-        data = _frame_at(reader, at, end)
-        following = reader.find_marker(at + 1, end) if data is None else at + len(data)
-        yield data, following - at
-        at = following
 
 
 def _frame_at(reader: _Reader, at: int, end: int) -> bytes | None:

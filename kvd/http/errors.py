@@ -1,6 +1,7 @@
 """OpenAI's error objects: HTTP status, type and retry headers for each protocol error.
 
-``code`` is OpenAI's code if it has one for the case, else kvd's. ``error.kvd`` always has kvd's.
+``code`` is OpenAI's code if it has one for the case, else kvd's. ``error.kvd`` has kvd's, and is
+absent if HTTP itself refuses the request.
 """
 
 from __future__ import annotations

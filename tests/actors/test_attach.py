@@ -18,7 +18,7 @@ from actors.saved_requests import SavedRequests
 from actors.system import Settings
 from protocol import errors, messages
 from protocol.types import ReceivedChoice, Sampling
-from protocol.worker import Submit
+from protocol.worker import ChoiceFinished, RowAccepted, RowReport, RowTokens, Submit
 from tests.sim.fakes import Script, token
 from tests.sim.loop import run, simulated, until
 from tests.sim.world import SimClient, world
@@ -164,7 +164,8 @@ def test_a_client_cannot_have_more_than_the_request_ever_has(
     scene()
 
 
-def test_the_end_is_kept_until_it_is_fetched() -> None:
+def test_the_end_can_be_fetched_again() -> None:
+    """A client that attaches may lose its connection, or the daemon, before it has the end."""
     journal, name = interrupted(9, max_tokens=10)
     [last] = [one for one in journal.records if isinstance(one, ReportReceived)][-1:]
 
@@ -173,16 +174,104 @@ def test_the_end_is_kept_until_it_is_fetched() -> None:
         async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
             client = w.client()
             assert (await client.end(attach(client, name))).reason == "length"
-        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
-            client = w.client()
-            key = attach(client, name, (10, len("".join(f"{one} " for one in expected(10)))))
-            done = await client.end(key)
-            assert (done.reason, done.usage.completion_tokens) == ("length", 10)
-            assert client.tokens(key) == []
-            assert not w.spawn.last("demo")._rows
+        had = (10, len("".join(f"{one} " for one in expected(10))))
+        for _ in range(2):
+            late = SavedRequests(journal, journal.saved(), keep_s=60.0)
+            async with world(saved_requests=late) as w:
+                for received, rest in (((0, 0), expected(10)), (had, [])):
+                    client = w.client()
+                    key = attach(client, name, received)
+                    done = await client.end(key)
+                    assert (done.reason, done.usage.completion_tokens) == ("length", 10)
+                    assert client.tokens(key) == rest
+                assert not w.spawn.last("demo")._rows
+        async with world(saved_requests=SavedRequests(journal, journal.saved(), keep_s=60.0)):
+            await asyncio.sleep(60)
         assert name not in journal.saved()
 
     assert last.rid == name
+    scene()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
+    """The daemon itself ends the request while its worker restarts, and may die right after."""
+    journal = MemoryJournal()
+
+    @simulated
+    async def scene() -> None:
+        async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
+            client = w.client()
+            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
+            await until(lambda: client.count(key) == 2)
+            w.spawn.last("demo").die(-9)
+            await until(lambda: w.state() == "backoff")
+            if cancelled:
+                client.start(messages.Cancel, target=key)
+            else:
+                await client.ask(messages.Unload, model="demo")
+            end = await client.end(key)
+            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            key = attach(client, name)
+            again = await client.end(key)
+            assert client.tokens(key) == expected(2)
+        if cancelled:
+            assert (end.reason, again.reason) == ("cancelled", "cancelled")
+            assert end.usage == again.usage
+        else:
+            assert (end.error.code, again.error) == ("draining", end.error)
+
+    scene()
+
+
+def test_a_request_whose_client_was_disconnected_is_cancelled() -> None:
+    journal = MemoryJournal()
+
+    @simulated
+    async def scene() -> None:
+        async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
+            client = w.client()
+            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
+            await until(lambda: client.count(key) == 2)
+            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
+            client.disconnect()
+            await until(lambda: journal.saved()[name].end is not None)
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            key = attach(client, name)
+            assert (await client.end(key)).reason == "cancelled"
+            assert client.tokens(key) == expected(2)
+
+    scene()
+
+
+def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> None:
+    """The worker died between the end of the last choice and that of the request."""
+    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=4), n=2)
+    reports: list[RowReport] = [
+        RowAccepted(rid="1", prompt_tokens=5),
+        RowTokens(rid="1", index=0, tokens=[7], text="7 "),
+        ChoiceFinished(rid="1", choice=0, reason="length"),
+        ChoiceFinished(rid="1", choice=1, reason="stop"),
+    ]
+    records = [RequestReceived("1", "demo", submit), *(ReportReceived("1", it) for it in reports)]
+    journal = MemoryJournal(records)
+
+    @simulated
+    async def scene() -> None:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            w.spawn.last("demo").die(-9)
+            await until(lambda: w.state() == "backoff")
+            client = w.client()
+            key = attach(client, "1")
+            client.start(messages.Cancel, target=key)
+            done = await client.end(key)
+            ends = [it for it in client.events[key] if isinstance(it, messages.ChoiceFinished)]
+            assert [(it.choice, it.reason) for it in ends] == [(0, "length"), (1, "stop")]
+            assert (done.reason, done.usage.completion_tokens) == ("length", 1)
+
     scene()
 
 

@@ -460,8 +460,11 @@ def test_only_the_worker_with_the_excess_gives_memory_back_for_it():
     assert not of_type(sim.commands_seen, Evict)
 
 
+PID = 7
+
+
 def measured(pressure="normal", **used: int) -> MemoryMeasured:
-    return MemoryMeasured(used, pressure, frozenset(used))
+    return MemoryMeasured(used, pressure, dict.fromkeys(used, PID))
 
 
 def test_a_worker_above_its_limit_is_ended_after_two_measurements():
@@ -471,7 +474,7 @@ def test_a_worker_above_its_limit_is_ended_after_two_measurements():
     sim.apply(measured(a=limit + 1))
     sim.apply(measured(a=limit))
     assert not of_type(sim.apply(measured(a=limit + 1)), EndWorker)
-    assert sim.apply(measured(a=limit + 2), 1) == [EndWorker("a", limit + 2, limit)]
+    assert sim.apply(measured(a=limit + 2), 1) == [EndWorker("a", PID, limit + 2, limit)]
     assert sim.recorded("over_limit").numbers["limit_bytes"] == limit
     assert of_type(sim.apply(measured(a=limit + 2), 1), EndWorker) == []
     assert of_type(sim.apply(measured(a=limit + 2), 1), EndWorker)  # it still lives
@@ -487,7 +490,7 @@ def test_a_loading_worker_without_a_grant_is_measured_too():
     sim.apply(measured(b=STARTING_BYTES + 5))
     assert sim.governor.ledger.excess_bytes == 5
     (ended,) = sim.apply(measured(b=STARTING_BYTES + 5))
-    assert ended == EndWorker("b", STARTING_BYTES + 5, STARTING_BYTES)
+    assert ended == EndWorker("b", PID, STARTING_BYTES + 5, STARTING_BYTES)
 
 
 def test_no_other_model_pays_for_a_worker_above_its_limit():

@@ -36,6 +36,7 @@ STATES: dict[str, ev.State] = {
     "Backoff": ev.Backoff(NOW + 1, WHY),
     "Failed": ev.Failed(WHY),
 }
+EXCEEDED = ev.MemoryExceeded(7, 900 << 20, 400 << 20)
 EVENTS: dict[str, ev.Event] = {
     "start": ev.Start(),
     "drain": ev.Drain(),
@@ -54,7 +55,7 @@ EVENTS: dict[str, ev.Event] = {
     "exit": ev.Exited(1),
     "kill": ev.Exited(-9),
     "fault": ev.Fault("nonsense"),
-    "too large": ev.MemoryExceeded(900 << 20, 400 << 20),
+    "too large": EXCEEDED,
     "tick": ev.AlarmFired(),
 }
 NOT = None  # an invalid transition
@@ -82,7 +83,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "kill": "Backoff ReleaseMemory",
         "blamed": "Spawning",
         "fault": "Stopping",
-        "too large": "Stopping",
+        "too large": "Spawning",
         "tick": "Spawning",
     },
     "Spawning+pid": {
@@ -317,7 +318,7 @@ def test_a_death_during_an_unload_ends_requests_with_draining(m):
 @pytest.mark.parametrize(
     "events",
     [
-        (ev.MemoryExceeded(900 << 20, 400 << 20), ev.Exited(-9)),
+        (EXCEEDED, ev.Exited(-9)),
         (ev.Exited(OVER_MEMORY_LIMIT),),
     ],
     ids=["ended by the daemon", "ended itself"],
@@ -333,10 +334,19 @@ def test_a_load_that_takes_too_much_memory_fails_once(m, events):
     assert "takes more memory than its files need" in m.state.error.message
 
 
+@pytest.mark.parametrize("state", [ev.Spawning, ev.Loading, ev.Ready, ev.Draining])
+def test_a_measurement_of_an_earlier_process_ends_no_other(m, state):
+    m.state, m.requests = state(pid=8, deadline=99.0), {"a"} if state is ev.Draining else set()
+    before = m.state
+
+    assert feed(m, EXCEEDED) == []
+    assert m.state == before
+
+
 @pytest.mark.parametrize(
     ("events", "how"),
     [
-        ((ev.MemoryExceeded(900 << 20, 400 << 20), ev.Exited(-9)), "held 900 MiB, above its limit"),
+        ((EXCEEDED, ev.Exited(-9)), "held 900 MiB, above its limit"),
         ((ev.Exited(OVER_MEMORY_LIMIT),), "ended itself at its memory limit"),
     ],
     ids=["ended by the daemon", "ended itself"],

@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from actors import mail
+from actors.machines import lifecycle_events
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.status import KnownModel
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
 from protocol.kv import KVSpec
 from protocol.messages import Paused
-from protocol.types import Alternative, Sampling, TokenLogprob, WorkerStats
+from protocol.types import Alternative, Sampling, TokenLogprob, Usage, WorkerStats
 from protocol.worker import (
     CancelRow,
     ChoiceFinished,
@@ -21,6 +22,7 @@ from protocol.worker import (
     LoadModel,
     Ready,
     RowFailed,
+    RowFinished,
     RowPreempted,
     RowPrompt,
     RowQueued,
@@ -758,6 +760,23 @@ async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
 
 
 @simulated
+async def test_a_report_of_a_choice_that_the_request_does_not_have_costs_only_its_worker():
+    async with world(load=("demo",), faults=True) as w:
+        client = w.client()
+        request = client.generate()
+        await until(lambda: client.tokens(request), 5)
+        process = w.spawn.last("demo")
+        (rid,) = process._rows
+        process.report(ChoiceFinished(rid=rid, choice=1, reason="stop"))
+        await until(lambda: w.state() == "backoff", 5)
+
+        assert (await client.end(request)).reason == "length"
+        assert process.signals == ["kill"]
+        assert not w.notices_of("actor_failed")
+        assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
 async def test_messages_for_a_dead_process_do_not_reach_its_successor():
     async with world() as w:
         old = w.spawn.last("demo")
@@ -772,6 +791,42 @@ async def test_messages_for_a_dead_process_do_not_reach_its_successor():
 
         assert w.model().granted_bytes == 100
         assert w.spawn.last("demo").grant == 100
+
+
+@simulated
+async def test_an_order_to_end_a_process_does_not_end_its_successor():
+    async with world() as w:
+        old = w.spawn.last("demo")
+        old.die(-9)
+        await until(lambda: w.state() == "ready" and w.spawn.last("demo") is not old, 10)
+        late = lifecycle_events.MemoryExceeded(old.pid, 900 << 20, 400 << 20)
+        w.system._registry_ref.tell(mail.EndWorker("demo", late))
+        await asyncio.sleep(1)
+
+        assert w.state() == "ready"
+        assert w.spawn.last("demo").signals == []
+        again = lifecycle_events.MemoryExceeded(w.spawn.last("demo").pid, 900 << 20, 400 << 20)
+        w.system._registry_ref.tell(mail.EndWorker("demo", again))
+        await until(lambda: w.spawn.last("demo").signals == ["kill"], 1)
+
+
+@simulated
+async def test_a_worker_cannot_report_on_requests_of_another_model():
+    async with world({"demo": [SLOW], "other": [Script()]}, load=("demo", "other")) as w:
+        client, process = w.client(), w.spawn.last("demo")
+        key = client.generate(max_tokens=3)
+        await until(lambda: process._rows)
+        (rid,) = process._rows
+        broken = w.spawn.last("other")
+        broken.report(RowTokens(rid=rid, index=0, tokens=[999], text="no"))
+        broken.report(RowFinished(rid=rid, reason="stop", usage=Usage(9, 9)))
+        done = await client.end(key)
+
+        assert (done.reason, done.usage.completion_tokens) == ("length", 3)
+        assert client.tokens(key) == expected(3)
+        process.report(RowTokens(rid=rid, index=3, tokens=[999], text="no"))  # it has ended
+        assert (await client.end(client.generate(model="other"))).reason == "length"
+        assert client.tokens(key) == expected(3)
 
 
 @simulated
@@ -1005,6 +1060,21 @@ async def test_a_forced_stop_ends_waiting_requests_with_its_reason():
 
         assert client.events[load][-1].error.message == "the daemon stops"
         assert "the daemon takes no new work" in client.events[waiting][-1].error.message
+
+
+@pytest.mark.parametrize("passes", range(6))
+@simulated
+async def test_a_request_that_a_forced_stop_overtakes_may_be_sent_again(passes: int):
+    """The stop arrives between the request and the load that it causes."""
+    async with world(load=(), known={"demo": KnownModel("demo")}) as w:
+        key = w.client().generate()
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await w.system.stop(force=True)
+
+        error = w.clients[0].events[key][-1].error
+        assert error.code == "draining"
+        assert "the daemon takes no new work" in error.message
 
 
 @simulated

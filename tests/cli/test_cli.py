@@ -616,8 +616,8 @@ def test_help_of_kvd_shows_flags_as_they_are_written(monkeypatch, capsys, argume
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("KVD_PORT", "70000", "70000 is not in the range 0<=x<=65535"),
-        ("KVD_PORT", "x", "'x' is not a valid integer"),
+        ("KVD_PORT", "70000", "70000 is no port; set 0 to 65535, or unset it"),
+        ("KVD_PORT", "x", "x is no port"),
         ("KVD_BUDGET", "3", "3 B is less than the minimum of 64.0 MiB"),
     ],
 )
@@ -646,11 +646,24 @@ def test_the_address_that_kubernetes_sets_as_the_port_is_ignored(
 ):
     ports = []
     monkeypatch.setenv("KVD_PORT", variable)
-    monkeypatch.setattr(kvd.__main__, "become", lambda options: ports.append(options.port))
+    monkeypatch.setattr(kvd.__main__, "become", ports.append)
     monkeypatch.setattr(sys, "argv", ["kvd", "serve", *arguments])
     with pytest.raises(SystemExit) as ended:
         kvd_main()
-    assert (ended.value.code, ports) == (0, [port])
+    (options,) = ports
+    found = options.default_port if options.port is None else options.port
+    assert (ended.value.code, found) == (0, port)
+
+
+@pytest.mark.parametrize("arguments", [("--no-http",), ("--port", "1"), ("--budget", "1GiB")])
+def test_a_variable_that_is_not_used_is_not_read(monkeypatch, arguments):
+    started = []
+    monkeypatch.setenv("KVD_BUDGET" if "--budget" in arguments else "KVD_PORT", "70000")
+    monkeypatch.setattr(kvd.__main__, "become", started.append)
+    monkeypatch.setattr(sys, "argv", ["kvd", "serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kvd_main()
+    assert (ended.value.code, len(started)) == (0, 1)
 
 
 def test_an_address_as_the_option_port_is_an_error(monkeypatch, capsys):

@@ -6,14 +6,15 @@ import asyncio
 import errno
 import io
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kvd.cli.config import _write, page
-from kvd.cli.config_file import edited_text
+from kvd.cli.config import page
+from kvd.cli.config_file import edited_text, save
 from kvd.config.config import Config, load, parse
 from kvd.config.options import Options
 from kvd.config.reload import Reloader
@@ -21,6 +22,7 @@ from kvd.config.settings import LiveSettings, flat, keys_in, table, with_value
 from kvd.host.home import Home
 from protocol.errors import ConfigError
 
+HASH = "sha256:" + "a" * 64
 TEXT = """\
 # mine
 budget = "8GiB"  # half of it
@@ -311,24 +313,61 @@ def test_a_file_that_cannot_be_written_is_a_config_error_and_stays(home: Home, m
     with monkeypatch.context() as disk:
         disk.setattr(Path, "replace", full)
         with pytest.raises(ConfigError, match=r"config\.toml: No space left on device; make its"):
-            _write(home.config, "max_rows = 8\n")
+            save(home.config, "max_rows", 8)
     assert sorted(home.root.iterdir()) == before
     assert home.config.read_text() == TEXT
     with pytest.raises(ConfigError, match="cannot write"):
-        _write(home.config / "config.toml", "")
+        save(home.config / "config.toml", "max_rows", 8)
 
 
 def test_a_written_file_keeps_its_mode_and_a_new_one_is_private(home: Home):
     home.create()
-    _write(home.config, "max_rows = 8\n")
+    save(home.config, "max_rows", 8)
     assert home.config.stat().st_mode & 0o777 == 0o600
     home.config.chmod(0o640)
     other = home.config.with_suffix(".new")
     other.write_text("of the user")
-    _write(home.config, "max_rows = 9\n")
+    save(home.config, "max_rows", 9)
     assert home.config.stat().st_mode & 0o777 == 0o640
     assert home.config.read_text() == "max_rows = 9\n"
     assert other.read_text() == "of the user"
+
+
+def test_changes_at_the_same_time_are_all_saved(home: Home):
+    home.create()
+    (home.root / "linked.toml").write_text(TEXT)
+    home.config.symlink_to("linked.toml")
+    names = [f"key{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        for done in [threads.submit(save, home.config, f"http.keys.{one}", HASH) for one in names]:
+            done.result()
+    assert sorted(load(home.config).http.keys) == names
+    assert home.config.is_symlink()
+    assert {file.name for file in home.root.iterdir()} == {
+        "config.toml", "linked.toml", "logs", "cache",
+    }  # fmt: skip
+
+
+def test_of_two_new_keys_with_one_name_the_first_is_kept(home: Home):
+    save(home.config, "http.keys.me", HASH, new=True)
+    before = home.config.read_text()
+    with pytest.raises(ConfigError, match=r"http\.keys\.me is set already"):
+        save(home.config, "http.keys.me", HASH.replace("a", "b"), new=True)
+    assert home.config.read_text() == before
+
+
+def test_a_file_that_would_be_damaged_is_not_changed(home: Home):
+    home.create()
+    scattered = "http.port = 5\nmax_rows = 8\nhttp.host = '::1'\n"
+    home.config.write_text(scattered)
+    with pytest.raises(ConfigError, match=r"kvctl cannot change http\.keys\.me in .* yourself"):
+        save(home.config, "http.keys.me", HASH)
+    assert home.config.read_text() == scattered
+
+
+def test_the_error_of_a_change_names_the_key_first():
+    with pytest.raises(ConfigError, match=r"^budget: 3 B is less than the minimum"):
+        with_value(parse(""), "budget", 3)
 
 
 def test_the_page_shows_keys_values_and_pending_changes(home: Home):

@@ -71,7 +71,18 @@ def test_a_multimodal_config_has_its_language_model_one_level_down(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [{}, QWEN | {"num_attention_heads": 0, "head_dim": None}, QWEN | {"hidden_size": "x"}]
+    "config",
+    [
+        {},
+        QWEN | {"num_attention_heads": 0, "head_dim": None},
+        QWEN | {"hidden_size": "x"},
+        QWEN | {"hidden_size": float("inf")},
+        QWEN | {"num_hidden_layers": "1000000000"},
+        QWEN | {"num_experts_per_tok": "x", "moe_intermediate_size": "y"},
+        QWEN | {"num_key_value_heads": [1, 2]},
+        QWEN | {"num_hidden_layers": -1},
+        QWEN | {"sliding_window": 5, "layer_types": [{}]},
+    ],
 )
 def test_a_missing_or_invalid_value_in_the_config_is_an_error_with_advice(tmp_path, config):
     config = {**config}

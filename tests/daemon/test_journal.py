@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from actors.request_journal import (
 )
 from kvd.daemon import journal
 from kvd.daemon.journal import DiskJournal
-from kvd.host.journal_file import MARKER, frame
+from kvd.host.journal_file import MARKER, JournalFile, frame
 from protocol.errors import ConfigError
 from protocol.types import Sampling, TokenLogprob, Usage
 from protocol.worker import (
@@ -185,6 +186,192 @@ def test_requests_beyond_the_files_limit_are_not_kept(tmp_path: Path) -> None:
     assert 5 < len(confirmed) < 20
     found = {rid: one.choices[0].tokens for rid, one in read(tmp_path).items()}
     assert found == confirmed
+
+
+def test_finished_requests_make_room_for_running_ones(tmp_path: Path) -> None:
+    subject = opened(tmp_path, limit_bytes=6000)
+    assert subject.write(ask("kept"))
+    for number in range(50):
+        rid = f"r{number}"
+        assert subject.write(ask(rid))
+        assert subject.write(end(rid))
+        if number % 5 == 0:
+            assert subject.write(tokens("kept", number // 5, number))
+        assert (tmp_path / "requests").stat().st_size <= 6000
+    assert subject._live == sum(kept.nbytes for kept in subject._kept.values())
+    count = len(subject._kept)
+    assert not subject.write(ask("long", stop=["x" * 7000]))  # can never fit: drops nothing
+    assert len(subject._kept) == count
+    subject.close()
+
+    found = read(tmp_path)
+    assert found.pop("kept").choices[0].tokens == list(range(0, 50, 5))
+    assert list(found) == [f"r{number}" for number in range(50 - len(found), 50)]
+    assert 5 < len(found) < 40
+
+
+class SlowDisk:
+    """Runs work of the disk when it is waited for."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[None], Callable[[], None]]] = []
+
+    def __call__(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self.waiting.append((future, work))
+        return future
+
+    def finish(self) -> None:
+        while self.waiting:
+            future, work = self.waiting.pop(0)
+            work()
+            future.set_result(None)
+
+
+def fill(subject: DiskJournal, kept: int, dropped: int) -> None:
+    """Write requests that stay, and others that do not."""
+    for number in range(kept + dropped):
+        assert subject.write(ask(f"r{number}"))
+        assert subject.write(tokens(f"r{number}", 0, number))
+    for number in range(kept, kept + dropped):
+        assert subject.write(RequestDropped(f"r{number}"))
+
+
+def test_a_compaction_never_reads_the_whole_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 100_000)
+    monkeypatch.setattr(journal, "STEP_BYTES", 2000)
+    disk = SlowDisk()
+    subject = DiskJournal(tmp_path, limit_bytes=64 * MIB, keep_s=600.0, clock=Clock(), run=disk)
+    fill(subject, 300, 800)
+    before = subject._file
+    reads: list[int] = []
+    frames = JournalFile.frames
+
+    def counted(file: JournalFile, at: int, stop: int) -> Iterator[tuple[bytes | None, int]]:
+        reads.append(stop - at)
+        return frames(file, at, stop)
+
+    monkeypatch.setattr(JournalFile, "frames", counted)
+    index = 1
+    while not disk.waiting:
+        # Records of all kinds while the file is rewritten: none may be lost, or come back.
+        rid = f"r{index % 300}"
+        assert subject.write(tokens(rid, 1, 5000) if index < 300 else ask(f"s{index}"))
+        if index in {50, 100}:
+            assert subject.write(RequestDropped(rid))
+        index += 1
+    assert min(len(reads), index) > 101
+    assert max(reads) <= 2000
+    assert subject._file is before  # the disk has not confirmed the new file
+    assert subject.write(tokens("r0", 1, 6000))
+    assert subject._file is before
+    disk.finish()
+    assert subject.write(tokens("r0", 2, 7000))
+    assert subject._file is not before
+    assert not (tmp_path / "requests.new").exists()
+    assert subject._live == sum(kept.nbytes for kept in subject._kept.values())
+    subject.close()
+
+    found = read(tmp_path)
+    assert found.keys() == subject._kept.keys()
+    assert found["r0"].choices[0].tokens == [0, 6000, 7000]
+    assert found["r1"].choices[0].tokens == [1, 5000]
+    assert not found.keys() & {"r50", "r100", "r300"}
+
+
+def test_damage_that_a_compaction_finds_ends_the_journaling_of_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 20_000)
+    monkeypatch.setattr(journal, "STEP_BYTES", MIB)
+    subject = opened(tmp_path)
+    for record in (ask("a"), tokens("a", 0, 1), tokens("a", 1, 2), ask("b")):
+        assert subject.write(record)
+    path = tmp_path / "requests"
+    starts = [found.start() for found in re.finditer(re.escape(MARKER), path.read_bytes())]
+    with path.open("r+b") as file:
+        file.seek(starts[2] + 30)
+        file.write(b"?")
+    for number in range(200):
+        assert subject.write(ask(f"r{number}"))
+        assert subject.write(RequestDropped(f"r{number}"))
+    assert (tmp_path / "requests.damaged").exists()
+    assert not subject.write(tokens("a", 2, 3))  # the next daemon computes it again
+    assert subject.write(tokens("b", 0, 4))
+    assert subject._live == sum(kept.nbytes for kept in subject._kept.values())
+    subject.close()
+    found = read(tmp_path)
+    assert [found[rid].choices[0].tokens for rid in "ab"] == [[1], [4]]
+
+
+def test_the_room_of_an_unfinished_compaction_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 20_000)
+    monkeypatch.setattr(journal, "STEP_BYTES", 2000)
+    subject = opened(tmp_path)
+    fill(subject, 30, 200)
+    assert subject.write(ask("a"))
+    new = tmp_path / "requests.new"
+    assert new.exists()
+    whole = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if new.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(fd, data, at)
+
+    with monkeypatch.context() as disk, capture_logs() as log:
+        disk.setattr(os, "pwrite", full)
+        assert subject.write(tokens("a", 0, 1))
+    assert [line["event"] for line in log] == ["the journal cannot be compacted"]
+    subject.close()
+    new.write_bytes(b"left by a daemon that was killed")
+    assert read(tmp_path)["a"].choices[0].tokens == [1]
+    assert not new.exists()
+
+
+def test_a_clock_that_is_set_back_does_not_stop_compactions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 20_000)
+    monkeypatch.setattr(journal, "STEP_BYTES", MIB)
+    clock = Clock()
+    clock.now = 100_000.0
+    subject = opened(tmp_path, clock)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", fails)
+        fill(subject, 1, 200)
+        subject.write(ask("a"))
+    size = (tmp_path / "requests").stat().st_size
+    clock.now += 30.0
+    subject.write(ask("b"))
+    assert (tmp_path / "requests").stat().st_size > size  # not again within a minute
+    clock.now -= 50_000.0
+    subject.write(ask("c"))
+    assert (tmp_path / "requests").stat().st_size < size / 10
+    subject.close()
+
+
+def test_a_record_that_cannot_be_applied_is_reported_once(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    for record in (ask("a"), tokens("a", 0, 1), tokens("a", 0, 2, choice=7), tokens("a", 1, 3)):
+        first.write(record)
+    first.close()
+    warnings = []
+    for _ in range(2):
+        with capture_logs() as log:
+            assert read(tmp_path)["a"].choices[0].tokens == [1]
+        warnings += [line for line in log if line["log_level"] == "warning"]
+    assert len(warnings) == 1
+    assert warnings[0]["records"] == 1
+    assert (tmp_path / "requests.damaged").exists()
 
 
 def test_after_a_failed_write_only_that_request_is_no_longer_journaled(

@@ -13,6 +13,8 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -44,6 +46,8 @@ from protocol.worker import RowFinished, RowTokens, Submit
 from tests.daemon.disk import PAGE, Disk, Killed
 
 KEEP_S = 600.0
+DROP_BYTES = 60
+"""More than the record of a dropped request has; it is written at the limit, too."""
 COUNTS: Counter[str] = Counter()
 """Faults and checks of all examples in this process."""
 
@@ -69,9 +73,37 @@ class Request:
     ended: bool = False
     ended_at: float | None = None
     """When it ended; a lost end may come back with an old file."""
+    first_ended_at: float | None = None
+    """When it ended for the first time, if a fault then lost that end, and an old file has it."""
     dropped: bool = False
     may_return: bool = False
     """Whether it may be restored although it was dropped."""
+
+
+class SlowWork(Future[None]):
+    """Work of the disk that ends before some check, or when it is waited for."""
+
+    def __init__(self, work: Callable[[], None], random: Random) -> None:
+        super().__init__()
+        self._work, self._random = work, random
+
+    def done(self) -> bool:
+        if not super().done() and self._random.random() < 0.3:
+            self._end()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> None:
+        if not super().done():
+            self._end()
+        super().result(timeout)
+
+    def _end(self) -> None:
+        try:
+            self._work()
+        except OSError as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
 
 
 def text_of(rid: str, count: int) -> str:
@@ -86,6 +118,8 @@ class Campaign(RuleBasedStateMachine):
         self.random, self.limit = Random(number), limit
         self.disk = Disk(self.random)
         self.now, self.serial = 1000.0, 0
+        self.largest = limit + DROP_BYTES
+        """Bytes of the largest file so far; only faults make it larger than the limit."""
         self.requests: dict[str, Request] = {}
         self.alive: list[str] = []
         """Requests that the running daemon has."""
@@ -136,7 +170,11 @@ class Campaign(RuleBasedStateMachine):
         request = self.requests[rid]
         if not request.ended:
             request.ended, request.ended_at = True, self.now
-            report = RowFinished(rid=rid, reason="length", usage=Usage(1, request.tokens))
+            if request.first_ended_at is None:
+                request.first_ended_at = self.now
+            self.serial += 1  # as in `report`: an end written again is another record
+            usage = Usage(1, request.tokens, cached_tokens=self.serial)
+            report = RowFinished(rid=rid, reason="length", usage=usage)
             if self.write(ReportReceived(rid, report)):
                 request.records.append(Written(self.disk.newest_write, request.tokens, ends=True))
 
@@ -244,17 +282,34 @@ class Campaign(RuleBasedStateMachine):
         elif kind == "all":
             data[:] = random.choice([b"kvd journal 2\n" + bytes(8), MARKER * 9, bytes(4096), b"?"])
         inode.damage(data)
+        self.largest = max(self.largest, len(data))
         self.find_damage(before)
         self.subject = self.opened()
 
     # -- the oracle ---------------------------------------------------------------------------
 
     def write(self, record: RequestReceived | ReportReceived | RequestDropped) -> bool:
-        written = self.subject.write(record)
+        before = self.size()
+        try:
+            written = self.subject.write(record)
+        finally:
+            self.largest = max(self.largest, self.size())
+            for rid, request in self.requests.items():
+                if request.ended and rid not in self.subject._kept:  # expired, or dropped for room
+                    request.dropped = request.may_return = True
+        # The end of a request is recorded also at the limit.
+        if not isinstance(record, RequestDropped):
+            assert self.size() <= max(before, self.limit), "the file exceeds its limit"
+        kept = self.subject._kept.values()
+        assert self.subject._live == sum(one.nbytes for one in kept), "live bytes are miscounted"
         COUNTS["records"] += written
         if written:
             assert self.disk.newest_write in self.disk.content(), "confirmed, and not in the file"
         return written
+
+    def size(self) -> int:
+        inode = self.disk.names.get("requests")
+        return 0 if inode is None else len(inode.data)
 
     def find_damage(self, before: bytes) -> None:
         after = self.disk.content()
@@ -273,6 +328,7 @@ class Campaign(RuleBasedStateMachine):
             keep_s=KEEP_S,
             clock=lambda: self.now,
             files=self.disk,
+            run=lambda work: SlowWork(work, self.random),
         )
         COUNTS["starts"] += 1
         if subject._file is None:
@@ -288,7 +344,7 @@ class Campaign(RuleBasedStateMachine):
                 self.note(self.requests[record.rid], record, data)
         self.alive = list(subject.saved)
         copy = self.disk.names.get("requests.damaged")
-        assert copy is None or len(copy.data) <= self.limit + 10_000
+        assert copy is None or len(copy.data) <= self.largest
         return subject
 
     def note(self, request: Request, record: Record, data: bytes) -> None:
@@ -306,7 +362,8 @@ class Campaign(RuleBasedStateMachine):
         intact = 0
         while intact < len(request.records) and request.records[intact].intact:
             intact += 1
-        expired = request.ended_at is not None and request.ended_at + KEEP_S <= self.now
+        ended_at = request.first_ended_at
+        expired = ended_at is not None and ended_at + KEEP_S <= self.now
         if saved is None:
             assert request.dropped or expired or not intact, f"{rid} is lost"
             request.dropped = True
@@ -331,6 +388,8 @@ def run(plan: settings, number: int) -> None:
     """Run examples with a journal that is compacted often."""
     with pytest.MonkeyPatch.context() as patch, capture_logs():
         patch.setattr(journal, "LEAST_DEAD_BYTES", 600)
+        patch.setattr(journal, "STEP_BYTES", 100)
+        patch.setattr(journal, "STEP_RATIO", 2)
         run_state_machine_as_test(seed(number)(Campaign), settings=plan)
 
 

@@ -321,6 +321,34 @@ def test_another_program_has_the_port(made: Home, monkeypatch):
     assert running.http_port(scene(made)).verdict == "skip"
 
 
+def test_variables_count_as_for_the_next_start_unless_a_daemon_runs(made: Home):
+    made.config.write_text('budget = "1GiB"\n[http]\nport = 1\n')
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        variables = {"KVD_PORT": str(other.getsockname()[1]), "KVD_BUDGET": "900TiB"}
+        found = running.http_port(scene(made, environment=variables))
+    assert "another program uses the port" in found.observed
+    assert examined(found) == ("fail", "correct KVD_PORT")
+    found = limits.host_memory(scene(made, environment=variables))
+    assert found.numbers["budget_bytes"] == 900 * 2**40
+    running_daemon = scene(made, environment=variables)
+    vars(running_daemon)["status"] = InternalError("a daemon with variables of its own")
+    found = limits.host_memory(running_daemon)
+    assert found.numbers["budget_bytes"] == 2**30
+
+
+def test_a_variable_with_which_the_daemon_does_not_start(made: Home):
+    variables = {"KVD_PORT": "70000", "KVD_BUDGET": "3"}
+    found = place.environment(scene(made, environment=variables))
+    assert [examined(one)[0] for one in found] == ["fail", "fail"]
+    assert [one.observed.split(" ")[:2] for one in found] == [
+        ["KVD_PORT:", "70000"],
+        ["KVD_BUDGET:", "3"],
+    ]
+    assert place.environment(scene(made, environment={"KVD_PORT": "tcp://10.0.0.7:1"})) == []
+
+
 @pytest.mark.parametrize("runs", [False, True])
 def test_an_address_that_others_can_reach_without_keys(made: Home, runs):
     made.config.write_text('[http]\nhost = "0.0.0.0"\nport = 0\n')

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from hypothesis.strategies import SearchStrategy
 
+from protocol.costs import Estimate
 from protocol.errors import InsufficientMemory, InvalidModel, UnsupportedModel
+from protocol.kv import KVSpec
 from tests.fuzz.child import InChild
 from tests.fuzz.mutations import edited_bytes, edited_json, either
 from tests.fuzz.target import Check
@@ -96,3 +99,19 @@ def _check(folder: Path) -> None:
     except (InvalidModel, UnsupportedModel, InsufficientMemory) as error:
         answer = error.info()
     msgspec.msgpack.encode(answer)
+    _check_estimate(folder)
+
+
+def _check_estimate(folder: Path) -> None:
+    from kvd.daemon.estimate import Machine, estimate
+
+    machine = Machine(
+        on_cpu=True, native=False, prefill_chunk=256, max_rows=32, attention_scratch=1 << 28
+    )
+    for one in (machine, replace(machine, on_cpu=False)):
+        try:
+            found = estimate(folder, KVSpec(), one)
+        except InvalidModel as error:
+            msgspec.json.encode(error.info())
+        else:
+            assert msgspec.json.decode(msgspec.json.encode(found), type=Estimate) == found

@@ -30,6 +30,11 @@ PIECES = [
 ]  # fmt: skip
 
 
+_LEAVES = (str, int, float, type(None))
+_MAX_DEPTH = 16
+"""Each of four edits may double the depth, and `copy.deepcopy` takes two calls for a level."""
+
+
 @st.composite
 def edited_bytes(draw: DrawFn, seeds: Sequence[bytes], pieces: Sequence[bytes] = ()) -> bytes:
     """Cut, repeat, flip and insert bytes of a seed, or join it with another one."""
@@ -111,13 +116,24 @@ def encoded(tree: Any) -> bytes:
 
 @st.composite
 def edited_json(draw: DrawFn, seeds: Sequence[bytes], names: Sequence[str] = ()) -> bytes:
-    """Edit a seed as a tree, or as bytes if it is no JSON."""
+    """Edit a seed as a tree, or as bytes if that is impossible."""
     seed = draw(st.sampled_from(seeds))
     try:
         tree = json.loads(seed)
     except (ValueError, RecursionError):
         return draw(edited_bytes([seed]))
+    if _is_deep(tree):
+        return draw(edited_bytes([seed]))
     return encoded(edited_tree(draw, tree, names))
+
+
+def _is_deep(tree: Any) -> bool:
+    """Return whether copies of a tree in itself may be too deep to copy again."""
+    level = [tree]
+    for _ in range(_MAX_DEPTH):
+        members = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [member for one in members if not isinstance(one, _LEAVES) for member in one]
+    return bool(level)
 
 
 @st.composite

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
 
 from tests.fuzz.campaign import Failure, run
+from tests.fuzz.mutations import edited_json
 from tests.fuzz.targets import TARGETS
 
 SEED = 1
@@ -25,6 +27,12 @@ def test_only_typed_errors_whatever_the_input(name):
             run(target, check, target.examples, SEED)
         except Failure as failure:
             pytest.fail(f"seed {SEED}, input {failure.data!r}: {failure.cause!r}")
+
+
+@settings(max_examples=20, deadline=None)
+@given(edited_json([b"[" * 1500 + b"]" * 1500]))
+def test_a_seed_that_is_too_deep_to_edit_as_a_tree_is_edited_as_bytes(data: bytes):
+    assert len(data) <= 1 << 20  # in time, and without RecursionError
 
 
 def test_a_failure_is_found_and_made_small():

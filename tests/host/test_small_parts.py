@@ -35,6 +35,15 @@ def test_folders_become_absolute(tmp_path, monkeypatch):
     assert absolute("~no-such-user/x", tmp_path) == str(tmp_path / "~no-such-user/x")
 
 
+def test_a_source_that_cannot_be_a_path_stays_as_it_is(tmp_path):
+    long = "9" * 300 + "/x"
+    (tmp_path / "loop").symlink_to("loop")
+    assert absolute(long, tmp_path) == long
+    assert absolute("loop/x", tmp_path) == "loop/x"
+    assert absolute(f"./{long}", tmp_path) == str(tmp_path / long)
+    assert absolute("./loop", tmp_path) == str(tmp_path / "loop")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -66,6 +75,8 @@ def test_a_missing_blas_is_a_config_error(tmp_path):
     assert blas.choose("off") is None
     with pytest.raises(errors.ConfigError, match="no library at"):
         blas.choose(str(tmp_path / "none.so"))
+    with pytest.raises(errors.ConfigError, match="no library at"):
+        blas.choose("/" + "a" * 300)
 
 
 @pytest.fixture

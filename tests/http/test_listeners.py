@@ -172,6 +172,13 @@ def test_an_address_on_the_command_line_enables_http():
     assert with_command_line(before, None, 1) == HttpSettings(port=1)
 
 
+def test_the_variable_replaces_the_port_and_enables_nothing():
+    off = HttpSettings(enabled=False, tcp=False, port=1)
+    assert with_command_line(off, None, None, default_port=2) == replace(off, port=2)
+    assert with_command_line(off, None, 3, default_port=2) == HttpSettings(port=3)
+    assert with_command_line(off, "::1", None, default_port=2) == HttpSettings(host="::1", port=2)
+
+
 @pytest.mark.parametrize(
     ("table", "key"),
     [

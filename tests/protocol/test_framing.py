@@ -243,6 +243,25 @@ def test_an_invalid_event_is_malformed(line: bytes):
         decode_event(line)
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        worker.RowTokens(rid="r", index=0, tokens=[2**31], text=""),
+        worker.RowTokens(rid="r", index=0, tokens=[-1], text=""),
+        worker.RowTokens(rid="r", index=-1, tokens=[], text=""),
+        worker.RowTokens(rid="r", index=0, tokens=[1], text="", choice=-1),
+        worker.RowTokens(rid="r", index=0, tokens=[1], text="", level=2**64 - 1),
+        worker.ChoiceFinished(rid="r", choice=16, reason="stop"),
+        worker.RowPrompt(rid="r", index=2**64 - 1, logprobs=[]),
+        worker.RowAccepted(rid="r", prompt_tokens=-5),
+        worker.Tokenized(seq=1, count=1, tokens=[2**31]),
+    ],
+)
+def test_numbers_of_a_report_are_bounded(report: worker.Report):
+    with pytest.raises(MalformedFrame):
+        decode_report(encode_frame(report)[4:])
+
+
 def test_deeply_nested_frames_are_malformed():
     with pytest.raises(MalformedFrame):
         decode_report(b"\x82\xa1r\xa3bye\xa1x" + b"\x91" * 100_000)

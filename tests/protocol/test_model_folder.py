@@ -116,6 +116,27 @@ def test_large_files_are_not_read(folder, name, size):
     assert f"{name} has {size} bytes" in problem(folder)
 
 
+def test_files_that_no_loader_reads_may_be_large_or_special(folder):
+    for name in ("train.jsonl", "trainer_state.json", "notes.txt"):
+        with (folder / name).open("wb") as file:
+            file.truncate(2**40)  # sparse
+    os.mkfifo(folder / "loss.log")
+    assert read(folder).tensors == 2
+
+
+@pytest.mark.parametrize("number", [str(2**63), str(-(2**63)), str(2**64), "9" * 5000])
+def test_an_integer_that_messages_cannot_hold(folder, number):
+    (folder / "config.json").write_text(f'{{"rope": {{"window": [{number}]}}}}')
+    assert "config.json has the integer" in problem(folder)
+
+
+def test_the_length_of_the_context_is_a_count():
+    assert model_folder.context_length({}) is None
+    assert model_folder.context_length({"seq_length": -1, "n_positions": 5}) == 5
+    assert model_folder.context_length({"text_config": {"seq_length": 7}}) == 7
+    assert model_folder.context_length({"max_position_embeddings": 2**62}) == 2**31 - 1
+
+
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000])
 def test_json_that_is_nested_deeply(folder, text):
     (folder / "config.json").write_text(text)
@@ -170,6 +191,7 @@ def test_a_name_in_the_index_that_is_not_a_files_name(folder):
     "config",
     [
         {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 1e9},
         {"n_layer": 3},
         {"text_config": {"num_hidden_layers": 10**9}},
         {"num_hidden_layers": 2, "thinker": {"num_layers": 2**62}},

@@ -85,6 +85,10 @@ def test_a_folder_is_checked_before_its_files_are_read(tmp_path):
     assert check_folder(model) == model
     with pytest.raises(UnknownModel, match="there is no folder"):
         check_folder(tmp_path / "none")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / ("a" * 300), tmp_path / "loop"):
+        with pytest.raises(UnknownModel, match="there is no folder"):
+            check_folder(path)
     (model / "config.json").touch()
     with pytest.raises(InvalidModel, match="is a file; give the model's folder"):
         check_folder(model / "config.json")

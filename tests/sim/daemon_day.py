@@ -29,20 +29,19 @@ from typing import Any
 import structlog.testing
 
 from actors.ports import Notice
-from actors.status import KnownModel
 from protocol import messages
-from protocol.kv import KVSpec
-from protocol.policy import ModelPolicy
 from tests.sim.asked import Asked
 from tests.sim.day_clients import HttpClient, SocketClient
+from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import run, until
 from tests.sim.loop_process import LoopProcess
-from tests.sim.sim_daemon import BUDGET, MIB, SimDaemon
+from tests.sim.sim_daemon import WATCHDOG, SimDaemon
 
-PAGE = 4 * MIB
 ACTIONS = 20
 PATIENCE_S = 1000.0
 """Simulated seconds after the last fault in which every request ends."""
+STEP_S = 1.0
+"""Simulated seconds: more than any step of a worker and the requantization before it."""
 PAUSES_S = (0.0, 0.0, 0.01, 0.1, 0.3, 1.0)
 """Seconds between two actions."""
 
@@ -50,40 +49,24 @@ ENDS: dict[str, tuple[str, ...]] = {
     "length": ("settles",),
     "stop": ("settles",),
     "overloaded": ("settles",),
-    "draining": ("unload", "daemon restarts"),
+    "draining": ("unload", "drain", "daemon restarts"),
     "model_failed": ("killed", "stopped", "spawn fails"),
     "quarantined": ("killed", "stopped"),
-    "insufficient_memory": ("budget", "pin"),
-    "slow_reader": ("stopped reading", "slow network"),
+    "insufficient_memory": ("budget", "pin", "load of removed {model}"),
     "aborted": ("stopped reading", "slow network"),
     "invalid_model": ("broken model",),
     "unknown_model": ("model removed",),
+    "request_timeout": ("clock jumped",),  # while the body was on its way
     "unknown_request": ("clock jumped",),  # saved requests expire
     "closed": ("daemon restarts",),
     "reset": ("reset", "HTTP reset"),
     "daemon killed": ("daemon killed",),
 }
-"""How requests end, and what must have happened that day. A cancelled request, and one whose
-deadline passed, explain their own end."""
+"""How requests end, and what must have happened that day.
 
-
-def draw_models(draw: random.Random) -> dict[str, KnownModel]:
-    """Draw three models, of which two or three fit into the budget."""
-    models = {}
-    for name in ("a", "b", "c"):
-        fields: dict[str, float | str] = {
-            "load": draw.choice([0.1, 1.0, 4.0]),
-            "tps": draw.choice([20, 100]),
-            "weights": draw.choice([16, 24, 40]) * MIB,
-            "page_bytes": PAGE,
-            "pages": draw.randint(1, 3),
-        }
-        if draw.random() < 0.05:
-            fields["load_error"] = "invalid_model"
-        source = "fake:" + ",".join(f"{key}={value}" for key, value in fields.items())
-        policy = ModelPolicy(idle_ttl_s=draw.choice([None, None, 20.0]))
-        models[name] = KnownModel(source, KVSpec(prefix_every=64), policy, listed=True)
-    return models
+A cancelled request, and one whose deadline passed, explain their own end. A slow reader's client
+has checked how much it left unread. A load that a user ordered is refused if models in use hold
+the memory; requests that wait for it go on only if the model is in the configuration."""
 
 
 class DaemonDay:
@@ -97,13 +80,16 @@ class DaemonDay:
         self.web: list[HttpClient] = []
         self._trace = trace
         self._slowest_s = self.draw.choice([0.002, 0.02, 0.5])
-        self._models = draw_models(self.draw)
-        journal = folder if self.draw.random() < 0.6 else None
-        self.daemon = SimDaemon(self.draw, self.delay_s, self._models, journal, self._notify)
+        self._config = DayConfig(self.draw, folder)
+        self._drawn = self._config.known()
+        journal = folder / "journal" if self.draw.random() < 0.6 else None
+        self.daemon = SimDaemon(self.draw, self.delay_s, self._config, journal, self._notify)
         self._slow: list[tuple[float, SocketClient | HttpClient]] = []
         """Clients that do not read, and when they do so again."""
-        self._lost: list[Asked] = []
-        """Requests that the last daemon left, to which their clients may attach."""
+        self._ordered: set[str] = set()
+        """Models that a client has loaded."""
+        self._removed: set[str] = set()
+        """Models that were removed from the configuration."""
 
     def delay_s(self) -> float:
         return self.draw.random() * self._slowest_s
@@ -199,8 +185,15 @@ class DaemonDay:
         self._slow = [it for it in self._slow if it[0] > now]
 
     def look(self) -> None:
-        kind = self.draw.choice([messages.Status, messages.Hello, messages.Events])
-        self._client().send(kind)
+        kind = self.draw.choice([messages.Status, messages.Hello, messages.Events, None])
+        client = self._client()
+        if kind is not None:
+            client.send(kind)
+        elif client.followed:
+            client.unfollow()
+        else:
+            self.note("follow")
+            client.follow()
 
     def tokenize(self) -> None:
         name = self.draw.choice("abcd")
@@ -211,8 +204,9 @@ class DaemonDay:
 
     def load(self) -> None:
         name = self.draw.choice("abc")
-        known = self._models[name]
+        known = self._drawn[name]
         self.note("load", name)
+        self._ordered.add(name)
         self._client().send(messages.Load, model=known.source, alias=name, kv=known.kv)
 
     def unload(self) -> None:
@@ -227,21 +221,22 @@ class DaemonDay:
         self._client().send(kind, model=name)
 
     def set_budget(self) -> None:
-        budget = self.draw.choice([60, 80, 100, 120]) * MIB
+        budget = self.draw.choice([64, 80, 100, 120]) * MIB
         self.note("budget", f"{budget // MIB} MiB")
         self._client().send(messages.Configure, budget_bytes=budget)
 
-    async def configure(self) -> None:
-        """Add a model to the configuration, with another policy, or remove one from it."""
-        system, name = self.daemon.world.system, self.draw.choice("abc")
+    def reload(self) -> None:
+        """Remove a model from the configuration, or list it with another policy; reload that."""
+        name = self.draw.choice("abc")
         if self.draw.random() < 0.3:
             self.note("model removed", name)
-            await system.remove_configured_model(name)
-            return
-        ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
-        policy = {"idle_ttl_s": ttl_s, "priority": priority}
-        self.note("policy", f"{name}: {policy}")
-        await system.add_configured_model(name, self._models[name], policy)
+            self._removed.add(name)
+            self._config.remove(name)
+        else:
+            ttl_s, priority = self.draw.choice([None, 5.0]), self.draw.choice([0, 1, -1])
+            self.note("policy", f"{name}: {ttl_s=}, {priority=}")
+            self._config.change(name, idle_ttl_s=ttl_s, priority=priority)
+        self._client().send(messages.Reload)
 
     # Faults.
 
@@ -278,6 +273,8 @@ class DaemonDay:
         loop: Any = asyncio.get_running_loop()
         seconds = self.draw.choice([1.0, 30.0, 3600.0])
         loop.now += seconds
+        for asked in self.asked:
+            asked.cancelled_at += seconds
         self.daemon.wall_s += self.draw.choice([0.0, -7200.0, 7200.0])
         self.note("clock jumped", f"{seconds} s")
 
@@ -293,6 +290,11 @@ class DaemonDay:
                 if self._named():  # most often, some request is running then
                     break
                 await asyncio.sleep(0.1)
+        if self.draw.random() < 0.2:
+            self.note("drain")
+            self._client().send(messages.Drain)
+            self.ask_socket()
+            await asyncio.sleep(self.draw.choice(PAUSES_S))
         named = self._named()
         if self.draw.random() < 0.7:
             self.note("daemon killed")
@@ -327,7 +329,7 @@ class DaemonDay:
             (2, self.unload),
             (1, self.pin),
             (2, self.set_budget),
-            (1, self.configure),
+            (2, self.reload),
             (4, self.kill),
             (2, self.pause),
             (1, self.fail_spawn),
@@ -339,7 +341,7 @@ class DaemonDay:
         weights = [weight for weight, _ in acts]
         await self.daemon.start()
         self.counts["slow network"] = int(self._slowest_s > 0.1)
-        broken = ("load_error" in known.source for known in self._models.values())
+        broken = ("load_error" in known.source for known in self._drawn.values())
         self.counts["broken model"] = sum(broken)
         for _ in range(ACTIONS):
             if (work := self.draw.choices(acts, weights)[0][1]()) is not None:
@@ -351,19 +353,25 @@ class DaemonDay:
 
     async def _settle(self) -> None:
         """End the faults; then everything ends, and nothing is left."""
+        await asyncio.sleep(self._slowest_s)  # other operators' commands arrive before these
         self.daemon.spawn.failing = 0
         self.daemon.world.memory.pressure = "normal"
         for process in self.daemon.spawn.alive():
             process.lie = 1.0
         for client in self._open():
             client.link.read(on=True)
+        for client in self.clients:
+            client.unfollow()
         operator = self._connect()
+        for name in self._drawn:
+            operator.send(messages.Unpin, model=name)
+        self._config.reset()
+        operator.send(messages.Reload)
         operator.send(messages.Configure, budget_bytes=BUDGET)
-        for name, known in self._models.items():
-            await self.daemon.world.system.add_configured_model(name, known, {"pinned": False})
         self.note("settles")
         await until(self._is_over, PATIENCE_S, every_s=0.25)
         self.daemon.check()
+        assert self.daemon.known == self._drawn, "other models than those of the configuration"
         await self.daemon.stop(force=False)
         await asyncio.sleep(10 * self._slowest_s)
         self._check_ends()
@@ -374,19 +382,34 @@ class DaemonDay:
 
     def _check_ends(self) -> None:
         """Every request has ended in a way that something in this day explains."""
+        for name in self._ordered & self._removed:
+            self.note(f"load of removed {name}")
         for asked in self.asked:
             how = asked.ended or asked.abandoned
+            took_s = asked.cancel_took_s
+            assert took_s < self._cancel_limit_s, f"{asked} ended {took_s} s after its cancel"
             self.note(f"ended: {how}", asked)
             assert how, f"{asked} never ended"
             match how:
                 case "cancelled":
-                    assert asked.cancelled, f"{asked} was cancelled by nobody"
+                    known = asked.cancelled or asked.disconnected
+                    assert known, f"{asked} was cancelled by nobody"
                 case "deadline_exceeded":
                     assert asked.deadline_s is not None, f"{asked} has no deadline"
+                case "slow_reader":
+                    pass
                 case _:
-                    causes = ENDS[how]
+                    causes = [cause.format(model=asked.model) for cause in ENDS[how]]
                     explained = any(self.counts[cause] for cause in causes)
                     assert explained, f"{asked} ended with {how}, and none of {causes}"
+
+    @property
+    def _cancel_limit_s(self) -> float:
+        """Seconds in which a cancel takes effect: a step, and six messages on their way.
+
+        A process that was stopped is first ended by the watchdog.
+        """
+        return STEP_S + 6 * self._slowest_s + (WATCHDOG.idle_s + 3.0) * bool(self.counts["stopped"])
 
     def _check_nothing_left(self) -> None:
         loop: Any = asyncio.get_running_loop()

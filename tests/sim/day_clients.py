@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -13,6 +14,7 @@ from protocol.messages import Event, Request, is_last
 from protocol.session import ClientSession
 from tests.sim.asked import Asked
 from tests.sim.network import Link
+from tests.sim.sim_daemon import UNREAD_BYTES
 
 Connect = Callable[[Callable[[bytes], None], Callable[[], None]], Link]
 """Connects a client to the daemon, given what takes its bytes and what takes the end."""
@@ -26,7 +28,9 @@ class SocketClient:
         self.asked: dict[str, Asked] = {}
         """Open generations by id."""
         self.open: dict[str, Request] = {}
-        """Other open requests."""
+        """Other open requests, except those that follow the events."""
+        self.followed: dict[str, int] = {}
+        """By id of an ``events`` request with ``follow``, the number of its newest record."""
         self.replies: list[Event] = []
         self.fault = ""
         """Code of the error that ended the connection."""
@@ -35,7 +39,7 @@ class SocketClient:
 
     @property
     def waits(self) -> bool:
-        return bool(self.asked or self.open)
+        return bool(self.asked or self.open or self.followed)
 
     def ask(self, asked: Asked) -> None:
         key = f"q{next(self._keys)}"
@@ -50,8 +54,20 @@ class SocketClient:
         self.link.send(self.session.request(attach))
 
     def cancel(self, key: str) -> None:
-        self.asked[key].cancelled = True
+        asked = self.asked[key]
+        if not asked.cancelled:
+            asked.cancelled, asked.cancelled_at = True, asyncio.get_running_loop().time()
         self.send(messages.Cancel, target=key)
+
+    def follow(self) -> None:
+        """Request all events, now and from now on."""
+        key = f"q{next(self._keys)}"
+        self.followed[key] = 0
+        self.link.send(self.session.request(messages.Events(id=key, follow=True)))
+
+    def unfollow(self) -> None:
+        for key in self.followed:
+            self.send(messages.Cancel, target=key)
 
     def send(self, kind: type[Request], **fields: Any) -> None:
         key = f"q{next(self._keys)}"
@@ -59,7 +75,10 @@ class SocketClient:
         self.link.send(self.session.request(request))
 
     def reset(self, reason: str) -> None:
-        """Cut the connection."""
+        """Cut the connection, which the daemon may have ended because the client did not read."""
+        if self.link.transport.ending and self.link.max_unread > UNREAD_BYTES:
+            for asked in self.asked.values():
+                asked.disconnected = True
         self.link.reset()
         self._abandon(reason)
 
@@ -68,6 +87,7 @@ class SocketClient:
             asked.abandoned = reason
         self.asked.clear()
         self.open.clear()
+        self.followed.clear()
 
     def _receive(self, data: bytes) -> None:
         for event in self.session.receive(data):
@@ -78,13 +98,34 @@ class SocketClient:
                 asked.handle(event)
                 if is_last(event):
                     del self.asked[event.id]
+                    if asked.cancelled and self.link.always_read:
+                        took_s = asyncio.get_running_loop().time() - asked.cancelled_at
+                        asked.cancel_took_s = took_s
+            elif event.id in self.followed:
+                self._check_followed(event)
             else:
                 self.replies.append(event)
                 if is_last(event):
                     del self.open[event.id]
 
+    def _check_followed(self, event: Event) -> None:
+        """No record is missing or repeated."""
+        newest = self.followed[event.id]
+        match event:
+            case messages.EventRecord(seq=number):
+                assert number == newest + 1, f"record {number} follows {newest}"
+                self.followed[event.id] = number
+            case messages.EventsReply(last=last):
+                assert last == newest, f"the last of {last} records has number {newest}"
+                del self.followed[event.id]
+            case _:
+                raise AssertionError(event)
+
     def _ended(self) -> None:
         """The daemon ended the connection."""
+        if self.fault == "slow_reader":
+            unread = self.link.max_unread
+            assert unread > UNREAD_BYTES, f"a slow reader that left {unread} bytes unread"
         self._abandon(self.fault or ("closed" if self.link.ended_well else "aborted"))
 
 
@@ -148,7 +189,8 @@ class HttpClient:
             self._check_body(msgspec.json.decode(content))
 
     def _fail(self, content: bytes) -> None:
-        self.asked.ended = msgspec.json.decode(content)["error"]["kvd"]["code"]
+        error = msgspec.json.decode(content)["error"]
+        self.asked.ended = error.get("kvd", error)["code"]
 
     def _check_stream(self, content: bytes) -> None:
         asked = self.asked

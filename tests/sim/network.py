@@ -33,11 +33,13 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = protocol
         self._received, self._ended = received, ended
-        self._reads = True
+        self._reads = self.always_read = True
         self._arriving: deque[bytes] = deque()
         self._due = self._loop.time()
         """When the newest bytes from the client arrive."""
         self._buffer = bytearray()
+        self.max_unread = 0
+        """The most bytes that the client has left unread."""
         self._flushing: asyncio.TimerHandle | None = None
         self.open = True
         self.ended_well = False
@@ -64,6 +66,7 @@ class Link:
 
     def read(self, *, on: bool) -> None:
         self._reads = on
+        self.always_read = self.always_read and on
         self._schedule()
 
     def _arrive(self) -> None:
@@ -76,6 +79,7 @@ class Link:
 
     def write(self, data: bytes) -> None:
         self._buffer += data
+        self.max_unread = max(self.max_unread, len(self._buffer))
         self._schedule()
 
     @property

@@ -23,15 +23,14 @@ from kvd.daemon.journal import DiskJournal
 from kvd.host.listen import ClientProtocol
 from kvd.http.listeners import Listener
 from kvd.http.server import Server
+from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import until
 from tests.sim.loop_process import LoopSpawn
 from tests.sim.network import PEER, Link, same_user
 from tests.sim.world import World
 
-MIB = 2**20
-BUDGET = 100 * MIB
 UNREAD_BYTES = 8 * 1024
-"""Unread bytes at which a client is disconnected: more than any reply to ``status``."""
+"""Unread bytes at which a client is disconnected: more than one reply to ``status``."""
 STOP_S = 1000.0
 """Simulated seconds in which a daemon drains."""
 WATCHDOG = WatchdogTimeouts(
@@ -59,12 +58,12 @@ class SimDaemon:
         self,
         draw: random.Random,
         delay_s: Callable[[], float],
-        models: dict[str, KnownModel],
+        config: DayConfig,
         journal: Path | None,
         notify: Callable[[Notice], None],
     ) -> None:
         self._draw, self._delay_s = draw, delay_s
-        self._models = models
+        self._config = config
         self._folder = journal
         self._notify = notify
         self._journal: DiskJournal | None = None
@@ -77,6 +76,10 @@ class SimDaemon:
     @property
     def journaled(self) -> bool:
         return self._folder is not None
+
+    @property
+    def known(self) -> dict[str, KnownModel]:
+        return self.world.system._statuses.known
 
     async def start(self) -> None:
         saved = SavedRequests()
@@ -94,8 +97,9 @@ class SimDaemon:
             patience=WATCHDOG,
         )
         self.world = World(
-            {}, BUDGET, settings, saved, dict(self._models), spawn=self.spawn, notify=self._notify
+            {}, BUDGET, settings, saved, self._config.known(), spawn=self.spawn, notify=self._notify
         )
+        self.world.system.configuration = self._config.connect(self.world.system)
         await self.world.system.start()
         self._name_requests()
         self.http = Server(
@@ -127,6 +131,7 @@ class SimDaemon:
         """
         for process in self.spawn.alive():
             process.orphan()
+        self.spawn.levels.daemon_killed()
         if self._journal is not None:
             self._journal.write = lambda _record: None  # type: ignore[method-assign]
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -17,12 +17,15 @@ HAPPENED = (
     "clock jumped",
     "daemon killed",
     "daemon restarts",
+    "drain",
     "ended: deadline_exceeded",
     "ended: draining",
     "ended: length",
     "ended: stop",
+    "follow",
     "killed",
     "model removed",
+    "policy",
     "stopped",
 )
 

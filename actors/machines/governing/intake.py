@@ -132,7 +132,7 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     for name, account in m.accounts.items():
         account.measured_bytes = event.used.get(name, account.measured_bytes)
         if name in event.used:
-            commands += _end_above_limit(m, account, fresh=name in event.fresh)
+            commands += _end_above_limit(m, account, event.fresh.get(name))
     before = m.ledger.excess_bytes
     _update_excess(m)
     # A worker above its limit is ended, and with it the pressure: other models pay nothing for it.
@@ -144,15 +144,16 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     return [*commands, *(m.ledger.grant_waiting() if excess < before else [])]
 
 
-def _end_above_limit(m: GovernorState, account: ModelAccount, *, fresh: bool) -> list[ev.Command]:
+def _end_above_limit(m: GovernorState, account: ModelAccount, pid: int | None) -> list[ev.Command]:
     """End a worker after `MAX_OVER_LIMIT` fresh measurements above its limit.
 
-    Workers end themselves. This is for one that cannot.
+    ``pid``: the process that was measured now; None: the measurement is not fresh. Workers end
+    themselves. This is for one that cannot.
     """
     used, limit = account.measured_bytes, limit_bytes(m.ledger.grants.get(account.name, 0))
     if used <= limit:
         account.over_limit = 0
-    if used <= limit or not fresh:
+    if used <= limit or pid is None:
         return []
     account.over_limit += 1
     if account.over_limit % MAX_OVER_LIMIT:
@@ -161,7 +162,7 @@ def _end_above_limit(m: GovernorState, account: ModelAccount, *, fresh: bool) ->
     numbers = {"used_bytes": used, "limit_bytes": limit}
     return [
         m.record("over_limit", account.name, reason, numbers),
-        ev.EndWorker(account.name, used, limit),
+        ev.EndWorker(account.name, pid, used, limit),
     ]
 
 

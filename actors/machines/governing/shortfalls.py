@@ -1,7 +1,7 @@
-"""How much memory is missing, for which model, and which methods may free it. Pure.
+"""Calculates how much memory is missing, for which model, and which methods may free it. Pure.
 
-Ordered by urgency: a budget below the grants, waiting requests by age, the system's memory
-pressure, and the watermarks.
+Shortfalls are sorted by urgency: a budget below the grants, waiting requests by age, the system's
+memory pressure, and the watermarks.
 """
 
 from __future__ import annotations

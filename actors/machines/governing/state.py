@@ -87,7 +87,7 @@ class GovernorState(msgspec.Struct):
 
     @property
     def available_bytes(self) -> int:
-        """What is left of the budget as soon as workers above their limit are ended.
+        """Bytes of the budget that are free as soon as workers above their limit are ended.
 
         Other models give nothing back for such a worker.
         """

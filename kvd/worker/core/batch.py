@@ -127,7 +127,6 @@ class Batch:
 
     def set_level(self, request: Request, level: int) -> None:
         request.level = level
-        request.choices.record_level(level)
         request.tracked.lowered = level > 0
 
     def step_down(self, request: Request, level: int) -> None:
@@ -253,6 +252,7 @@ class Batch:
         index = len(completion.tokens)
         completion.tokens.append(drawn.token)
         self.generated_tokens += 1
+        request.choices.record_level(request.level)
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
             text += stream.finish()

@@ -68,6 +68,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     served = loading.serve(loaded, settings, native.library, progress)
     served.runner.compile()
     served.runner.group()
+    served.runner.split_head()
     text = Text(
         loaded.tokenizer,
         vocab_size=loaded.vocab_size,

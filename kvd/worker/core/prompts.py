@@ -22,9 +22,6 @@ from kvd.worker.sampling.sampler import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
 from protocol.types import TokenLogprob
 
-SCORED_AT_ONCE = 32
-"""Prompt tokens scored at once: each needs several float32 copies of its logits."""
-
 
 class Prompts:
     """The prompts of one engine."""
@@ -97,15 +94,14 @@ class Prompts:
 
     def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
         """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""
-        logits = self._runner.score(request.row, request.prompt[chunk.start : chunk.end])
-        following = request.prompt[chunk.start + 1 : chunk.end + 1]
+        parts = self._runner.score_parts(request.row, request.prompt[chunk.start : chunk.end])
         logprobs: list[TokenLogprob] = []
-        for start in range(0, len(following), SCORED_AT_ONCE):
-            part = logits[start : start + SCORED_AT_ONCE]
+        for part in parts:
             if not finite_and_varied(part).all().item():
                 self._batch.fail_untrusted(request)
                 return False
-            tokens = following[start : start + SCORED_AT_ONCE]
+            start = chunk.start + len(logprobs) + 1
+            tokens = request.prompt[start : start + len(part)]
             scores = score(part, mx.array(tokens, mx.int32), top=top > 0)
             logprobs += [
                 self._batch.text.token_logprob(scored.token, scored.logprob, scored.top)

@@ -217,8 +217,6 @@ class FakeEngine:
 
     def _admit(self) -> AdmissionResult:
         result = self._admission.admit(self._held)
-        for rid in result.plan.admitted:
-            self._rows[rid].over.record_level(self._scheduler.find(rid).level)
         new = [rid for rid in result.plan.admitted if rid not in result.plan.resumed]
         self._reports += [wire.RowAdmitted(rid=rid) for rid in new]
         return result
@@ -272,6 +270,7 @@ class FakeEngine:
             return
         if not row.made:
             self._reports += row.prompt_reports()
+        row.over.record_level(self._scheduler.find(row.rid).level)
         for choice in list(row.choices):
             self._generated_tokens += 1
             reports, reason = row.decode(choice)

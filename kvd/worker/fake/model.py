@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from kvd.worker.fake.tokens import VOCABULARY
+from protocol import paths
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
 from protocol.kv import KVSpec
 from protocol.pages import PAGE_TOKENS
@@ -125,7 +126,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse(source: str) -> FakeModel:
     """Parse a model's name; ``demo``, ``fake`` or a model's folder is a model without faults."""
-    if source in ("demo", "fake") or (source.startswith("/") and Path(source).is_dir()):
+    if source in ("demo", "fake") or (source.startswith("/") and paths.is_folder(Path(source))):
         return FakeModel()
     kind, _, settings = source.partition(":")
     if kind != "fake":

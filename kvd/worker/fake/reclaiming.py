@@ -96,7 +96,6 @@ class FakeReclaiming:
             if wanted_bytes > 0 and scheduler.find(rid).level < level:
                 wanted_bytes -= scheduler.step_down_savings(rid, level) * page_bytes
                 self._admission.step_down(rid, level)
-                self._rows[rid].over.record_level(level)
 
     def _preempt(self, wanted_bytes: int) -> list[str]:
         admission = self._admission

@@ -158,8 +158,13 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     held = memory.footprint_now()
     if has_separate_memory():
         held += mx.get_active_memory()
-    tokens = command.prefill_chunk + command.max_rows
-    step = memory_bounds.step_bytes(loaded.config, tokens, on_cpu=on_cpu())
+    step = memory_bounds.step_bytes(
+        loaded.config,
+        command.prefill_chunk,
+        command.max_rows,
+        on_cpu=on_cpu(),
+        whole_logits=not runner.splits_head,
+    )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
     if command.segments_folder is not None:
         step += 2 * STAGING_BYTES  # one segment is read while another is written

@@ -29,7 +29,6 @@ from protocol.weights import Weights
 
 DEFAULT_CONTEXT = 4096
 _T = TypeVar("_T")
-_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _EVAL_BYTES = 256 * 1024 * 1024
 """Weights that are read between two progress reports."""
 
@@ -263,9 +262,8 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
 
 
 def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
-    for key in _CONTEXT_KEYS:
-        if isinstance(found := _setting(config, key), int) and found > 0:
-            return found
+    if (given := model_folder.context_length(config)) is not None:
+        return given
     found = getattr(tokenizer, "model_max_length", None)
     # transformers uses 1e30 for "unknown".
     return int(found) if isinstance(found, int) and 0 < found < 10**9 else DEFAULT_CONTEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.serving.compiled import CompiledDecode, can_compile
 from kvd.worker.serving.rounding import batch_floor, token_floor
+from kvd.worker.serving.split_head import SplitHead
+from protocol.memory_bounds import SCORED_AT_ONCE
 
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
@@ -42,6 +45,8 @@ class Runner:
         # With `Access.RECTANGLES`, rounding depends on the other rows even with padding.
         self._min_batch = batch_floor(model) if on_cpu() and paged and cache.batched else 1
         """Smaller batches are padded to this many rows, so that all round alike."""
+        self._head: SplitHead | None = None
+        """Computes logits in parts; None: the logits of a chunk are computed at once."""
         self.groups = False
         """Whether a pass can prefill several rows."""
         self._min_tokens = 1
@@ -150,15 +155,61 @@ class Runner:
         self.cache.end_pass()
         self.cache.finish_prefill()
 
+    def split_head(self) -> bool:
+        """Compute logits of `score_parts` part by part if they are right; return whether they are.
+
+        On the CPU they must be equal to the bit, elsewhere except for rounding. The cache must be
+        empty, and is empty again afterwards.
+        """
+        cache, tokens = self.cache, _some_tokens(SCORED_AT_ONCE + 9)
+        rows = [cache.new_row() for _ in range(2)]
+        whole = self.score(rows[0], tokens)
+        self._head = SplitHead(self.model)
+        try:
+            parts = self.score(rows[1], tokens)
+            agree = parts.shape == whole.shape and _agree(parts, whole, exactly=on_cpu())
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            agree = False  # the model's class has another form
+        cache.end_pass()
+        for row in rows:
+            cache.free(row)
+        cache.shrink()
+        if not agree:
+            self._head = None
+        return agree
+
+    @property
+    def splits_head(self) -> bool:
+        return self._head is not None
+
     def score(self, row: Row, tokens: list[int]) -> mx.array:
-        """Prefill one row, and return the chunk's logits, ``[tokens, vocab]``."""
+        """Prefill one row, and return the chunk's logits, ``[tokens, vocab]``, lazily."""
+        return mx.concatenate([*self.score_parts(row, tokens)])
+
+    def score_parts(self, row: Row, tokens: list[int]) -> Iterator[mx.array]:
+        """Prefill one row, and return its logits in parts of `SCORED_AT_ONCE` tokens, lazily.
+
+        The row is prefilled when this method returns.
+        """
         padded = self._begin_prefill([row], [tokens])
-        logits: mx.array = self.model(padded, cache=self.cache.views([row]))[0, : len(tokens)]
+        compute = self.model if self._head is None else self._head.hidden
+        found: mx.array = compute(padded, cache=self.cache.views([row]))[:, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
-        mx.eval(logits)
+        mx.eval(found)
         self.cache.finish_prefill()
-        return logits
+        return self._parts(found)
+
+    def _parts(self, found: mx.array) -> Iterator[mx.array]:
+        """Yield the logits of a chunk, from hidden states if the head is split."""
+        for start in range(0, found.shape[1], SCORED_AT_ONCE):
+            part = found[:, start : start + SCORED_AT_ONCE]
+            count = part.shape[1]
+            if self._head is not None:  # padded, so that rounding does not depend on the part
+                part = mx.pad(part, [(0, 0), (0, SCORED_AT_ONCE - count), (0, 0)])
+                part = self._head.logits(part)
+                mx.eval(part)  # repeats the evaluation if memory is short, unlike `item`
+            yield part[0, :count]
 
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
         """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 from protocol.errors import DeadlineExceeded, InvalidRequest
 from protocol.messages import FinishReason
 from protocol.types import Usage, record_level
-from protocol.worker import ChoiceFinished, Report, RowFinished, Submit
-
-_PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
-"""A request with several choices reports the first of these reasons that any choice had."""
+from protocol.worker import ChoiceFinished, Report, RowFinished, Submit, combined_reason
 
 
 class Choices:
@@ -27,11 +24,11 @@ class Choices:
 
     @property
     def level(self) -> int:
-        """Precision level of the request now."""
+        """Precision level of the newest token."""
         return self._levels[-1] if self._levels else 0
 
     def record_level(self, level: int) -> None:
-        """Record the precision level at which the request continues, for its usage."""
+        """Record the precision level at which a token was generated, for the usage."""
         record_level(self._levels, level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
@@ -48,11 +45,10 @@ class Choices:
         self._completion_tokens += tokens
         if self._running:
             return []
-        combined = next(reason for reason in _PRECEDENCE if reason in self._reasons)
         usage = Usage(
             self._prompt_tokens, self._completion_tokens, self.cached_tokens, self._levels
         )
-        return [RowFinished(rid=self.rid, reason=combined, usage=usage)]
+        return [RowFinished(rid=self.rid, reason=combined_reason(self._reasons), usage=usage)]
 
 
 def check_token_ids(request: Submit, vocabulary: int) -> None:

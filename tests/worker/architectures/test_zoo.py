@@ -16,6 +16,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvd.worker.serving.split_head import SplitHead
 from tests.worker.architectures.entry import Entry
 from tests.worker.architectures.reference import TOKENS, difference, parts, run, tokens
 from tests.worker.architectures.zoo import NOT_RUNNABLE, ZOO, build, leaves
@@ -88,6 +89,23 @@ def _clear(cache, place):
         owner[key] = mx.zeros_like(owner[key])
     else:
         setattr(owner, key, mx.zeros_like(getattr(owner, key)))
+
+
+WHOLE_HEADS = {"gemma3n", "gpt_neox", "lille-130m"}
+"""Models whose inner part computes the logits."""
+
+
+def test_hidden_states_and_the_head_give_the_models_logits(case, request):
+    head, ids = SplitHead(case.model), tokens(41)[None]
+    if request.node.callspec.params["case"] in WHOLE_HEADS:
+        with pytest.raises(ValueError, match="computes logits"):
+            head.hidden(ids, make_prompt_cache(case.model))
+        return
+    hidden = head.hidden(ids, make_prompt_cache(case.model))
+    got = mx.concatenate([head.logits(hidden[:, :9]), head.logits(hidden[:, 9:])], axis=1)
+    expected = case.model(ids, cache=make_prompt_cache(case.model))
+    assert got.shape == expected.shape
+    assert difference(got, expected) < 1e-5
 
 
 WINDOWS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -213,13 +214,13 @@ def test_bad_logits_of_a_scored_prompt_are_never_reported(
 ) -> None:
     expected = cold.alone(prompt_of(700, 1), max_tokens=10)
     runner = cold.engine._runner
-    plain = runner.score
+    plain = runner.score_parts
 
-    def poisoned(row: object, tokens: list[int]) -> mx.array:
-        logits = plain(row, tokens)
-        return logits if len(tokens) == 256 else mx.full(logits.shape, poison)
+    def poisoned(row: object, tokens: list[int]) -> Iterator[mx.array]:
+        for logits in plain(row, tokens):
+            yield logits if len(tokens) == 256 else mx.full(logits.shape, poison)
 
-    monkeypatch.setattr(runner, "score", poisoned)
+    monkeypatch.setattr(runner, "score_parts", poisoned)
     cold.submit("other", prompt_of(700, 1), max_tokens=10)
     cold.submit("bad", prompt_of(300, 2), max_tokens=10, prompt_logprobs=1)
     cold.run()

@@ -79,6 +79,19 @@ def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver)
     assert stepping.engine._runner.cache.usage.pages_used == 0
 
 
+def test_usage_has_no_level_at_which_no_token_was_generated(stepping: Driver) -> None:
+    stepping.engine.start_level(StartLevel(level=0))
+    stepping.submit("cancelled", periodic_prompt(200, 4), max_tokens=20)
+    stepping.run(until=lambda: bool(stepping.outcomes["cancelled"].tokens))
+    batch = stepping.engine._batch
+    batch.step_down(batch.requests["cancelled"], 2)
+    stepping.engine.cancel("cancelled")
+    stepping.run()
+
+    assert stepping.outcomes["cancelled"].reason == "cancelled"
+    assert stepping.outcomes["cancelled"].usage.levels == [0]
+
+
 def test_a_queued_request_does_not_take_the_freed_memory(
     stepping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,16 @@ def test_new_rows_start_at_the_start_level():
     run(engine)
 
 
+def test_usage_has_no_level_at_which_no_token_was_generated():
+    engine, _ = filled()
+    engine.reclaim(Reclaim(seq=1, method="precision", wanted_bytes=1 << 40, level=1))
+    engine.cancel("a")
+    ends = [one for one in run(engine) if isinstance(one, RowFinished)]
+
+    levels = {one.rid: one.usage.levels for one in ends}
+    assert levels == {"a": [0], "b": [0, 1], "c": [0, 1]}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_repeated_preemption_does_not_change_tokens(seed, monkeypatch):
     monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 16)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import threading
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -11,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from kvd.worker.native import build
 from kvd.worker.serving import describe, model_files
+from protocol import model_folder
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from tests.worker import tiny_model
 
@@ -29,6 +33,26 @@ def change_config(folder, **fields):
 
 
 # Finding
+
+
+def test_the_files_of_every_tokenizer_are_checked_before_they_are_read():
+    package = importlib.util.find_spec("transformers")
+    (root,) = package.submodule_search_locations
+    names = re.compile(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", re.DOTALL)
+    found = {
+        name
+        for file in Path(root).glob("models/*/tokenization_*.py")
+        for table in names.findall(file.read_text("utf-8"))
+        for name in re.findall(r':\s*"([^"]+)"', table)
+    }
+    assert {"tokenizer.json", "merges.txt", "spiece.model"} <= found
+    assert [name for name in found if not model_folder.is_read(name)] == []
+
+
+def test_a_context_that_messages_cannot_hold_is_limited(folder):
+    change_config(folder, max_position_embeddings=2**62)
+    model_files.inspect(folder)
+    assert model_files.load(folder).context_length == 2**31 - 1
 
 
 def test_the_embedded_model_is_in_the_package():

@@ -1,0 +1,44 @@
+"""Upper bounds of a step's memory, for the configurations that mlx-lm's models have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.memory_bounds import CHUNK_COPIES, LOGIT_COPIES, SCORED_AT_ONCE, step_bytes
+
+SMALL = {"hidden_size": 64, "vocab_size": 10}
+CHUNK, ROWS = 256, 32
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ({"intermediate_size": 300}, 300),
+        ({"intermediate_size": [100, 500, 300]}, 500),
+        ({"num_attention_heads": 8, "head_dim": 128}, 1024),
+        ({"intermediate_size": 300, "num_experts_per_tok": 4}, 1200),
+        ({"intermediate_size": 300, "num_experts_per_tok": 4, "moe_intermediate_size": 50}, 300),
+        ({"intermediate_size": 90, "moe_topk": [2, 8], "moe_intermediate_size": [20, 50]}, 400),
+        ({"num_experts_per_tok": 16, "moe_intermediate_size": 10, "intermediate_size": 64}, 512),
+        ({"ffn_config": {"ffn_hidden_size": 100, "moe_top_k": 4}}, 400),
+        ({}, 256),
+    ],
+    ids=str,
+)
+def test_the_widest_activation(config: dict[str, Any], width: int) -> None:
+    config = SMALL | config
+    expected = CHUNK_COPIES * (CHUNK + ROWS) * width * 4
+    assert step_bytes(config, CHUNK, ROWS, on_cpu=True) == expected
+    assert step_bytes(config, CHUNK, ROWS, on_cpu=False) == expected // 2
+    assert step_bytes({"text_config": config}, CHUNK, ROWS, on_cpu=True) == expected
+
+
+def test_logits_of_a_large_vocabulary() -> None:
+    config = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 150_000}
+    logits = LOGIT_COPIES * SCORED_AT_ONCE * 150_000 * 4
+    assert step_bytes(config, CHUNK, 1, on_cpu=True) == logits
+    assert step_bytes(config, CHUNK, 64, on_cpu=True) == 2 * logits
+    whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=True)
+    assert whole == logits + CHUNK * 150_000 * 4
