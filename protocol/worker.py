@@ -178,8 +178,7 @@ class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
 class SegmentsChanged(_Command, tag="segments_changed", frozen=True, kw_only=True):
     """Segments of the worker's space that exist, or no longer exist, since the last command.
 
-    The first one answers `SegmentsOpened` and lists all. The list may be stale: a missing file is a
-    miss.
+    The first one answers `SegmentsOpened` and lists all. A list may be stale.
     """
 
     added: list[SegmentInfo] = []
