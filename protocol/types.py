@@ -87,7 +87,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Precision levels at which the tokens were generated, in order; 0 has the most bits.
 
     Several levels: the request was stepped down, or continued at another level after a worker's
-    death. Empty: no token was generated.
+    death. A prompt that was stepped down before the first token counts with its first level. Empty:
+    no token was generated.
     """
 
 

@@ -78,7 +78,6 @@ def test_a_multimodal_config_has_its_language_model_one_level_down(tmp_path):
         QWEN | {"hidden_size": "x"},
         QWEN | {"hidden_size": float("inf")},
         QWEN | {"num_hidden_layers": "1000000000"},
-        QWEN | {"num_experts_per_tok": "x", "moe_intermediate_size": "y"},
         QWEN | {"num_key_value_heads": [1, 2]},
         QWEN | {"num_hidden_layers": -1},
         QWEN | {"sliding_window": 5, "layer_types": [{}]},

@@ -130,8 +130,11 @@ class Batch:
         request.tracked.lowered = level > 0
 
     def step_down(self, request: Request, level: int) -> None:
+        if request.begun or request.row is not None:
+            request.mixed_levels = True
+            if request.prompt_level is None:
+                request.prompt_level = request.level
         self.set_level(request, max(request.level, level))
-        request.mixed_levels = request.mixed_levels or request.begun or request.row is not None
 
     # Prompts.
 
@@ -252,7 +255,7 @@ class Batch:
         index = len(completion.tokens)
         completion.tokens.append(drawn.token)
         self.generated_tokens += 1
-        request.choices.record_level(request.level)
+        request.choices.record_level(request.level, request.prompt_level)
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
             text += stream.finish()

@@ -87,6 +87,8 @@ class Request:
     swapped: SwappedRows | None = None
     mixed_levels: bool = False
     """Whether it was stepped down with tokens in its rows: recomputed rows would differ."""
+    prompt_level: int | None = None
+    """The level at which its prompt was prefilled, if it was stepped down since."""
     level: int = 0
     """Its precision level; a step-down may still be requantizing its pages."""
     prompt_reported: int = 0

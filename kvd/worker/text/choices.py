@@ -27,8 +27,13 @@ class Choices:
         """Precision level of the newest token."""
         return self._levels[-1] if self._levels else 0
 
-    def record_level(self, level: int) -> None:
-        """Record the precision level at which a token was generated, for the usage."""
+    def record_level(self, level: int, prompt_level: int | None = None) -> None:
+        """Record the precision level at which a token was generated, for the usage.
+
+        ``prompt_level``: that of the prompt, if another one; it counts before the first token.
+        """
+        if prompt_level is not None and not self._levels:
+            record_level(self._levels, prompt_level)
         record_level(self._levels, level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:

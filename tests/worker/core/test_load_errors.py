@@ -29,13 +29,12 @@ def change(file: Path, edit: Callable[[Any], None]) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_a_value_of_the_wrong_type_that_the_loader_does_not_read(folder):
+def test_a_value_of_the_wrong_type_that_the_model_does_not_read(folder):
     change(
         folder / "config.json",
         lambda it: it.update(num_experts_per_tok="a", moe_intermediate_size="b"),
     )
-    with pytest.raises(InvalidModel, match="TypeError"):
-        Driver(str(folder))
+    assert len(Driver(str(folder)).alone([5, 6, 7], max_tokens=3).tokens) == 3
 
 
 def test_a_tokenizer_whose_library_panics_at_the_load(folder):

@@ -92,6 +92,23 @@ def test_usage_has_no_level_at_which_no_token_was_generated(stepping: Driver) ->
     assert stepping.outcomes["cancelled"].usage.levels == [0]
 
 
+def test_usage_has_the_level_of_a_prompt_that_was_stepped_down(stepping: Driver) -> None:
+    """Its tokens differ from those of a request that ran at the lower level from the start."""
+    stepping.engine.start_level(StartLevel(level=0))
+    stepping.submit("r", periodic_prompt(900, 5), max_tokens=5)
+    batch = stepping.engine._batch
+    stepping.run(until=lambda: batch.requests["r"].row is not None)
+    reclaim(stepping, "precision", 1, level=2)
+    stepping.run()
+
+    assert stepping.outcomes["r"].usage.levels == [0, 2]
+    stepping.outcomes.clear()
+    stepping.engine.start_level(StartLevel(level=2))
+    stepping.submit("r", periodic_prompt(900, 5), max_tokens=5)
+    stepping.run()
+    assert stepping.outcomes["r"].usage.levels == [2]
+
+
 def test_a_queued_request_does_not_take_the_freed_memory(
     stepping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
