@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,17 @@ def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
     return [token(prompt, seed, place) for place in range(count)]
 
 
+async def _started(client: SimClient, tokens: int, **fields: object) -> tuple[str, str]:
+    """Start a request and wait until the client has this many tokens of it.
+
+    Returns the request's id on the connection, and the name by which clients attach to it.
+    """
+    key = client.generate(sampling=Sampling(seed=4), **fields)
+    await until(lambda: client.count(key) == tokens)
+    [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
+    return key, accepted.request
+
+
 async def _interrupted(journal: MemoryJournal, tokens: int, **fields: object) -> str:
     """Serve a request until it has this many tokens, then end the daemon as if it had died.
 
@@ -63,13 +75,11 @@ async def _interrupted(journal: MemoryJournal, tokens: int, **fields: object) ->
     """
     async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()
-        key = client.generate(sampling=Sampling(seed=4), **fields)
-        await until(lambda: client.count(key) == tokens)
-        [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
+        _, name = await _started(client, tokens, **fields)
         kept = list(journal.records)
         client.disconnect()
     journal.records[:] = kept  # records after the death were never written
-    return accepted.request
+    return name
 
 
 def interrupted(tokens: int, **fields: object) -> tuple[MemoryJournal, str]:
@@ -81,6 +91,14 @@ def attach(client: SimClient, name: str, *received: tuple[int, int]) -> str:
     return client.start(
         messages.Attach, request=name, received=[ReceivedChoice(*one) for one in received]
     )
+
+
+async def _fetched(journal: MemoryJournal, name: str) -> tuple[Any, list[int]]:
+    """Attach in the next daemon; return the request's last event and its tokens."""
+    async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+        client = w.client()
+        key = attach(client, name)
+        return await client.end(key), client.tokens(key)
 
 
 def text_of(client: SimClient, key: str) -> str:
@@ -202,8 +220,7 @@ def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
     async def scene() -> None:
         async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
             client = w.client()
-            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
-            await until(lambda: client.count(key) == 2)
+            key, name = await _started(client, 2, max_tokens=9)
             w.spawn.last("demo").die(-9)
             await until(lambda: w.state() == "backoff")
             if cancelled:
@@ -211,12 +228,8 @@ def test_an_end_without_a_worker_can_be_fetched(cancelled: bool) -> None:
             else:
                 await client.ask(messages.Unload, model="demo")
             end = await client.end(key)
-            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
-        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
-            client = w.client()
-            key = attach(client, name)
-            again = await client.end(key)
-            assert client.tokens(key) == expected(2)
+        again, tokens = await _fetched(journal, name)
+        assert tokens == expected(2)
         if cancelled:
             assert (end.reason, again.reason) == ("cancelled", "cancelled")
             assert end.usage == again.usage
@@ -233,16 +246,11 @@ def test_a_request_whose_client_was_disconnected_is_cancelled() -> None:
     async def scene() -> None:
         async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
             client = w.client()
-            key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
-            await until(lambda: client.count(key) == 2)
-            [name] = [it.request for it in client.events[key] if isinstance(it, messages.Accepted)]
+            _, name = await _started(client, 2, max_tokens=9)
             client.disconnect()
             await until(lambda: journal.saved()[name].end is not None)
-        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
-            client = w.client()
-            key = attach(client, name)
-            assert (await client.end(key)).reason == "cancelled"
-            assert client.tokens(key) == expected(2)
+        end, tokens = await _fetched(journal, name)
+        assert (end.reason, tokens) == ("cancelled", expected(2))
 
     scene()
 
@@ -349,18 +357,13 @@ async def test_a_forced_stop_saves_the_requests_that_it_ends() -> None:
     journal = MemoryJournal()
     async with world({"demo": [SLOW]}, saved_requests=SavedRequests(journal)) as w:
         client = w.client()
-        key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
         over = client.generate(max_tokens=1)
-        await until(lambda: client.count(key) == 4)
+        key, name = await _started(client, 4, max_tokens=9)
         assert (await client.end(over)).reason == "length"
         await w.system.stop(force=True)
         assert (await client.end(key)).error.code == "draining"
-        name = client.events[key][0].request
-    async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
-        client = w.client()
-        key = attach(client, name)
-        assert (await client.end(key)).reason == "length"
-        assert client.tokens(key) == expected(9)
+    end, tokens = await _fetched(journal, name)
+    assert (end.reason, tokens) == ("length", expected(9))
 
 
 @simulated
