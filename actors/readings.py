@@ -31,7 +31,7 @@ INTERVAL_S = 1.0
 CALM_S = 5.0
 """The interval while all models are ready and have no requests."""
 FRESH_S = 6.0
-"""How long a worker's own measurement counts: an idle worker sends counters every 5 s."""
+"""Seconds for which a worker's own measurement counts. An idle worker sends counters every 5 s."""
 MAX_SHARE = 0.02
 """Part of the time that reading processes may take: 25 ms per GiB of small pages were measured."""
 MIN_CHANGE_BYTES = 1024 * 1024

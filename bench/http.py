@@ -281,7 +281,7 @@ def lag_between(before: str, after: str) -> Lag:
 
 
 async def measure_streams(served: Served, found: Found, *, each: int, tokens: int) -> None:
-    """Run all streams at once, beside a process that only sleeps."""
+    """Run all streams at once while another process only sleeps."""
     connects = [served.tcp if number % 2 else served.unix for number in range(each)]
     ready = [await connect() for connect in connects]
     sockets = [await served.unix("kvd.sock") for _ in range(each)]

@@ -1,4 +1,4 @@
-"""Hostile models, templates and prompts beside many streams, in a control group around the daemon.
+"""Hostile models, templates and prompts during many streams, in a control group around the daemon.
 
 The group's limit is the budget and an overhead: one daemon, one worker without a grant, and the
 tolerance of one worker above its grant. Folders and templates that take memory without end are

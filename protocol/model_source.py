@@ -86,7 +86,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_folder(path: Path) -> Path:
-    """Return the folder if it may have a model's files; the error says what else it is."""
+    """Return the folder if it may have a model's files; raise a `ModelError` otherwise."""
     if not paths.exists(path):
         raise UnknownModel(f"there is no folder {path}", source=str(path))
     if path.suffix.lower() == ".gguf" or (paths.is_folder(path) and _has_gguf(path)):

@@ -1,4 +1,4 @@
-"""What is at a path that comes from outside, without errors of the file system.
+"""Examine paths that come from outside, without errors of the file system.
 
 A path that cannot be examined counts as missing: a name that is too long, a folder without access,
 a loop of links. `pathlib` raises some of these errors, and which ones depends on Python's version.

@@ -33,8 +33,8 @@ from protocol import errors
 from protocol.errors import ErrorInfo
 
 RETRY_AFTER_S = 5.0
-"""Seconds that ``overloaded`` tells clients to wait. A guess: a full queue takes longer to empty,
-but a place in it becomes free sooner."""
+"""Seconds until a client that got ``overloaded`` should try again. A guess: a full queue takes
+longer to empty, but a place in it becomes free sooner."""
 
 
 class OpenRequest(msgspec.Struct):

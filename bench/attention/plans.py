@@ -1,4 +1,4 @@
-"""What is measured: shapes, schemes and paths, by part."""
+"""The plan of measurements: shapes, schemes and paths, by part."""
 
 from __future__ import annotations
 

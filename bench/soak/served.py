@@ -95,7 +95,7 @@ class Served:
             await asyncio.sleep(0.1)
 
     def reload(self, budget_mib: int) -> None:
-        """Change the budget in the file, and tell the daemon to read the file again."""
+        """Change the budget in the file, and make the daemon read the file again."""
         (self.home / "config.toml").write_text(CONFIG.format(budget=budget_mib))
         if self._running.is_set() and self._process is not None:
             self._process.send_signal(signal.SIGHUP)

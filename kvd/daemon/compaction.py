@@ -55,7 +55,7 @@ class Compaction:
     ) -> None:
         """``found``: damage that is known, and for which the old file is kept as a copy."""
         self.damage = Damage()
-        """What was damaged in the old file, as far as it was copied."""
+        """Damage in the part of the old file that has been copied."""
         self.found = found
         self.sizes: Counter[str] = Counter()
         """Bytes of each request in the new file."""

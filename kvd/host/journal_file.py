@@ -66,7 +66,7 @@ class Files(Protocol):
 
 @dataclass
 class Damage:
-    """What was skipped while a file was read."""
+    """Records and bytes that were skipped while a file was read."""
 
     records: int = 0
     """Places without an intact record, and intact records that this version does not know."""

@@ -65,7 +65,7 @@ class Written:
 
 @dataclass
 class Request:
-    """What was written of a request, and what its client knows."""
+    """One request: the records written for it, and the state that its client saw."""
 
     records: list[Written] = field(default_factory=list)
     tokens: int = 0

@@ -72,7 +72,7 @@ the memory; requests that wait for it go on only if the model is in the configur
 
 
 class DaemonDay:
-    """One seeded day. After `run`, `counts` says what happened."""
+    """One seeded day. After `run`, `counts` has the number of each event."""
 
     def __init__(self, seed: int, folder: Path, trace: Callable[[str], None] | None = None) -> None:
         self.draw = random.Random(seed)

@@ -73,7 +73,7 @@ class _SimLink(Link):
 
 
 class _Engine(FakeEngine):
-    """The fake engine, which also tells at which levels its rows really are."""
+    """The fake engine, which also records the true precision levels of its rows."""
 
     def __init__(self, process: LoopProcess, truth: LevelsTruth) -> None:
         super().__init__(sleep=process.sleep, clock=process.clock)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def update_start_levels(m: GovernorState, now: float) -> list[Command]:
-    """Update the gauge; tell workers if the start level of their rows changed."""
+    """Update the gauge; send workers the start level of their rows if it changed."""
     gauge, was_tight = m.gauge, m.gauge.tight
     accounts = list(m.accounts.values())
     lowest_level = max((len(it.reclaimable.levels) for it in accounts), default=0)

@@ -55,7 +55,7 @@ class IndexFile:
             self._database = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        with contextlib.suppress(IsADirectoryError):  # sqlite says so below
+        with contextlib.suppress(IsADirectoryError):  # sqlite reports it below
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(self._path, isolation_level=None)
         try:

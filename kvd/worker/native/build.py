@@ -97,7 +97,7 @@ def library() -> Path:
             digest = built.with_suffix(".sha256")
             digest.write_text(_digest(built))
             # Each rename is atomic, so nothing loads half a library. If two builds interleave, one
-            # build's digest may stay beside the other's library. If it does not match, the next
+            # build's digest may stay with the other's library. If it does not match, the next
             # process builds again.
             digest.replace(path.with_suffix(".sha256"))
             built.replace(path)

@@ -1,8 +1,8 @@
 """Segment files are written and read in threads, so that a slow disk delays no step.
 
-The engine hands over records and takes records; both calls return at once. The threads compute the
-checksums, which like reading and writing releases Python's lock. They are daemon threads: a disk
-that hangs delays neither the engine nor the end of the process.
+The engine submits records to write and takes records that were read; both calls return at once.
+The threads compute the checksums, which like reading and writing releases Python's lock. They are
+daemon threads: a disk that hangs delays neither the engine nor the end of the process.
 """
 
 from __future__ import annotations
