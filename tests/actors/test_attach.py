@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from actors.system import Settings
 from protocol import errors, messages
 from protocol.types import ReceivedChoice, Sampling
 from protocol.worker import ChoiceFinished, RowAccepted, RowReport, RowTokens, Submit
-from tests.sim.fakes import Script, token
+from tests.sim import fakes
+from tests.sim.fakes import SLOW
 from tests.sim.loop import run, simulated, until
 from tests.sim.world import SimClient, world
 
-SLOW = Script(token_s=1.0)
+SEED = 4
+expected = partial(fakes.expected, seed=SEED)
 
 
 class MemoryJournal:
@@ -53,16 +56,12 @@ class MemoryJournal:
         return found
 
 
-def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
-    return [token(prompt, seed, place) for place in range(count)]
-
-
 async def _started(client: SimClient, tokens: int, **fields: object) -> tuple[str, str]:
     """Start a request and wait until the client has this many tokens of it.
 
     Returns the request's id on the connection, and the name by which clients attach to it.
     """
-    key = client.generate(sampling=Sampling(seed=4), **fields)
+    key = client.generate(sampling=Sampling(seed=SEED), **fields)
     await until(lambda: client.count(key) == tokens)
     [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
     return key, accepted.request
@@ -119,7 +118,7 @@ def test_attach_sends_the_missing_events_and_continues(had: int) -> None:
             assert (await client.end(key)).reason == "length"
             first, *events = client.events[key]
             assert isinstance(first, messages.Accepted)
-            assert (first.request, first.seed) == (name, 4)
+            assert (first.request, first.seed) == (name, SEED)
             tokens = [one for one in events if isinstance(one, messages.Tokens)]
             assert tokens[0].index == had
             assert [one for event in tokens for one in event.tokens] == right[had:]
@@ -257,7 +256,7 @@ def test_a_request_whose_client_was_disconnected_is_cancelled() -> None:
 
 def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> None:
     """The worker died between the end of the last choice and that of the request."""
-    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=4), n=2)
+    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=SEED), n=2)
     reports: list[RowReport] = [
         RowAccepted(rid="1", prompt_tokens=5),
         RowTokens(rid="1", index=0, tokens=[7], text="7 "),

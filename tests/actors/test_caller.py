@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import asdict
+
 from actors.saved_requests import SavedRequests
 from actors.status import KnownModel
 from protocol import messages
@@ -11,12 +13,9 @@ from protocol.messages import Event, Generate, is_last
 from protocol.types import Sampling
 from protocol.worker import CancelRow
 from tests.actors.test_attach import MemoryJournal
-from tests.actors.test_system import expected
-from tests.sim.fakes import Script
+from tests.sim.fakes import SLOW, expected
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
-
-SLOW = Script(token_s=1.0)
 
 
 class Caller:
@@ -50,7 +49,7 @@ async def test_a_call_gets_the_same_events_as_a_client():
         await client.end(same)
 
         def plain(events):
-            return [{**messages.msgspec.structs.asdict(event), "id": ""} for event in events]
+            return [{**asdict(event), "id": ""} for event in events]
 
         assert caller.tokens == expected(5)
         assert done.id == "mine"

@@ -9,11 +9,9 @@ from actors.request_state import Stage
 from kvd.metrics.histogram import Histogram
 from protocol import errors, messages
 from protocol.worker import RowPreempted, RowResumed
-from tests.sim.fakes import Script
+from tests.sim.fakes import SLOW, Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
-
-SLOW = Script(token_s=1.0)
 
 
 def of(w: World, model: str = "demo"):

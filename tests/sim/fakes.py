@@ -90,10 +90,19 @@ class Script:
     """Whether the process reports `Ready` twice."""
 
 
+SLOW = Script(token_s=1.0)
+"""So slow that a test can act between two tokens."""
+
+
 def token(prompt: str, seed: int, position: int) -> int:
     """Return the token that every fake process generates at this position."""
     digest = hashlib.sha256(f"{prompt}/{seed}/{position}".encode()).digest()
     return int.from_bytes(digest[:2], "big") % 1000
+
+
+def expected(count: int, prompt: str = "hello", seed: int = 7) -> list[int]:
+    """Return the first tokens of a request. 7 is the first seed that `tests.sim.world` draws."""
+    return [token(prompt, seed, position) for position in range(count)]
 
 
 @dataclass
