@@ -25,6 +25,19 @@ from protocol.types import (
 
 Answer = Callable[[m.Request], Iterable[m.Event | None]]
 """Events for a request; None closes the connection."""
+STRANGE = (
+    r"a\[/b]",
+    "[/b]",
+    r"\[a^2 + b^2\]",
+    "\\",
+    r"\\\[x]",
+    "[bold]",
+    "C:\\[1]\\",
+    ":smile:",
+    "{}{0}",
+    "[",
+)
+"""Names and values that look like markup, an emoji or a format."""
 
 
 @contextlib.contextmanager
