@@ -60,7 +60,7 @@ class SegmentIndex:
 
         Empty unless that beginning has more than ``above`` tokens.
         """
-        for name in names[: above // self._chunk : -1]:
+        for name in reversed(names[above // self._chunk :]):
             if found := self._chain(self.key(name)):
                 return found
         return []
