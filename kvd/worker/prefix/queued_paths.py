@@ -36,7 +36,8 @@ def edge_of(tokens: Sequence[int]) -> bytes:
 
 def names_of(salt: str, edges: Iterable[bytes]) -> Path:
     """Return the path of the prompt that consists of these chunks."""
-    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
+    # A digest, because a salt may consist of the bytes of a chunk.
+    digest = blake2b(blake2b(salt.encode("utf-8", "surrogatepass")).digest(), digest_size=16)
     names = []
     for edge in edges:
         digest.update(edge)

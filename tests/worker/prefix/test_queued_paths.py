@@ -58,3 +58,10 @@ def test_a_lookup_among_ten_thousand_queued_prompts_reads_only_the_path():
     paths._counts = Counted(paths._counts)
     assert paths.divergences(path_of([*shared, *range(600)], "", 256)) == {5}
     assert lookups.total() <= 2 * 8
+
+
+def test_a_salt_of_the_bytes_of_a_chunk_names_another_prompt():
+    first, rest = [ord(letter) for letter in "chunk..."], [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    salt = b"".join(token.to_bytes(4, "little") for token in first).decode()
+    public = path_of([*first, *rest], "", len(first))
+    assert public[1] not in path_of(rest, salt, len(first))
