@@ -1,0 +1,298 @@
+r"""Restore a chat's prefix from disk in one process with an engine, and compare with prefill.
+
+    python -m bench.ssd.engine --shape qwen3-0.6b|qwen3-8b|tiny [--tokens 8192 32768 100000]
+                               [--runs 2] [--minutes 8] [--models DIR] [--store DIR] [--json FILE]
+    python -m bench.ssd.engine --model FOLDER …
+
+For each length, the second turn of a chat is answered
+
+* cold: nothing is cached. The first time is reported separately, because it compiles kernels.
+* ram: the first turn's checkpoint is in memory.
+* disk: memory has no checkpoint, and the files are in the system's page cache.
+* disk, uncached: the files are not in the page cache either.
+
+Each answer has 16 greedy tokens with logprobs, which must be equal to the bit. Then seven streams
+decode while prefixes are read (`bench.ssd.streams`). *Read alone* is the time to read and check the
+files without an engine. After each length, the results so far are written. A length that would
+exceed ``--minutes`` is skipped.
+
+A model of ``--shape`` is written to a folder in ``--models`` first. ``--store`` is where segments
+are written: a folder on the disk to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.ssd import prompts, streams
+from bench.ssd.files import Files
+from bench.ssd.worker import Answer, Worker
+from kvd.config.config import Config
+from kvd.host import memory
+from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from protocol.kv import KVSpec
+
+PREFIX_BYTES = 1 << 40
+"""Limit of the prefix cache in memory, which is not what is measured."""
+NEW_TOKENS = 16
+SHARE_OF_COLD = 0.1
+"""Most seconds to a restored prompt's first token, as a share of cold ones above `LONG_S`."""
+LONG_S = 2.0
+
+
+class Bench:
+    """The measurements of one model."""
+
+    def __init__(self, worker: Worker, model: str, files: Files, runs: int) -> None:
+        self._worker = worker
+        self._fp16_bytes = prompts.fp16_bytes_per_token(model)
+        self._files = files
+        self._runs = runs
+
+    def warm_up(self) -> None:
+        """Compile what the first prompt and the first steps need."""
+        self._cold(prompts.tokens(3 * self._chunk, seed=1), 1)
+
+    @property
+    def _chunk(self) -> int:
+        return Config().chunk
+
+    def case(self, tokens: int) -> dict[str, Any]:
+        """Measure a chat whose first turn has about ``tokens`` tokens."""
+        first = prompts.tokens(tokens // self._chunk * self._chunk + PAGE_TOKENS, seed=tokens)
+        second = first + prompts.tokens(prompts.TURN_TOKENS, seed=tokens + 1)
+        cold = [self._cold(second, number) for number in range(1 + self._runs)]
+        print(f"  {tokens} cold {_seconds(cold)}", flush=True)
+        case: dict[str, Any] = {
+            "tokens": tokens,
+            "prompt_tokens": len(second),
+            "cold_first_s": cold[0].ttft_s,
+            "cold_s": statistics.median(answer.ttft_s for answer in cold[1:]),
+            "cold_equal": all(it.equals(cold[0]) for it in cold),
+        }
+        if (written := self._write(first)) is None:
+            return case  # prefill is too short to be worth a file
+        case |= {"written": written, "read_alone": self._files.read_alone()}
+        found = {"ram": [self._worker.ask(second, max_tokens=NEW_TOKENS)]}
+        found["disk"] = [self._restored(second) for _ in range(self._runs)]
+        found["disk, uncached"] = [self._restored(second, cached=False) for _ in range(self._runs)]
+        for name, answers in found.items():
+            case[name] = _summary(answers, case["cold_s"])
+            case[name]["equal_to_cold"] = all(it.equals(cold[0]) for it in answers)
+            print(f"  {tokens} {name} {_seconds(answers)}", flush=True)
+        case["streams"] = streams.measure(self._worker, first, rounds=self._runs)
+        self._files.delete_all()
+        return case
+
+    def _cold(self, tokens: list[int], number: int) -> Answer:
+        """Answer a prompt under a salt of its own, which nothing is cached for."""
+        self._worker.forget()
+        self._worker.may_write = False
+        answer = self._worker.ask(tokens, max_tokens=NEW_TOKENS, salt=f"cold {number}")
+        self._worker.may_write = True
+        self._worker.forget()
+        if answer.cached_tokens:
+            raise RuntimeError(f"{answer.cached_tokens} tokens of a cold prompt were cached")
+        return answer
+
+    def _write(self, first: list[int]) -> dict[str, Any] | None:
+        """Answer the first turn, and let its prefix be written; None: it is not worth a file."""
+        worker = self._worker
+        del worker.written[:]
+        answer = worker.ask(first, max_tokens=NEW_TOKENS)
+        worker.write_all()
+        if not worker.written:
+            return None
+        tokens = max(report.segment.tokens for report in worker.written)
+        nbytes = sum(report.segment.nbytes for report in worker.written)
+        pages = full_pages(tokens) * worker.info.page_bytes
+        seconds = sum(report.seconds for report in worker.written)
+        return {
+            "first_turn_s": answer.ttft_s,
+            "segments": len(worker.written),
+            "tokens": tokens,
+            "file_bytes": nbytes,
+            "page_bytes": pages,
+            "beyond_pages": nbytes / pages - 1,
+            "fp16_bytes": tokens * self._fp16_bytes,
+            "seconds": seconds,
+            "gb_per_s": nbytes / seconds / 1e9,
+        }
+
+    def _restored(self, tokens: list[int], *, cached: bool = True) -> Answer:
+        """Answer a prompt whose prefix is on disk only."""
+        self._worker.forget()
+        if not cached:
+            self._files.drop_from_page_cache()
+        return self._worker.ask(tokens, max_tokens=NEW_TOKENS)
+
+
+def _summary(answers: list[Answer], cold_s: float) -> dict[str, Any]:
+    ttft_s = statistics.median(answer.ttft_s for answer in answers)
+    reads = [answer.read for answer in answers if answer.read is not None]
+    return {
+        "ttft_s": ttft_s,
+        "share_of_cold": ttft_s / cold_s,
+        "runs_s": [answer.ttft_s for answer in answers],
+        "cached_share": min(it.cached_tokens / it.prompt_tokens for it in answers),
+        "restored_from_disk": len(reads),
+        "read_s": statistics.median(it.seconds for it in reads) if reads else None,
+    }
+
+
+def _seconds(answers: list[Answer]) -> str:
+    return " ".join(f"{answer.ttft_s:.3f} s" for answer in answers)
+
+
+def verdicts(case: dict[str, Any]) -> list[str]:
+    """Return a line for each bar of one length, and whether it is met."""
+    if "written" not in case:
+        return [f"{case['tokens']}: not stored, because prefill takes {case['cold_s']:.2f} s"]
+    lines = []
+    for name in ("disk", "disk, uncached"):
+        found = case[name]
+        limit = SHARE_OF_COLD if case["cold_s"] > LONG_S else 1.0
+        lines += [
+            _verdict(f"{name}, time of cold", found["share_of_cold"], limit),
+            _verdict(f"{name}, tokens not cached", 1 - found["cached_share"], 0.05),
+            _verdict(f"{name}, answers that differ", float(not found["equal_to_cold"]), 0),
+        ]
+    lines.append(_verdict("bytes beyond the pages", case["written"]["beyond_pages"], 0.03))
+    ratio = case["streams"]["ratio"]
+    lines.append(_verdict("p99 between tokens, of the undisturbed", ratio, 1.3))
+    return [f"{case['tokens']}: {line}" for line in lines]
+
+
+def _verdict(what: str, value: float, limit: float) -> str:
+    return f"{what}: {value:.3f}, at most {limit:g}: {'pass' if value <= limit else 'MISS'}"
+
+
+class Budget:
+    """The time of the whole run."""
+
+    def __init__(self, minutes: float) -> None:
+        self._start = time.monotonic()
+        self._seconds = 60 * minutes
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def allows(self, tokens: int, done: list[dict[str, Any]], runs: int) -> bool:
+        """Return whether another length is expected to fit.
+
+        Its prefill is estimated from the longest one so far, with time quadratic in the length.
+        """
+        estimate = 10.0
+        if done:
+            last = done[-1]
+            cold_s = max(1.0, last["cold_first_s"])
+            estimate += (3 + runs) * cold_s * (tokens / last["tokens"]) ** 2
+        return self.spent_s + estimate < self._seconds
+
+
+def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
+    """Measure all lengths; write the results after each."""
+    budget = Budget(options.minutes)
+    worker = Worker(
+        model,
+        store,
+        kv=KVSpec(prefix_cache=PREFIX_BYTES),
+        chunk=Config().chunk,
+        budget_bytes=memory.default_budget(memory.reader().host()),
+    )
+    info = worker.info
+    print(f"{info.device}, loaded in {worker.load_s:.1f} s: {info.attention_path}", flush=True)
+    bench = Bench(worker, model, Files(store), options.runs)
+    bench.warm_up()
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "bench.ssd.engine", *sys.argv[1:]]),
+        "device": info.device,
+        "shape": options.shape,
+        "attention_path": info.attention_path,
+        "kv_scheme": info.kv_scheme,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "prefill_chunk": Config().chunk,
+        "load_average": os.getloadavg(),
+        "load_s": worker.load_s,
+        "ready_s": budget.spent_s,
+        "cases": [],
+        "skipped": [],
+        "failed": [],
+    }
+    for tokens in sorted(options.tokens):
+        if budget.allows(tokens, result["cases"], options.runs):
+            try:
+                result["cases"].append(bench.case(tokens))
+                print("\n".join(verdicts(result["cases"][-1])), flush=True)
+            except (RuntimeError, MemoryError) as error:  # such as a full device
+                result["failed"].append(f"{tokens}: {error!r}"[:300])
+                print(result["failed"][-1], flush=True)
+        else:
+            result["skipped"].append(tokens)
+            print(f"{tokens}: skipped, {budget.spent_s:.0f} s are spent", flush=True)
+        result["seconds"] = budget.spent_s
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+@contextmanager
+def _model(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the model's folder; one with random weights is deleted at the end."""
+    if options.model:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory(prefix="kvd-ssd-model-", dir=options.models) as parent:
+        folder = Path(parent, options.shape)
+        start = time.monotonic()
+        # In a process of its own, so that its memory is free again.
+        command = [sys.executable, "-m", "bench.gpu", "--shape", options.shape]
+        subprocess.run([*command, "--folder", str(folder)], check=True)
+        config = json.loads((folder / "config.json").read_text())
+        config["max_position_embeddings"] = max(
+            config["max_position_embeddings"], 2 * max(options.tokens)
+        )
+        (folder / "config.json").write_text(json.dumps(config))
+        print(f"{options.shape}: written in {time.monotonic() - start:.1f} s", flush=True)
+        yield str(folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ssd.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="demo, or a model's folder")
+    which.add_argument("--shape", help="shape of random weights (bench.gpu)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 100_000])
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no length after this")
+    parser.add_argument("--models", help="folder for random weights, such as /dev/shm")
+    parser.add_argument("--store", help="folder on the disk to measure")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-ssd-", dir=options.store) as store,
+        _model(options) as model,
+    ):
+        run(options, model, Path(store))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""How much streams are delayed while another request's prefix is read from disk."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from bench.serve.measure import percentile
+from bench.ssd import prompts
+from bench.ssd.worker import Answer, Worker
+
+STREAMS = 7
+UNDISTURBED_STEPS = 150
+"""Steps before each read that are compared with those during it."""
+_SETTLE_STEPS = 40
+_MOST_TOKENS = 20_000
+"""Limit of a stream, which is cancelled before."""
+_REST_TOKENS = 8
+"""Tokens of the prompt that follow its stored prefix and are prefilled."""
+
+
+def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]:
+    """Read a stored prompt ``rounds`` times beside seven streams; return the times between tokens.
+
+    ``prompt``: its prefix is on disk, except its last tokens. Gaps count from the request to its
+    first token, which includes the prefill of these last tokens, and until the prefix is read.
+    """
+    room = worker.info.context_length - 64
+    streams = [
+        worker.send(prompts.tokens(40, seed=number), max_tokens=min(room, _MOST_TOKENS))
+        for number in range(STREAMS)
+    ]
+    rows = [answer for _, answer in streams]
+    before: list[float] = []
+    during: list[float] = []
+    reading: list[float] = []
+    seconds: list[float] = []
+    for _ in range(rounds):
+        worker.forget()
+        _steps(worker, rows, _SETTLE_STEPS)
+        start = rows[0].arrivals[-1]
+        _steps(worker, rows, UNDISTURBED_STEPS)
+        before += _gaps(rows, start, rows[0].arrivals[-1])
+        _, restored = worker.send(prompt, max_tokens=1)
+        worker.run(lambda it=restored: it.over)  # type: ignore[misc]
+        if restored.read_at is None:
+            continue  # prefill was estimated to be faster
+        seconds.append(restored.read_at - restored.sent)
+        during += _gaps(rows, restored.sent, restored.arrivals[0])
+        reading += _gaps(rows, restored.sent, restored.read_at)
+    for rid, _ in streams:
+        worker.engine.cancel(rid)
+    worker.run(lambda: all(answer.over for answer in rows))
+    undisturbed, disturbed = percentile(before, 99), percentile(during, 99)
+    return {
+        "reads": len(seconds),
+        "read_s": percentile(seconds, 50),
+        "undisturbed_p50_s": percentile(before, 50),
+        "undisturbed_p99_s": undisturbed,
+        "gaps": len(during),
+        "during_p50_s": percentile(during, 50),
+        "during_p99_s": disturbed,
+        "during_max_s": max(during, default=0.0),
+        "reading_p99_s": percentile(reading, 99),
+        "ratio": disturbed / undisturbed,
+    }
+
+
+def _steps(worker: Worker, rows: list[Answer], count: int) -> None:
+    """Step until every row has ``count`` more tokens."""
+    wanted = [len(row.tokens) + count for row in rows]
+    worker.run(
+        lambda: all(len(row.tokens) >= least for row, least in zip(rows, wanted, strict=True))
+    )
+
+
+def _gaps(rows: list[Answer], since: float, until: float) -> list[float]:
+    """Return the times between tokens of each row that overlap an interval."""
+    return [
+        when - before
+        for row in rows
+        for before, when in pairwise(row.arrivals)
+        if when > since and before < until
+    ]
