@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from actors.machines.governing.state import MAX_OFFENCES
-from actors.machines.governor_events import (
-    EndWorker,
-    Evict,
-    LoadRequested,
-    MemoryMeasured,
-    Reclaim,
-)
+from actors.machines.governor_events import EndWorker, Evict, LoadRequested, MemoryMeasured, Reclaim
 from actors.machines.ledger import GrantDecision, WorkerExited
 from protocol.memory_bounds import STARTING_BYTES, limit_bytes
 from tests.actors.governor_simulation import BUSY, Simulation, of_type

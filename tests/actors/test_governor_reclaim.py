@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from actors.machines import governor_events
-from actors.machines.governor_events import (
-    AlarmFired,
-    Evict,
-    Reclaim,
-)
+from actors.machines.governor_events import AlarmFired, Evict, Reclaim
 from actors.machines.ledger import WorkerExited
 from protocol.policy import ModelPolicy
 from tests.actors.governor_simulation import BUSY, Simulation, of_type
