@@ -292,6 +292,7 @@ class PrefixStoreEvent(_Message, frozen=True):
 
     event: (
         prefix_store_events.WorkerExited
+        | prefix_store_events.Continued
         | prefix_store_events.LimitsChanged
         | prefix_store_events.DiskEvent
     )

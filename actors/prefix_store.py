@@ -88,19 +88,20 @@ class PrefixStoreState:
         )
 
     def spaces(self) -> list[PrefixSpace]:
-        index, models = self.machine.index, self.machine.readers.models
-        found: dict[bytes, PrefixSpace] = {}
-        for segment in index.segments.values():
-            space = found.setdefault(
-                segment.space, PrefixSpace(models=sorted(models.get(segment.space, ())))
+        models = self.machine.readers.models
+        found = [
+            PrefixSpace(
+                models=sorted(models.get(name, ())),
+                segments=len(space.segments),
+                tokens=space.tokens,
+                nbytes=space.nbytes,
+                hits=space.hits,
+                saved_s=space.saved_s,
+                used=space.used,
             )
-            space.segments += 1
-            space.tokens += index.tokens_of(segment)
-            space.nbytes += segment.nbytes
-            space.hits += segment.hits
-            space.saved_s += segment.saved_s
-            space.used = max(space.used, segment.used)
-        return sorted(found.values(), key=lambda space: (space.models, -space.nbytes))
+            for name, space in self.machine.index.spaces.items()
+        ]
+        return sorted(found, key=lambda space: (space.models, -space.nbytes))
 
     def problems(self) -> list[Problem]:
         if self.machine.fault is None:
@@ -205,6 +206,9 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
             case ev.SendToWorker(life=life, command=wire_command):
                 if life in state.workers:
                     state.workers[life].tell(mail.SendCommand(wire_command, life))
+            case ev.Continue(life=life):
+                continued = mail.PrefixStoreEvent(ev.Continued(life))
+                self.ref.tell(continued, beyond_limit=True)
             case ev.Refused(model=model, reason=reason):
                 state.observe(telemetry.SegmentRefused(model, reason))
             case ev.Announce(kind=kind, reason=reason):

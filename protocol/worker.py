@@ -178,7 +178,7 @@ class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
 class SegmentsChanged(_Command, tag="segments_changed", frozen=True, kw_only=True):
     """Segments of the worker's space that exist, or no longer exist, since the last command.
 
-    The first one answers `SegmentsOpened` and lists all. A list may be stale.
+    The first ones answer `SegmentsOpened` and together list all. A list may be stale.
     """
 
     added: list[SegmentInfo] = []

@@ -12,6 +12,7 @@ All times are seconds since 1970, because uses are remembered across restarts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
@@ -26,6 +27,18 @@ CHECK_S = 60.0
 """Seconds between readings of the free bytes, and between attempts to open a failed store."""
 MAX_PERMISSIONS = 64
 """Segments that may be written at once, so that a hanging disk does not collect many."""
+MAX_DELETED = 128
+"""Segments that are deleted at once, except for a new one: some milliseconds of work."""
+
+
+@dataclass
+class _Drop:
+    """A `DropRequested` that is carried out in parts."""
+
+    keys: list[bytes]
+    """Keys that are still to be deleted."""
+    segments: int = 0
+    nbytes: int = 0
 
 
 class PrefixStore:
@@ -45,7 +58,10 @@ class PrefixStore:
         self._synchronizing = False
         self._unrecorded: set[bytes] = set()
         """Segments whose last use is not on disk."""
-        self._drops: dict[int, ev.Dropped] = {}
+        self.evicted = 0
+        """Segments evicted since the start."""
+        self._drops: dict[int, _Drop] = {}
+        """By ticket."""
         self._held: list[ev.Event] = []
         """Events that wait until the store is open."""
         self._checked_at = 0.0
@@ -84,19 +100,24 @@ class PrefixStore:
                 yield from self._opened(event, now)
             case ev.DiskFailed(reason=reason):
                 yield from self._fail(reason, now)
+            case ev.Continued(life=life):
+                yield from self.readers.list_next(life, self.index.segments)
             case _ if self.state != "on":
                 pass  # the store failed in the meantime, and the next scan finds what is left
             case ev.RoomMade():
                 yield from self._room_made(event, now)
             case ev.SegmentsDeleted(keys=keys, ticket=ticket):
                 self._forget(keys)
-                if ticket in self._drops:
-                    yield self._drops.pop(ticket)
+                if ticket is not None and ticket in self._drops:
+                    yield from self._drop_next(ticket)
+                else:
+                    yield from self._fit(now)
             case ev.Settled():
                 yield from self._settled(event, now)
             case ev.FreeBytesRead(free_bytes=free):
                 self._synchronizing = False
                 yield from self._free(self.limits.keep_free_bytes - free, now)
+                yield from self._fit(now)
             case _:
                 assert_never(event)
 
@@ -130,23 +151,16 @@ class PrefixStore:
         self._opens += 1
         self._synchronizing = False
         self.deleting.clear()
-        yield ev.OpenStore(self._opens, frozenset(self.writes.permissions))
+        yield ev.OpenStore(self._opens, frozenset(self.writes.permissions), now)
 
     def _opened(self, event: ev.StoreOpened, now: float) -> Iterator[ev.Command]:
         if self.state != "opening" or event.seq != self._opens:
             return  # turned off in the meantime
-        before, self.index = self.index, SegmentIndex()
-        writing = self.writes.permissions
-        segments = [replace(it, used=min(it.used, now)) for it in event.segments]
-        rejected = self.index.add_all(it for it in segments if it.key not in writing)
+        before, self.index = self.index, event.index
         self.writes.days = dict(event.written)
         self.state, self.fault = "on", None
         yield ev.Announce("prefix_store_on", f"{len(self.index)} segments are stored")
-        added = [it for key, it in self.index.segments.items() if key not in before]
-        removed = [it for key, it in before.segments.items() if key not in self.index]
-        yield from self.readers.send_changes(added, removed)
-        if rejected:
-            yield self._delete_files(rejected)
+        yield from self.readers.replace_index(before, self.index)
         for space, model in self.readers.add_models(event.models):
             yield ev.RecordModel(space, model)
         yield from self._fit(now)
@@ -159,7 +173,7 @@ class PrefixStore:
         before, self.index = self.index, SegmentIndex()
         self.fault = None
         yield from self._leave()
-        yield from self.readers.send_changes([], before.segments.values())
+        yield from self.readers.replace_index(before, self.index)
 
     def _fail(self, reason: str, now: float) -> Iterator[ev.Command]:
         """Turn the store off until the disk works again; workers may still read its files."""
@@ -177,16 +191,20 @@ class PrefixStore:
         held, self._held = self._held, []
         for one in held:
             yield from self._handle(one, self._checked_at)
-        for dropped in self._drops.values():
-            yield replace(dropped, failed=True)
+        for ticket, drop in self._drops.items():
+            yield ev.Dropped(ticket, drop.segments, drop.nbytes, failed=True)
         self._drops.clear()
 
     def _check_time(self, now: float) -> Iterator[ev.Command]:
-        due = not 0 <= now - self._checked_at < CHECK_S
+        set_back = now < self._checked_at
+        due = set_back or now - self._checked_at >= CHECK_S
         if self.state == "on" and (due or self._unrecorded) and not self._synchronizing:
             self._checked_at = now
             self._synchronizing = True
             yield self.synchronize()
+            if set_back:  # read the index again, without uses in the future
+                yield from self._leave()
+                yield from self._open(now)
         elif self.state == "off" and self.limits.limit_bytes and due:
             yield from self._open(now)
 
@@ -205,6 +223,7 @@ class PrefixStore:
         new.limits, new.readers, new.writes = self.limits, self.readers, self.writes
         new.writes.take_waiting()
         new.fault, new._opens, new._checked_at = reason, self._opens, self._checked_at
+        new.evicted = self.evicted
         return new
 
     # -- reports of workers -----------------------------------------------------------------------
@@ -223,10 +242,8 @@ class PrefixStore:
                     yield from self._count(permission.nbytes, now)
             case wire.SegmentUsed(key=key, seconds=seconds, prefill_s=prefill_s):
                 if key in self.index:
-                    self._unrecorded.update(it.key for it in self.index.touch(key, now))
-                    used = self.index.segments[key]
-                    used.hits += 1
-                    used.saved_s += prefill_s - seconds
+                    used = self.index.hit(key, prefill_s - seconds, now)
+                    self._unrecorded.update(it.key for it in used)
             case wire.SegmentDamaged(key=key):
                 yield from self._delete(self.index.with_dependents([key]))
             case _:
@@ -235,7 +252,8 @@ class PrefixStore:
     def _open_space(self, event: ev.Reported, space: bytes) -> Iterator[ev.Command]:
         if self.readers.open(event.life, event.model, space) and self.state == "on":
             yield ev.RecordModel(space, event.model)
-        yield from self.readers.list_all(event.life, self.index.segments.values())
+        self.readers.list_later(event.life, self.index.keys_in(space))
+        yield from self.readers.list_next(event.life, self.index.segments)
 
     def _offered(
         self, event: ev.Reported, offer: wire.SegmentOffered, now: float
@@ -247,18 +265,15 @@ class PrefixStore:
             return
         permission = Permission(event.life, worker.space, segment)
         needed = self.index.nbytes + self.writes.reserved_bytes + permission.nbytes
-        missing = needed - self.limits.limit_bytes
-        if missing > 0:  # evict more at once, because choosing looks at every segment
-            missing = max(missing, self.limits.limit_bytes // 256)
         kept = {segment.base, *self.writes.bases}
-        chosen = self.index.choose(missing, now, kept)
-        freed = sum(self.index.segments[key].nbytes for key in chosen)
-        if needed - freed > self.limits.limit_bytes:
+        evicted = self.index.evict(needed - self.limits.limit_bytes, now, kept)
+        if needed - sum(it.nbytes for it in evicted) > self.limits.limit_bytes:
+            self.index.restore(evicted)
             yield from self._refuse(event.life, segment.key, "limit", event.model)
             return
         self.writes.permissions[segment.key] = permission
-        yield from self._remove(chosen)
-        yield ev.MakeRoom(segment.key, chosen)
+        yield from self._evicted(evicted)
+        yield ev.MakeRoom(segment.key, [it.key for it in evicted])
 
     def _refusal(
         self, worker: Reader | None, offer: wire.SegmentOffered, now: float, *, draining: bool
@@ -323,7 +338,9 @@ class PrefixStore:
         fits = nbytes <= permission.nbytes
         if not (fits and self.index.accepts(segment.space, segment.info)):
             yield from self._count(nbytes, now)  # its base was deleted, or it is too large
-            yield self._delete_files([segment])
+            self.deleting[segment.key] = nbytes
+            yield ev.DeleteSegments([segment.key])
+            yield from self.readers.send_changes([], [segment])
             return
         self.index.add(segment)
         yield from self._count(nbytes, now, segment)
@@ -338,7 +355,7 @@ class PrefixStore:
             yield ev.RecordWritten(day, nbytes, None if segment is None else replace(segment))
 
     def _exited(self, life: int) -> Iterator[ev.Command]:
-        self.readers.workers.pop(life, None)
+        self.readers.close(life)
         self.writes.take_waiting([life])
         keys = self.writes.keys_of(life)
         if self.state == "on" and keys:
@@ -370,40 +387,55 @@ class PrefixStore:
         yield from self._evict(nbytes - sum(self.deleting.values()), now)
 
     def _evict(self, nbytes: int, now: float) -> Iterator[ev.Command]:
-        yield from self._delete(self.index.choose(nbytes, now, self.writes.bases))
+        """Evict at most `MAX_DELETED` segments; the next ones follow once these are deleted."""
+        evicted = self.index.evict(nbytes, now, self.writes.bases, MAX_DELETED)
+        yield from self._evicted(evicted)
+        if evicted:
+            yield ev.DeleteSegments([it.key for it in evicted])
+
+    def _evicted(self, segments: list[Segment]) -> Iterator[ev.Command]:
+        self.evicted += len(segments)
+        yield from self._removed(segments)
 
     def _drop(self, event: ev.DropRequested, now: float) -> Iterator[ev.Command]:
         if self.state != "on":
             yield ev.Dropped(event.ticket, failed=True)
             return
-        found = [
+        models = self.readers.models
+        keys = [
             key
-            for key, segment in self.index.segments.items()
-            if (event.model is None or event.model in self.readers.models.get(segment.space, ()))
-            and (event.unused_s is None or now - segment.used >= event.unused_s)
+            for space, found in self.index.spaces.items()
+            if event.model is None or event.model in models.get(space, ())
+            for key, segment in found.segments.items()
+            if event.unused_s is None or now - segment.used >= event.unused_s
         ]
-        keys = self.index.with_dependents(found)
-        nbytes = sum(self.index.segments[key].nbytes for key in keys)
-        self._drops[event.ticket] = ev.Dropped(event.ticket, len(keys), nbytes)
-        yield from self._remove(keys)
-        yield ev.DeleteSegments(keys, event.ticket)
+        self._drops[event.ticket] = _Drop(keys)
+        yield from self._drop_next(event.ticket)
+
+    def _drop_next(self, ticket: int) -> Iterator[ev.Command]:
+        """Delete the next segments of a drop, or answer it."""
+        drop = self._drops[ticket]
+        while drop.keys:
+            part, drop.keys[-MAX_DELETED:] = drop.keys[-MAX_DELETED:], []
+            # Whatever depends on a segment is in its space, and was not used later.
+            if keys := self.index.with_dependents(part):
+                drop.segments += len(keys)
+                drop.nbytes += sum(self.index.segments[key].nbytes for key in keys)
+                yield from self._removed([self.index.remove(key) for key in keys])
+                yield ev.DeleteSegments(keys, ticket)
+                return
+        del self._drops[ticket]
+        yield ev.Dropped(ticket, drop.segments, drop.nbytes)
 
     def _delete(self, keys: list[bytes]) -> Iterator[ev.Command]:
-        yield from self._remove(keys)
+        yield from self._removed([self.index.remove(key) for key in keys])
         if keys and self.state == "on":
             yield ev.DeleteSegments(keys)
 
-    def _remove(self, keys: Iterable[bytes]) -> Iterator[ev.Command]:
-        """Take segments out of the index before their files are deleted."""
-        removed = [self.index.remove(key) for key in keys]
-        self.deleting.update((it.key, it.nbytes) for it in removed)
-        yield from self.readers.send_changes([], removed)
-
-    def _delete_files(self, segments: Iterable[Segment]) -> ev.DeleteSegments:
-        """Delete files that are not in the index."""
-        sizes = {it.key: it.nbytes for it in segments}
-        self.deleting.update(sizes)
-        return ev.DeleteSegments(list(sizes))
+    def _removed(self, segments: list[Segment]) -> Iterator[ev.Command]:
+        """Count segments that are out of the index until their files are deleted."""
+        self.deleting.update((it.key, it.nbytes) for it in segments)
+        yield from self.readers.send_changes([], segments)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from actors.machines.machine import Record
-from actors.machines.segment_index import Segment
+from actors.machines.segment_index import Segment, SegmentIndex
 from protocol.worker import SegmentCommand, SegmentReport
 
 
@@ -64,11 +64,17 @@ class AlarmFired(Record, frozen=True):
     """A few seconds have passed."""
 
 
+class Continued(Record, frozen=True):
+    """Answers `Continue`."""
+
+    life: int
+
+
 class StoreOpened(Record, frozen=True):
-    """Answers `OpenStore`: what the folder contains."""
+    """Answers `OpenStore`: what the folder contains, except the segments that are being written."""
 
     seq: int
-    segments: list[Segment]
+    index: SegmentIndex
     written: dict[int, int]
     """Bytes written by day, in days since 1970."""
     models: dict[bytes, list[str]]
@@ -111,7 +117,7 @@ class DiskFailed(Record, frozen=True):
 
 
 DiskEvent = StoreOpened | RoomMade | SegmentsDeleted | Settled | FreeBytesRead | DiskFailed
-Event = Reported | WorkerExited | LimitsChanged | DropRequested | AlarmFired | DiskEvent
+Event = Reported | WorkerExited | LimitsChanged | DropRequested | AlarmFired | Continued | DiskEvent
 
 # -- commands ---------------------------------------------------------------------------------
 
@@ -121,6 +127,12 @@ class SendToWorker(Record, frozen=True):
 
     life: int
     command: SegmentCommand
+
+
+class Continue(Record, frozen=True):
+    """List more segments for a process after other work. Answered by `Continued`."""
+
+    life: int
 
 
 class Refused(Record, frozen=True):
@@ -149,11 +161,14 @@ class Dropped(Record, frozen=True):
 class OpenStore(Record, frozen=True):
     """Read the index, and make it agree with the files.
 
-    Deletes incomplete files, except those of the keys in `writing`. Answered by `StoreOpened`.
+    Deletes incomplete files, except those of the keys in `writing`, and segments without a base.
+    Answered by `StoreOpened`.
     """
 
     seq: int
     writing: frozenset[bytes]
+    now: float
+    """No use can be later. The clock may have been set back."""
 
 
 class MakeRoom(Record, frozen=True):
@@ -202,4 +217,4 @@ DiskCommand = (
     OpenStore | MakeRoom | DeleteSegments | Settle | RecordWritten | RecordModel | Synchronize
 )
 """Commands for the disk, which runs them one after the other."""
-Command = SendToWorker | Refused | Announce | Dropped | DiskCommand
+Command = SendToWorker | Continue | Refused | Announce | Dropped | DiskCommand

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
+from actors.machines.eviction_order import Candidate, EvictionOrder
 from protocol.segments import KEY_BYTES, SegmentInfo, prefix_value
 
 JUST_USED_S = 10.0
 """Seconds after its last use in which a segment is not evicted: a worker may be reading it."""
 
 
-class Segment(msgspec.Struct, kw_only=True):
+class Segment(msgspec.Struct, kw_only=True, gc=False):
     """One stored segment."""
 
     key: bytes
@@ -35,13 +36,33 @@ class Segment(msgspec.Struct, kw_only=True):
         return SegmentInfo(key=self.key, base=self.base, tokens=self.tokens, nbytes=self.nbytes)
 
 
-class SegmentIndex:
-    """All stored segments. The base of a segment in the index is in the index too."""
+class SpaceSegments:
+    """The segments of one space, and their sums."""
 
     def __init__(self) -> None:
         self.segments: dict[bytes, Segment] = {}
+        self.tokens = 0
+        """Tokens whose pages are stored."""
+        self.nbytes = 0
+        self.hits = 0
+        self.saved_s = 0.0
+        self.used = 0.0
+        """Time of the last use of any segment, also of one that was evicted since then."""
+
+
+class SegmentIndex:
+    """All stored segments. The base of a segment in the index is in the index too.
+
+    No method takes longer with more segments, except `add_all` and `check`.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[bytes, Segment] = {}
+        self.spaces: dict[bytes, SpaceSegments] = {}
+        """The same segments by space."""
         self.nbytes = 0
         """Bytes of all segments."""
+        self._order = EvictionOrder(self._candidate)
         self._children: dict[bytes, set[bytes]] = {}
         """Keys of the segments that begin at a segment's end, for those that have any."""
 
@@ -67,6 +88,11 @@ class SegmentIndex:
         if segment.base is not None:
             self._children.setdefault(segment.base, set()).add(segment.key)
             self.touch(segment.base, segment.used)
+        space = self.spaces.setdefault(segment.space, SpaceSegments())
+        space.segments[segment.key] = segment
+        space.used = max(space.used, segment.used)
+        self._count(space, segment, 1)
+        self._order.add(segment.key)
 
     def add_all(self, segments: Iterable[Segment]) -> list[Segment]:
         """Add segments in any order; return those without a usable base, which are not added."""
@@ -86,14 +112,31 @@ class SegmentIndex:
     def remove(self, key: bytes) -> Segment:
         """Remove a segment on which no other depends."""
         assert key not in self._children, "removes a base of another segment"
-        segment = self.segments.pop(key)
+        segment = self.segments[key]
+        space = self.spaces[segment.space]
+        self._count(space, segment, -1)
+        del self.segments[key], space.segments[key]
+        if not space.segments:
+            del self.spaces[segment.space]
         self.nbytes -= segment.nbytes
         if segment.base is not None:
             siblings = self._children[segment.base]
             siblings.discard(key)
             if not siblings:
                 del self._children[segment.base]
+                self._order.add(segment.base)
         return segment
+
+    def _count(self, space: SpaceSegments, segment: Segment, sign: int) -> None:
+        space.tokens += sign * self.tokens_of(segment)
+        space.nbytes += sign * segment.nbytes
+        space.hits += sign * segment.hits
+        space.saved_s += sign * segment.saved_s
+
+    def keys_in(self, space: bytes) -> AbstractSet[bytes]:
+        """Return the keys of the segments of a space."""
+        found = self.spaces.get(space)
+        return set() if found is None else found.segments.keys()
 
     def path(self, key: bytes | None) -> Iterator[Segment]:
         """Yield a segment, its base, the base's base, and so on."""
@@ -108,6 +151,16 @@ class SegmentIndex:
         for segment in found:
             segment.used = max(segment.used, now)
         return found
+
+    def hit(self, key: bytes, saved_s: float, now: float) -> list[Segment]:
+        """Count a hit of a segment; return the segments that were used for it."""
+        segment = self.segments[key]
+        space = self.spaces[segment.space]
+        for counted in (segment, space):
+            counted.hits += 1
+            counted.saved_s += saved_s
+        space.used = max(space.used, now)
+        return self.touch(key, now)
 
     def tokens_of(self, segment: Segment) -> int:
         """Return the tokens beyond a segment's base; 0 if the base is longer."""
@@ -125,46 +178,44 @@ class SegmentIndex:
             waiting += self._children.get(key, ())
         return list(reversed(found))
 
-    def choose(self, nbytes: int, now: float, kept: Collection[bytes | None] = ()) -> list[bytes]:
-        """Return the least valuable segments that together have ``nbytes``, each before its base.
+    def evict(
+        self, nbytes: int, now: float, kept: Collection[bytes | None] = (), limit: int | None = None
+    ) -> list[Segment]:
+        """Remove the least valuable segments that together have ``nbytes``, each before its base.
 
         Excludes the keys in ``kept``, their bases, and segments that were just used; returns fewer
-        bytes if no others are left. Nothing is removed.
+        bytes if no others are left, and at most ``limit`` segments.
         """
-        if nbytes <= 0:
-            return []
-        children = {key: len(found) for key, found in self._children.items()}
-        leaves = [
-            (self._value(segment, now), key)
-            for key, segment in self.segments.items()
-            if key not in children and self._is_evictable(segment, now, kept)
-        ]
-        heapq.heapify(leaves)
-        chosen: list[bytes] = []
-        while leaves and nbytes > 0:
-            _, key = heapq.heappop(leaves)
-            segment = self.segments[key]
-            chosen.append(key)
-            nbytes -= segment.nbytes
-            if segment.base is None:
-                continue
-            children[segment.base] -= 1
-            base = self.segments[segment.base]
-            if not children[segment.base] and self._is_evictable(base, now, kept):
-                heapq.heappush(leaves, (self._value(base, now), base.key))
-        return chosen
+        evicted: list[Segment] = []
+        skipped = []
+        while nbytes > 0 and len(evicted) != limit:
+            if (key := self._order.pop(now, JUST_USED_S)) is None:
+                break
+            if key in kept:
+                skipped.append(key)
+            else:
+                evicted.append(self.remove(key))
+                nbytes -= evicted[-1].nbytes
+        for key in skipped:
+            self._order.add(key)
+        return evicted
 
-    def _is_evictable(self, segment: Segment, now: float, kept: Collection[bytes | None]) -> bool:
-        return segment.key not in kept and not 0 <= now - segment.used < JUST_USED_S
+    def restore(self, evicted: Iterable[Segment]) -> None:
+        """Undo `evict`."""
+        for segment in reversed(list(evicted)):
+            self.add(segment)
 
-    def _value(self, segment: Segment, now: float) -> float:
-        age_s = max(0.0, now - segment.used)
+    def _candidate(self, key: bytes) -> Candidate | None:
+        """Return a segment's worth and last use, if no other depends on it."""
+        segment = self.segments.get(key)
+        if segment is None or key in self._children:
+            return None
         saved, nbytes = self.tokens_of(segment), segment.nbytes
         if segment.base is not None and not saved:
             # It keeps its longer base, of whose pages it uses the first.
             base = self.segments[segment.base]
             saved, nbytes = segment.tokens, nbytes + base.nbytes * segment.tokens // base.tokens
-        return prefix_value(saved, nbytes, age_s)
+        return Candidate(prefix_value(saved, nbytes, 0.0), segment.used)
 
     def check(self) -> None:
         assert self.nbytes == sum(it.nbytes for it in self.segments.values()), "wrong sum of bytes"
@@ -174,5 +225,16 @@ class SegmentIndex:
                 assert segment.base in self.segments, "a segment without its base"
                 assert key in self._children[segment.base], "a base does not know its segment"
                 assert self.segments[segment.base].used >= segment.used, "a base is older"
+        for name, space in self.spaces.items():
+            found = space.segments.values()
+            assert space.segments, "a space without a segment"
+            assert all(self.segments[it.key] is it and it.space == name for it in found), "strays"
+            sums = (space.tokens, space.nbytes, space.hits)
+            assert sums == (
+                sum(map(self.tokens_of, found)),
+                sum(it.nbytes for it in found),
+                sum(it.hits for it in found),
+            ), "wrong sums of a space"
+        assert sum(len(it.segments) for it in self.spaces.values()) == len(self), "one is missing"
         edges = sum(it.base is not None for it in self.segments.values())
         assert edges == sum(map(len, self._children.values())), "an edge without a segment"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from actors.machines.prefix_store_events import SendToWorker
-from actors.machines.segment_index import Segment
+from actors.machines.prefix_store_events import Command, Continue, SendToWorker
+from actors.machines.segment_index import Segment, SegmentIndex
 from protocol.worker import SegmentsChanged
 
-MAX_LISTED = 4096
-"""Segments in one list for a worker, so that no frame is large."""
+MAX_LISTED = 2048
+"""Segments in one list for a worker: some milliseconds of work, and a frame of 150 KB."""
 
 
 class Reader(msgspec.Struct, frozen=True):
@@ -28,6 +28,8 @@ class SegmentReaders:
         self.workers: dict[int, Reader] = {}
         self.models: dict[bytes, set[str]] = {}
         """Names by space, also of models that are not loaded."""
+        self._unlisted: dict[int, list[bytes]] = {}
+        """Keys of the segments that are still to be sent to a process."""
 
     def open(self, life: int, model: str, space: bytes) -> bool:
         """Add a process; return whether its model is new in the space."""
@@ -51,13 +53,26 @@ class SegmentReaders:
     def knows(self, model: str) -> bool:
         return any(model in names for names in self.models.values())
 
-    def list_all(self, life: int, segments: Iterable[Segment]) -> Iterator[SendToWorker]:
-        """Send the segments of its space to a process: one command at least."""
-        space = self.workers[life].space
-        added = [it.info for it in segments if it.space == space]
-        for start in range(0, len(added) or 1, MAX_LISTED):
-            part = added[start : start + MAX_LISTED]
-            yield SendToWorker(life, SegmentsChanged(added=part))
+    def list_later(self, life: int, keys: Iterable[bytes]) -> Continue:
+        """Let `list_next` send these segments, too."""
+        self._unlisted.setdefault(life, []).extend(keys)
+        return Continue(life)
+
+    def list_next(self, life: int, segments: Mapping[bytes, Segment]) -> Iterator[Command]:
+        """Send the next segments to a process: an empty list if there are none."""
+        left = self._unlisted.get(life, [])
+        part, left[:MAX_LISTED] = left[:MAX_LISTED], []
+        if life in self.workers:
+            added = [segments[key].info for key in part if key in segments]
+            yield SendToWorker(life, SegmentsChanged(added=added))
+        if left and life in self.workers:
+            yield Continue(life)
+        else:
+            self._unlisted.pop(life, None)
+
+    def close(self, life: int) -> None:
+        self.workers.pop(life, None)
+        self._unlisted.pop(life, None)
 
     def send_changes(
         self,
@@ -71,3 +86,14 @@ class SegmentReaders:
             gone = [it.key for it in removed if it.space == worker.space]
             if (new or gone) and life != except_life:
                 yield SendToWorker(life, SegmentsChanged(added=new, removed=gone))
+
+    def replace_index(self, before: SegmentIndex, after: SegmentIndex) -> Iterator[Command]:
+        """Send what differs between two indexes."""
+        for life, worker in self.workers.items():
+            old, new = (index.keys_in(worker.space) for index in (before, after))
+            gone = list(old - new)
+            for start in range(0, len(gone), MAX_LISTED):
+                part = gone[start : start + MAX_LISTED]
+                yield SendToWorker(life, SegmentsChanged(removed=part))
+            if added := new - old:
+                yield self.list_later(life, added)

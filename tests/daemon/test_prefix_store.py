@@ -26,6 +26,7 @@ from protocol import worker as wire
 from protocol.segments import segment_path
 from tests.sim.segment_disk import KIB, SPACE, info, key, stored_files, write_file
 
+NOW = 2e9
 LIMITS = ev.StoreLimits(limit_bytes=600 * KIB, daily_bytes=10**12, keep_free_bytes=0)
 
 
@@ -35,7 +36,7 @@ def disk_of(root: Path) -> StoreDisk:
 
 def opened(root: Path, *, writing=frozenset()) -> tuple[StoreDisk, ev.StoreOpened]:
     disk = disk_of(root)
-    found = disk.run(ev.OpenStore(1, writing))
+    found = disk.run(ev.OpenStore(1, writing, NOW))
     assert isinstance(found, ev.StoreOpened)
     return disk, found
 
@@ -217,7 +218,7 @@ def test_uses_are_kept_across_restarts(tmp_path):
     disk.run(ev.Synchronize([stored]))
     disk.close()
     _, found = opened(tmp_path / "p")
-    assert found.segments == [stored]
+    assert found.index.segments == {stored.key: stored}
     assert (found.written, found.models) == ({7: 1500}, {SPACE: ["a"]})
 
 
@@ -239,7 +240,7 @@ def test_files_and_folders_are_private_and_other_files_stay(tmp_path):
     (root / "00" / f"{key(7).hex()}.part").write_text("begun")
     (root / "00" / f"{key(6).hex()}.part").write_text("being written")
     _, found = opened(root, writing=frozenset([key(6)]))
-    assert [it.key for it in found.segments] == [key(1)]
+    assert list(found.index.segments) == [key(1)]
     assert all(path.read_text() == "mine" for path in other)
     assert {path.stem for path in root.glob("00/*.part")} == {key(6).hex()}
 
@@ -253,7 +254,7 @@ def test_a_database_of_another_program_is_set_aside(tmp_path):
     other.close()
     write_file(root, info(1))
     _, found = opened(root)
-    assert [it.key for it in found.segments] == [key(1)]
+    assert list(found.index.segments) == [key(1)]
     assert (root / "index.damaged").exists()
 
 
@@ -270,7 +271,7 @@ def test_a_file_in_place_of_the_folder_is_an_error_for_the_store_only(tmp_path):
     async def main() -> list[ev.DiskEvent]:
         answers: asyncio.Queue[ev.DiskEvent] = asyncio.Queue()
         thread = DiskThread(tmp_path / "p")
-        thread.submit(ev.OpenStore(1, frozenset()), answers.put_nowait)
+        thread.submit(ev.OpenStore(1, frozenset(), NOW), answers.put_nowait)
         thread.submit(ev.Synchronize([]), answers.put_nowait)
         found = [await answers.get(), await answers.get()]
         thread.close()

@@ -17,6 +17,7 @@ from random import Random
 
 from actors.machines import prefix_store_events as ev
 from actors.machines.prefix_store import PrefixStore
+from actors.machines.segment_index import SegmentIndex
 from actors.machines.segment_writes import DAY_S
 from protocol import worker as wire
 from protocol.segments import SegmentInfo
@@ -55,7 +56,7 @@ class StoreSim:
     def _execute(self, command: ev.Command) -> ev.DiskEvent | None:
         match command:
             case ev.OpenStore(seq=seq):
-                return ev.StoreOpened(seq, [], {}, {})
+                return ev.StoreOpened(seq, SegmentIndex(), {}, {})
             case ev.MakeRoom(key=key, evicted=evicted):
                 self._delete(evicted)
                 return ev.RoomMade(key, evicted, UNLIMITED)

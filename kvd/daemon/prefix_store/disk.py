@@ -10,6 +10,7 @@ import sqlite3
 from typing import assert_never
 
 from actors.machines import prefix_store_events as ev
+from actors.machines.segment_index import SegmentIndex
 from actors.machines.segment_writes import DAY_S
 from kvd.daemon.prefix_store.folder import SegmentFolder
 from kvd.daemon.prefix_store.index_file import IndexFile
@@ -73,6 +74,7 @@ class StoreDisk:
         known = index.segments()
         sizes = self._folder.scan(command.writing)
         kept = {key: it for key, it in known.items() if sizes.get(key) == it.nbytes}
+        found = SegmentIndex()
         with index.transaction():
             index.remove(key for key in known if key not in kept)
             for key in sizes:
@@ -83,7 +85,11 @@ class StoreDisk:
                     index.add(segment)
                     if key not in known:  # it was written, but not counted
                         index.count_written(int(segment.created // DAY_S), segment.nbytes)
-        return ev.StoreOpened(command.seq, list(kept.values()), index.written(), index.models())
+            for segment in kept.values():
+                segment.used = min(segment.used, command.now)
+            rejected = found.add_all(it for it in kept.values() if it.key not in command.writing)
+        self._delete([it.key for it in rejected])
+        return ev.StoreOpened(command.seq, found, index.written(), index.models())
 
     def _delete(self, keys: list[bytes]) -> None:
         """Delete files before their entries: a file without an entry counts again."""
