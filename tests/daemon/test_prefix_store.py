@@ -280,3 +280,15 @@ def test_a_file_in_place_of_the_folder_is_an_error_for_the_store_only(tmp_path):
     first, _ = asyncio.run(main())
     assert isinstance(first, ev.DiskFailed)
     assert os.strerror(errno.EEXIST) in first.reason
+
+
+def test_bytes_of_a_write_that_a_killed_daemon_left_incomplete_count_as_written(tmp_path):
+    disk, _ = opened(tmp_path / "p")
+    disk.run(ev.MakeRoom(key(1), []))
+    disk.close()
+    part = tmp_path / "p" / "00" / f"{key(1).hex()}.part"
+    part.write_bytes(bytes(3000))
+    os.utime(part, (86_400 * 7 + 5, 86_400 * 7 + 5))
+    _, found = opened(tmp_path / "p")
+    assert not part.exists()
+    assert found.written == {7: 3000}

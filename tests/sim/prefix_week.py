@@ -1,26 +1,38 @@
 """A simulated week of agents on five models, and what a prefix store saves of their prefill.
 
 Agents of one kind begin with a common prompt. Conversations grow turn by turn, are sometimes forked
-and mostly abandoned; a few are continued hours or days later. Workers lose their memory
-several times a day. A second store without limits shows what could have been saved::
+and mostly abandoned; a few are continued hours or days later. Workers lose their memory several
+times a day, and with faults, they and the daemon are killed while they write, the disk fails for
+minutes, and files are damaged. A second store without limits has the same traffic and the same
+faults, and shows what could have been saved.
 
-    python -m tests.sim.prefix_week [SEED [SHARE_OF_BYTES [SHARE_OF_DAILY_WRITES]]]
+A seed decides everything, the limits included: a quarter to a half of the bytes that the unlimited
+store keeps, and 1.1 to 2 times its writes, of which prefixes that were not used again may use only
+half. ``python -m tests.sim.prefix_week FIRST [LAST] [--json FILE]`` runs weeks and prints the seeds
+that fail.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import heapq
+import json
 import sys
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from actors.machines import prefix_store_events as ev
-from actors.machines.prefix_store import PrefixStore
-from actors.machines.segment_index import SegmentIndex
 from actors.machines.segment_writes import DAY_S
 from protocol import worker as wire
 from protocol.segments import SegmentInfo
+from tests.sim.store_sim import UNLIMITED, StoreSim
 
 MODELS = 5
 KINDS = 4
@@ -28,71 +40,8 @@ KINDS = 4
 AGENTS = 2
 """Agents that work with a model at a time."""
 CHUNK = 256
-UNLIMITED = 2**62
-
-
-class StoreSim:
-    """A store whose disk answers at once. Checks after every event what must never happen."""
-
-    def __init__(self, limits: ev.StoreLimits) -> None:
-        self.machine = PrefixStore()
-        self.limits = limits
-        self.files: dict[bytes, int] = {}
-        self.allowed: dict[bytes, bool] = {}
-        self.written: dict[int, int] = {}
-        self.refused: dict[str, int] = {}
-        self.now = 0.0
-        self.handle(ev.LimitsChanged(limits))
-
-    def handle(self, event: ev.Event) -> None:
-        events = [event]
-        while events:
-            commands = self.machine.handle(events.pop(0), self.now)
-            events += filter(None, map(self._execute, commands))
-
-    def report(self, life: int, report: wire.SegmentReport) -> None:
-        self.handle(ev.Reported(f"m{life}", life, report))
-
-    def _execute(self, command: ev.Command) -> ev.DiskEvent | None:
-        match command:
-            case ev.OpenStore(seq=seq):
-                return ev.StoreOpened(seq, SegmentIndex(), {}, {})
-            case ev.MakeRoom(key=key, evicted=evicted):
-                self._delete(evicted)
-                return ev.RoomMade(key, evicted, UNLIMITED)
-            case ev.DeleteSegments(keys=keys, ticket=ticket):
-                self._delete(keys)
-                return ev.SegmentsDeleted(keys, ticket)
-            case ev.SendToWorker(command=wire.SegmentAllowed(key=key, allowed=allowed)):
-                self.allowed[key] = allowed
-            case ev.Refused(reason=reason):
-                self.refused[reason] = self.refused.get(reason, 0) + 1
-            case ev.Synchronize():
-                return ev.FreeBytesRead(UNLIMITED)
-            case _:
-                pass
-        return None
-
-    def _delete(self, keys: list[bytes]) -> None:
-        for key in keys:
-            del self.files[key]
-
-    def offer(self, life: int, segment: SegmentInfo, hits: int) -> bool:
-        """Offer a segment and write it if that is allowed; return whether it is stored now."""
-        self.report(life, wire.SegmentOffered(segment=segment, hits=hits))
-        if not self.allowed.pop(segment.key):
-            return segment.key in self.machine.index
-        self.files[segment.key] = segment.nbytes
-        day = int(self.now // DAY_S)
-        self.written[day] = self.written.get(day, 0) + segment.nbytes
-        assert sum(self.files.values()) <= self.limits.limit_bytes, "more bytes than the limit"
-        assert self.written[day] <= self.limits.daily_bytes, "more writes than a day may have"
-        self.report(life, wire.SegmentWritten(segment=segment, seconds=0.1))
-        return True
-
-    def check(self) -> None:
-        self.machine.check()
-        assert self.machine.stored_bytes == sum(self.files.values()), "bytes are counted wrongly"
+LEAST_RATE = 0.9
+"""Part of the unlimited store's hits that a limited one must have."""
 
 
 @dataclass
@@ -118,11 +67,17 @@ class Usage:
 
 
 class Week:
-    """Feeds the same traffic to several stores."""
+    """Feeds the same traffic to several stores, and the same faults if there are any."""
 
-    def __init__(self, seed: int, *limits: ev.StoreLimits) -> None:
+    def __init__(self, seed: int, *limits: ev.StoreLimits, faults: bool = False) -> None:
         self.random = Random(seed)
-        self.usages = [Usage(StoreSim(one)) for one in limits]
+        self.luck = Random(f"faults {seed}")
+        self.faults = faults
+        self.fault = ""
+        """What happens at the next write."""
+        self.works_at = 0.0
+        """When the disk works again."""
+        self.usages = [Usage(StoreSim(one, MODELS, seed)) for one in limits]
         self.memory: list[dict[bytes, int]] = [{} for _ in range(MODELS)]
         """Prefixes in each worker's memory, and how often prompts continued from them."""
         self.page_bytes = [self.random.randrange(8, 64) * 1024 for _ in range(MODELS)]
@@ -132,9 +87,6 @@ class Week:
         """Conversations that may be continued later."""
         self.count = 0
         self.requests = 0
-        for usage in self.usages:
-            for life in range(MODELS):
-                usage.sim.report(life, wire.SegmentsOpened(space=bytes([life]) * 16))
 
     def run(self, days: float = 7.0) -> None:
         now, forget_at = 0.0, [0.0] * MODELS
@@ -147,14 +99,32 @@ class Week:
                 break
             model = conversation.model
             if now >= forget_at[model]:  # the worker was evicted or restarted
-                self.memory[model].clear()
+                self._forget(model)
                 forget_at[model] = now + self.random.expovariate(1 / (4 * 3600))
-            for usage in self.usages:
-                usage.sim.now = now
+            self._pass_time(now)
             self._turn(conversation)
             self._continue(conversation, now)
+        self._pass_time(self.works_at + 120)
         for usage in self.usages:
             usage.sim.check()
+
+    def _pass_time(self, now: float) -> None:
+        """Let a few seconds pass before the next turn, and choose its fault."""
+        draw = self.luck.random() if self.faults else 1.0
+        if draw < 0.001:
+            self.works_at = now + self.luck.uniform(1, 1200)
+        names = ((0.004, "daemon"), (0.012, "worker"), (0.02, "disk"))
+        self.fault = next((name for limit, name in names if draw < limit), "")
+        for usage in self.usages:
+            usage.sim.now, usage.sim.broken = now, now < self.works_at
+            usage.sim.handle(ev.AlarmFired())
+
+    def _forget(self, model: int) -> None:
+        """Let a worker's memory be lost; without faults it was emptied by other work."""
+        self.memory[model].clear()
+        if self.faults:
+            for usage in self.usages:
+                usage.sim.replace_worker(model)
 
     def _schedule(self, at: float, conversation: Conversation) -> None:
         self.count += 1
@@ -191,8 +161,11 @@ class Week:
         in_memory: int,
     ) -> None:
         """Continue from the store if it has more of the prompt than the worker's memory."""
-        stored = [one for one in path if one[0] in usage.sim.machine.index]
+        stored = [one for one in path if usage.sim.knows(one[0])]
         key, found = stored[-1] if stored else (b"", 0)
+        if found and self.fault == "disk" and key[0] < 64:
+            usage.sim.damage(it.model, key)
+            found = 0
         if in_memory < path[-1][1]:  # memory has lost it
             usage.queried += tokens - in_memory
             usage.restored += max(0, found - in_memory)
@@ -202,13 +175,14 @@ class Week:
 
     def _offer(self, usage: Usage, it: Conversation) -> None:
         """Offer all prefixes on the prompt's path that are not stored, shortest first."""
-        base, above = None, 0
+        base, above, last, fault = None, 0, it.ends[-1][1], self.fault
         for key, tokens in it.ends:
-            stored = key in usage.sim.machine.index
+            stored = usage.sim.knows(key)
             if not stored:
                 nbytes = (tokens - above) * self.page_bytes[it.model]
                 segment = SegmentInfo(key=key, base=base, tokens=tokens, nbytes=nbytes)
-                stored = usage.sim.offer(it.model, segment, self.memory[it.model].get(key, 0))
+                hits = self.memory[it.model].get(key, 0)
+                stored = usage.sim.offer(it.model, segment, hits, fault if tokens == last else "")
             if stored:
                 base, above = key, tokens
 
@@ -240,7 +214,9 @@ def _key(prefix: bytes) -> bytes:
     return hashlib.blake2b(prefix, digest_size=16).digest()
 
 
-def compare(seed: int, share: float, daily_share: float = 2.0, days: float = 7.0) -> Week:
+def compare(
+    seed: int, share: float, daily_share: float = 2.0, days: float = 7.0, *, faults: bool = False
+) -> Week:
     """Run a week with a limit of ``share`` of the bytes that an unlimited store would keep.
 
     ``daily_share``: the daily writes, relative to those of the unlimited store.
@@ -250,25 +226,86 @@ def compare(seed: int, share: float, daily_share: float = 2.0, days: float = 7.0
     oracle.run(days)
     total = oracle.usages[0].sim.machine.stored_bytes
     limits = ev.StoreLimits(int(total * share), int(total / days * daily_share), 0)
-    week = Week(seed, unlimited, limits)
+    week = Week(seed, unlimited, limits, faults=faults)
     week.run(days)
     return week
 
 
-def main(arguments: list[str]) -> None:
-    """Print how much of the unlimited store's savings a limited one has."""
-    seed, share, daily = [*map(float, arguments), *(7, 1 / 3, 2.0)[len(arguments) :]]
-    week = compare(int(seed), share, daily)
-    oracle, limited = (usage.sim for usage in week.usages)
-    rates = [usage.rate for usage in week.usages]
-    writes = sum(limited.written.values()) / sum(oracle.written.values())
-    sys.stdout.write(
-        f"{week.requests} requests; unlimited: {oracle.machine.stored_bytes / 1e9:.0f} GB,"
-        f" {rates[0]:.3f} of the lost tokens restored; limited: {rates[1]:.3f},"
-        f" {rates[1] / rates[0]:.3f} of that; {writes:.2f} of the writes;"
-        f" refused {limited.refused}\n"
-    )
+def run(seed: int) -> dict[str, Any]:
+    """Return the counts of a seed's week; raises AssertionError if a promise was broken."""
+    random = Random(f"limits {seed}")
+    share, daily_share = random.uniform(0.25, 0.5), random.uniform(1.1, 2.0)
+    week = compare(seed, share, daily_share, faults=True)
+    oracle, limited = week.usages
+    ratio = limited.rate / oracle.rate
+    assert oracle.rate > 0.5, "the traffic has nothing to store"
+    assert limited.sim.machine.evicted > 0, "the limit was never reached"
+    assert ratio >= LEAST_RATE, f"only {ratio:.3f} of the unlimited store's hits"
+    written = {
+        name: sum(usage.sim.written.values()) for name, usage in zip("ul", week.usages, strict=True)
+    }
+    return {
+        "requests": week.requests,
+        "share": share,
+        "daily_share": daily_share,
+        "unlimited_rate": oracle.rate,
+        "limited_rate": limited.rate,
+        "ratio": ratio,
+        "writes": written["l"] / written["u"],
+        "evicted": limited.sim.machine.evicted,
+        "counts": dict(limited.sim.counts),
+    }
+
+
+def _try(seed: int) -> tuple[int, dict[str, Any] | str]:
+    try:
+        return seed, run(seed)
+    except Exception:  # noqa: BLE001 - the other seeds still run
+        return seed, traceback.format_exc()
+
+
+def summary(results: dict[int, dict[str, Any] | str], seconds: float) -> dict[str, Any]:
+    """Return the sums of all weeks, and the seeds that failed with the reason."""
+    good = [it for it in results.values() if isinstance(it, dict)]
+    counts: Counter[str] = Counter()
+    for one in good:
+        counts.update(one["counts"])
+    ratios = sorted(one["ratio"] for one in good)
+    return {
+        "seeds": len(results),
+        "failed": {seed: it for seed, it in results.items() if isinstance(it, str)},
+        "requests": sum(one["requests"] for one in good),
+        "least_ratio": ratios[0] if ratios else None,
+        "median_ratio": ratios[len(ratios) // 2] if ratios else None,
+        "daily_writes_bind": sum("refused: daily_writes" in one["counts"] for one in good),
+        "evicted": sum(one["evicted"] for one in good),
+        "counts": dict(counts),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.prefix_week", description=__doc__)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, nargs="?")
+    parser.add_argument("--processes", type=int, default=None)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    started, results = time.monotonic(), {}
+    last = options.first if options.last is None else options.last
+    with ProcessPoolExecutor(options.processes) as pool:
+        for seed, result in pool.map(_try, range(options.first, last + 1)):
+            results[seed] = result
+            if isinstance(result, str):
+                sys.stdout.write(f"seed {seed} failed:\n{result}\n")
+                sys.stdout.flush()
+    found = summary(results, time.monotonic() - started)
+    text = json.dumps(found, indent=1)
+    sys.stdout.write(text + "\n")
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+    return 1 if found["failed"] else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -72,10 +72,13 @@ class StoreDisk:
         self._folder.create()
         index = self._index_file = IndexFile(self._folder.root / "index.sqlite")
         known = index.segments()
-        sizes = self._folder.scan(command.writing)
+        scan = self._folder.scan(command.writing)
+        sizes = scan.sizes
         kept = {key: it for key, it in known.items() if sizes.get(key) == it.nbytes}
         found = SegmentIndex()
         with index.transaction():
+            for day, nbytes in scan.deleted:
+                index.count_written(day, nbytes)
             index.remove(key for key in known if key not in kept)
             for key in sizes:
                 if key in kept or key in command.writing:

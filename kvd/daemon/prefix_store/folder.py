@@ -6,16 +6,28 @@ import os
 import re
 import stat
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
 from actors.machines.segment_index import Segment
+from actors.machines.segment_writes import DAY_S
 from protocol.segment_file import DamagedSegment, read_header
 from protocol.segments import KEY_BYTES, PART_SUFFIX, SUFFIX, segment_path
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _FILE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})((?:\..*)?)")
+
+
+@dataclass
+class Scan:
+    """What the folder contains."""
+
+    sizes: dict[bytes, int] = field(default_factory=dict)
+    """Bytes of the segments by key."""
+    deleted: list[tuple[int, int]] = field(default_factory=list)
+    """Day of the last write and bytes of each incomplete file that was deleted."""
 
 
 class SegmentFolder:
@@ -37,30 +49,25 @@ class SegmentFolder:
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 
-    def scan(self, writing: Collection[bytes]) -> dict[bytes, int]:
-        """Return the sizes of all segments; delete incomplete files except of ``writing``."""
-        sizes: dict[bytes, int] = {}
+    def scan(self, writing: Collection[bytes]) -> Scan:
+        """Find all segments, and delete incomplete files except of ``writing``."""
+        found = Scan()
         for folder in os.scandir(self.root):
             if _FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                 for entry in os.scandir(folder):
-                    self._scan_file(entry, folder.name, sizes, writing)
-        return sizes
+                    if entry.name.startswith(folder.name):
+                        self._scan_file(entry, writing, found)
+        return found
 
-    def _scan_file(
-        self,
-        entry: os.DirEntry[str],
-        folder: str,
-        sizes: dict[bytes, int],
-        writing: Collection[bytes],
-    ) -> None:
-        match = _FILE.fullmatch(entry.name)
-        if match is None or not entry.name.startswith(folder):
+    def _scan_file(self, entry: os.DirEntry[str], writing: Collection[bytes], found: Scan) -> None:
+        if (match := _FILE.fullmatch(entry.name)) is None:
             return
-        found, key = entry.stat(follow_symlinks=False), bytes.fromhex(match[1])
-        if match[2] == SUFFIX and stat.S_ISREG(found.st_mode):
-            sizes[key] = found.st_size
+        status, key = entry.stat(follow_symlinks=False), bytes.fromhex(match[1])
+        if match[2] == SUFFIX and stat.S_ISREG(status.st_mode):
+            found.sizes[key] = status.st_size
         elif match[2].endswith(PART_SUFFIX) and key not in writing:
             Path(entry.path).unlink(missing_ok=True)
+            found.deleted.append((int(status.st_mtime // DAY_S), status.st_size))
 
     def read(self, key: bytes) -> Segment | None:
         """Return a segment as its file describes it; delete a damaged file."""
