@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 from actors import mail, telemetry
 from actors.machines import prefix_store_events as ev
 from actors.machines.prefix_store import PrefixStore
-from actors.ports import Notice
+from actors.ports import Level, Notice
 from actors.runtime.actor import Actor, DeferredReply, Ref
 from actors.runtime.timers import Alarm
 from protocol import worker as wire
@@ -165,24 +165,18 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
                 state.observe(telemetry.SegmentWritten(model, segment.nbytes))
             case wire.SegmentUsed(tokens=tokens, seconds=seconds, prefill_s=prefill_s):
                 state.observe(telemetry.SegmentUsed(model, tokens, prefill_s - seconds))
-            case wire.SegmentDamaged():
-                self._warn("segment_damaged", message, report)
-            case wire.SegmentAbandoned():
-                self._warn("segment_abandoned", message, report)
+            case wire.SegmentDamaged(key=key, reason=reason):
+                if key in state.machine.index:  # else it was deleted while it was read
+                    text = f"{key.hex()} is deleted: {reason}"
+                    state.events.record("segment_damaged", model, text, level="warning")
+            case wire.SegmentAbandoned(key=key, reason=reason):
+                fields = {"model": model, "key": key.hex(), "reason": reason}
+                state.notify(Notice("segment_abandoned", "warning", fields))
             case wire.SegmentsOpened() | wire.SegmentOffered():
                 pass
             case _:
                 assert_never(report)
         self._apply(ev.Reported(model, message.life, report, message.draining))
-
-    def _warn(
-        self,
-        event: str,
-        message: mail.SegmentsReported,
-        report: wire.SegmentDamaged | wire.SegmentAbandoned,
-    ) -> None:
-        fields = {"model": message.model, "key": report.key.hex(), "reason": report.reason}
-        self._state.notify(Notice(event, "warning", fields))
 
     def _drop(self, model: str | None, unused_s: float | None) -> DeferredReply[tuple[int, int]]:
         state, ticket = self._state, next(self._state.tickets)
@@ -212,8 +206,8 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
             case ev.Refused(model=model, reason=reason):
                 state.observe(telemetry.SegmentRefused(model, reason))
             case ev.Announce(kind=kind, reason=reason):
-                off = kind == "prefix_store_off"
-                state.events.record(kind, None, reason, level="warning" if off else "info")
+                level: Level = "info" if kind == "prefix_store_on" else "warning"
+                state.events.record(kind, None, reason, level=level)
             case ev.Dropped():
                 reply = state.drops.pop(command.ticket)
                 if command.failed:

@@ -65,10 +65,13 @@ class PrefixStore:
         self._held: list[ev.Event] = []
         """Events that wait until the store is open."""
         self._checked_at = 0.0
+        self._latest = 0.0
+        """Latest time of any event; the clock may be set back."""
         self._opens = 0
         """Number of the last `OpenStore`; answers to earlier ones are ignored."""
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        self._latest = max(self._latest, now)
         if self.state == "opening" and self._must_wait(event):
             self._held.append(event)
             return []
@@ -160,6 +163,9 @@ class PrefixStore:
         self.writes.days = dict(event.written)
         self.state, self.fault = "on", None
         yield ev.Announce("prefix_store_on", f"{len(self.index)} segments are stored")
+        if event.damaged:
+            text = f"{len(event.damaged)} damaged files are deleted: {event.damaged[0]}"
+            yield ev.Announce("segment_damaged", text)
         yield from self.readers.replace_index(before, self.index)
         for space, model in self.readers.add_models(event.models):
             yield ev.RecordModel(space, model)
@@ -196,7 +202,8 @@ class PrefixStore:
         self._drops.clear()
 
     def _check_time(self, now: float) -> Iterator[ev.Command]:
-        set_back = now < self._checked_at
+        set_back = now < self._latest - CHECK_S
+        self._latest = now
         due = set_back or now - self._checked_at >= CHECK_S
         if self.state == "on" and (due or self._unrecorded) and not self._synchronizing:
             self._checked_at = now

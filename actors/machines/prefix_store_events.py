@@ -79,6 +79,8 @@ class StoreOpened(Record, frozen=True):
     """Bytes written by day, in days since 1970."""
     models: dict[bytes, list[str]]
     """Names of the models that used a space."""
+    damaged: list[str]
+    """What was wrong with files that were deleted."""
 
 
 class RoomMade(Record, frozen=True):
@@ -143,9 +145,9 @@ class Refused(Record, frozen=True):
 
 
 class Announce(Record, frozen=True):
-    """Record that the store was turned on, or off because of a fault."""
+    """Record that the store was turned on, or off because of a fault, or found damaged files."""
 
-    kind: Literal["prefix_store_on", "prefix_store_off"]
+    kind: Literal["prefix_store_on", "prefix_store_off", "segment_damaged"]
     reason: str
 
 

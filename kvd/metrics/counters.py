@@ -38,10 +38,11 @@ PAUSE_REASONS = ("memory", "restart")
 ACTIONS = (
     "evict", "first", "hold", "let_go", "load_refused", "over_limit", "quarantine",
     "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed",
-    "replay", "requeue", "start_level",
+    "replay", "requeue", "segment_damaged", "start_level",
 )  # fmt: skip
 GLOBAL_ACTIONS = (
-    "budget", "calm", "excess", "prefix_store_off", "prefix_store_on", "tight", "violation",
+    "budget", "calm", "excess", "prefix_store_off", "prefix_store_on", "segment_damaged",
+    "tight", "violation",
 )  # fmt: skip
 """Actions that do not concern a single model."""
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
+import sqlite3
 from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.machines.prefix_store_events import StoreLimits
+from actors.machines.prefix_store import MAX_DELETED
+from actors.machines.prefix_store_events import DeleteSegments, StoreLimits
+from actors.machines.segment_index import Segment
+from actors.machines.segment_readers import MAX_LISTED
 from actors.system import Settings
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.prefix_messages import Cache, CacheDrop
+from protocol.segments import segment_path
 from tests.sim.loop import simulated, until
 from tests.sim.segment_disk import KIB, SPACE, SimDisk, info, key, stored_files, write_file
 from tests.sim.world import world
@@ -53,6 +59,10 @@ async def write(it, name, segment, hits=0, space=SPACE):
     it.spawn.last(name).report(wire.SegmentWritten(segment=written, seconds=0.1))
     await asyncio.sleep(0.1)
     return written
+
+
+def damage_of(it):
+    return [one for one in it.system._events.records if one.kind == "segment_damaged"]
 
 
 def known(process):
@@ -165,7 +175,9 @@ async def test_a_damaged_segment_and_all_that_continue_it_are_deleted(tmp_path):
         await asyncio.sleep(1)
         assert stored_files(it.disk.root).keys() == {key(1)}
         assert known(it.spawn.last("b")) == {key(1)}
-        assert it.notices_of("segment_damaged")[0].fields["key"] == key(2).hex()
+        (event,) = damage_of(it)
+        assert event.model == "b"
+        assert key(2).hex() in event.reason
 
 
 @simulated
@@ -319,3 +331,166 @@ async def test_metrics_count_what_the_store_does(tmp_path):
             "kvd_prefix_store_on 1",
         ):
             assert line in text, line
+
+
+@simulated
+async def test_a_segment_that_was_deleted_while_it_was_read_is_no_damage(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        await it.client().ask(CacheDrop)
+        it.spawn.last("b").report(wire.SegmentDamaged(key=key(1), reason="No such file"))
+        await asyncio.sleep(1)
+        assert damage_of(it) == []
+
+
+@simulated
+async def test_damaged_files_that_a_start_finds_are_reported(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+    path = segment_path(it.disk.root, key(1))
+    path.write_bytes(path.read_bytes()[:-1])
+    async with store(tmp_path) as it:
+        assert stored_files(it.disk.root) == {}
+        assert path.name in damage_of(it)[0].reason
+
+
+@simulated
+async def test_a_lower_limit_deletes_segments_that_were_just_used_a_little_later(tmp_path):
+    async with store(tmp_path) as it:
+        for number in range(1, 6):
+            await write(it, "a", info(number, nbytes=500 * KIB))
+        it.system.limit_prefix_store(StoreLimits(limit_bytes=MB, keep_free_bytes=0))
+        await asyncio.sleep(1)
+        assert len(stored_files(it.disk.root)) == 5, "a worker may be reading them"
+        await asyncio.sleep(120)
+        assert len(stored_files(it.disk.root)) == 1
+
+
+@simulated
+async def test_uses_before_the_clock_was_set_back_do_not_keep_segments(tmp_path):
+    async with store(tmp_path) as it:
+        state, clock = it.system.prefix_store, it.system.prefix_store.clock
+        state.clock = lambda: clock() + 1e9
+        await write(it, "a", info(1, nbytes=900 * KIB))
+        state.clock = clock
+        await asyncio.sleep(200)
+        for number in range(2, 8):
+            await write(it, "a", info(number, nbytes=900 * KIB))
+            await asyncio.sleep(100)
+        assert key(1) not in stored_files(it.disk.root)
+        assert len(stored_files(it.disk.root)) == 4
+
+
+@simulated
+async def test_a_permission_is_answered_although_the_clock_was_set_back(tmp_path):
+    async with store(tmp_path) as it:
+        state, clock = it.system.prefix_store, it.system.prefix_store.clock
+        await asyncio.sleep(100)
+        it.disk.hangs = True
+        process = it.spawn.last("a")
+        process.report(wire.SegmentOffered(segment=info(1)))
+        state.clock = lambda: clock() - 500
+        await asyncio.sleep(20)
+        it.disk.proceed()
+        await until(lambda: answers(process, wire.SegmentAllowed))
+        assert await offer(it, "a", info(2))
+
+
+@simulated
+async def test_a_worker_forgets_what_it_wrote_on_a_base_that_was_deleted(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        assert await offer(it, "a", info(2, 512, base=1))
+        await it.client().ask(CacheDrop)
+        written = write_file(it.disk.root, info(2, 512, base=1))
+        process = it.spawn.last("a")
+        process.report(wire.SegmentWritten(segment=written, seconds=0.1))
+        await asyncio.sleep(1)
+        assert stored_files(it.disk.root) == {}
+        assert key(2) in answers(process, wire.SegmentsChanged)[-1].removed
+
+
+@simulated
+async def test_many_segments_are_listed_and_dropped_in_parts(tmp_path):
+    count = 3 * MAX_LISTED // 2
+    async with store(tmp_path, opened=False) as it:
+        index = it.system.prefix_store.machine.index
+        index.add_all(
+            Segment(
+                key=key(number),
+                space=SPACE,
+                base=None,
+                tokens=256,
+                nbytes=1000,
+                created=0.0,
+                used=0.0,
+            )
+            for number in range(count)
+        )
+        process = it.spawn.last("a")
+        process.report(wire.SegmentsOpened(space=SPACE))
+        await until(lambda: len(known(process)) == count)
+        parts = answers(process, wire.SegmentsChanged)
+        assert max(len(part.added) for part in parts) <= MAX_LISTED
+        dropped = await it.client().ask(CacheDrop)
+        assert (dropped.segments, dropped.freed_bytes) == (count, 1000 * count)
+        assert known(process) == set()
+        deleted = [len(one.keys) for one in it.disk.commands if isinstance(one, DeleteSegments)]
+        assert max(deleted) <= MAX_DELETED
+        assert sum(deleted) == count
+
+
+@simulated
+async def test_a_folder_that_was_deleted_is_created_again(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        shutil.rmtree(it.disk.root)
+        await until(lambda: it.system.status().problems, 200)
+        await until(lambda: not it.system.status().problems, 200)
+        assert known(it.spawn.last("b")) == set()
+        await write(it, "a", info(2))
+        assert stored_files(it.disk.root).keys() == {key(2)}
+
+
+@simulated
+async def test_an_index_that_another_program_locks_turns_the_store_off_for_a_while(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        it.disk.disk._index._database.execute("PRAGMA busy_timeout = 1")
+        other = sqlite3.connect(it.disk.root / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        await write(it, "a", info(2))
+        await until(lambda: it.system.status().problems, 200)
+        assert "locked" in it.system.status().problems[0].observed
+        other.close()
+        await until(lambda: not it.system.status().problems, 200)
+        assert known(it.spawn.last("b")) == {key(1), key(2)}
+
+
+@simulated
+async def test_an_index_that_is_damaged_while_it_is_used_is_rebuilt(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        for name in ("index.sqlite", "index.sqlite-wal"):
+            path = it.disk.root / name
+            path.write_bytes(b"x" * path.stat().st_size)
+        await write(it, "a", info(2))
+        await asyncio.sleep(300)
+        assert not it.system.status().problems
+        await write(it, "a", info(3))
+    async with store(tmp_path) as it:
+        assert known(it.spawn.last("b")) == {key(1), key(2), key(3)}
+
+
+@simulated
+async def test_two_workers_of_one_space_do_not_write_the_same_segment(tmp_path):
+    async with store(tmp_path) as it:
+        assert await offer(it, "a", info(1))
+        assert not await offer(it, "b", info(1))
+        written = write_file(it.disk.root, info(1))
+        it.spawn.last("b").report(wire.SegmentWritten(segment=written, seconds=0.1))
+        await asyncio.sleep(0.1)
+        assert not it.system.prefix_store.machine.index.segments, "b has no permission"
+        it.spawn.last("a").report(wire.SegmentWritten(segment=written, seconds=0.1))
+        await until(lambda: known(it.spawn.last("b")) == {key(1)})
+        assert not await offer(it, "b", info(1))

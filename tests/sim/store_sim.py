@@ -199,7 +199,7 @@ class StoreSim:
         index = SegmentIndex()
         copies = [replace(it) for key, it in self._recorded.items() if key not in command.writing]
         self._delete([it.key for it in index.add_all(copies)])
-        return ev.StoreOpened(command.seq, index, dict(self._days), {})
+        return ev.StoreOpened(command.seq, index, dict(self._days), {}, [])
 
     def _delete(self, keys: list[bytes]) -> None:
         for key in keys:

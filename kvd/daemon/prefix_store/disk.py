@@ -92,7 +92,8 @@ class StoreDisk:
                 segment.used = min(segment.used, command.now)
             rejected = found.add_all(it for it in kept.values() if it.key not in command.writing)
         self._delete([it.key for it in rejected])
-        return ev.StoreOpened(command.seq, found, index.written(), index.models())
+        damaged, self._folder.damaged = self._folder.damaged, []
+        return ev.StoreOpened(command.seq, found, index.written(), index.models(), damaged)
 
     def _delete(self, keys: list[bytes]) -> None:
         """Delete files before their entries: a file without an entry counts again."""

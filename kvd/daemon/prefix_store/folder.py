@@ -35,6 +35,8 @@ class SegmentFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.damaged: list[str] = []
+        """What was wrong with files that `read` deleted, until it is reported."""
         self._log = structlog.get_logger("kvd.daemon.prefix_store")
 
     def create(self) -> None:
@@ -78,6 +80,7 @@ class SegmentFolder:
             return None
         except DamagedSegment as error:
             self._log.warning("damaged segment deleted", path=str(path), reason=str(error))
+            self.damaged.append(str(error))
             self.delete(key)
             return None
         return Segment(
