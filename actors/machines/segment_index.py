@@ -59,7 +59,7 @@ class SegmentIndex:
     def __init__(self) -> None:
         self.segments: dict[bytes, Segment] = {}
         self.spaces: dict[bytes, SpaceSegments] = {}
-        """The same segments by space."""
+        """Segments by space."""
         self.nbytes = 0
         """Bytes of all segments."""
         self._order = EvictionOrder(self._candidate)

@@ -453,7 +453,7 @@ async def test_a_folder_that_was_deleted_is_created_again(tmp_path):
 
 
 @simulated
-async def test_an_index_that_another_program_locks_turns_the_store_off_for_a_while(tmp_path):
+async def test_with_a_locked_index_the_store_is_off_for_a_while(tmp_path):
     async with store(tmp_path) as it:
         await write(it, "a", info(1))
         it.disk.disk._index._database.execute("PRAGMA busy_timeout = 1")
