@@ -37,6 +37,8 @@ STEP_BYTES = 16 * 1024
 """Minimum bytes that a compaction reads with each record that is written: about 0.2 ms."""
 STEP_RATIO = 8
 """Minimum bytes that a compaction reads for each byte that is written, so that it ends."""
+MAX_STEP_BYTES = 512 * 1024
+"""Maximum bytes that a compaction reads with one record, apart from the rest of the last one."""
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """Errors of the disk. Any other error of the journal's folder is one of the configuration."""
 _RETRY_S = 60.0
@@ -202,7 +204,8 @@ class DiskJournal:
             self._begin_compaction(self._file)
         if self._compaction is not None:
             full = self._file.size + len(data) > self._limit
-            self._continue_compaction(None if full else max(STEP_BYTES, STEP_RATIO * len(data)))
+            step = MAX_STEP_BYTES if full else max(STEP_BYTES, STEP_RATIO * len(data))
+            self._continue_compaction(min(step, MAX_STEP_BYTES))
         if self._file.size + len(data) <= self._limit:
             return True
         self._warn(f"the journal has {self._file.size} bytes, and journal_limit is {self._limit}")

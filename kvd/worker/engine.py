@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Return the tokens that `submit` would make of a text; raises `KvdError`."""
 
     def cancel(self, rid: str) -> None:
-        """End a request; the next step reports it ``cancelled``. Unknown ids are ignored."""
+        """End a request; `take_reports` returns its end, ``cancelled``. Ignores unknown ids."""
 
     def granted(self, grant: Grant) -> None:
         """Process the answer to a `MemoryRequested`."""
@@ -90,6 +90,12 @@ class Engine(Protocol):
         """Run one step; return its tokens, ends, failures and memory requests.
 
         Each submitted request ends with exactly one `RowFinished` or `RowFailed`.
+        """
+
+    def take_reports(self) -> list[Report]:
+        """Return the reports that need no step, such as the end of a cancelled request.
+
+        The next step would return them as well, but may have to wait for a time slice.
         """
 
     def watch(self, on_phase: OnPhase) -> None:

@@ -281,6 +281,51 @@ def test_a_compaction_never_reads_the_whole_file_at_once(
     assert not found.keys() & {"r50", "r100", "r300"}
 
 
+class Unconfirmed(Future[None]):
+    """What the disk has not confirmed. Waiting for it would block the event loop."""
+
+    def result(self, timeout: float | None = None) -> None:
+        assert self.done(), "a write waits for the disk"
+        super().result(timeout)
+
+
+def test_at_the_limit_no_write_finishes_a_compaction_or_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "STEP_BYTES", 500)
+    monkeypatch.setattr(journal, "STEP_RATIO", 1)  # the file is full before a compaction ends
+    monkeypatch.setattr(journal, "MAX_STEP_BYTES", 2000, raising=False)
+    synced = Unconfirmed()
+    limit = 60_000
+    subject = DiskJournal(
+        tmp_path, limit_bytes=limit, keep_s=600.0, clock=Clock(), run=lambda work: synced
+    )
+    reads: list[int] = []
+    frames = JournalFile.frames
+
+    def counted(file: JournalFile, at: int, stop: int) -> Iterator[tuple[bytes | None, int]]:
+        reads.append(stop - at)
+        return frames(file, at, stop)
+
+    monkeypatch.setattr(JournalFile, "frames", counted)
+    old, refused = subject._file, 0
+    for number in range(1000):
+        refused += not subject.write(ask(f"r{number}"))
+        subject.write(end(f"r{number}"))
+        assert subject._file is old
+        assert (tmp_path / "requests").stat().st_size <= limit
+    assert refused > 0
+    assert 0 < max(reads) <= 2000
+
+    synced.set_result(None)
+    assert subject.write(ask("next"))
+    assert subject._file is not old
+    subject.close()
+    found = read(tmp_path)
+    assert "next" in found
+    assert found.keys() == subject._kept.keys()
+
+
 def test_damage_that_a_compaction_finds_ends_the_journaling_of_its_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -421,16 +421,12 @@ class DaemonDay:
 
     @property
     def _cancel_limit_s(self) -> float:
-        """Seconds in which a cancel takes effect: a step of each model, and six messages.
+        """Seconds in which a cancel takes effect: a step of the model, and six messages.
 
-        Workers that take turns report a cancel in their next time slice. A process that was stopped
-        is first ended by the watchdog.
+        It does not wait for a time slice. A process that was stopped is first ended by the
+        watchdog.
         """
-        return (
-            len(MODELS) * STEP_S
-            + 6 * self._slowest_s
-            + (WATCHDOG.idle_s + 3.0) * bool(self.counts["stopped"])
-        )
+        return STEP_S + 6 * self._slowest_s + (WATCHDOG.idle_s + 3.0) * bool(self.counts["stopped"])
 
     def _check_nothing_left(self) -> None:
         loop: Any = asyncio.get_running_loop()

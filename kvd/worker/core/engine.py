@@ -252,6 +252,9 @@ class MLXEngine:
             self._enter_phase("pools")
             self._out_of_memory.step_failed(short)
         self._steps += 1
+        return self.take_reports()
+
+    def take_reports(self) -> list[Report]:
         reports, self._batch.reports = self._batch.reports, []
         return reports
 

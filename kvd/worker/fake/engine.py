@@ -204,6 +204,9 @@ class FakeEngine:
         for rid in plan.decode:
             self._decode(self._rows[rid])
         self._request_memory(self._admission.give_back_idle(self._held.cached))
+        return self.take_reports()
+
+    def take_reports(self) -> list[wire.Report]:
         reports, self._reports = self._reports, []
         return reports
 

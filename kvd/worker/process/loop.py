@@ -152,6 +152,7 @@ class Loop:
             self._link.pump()
             while self._link.commands:
                 self._handle(self._link.commands.popleft())
+            self._pass_on(self._engine.take_reports())
             self._tokenize()
             if self._stopping and not self._rows:
                 self._engine.drain(WRITE_SECONDS)
@@ -182,12 +183,15 @@ class Loop:
         self._phases.leave(self._clock())
         if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
+        self._pass_on(reports)
+        self._worked = True
+        self._report_stats()
+
+    def _pass_on(self, reports: list[wire.Report]) -> None:
         for report in reports:
             if isinstance(report, (wire.RowFinished, wire.RowFailed)):
                 self._rows.discard(report.rid)
             self._link.put(report)
-        self._worked = True
-        self._report_stats()
 
     def _may_compute(self) -> bool:
         self._send_now(self._gate.request_slice(prefills=self._engine.reads_prompts))

@@ -116,7 +116,17 @@ class Driver:
         )
 
     def step(self) -> None:
-        for report in self.engine.step():
+        self.take(self.engine.step())
+        cache, budget = self.engine._runner.cache, self.engine._admission.budget
+        # A step-down holds pages at two levels at once; the base includes scratch for that.
+        scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
+        assert cache.nbytes <= self.total - budget.base_bytes + scratch
+        check_cache(cache)
+        check_batch(self.engine._batch)
+        check_scheduler(self.engine._scheduler)
+
+    def take(self, reports: list[Report]) -> None:
+        for report in reports:
             match report:
                 case RowTokens():
                     outcome = self.outcomes[report.rid]
@@ -150,13 +160,6 @@ class Driver:
                     self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
                 case _:
                     self._note(report)
-        cache, budget = self.engine._runner.cache, self.engine._admission.budget
-        # A step-down holds pages at two levels at once; the base includes scratch for that.
-        scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
-        assert cache.nbytes <= self.total - budget.base_bytes + scratch
-        check_cache(cache)
-        check_batch(self.engine._batch)
-        check_scheduler(self.engine._scheduler)
 
     def _note(self, report: Report) -> None:
         match report:
