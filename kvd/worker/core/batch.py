@@ -192,7 +192,8 @@ class Batch:
             self.cache.flush()
         self.enter_phase("decode")
         logits = self.runner.decode(rows, input_tokens(self._step, live))
-        step = draw_tokens(self._sampler, logits, live, rows)
+        levels = {rid: self.requests[rid].level for rid in rids}
+        step = draw_tokens(self._sampler, logits, live, rows, levels)
         mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
             completion.launched += 1
@@ -244,18 +245,20 @@ class Batch:
             if completion.ended:
                 self._end(request, completion)
             elif drawn.trusted:
-                self._deliver(request, completion, drawn)
+                self._deliver(request, completion, drawn, step.levels[request.rid])
             else:
                 self.fail_untrusted(request)
 
-    def _deliver(self, request: Request, completion: Completion, drawn: SampledToken) -> None:
+    def _deliver(
+        self, request: Request, completion: Completion, drawn: SampledToken, level: int
+    ) -> None:
         stream = completion.stream
         text = stream.push(drawn.token)
         tokens = [] if stream.ended else [drawn.token]
         index = len(completion.tokens)
         completion.tokens.append(drawn.token)
         self.generated_tokens += 1
-        request.choices.record_level(request.level, request.prompt_level)
+        request.choices.record_level(level, request.prompt_level)
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
             text += stream.finish()

@@ -22,6 +22,8 @@ class DecodeStep:
     """None if no completion draws."""
     positions: dict[Key, int]
     """Positions in ``draw`` by completion."""
+    levels: dict[str, int]
+    """Precision level at which the step was launched, by request id."""
     arrays: list[mx.array]
     """Lazy results; evaluate them together with the cache's arrays."""
 
@@ -30,13 +32,17 @@ class DecodeStep:
 
 
 def draw_tokens(
-    sampler: Sampler, logits: mx.array, completions: list[Completion], rows: list[Row]
+    sampler: Sampler,
+    logits: mx.array,
+    completions: list[Completion],
+    rows: list[Row],
+    levels: dict[str, int],
 ) -> DecodeStep:
     """Draw the next token of each row lazily, except for rows whose next token is known."""
     drawing = [at for at, one in enumerate(completions) if one.launched >= one.known]
     replaying = [one for one in completions if one.launched < one.known]
     if not drawing:
-        return DecodeStep([], replaying, None, {}, [logits])
+        return DecodeStep([], replaying, None, {}, levels, [logits])
     if replaying:
         logits = logits[mx.array(drawing)]
         completions = [completions[at] for at in drawing]
@@ -44,7 +50,7 @@ def draw_tokens(
     keys = [completion.key for completion in completions]
     draw = sampler.draw(logits, keys, [row.length for row in rows])
     positions = {key: at for at, key in enumerate(keys)}
-    return DecodeStep(completions, replaying, draw, positions, draw.arrays())
+    return DecodeStep(completions, replaying, draw, positions, levels, draw.arrays())
 
 
 def input_tokens(previous: DecodeStep | None, completions: list[Completion]) -> mx.array:

@@ -47,6 +47,8 @@ class Outcome:
     """The reported ``cached_tokens``, which depend on what the prefix cache holds."""
     error: ErrorInfo | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list, compare=False)
+    """Precision level of each token, as reported."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     others: dict[int, Outcome] = field(default_factory=dict)
     """Completions except the first, by choice."""
@@ -136,6 +138,7 @@ class Driver:
                     assert report.index == len(outcome.tokens)
                     outcome.tokens += report.tokens
                     outcome.text += report.text
+                    outcome.levels += [report.level] * len(report.tokens)
                     outcome.logprobs += report.logprobs or []
                 case RowPrompt():
                     outcome = self.outcomes[report.rid]

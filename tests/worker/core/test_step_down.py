@@ -11,7 +11,7 @@ from kvd.worker.core import reclaiming
 from protocol.errors import InsufficientMemory
 from protocol.kv import KVSpec
 from protocol.worker import Reclaim, StartLevel
-from tests.worker.core.driver import Driver
+from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import periodic_prompt
 
 pytestmark = pytest.mark.mlx
@@ -107,6 +107,38 @@ def test_usage_has_the_level_of_a_prompt_that_was_stepped_down(stepping: Driver)
     stepping.submit("r", periodic_prompt(900, 5), max_tokens=5)
     stepping.run()
     assert stepping.outcomes["r"].usage.levels == [2]
+
+
+def test_a_token_in_flight_has_the_level_at_which_it_was_computed(stepping: Driver) -> None:
+    stepping.outcomes.clear()
+    stepping.engine.start_level(StartLevel(level=0))
+    request = {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
+    whole = stepping.alone(periodic_prompt(900, 8), **request)
+
+    def run_lowered(max_tokens: int) -> tuple[Outcome, int]:
+        """Return the outcome, and the number of tokens that were launched before the step down."""
+        stepping.engine.start_level(StartLevel(level=0))
+        stepping.submit("r", periodic_prompt(900, 8), **request | {"max_tokens": max_tokens})
+        stepping.run(until=lambda: len(stepping.outcomes["r"].tokens) > 5)
+        (completion,) = stepping.engine._batch.requests["r"].completions
+        reclaim(stepping, "precision", 1, level=2)
+        stepping.step()
+        launched = completion.launched
+        assert launched == len(completion.tokens) + 1, "a token is in flight"
+        stepping.run()
+        return stepping.outcomes.pop("r"), launched
+
+    lowered, launched = run_lowered(60)
+    assert lowered.logprobs[:launched] == whole.logprobs[:launched]
+    assert lowered.logprobs[launched] != whole.logprobs[launched]
+    assert lowered.levels == [0] * launched + [2] * (60 - launched)
+    assert lowered.usage is not None
+    assert lowered.usage.levels == [0, 2]
+
+    ended, count = run_lowered(launched)
+    assert (count, ended.reason) == (launched, "length")
+    assert ended.usage is not None
+    assert ended.usage.levels == [0]
 
 
 def test_a_queued_request_does_not_take_the_freed_memory(
