@@ -1,13 +1,13 @@
 """Forecast of what a number of rows of a model would need, and how the governor would get it. Pure.
 
 Computes what the rows cost at each precision level (`protocol.costs`, as the worker does), how many
-bytes are missing, and which actions would free them (`actors.machines.reclaim_order`, as the
-governor does). Works on a copy. Does not predict what other models request in the meantime.
+bytes are missing, and which actions would free them (`actors.machines.reclaim_plan`, as the
+governor does). Does not predict what other models request in the meantime.
 """
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from actors.machines.model_accounts import ModelAccount
-from actors.machines.reclaim_order import (
-    RECLAIM_ORDER,
-    MemoryView,
-    ReclaimAction,
-    Shortfall,
-    actions,
-)
+from actors.machines.reclaim_order import MemoryView, Shortfall
+from actors.machines.reclaim_plan import plan
 from protocol.forecast import Forecast, LevelCost, ReclaimStep, Verdict
 from protocol.policy import ModelPolicy
 
@@ -108,52 +103,33 @@ def forecast(
 
 
 def _reclaim_steps(shortfall: Shortfall, view: MemoryView) -> tuple[list[ReclaimStep], int]:
-    """Return the steps that the governor would take, and the bytes that are still missing.
-
-    Changes the accounts of ``view``, which must be copies.
-    """
+    """Return the steps that the governor would take, and the bytes that are still missing."""
     missing = shortfall.nbytes
     steps: list[ReclaimStep] = []
-    for method in RECLAIM_ORDER:
-        while missing > 0 and (found := actions(method, shortfall, view)):
-            action = found[0]
-            nbytes = min(action.nbytes, missing) if action.worker_method else action.nbytes
-            step = ReclaimStep(method=method, model=action.model, nbytes=nbytes, level=action.level)
-            steps.append(step)
-            missing -= nbytes
-            view = _after(action, view)
+    for it in plan(shortfall, missing, view):
+        nbytes = min(it.nbytes, missing) if it.worker_method else it.nbytes
+        steps.append(ReclaimStep(method=it.method, model=it.model, nbytes=nbytes, level=it.level))
+        missing -= nbytes
     return steps, max(0, missing)
-
-
-def _after(action: ReclaimAction, view: MemoryView) -> MemoryView:
-    method = action.worker_method
-    accounts, grants = dict(view.accounts), dict(view.grants)
-    if method is None:
-        del accounts[action.model]
-        grants.pop(action.model, None)
-    else:
-        accounts[action.model].deduct(method, action.level, action.nbytes, exhausted=True)
-        grants[action.model] = view.granted(action.model) - action.nbytes
-    return replace(view, accounts=accounts, grants=grants)
 
 
 def _view(
     governor: Governor, model: str, policy: ModelPolicy, now: float, savings: list[int]
 ) -> MemoryView:
-    """Return a copy of the governor's view, in which the model waits for memory.
+    """Return the governor's view, in which the model waits for memory.
 
     ``savings``: by level, what the question's rows would free by stepping down. They step down like
     running rows.
     """
     current = governor.view(now)
-    accounts = deepcopy(dict(current.accounts))
-    account = accounts.setdefault(model, ModelAccount(model, policy))
+    account = copy(current.accounts.get(model, ModelAccount(model, policy)))
     account.state, account.idle_since = "ready", None
     levels = zip_longest(account.reclaimable.levels, savings, fillvalue=0)
     account.reclaimable = replace(account.reclaimable, levels=tuple(map(sum, levels)))
-    waiting_since = {**current.waiting_since, model: now}
     return replace(
-        current, accounts=accounts, grants=dict(current.grants), waiting_since=waiting_since
+        current,
+        accounts={**current.accounts, model: account},
+        waiting_since={**current.waiting_since, model: now},
     )
 
 

@@ -8,8 +8,8 @@ On every event, in this order:
 3. A load that cannot be granted is refused, with the numbers.
 4. The gauge decides whether memory is tight, and the precision level at which new rows start.
 5. The most urgent shortfall (`governing.shortfalls`) for which something can be done is served by
-   the cheapest method that has something to give (`actors.machines.reclaim_order`). Memory that is
-   on its way back counts: a worker has one `Reclaim` at a time, and no model gives what another is
+   the first method of the plan that covers it (`actors.machines.reclaim_plan`). Memory that is on
+   its way back counts: a worker has one `Reclaim` at a time, and no model gives what another is
    giving already.
 6. If no method helps the first request for `Times.hold_s`, models in use are *held*: new requests
    for them wait in the daemon until their current ones are finished and the models are idle.

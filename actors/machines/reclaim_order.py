@@ -13,9 +13,8 @@ The methods, cheapest first, with what they cost::
     stalled    models whose requests wait while no row     a load; prompts are read again
                runs: the requests return to the daemon
 
-A method is not used while a cheaper one can still help. Within a method, models of the lowest
-priority give first. `kvctl explain` (`actors.machines.forecast`) and the governor use the same
-functions.
+Within a method, models of the lowest priority give first. `actors.machines.reclaim_plan` decides
+which actions are used.
 """
 
 from __future__ import annotations

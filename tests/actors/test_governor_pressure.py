@@ -104,10 +104,20 @@ def test_a_lowered_budget_is_enforced_and_no_model_grows_meanwhile():
     sim.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
     sim.reclaimable("b", base=4000)
 
-    (level,) = of_type(sim.apply(BudgetChanged(6000)), Reclaim)
+    (level,) = of_type(sim.apply(BudgetChanged(4500)), Reclaim)
     assert level.method == "precision"
     commands_seen = sim.give_back(level, 1000)
     assert of_type(commands_seen + sim.wait(1), Evict) == [Evict("b")]
     assert not of_type(sim.request("a", 4100), GrantDecision)[0].granted
     sim.apply(WorkerExited("b"))
-    assert sum(sim.grants.values()) <= 6000
+    assert sum(sim.grants.values()) <= 4500
+
+
+def test_no_row_steps_down_when_an_idle_model_must_be_evicted_anyway():
+    sim = Simulation(a=5000, b=4000)
+    sim.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
+    sim.reclaimable("b", base=4000)
+
+    lowered = sim.apply(BudgetChanged(6000)) + sim.wait(1)
+    assert not of_type(lowered, Reclaim)
+    assert of_type(lowered, Evict) == [Evict("b")]

@@ -1,4 +1,4 @@
-"""Orders models to give memory back, by the cheapest method that has something to give. Pure."""
+"""Orders models to give memory back, by the first method of the plan. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from actors.machines.governing import shortfalls
 from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.governor_events import Command, Evict, Reclaim
 from actors.machines.model_accounts import ModelAccount, OpenReclaim
-from actors.machines.reclaim_order import MemoryView, ReclaimAction, Shortfall, actions
+from actors.machines.reclaim_order import MemoryView, ReclaimAction, Shortfall
+from actors.machines.reclaim_plan import plan
 
 if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
@@ -55,19 +56,17 @@ def _serve(m: GovernorState, shortfall: Shortfall, view: MemoryView) -> list[Com
     if missing <= 0:
         return []
     open_methods = {it.open.method for it in m.accounts.values() if it.open is not None}
+    steps = plan(shortfall, missing, view)
     for method in shortfall.methods:
-        found = actions(method, shortfall, view)
-        ready = [it for it in found if _can_start(m, it)]
+        planned = [it for it in steps if it.method == method]
+        # Every model takes a step down before any takes the next one.
+        planned = [it for it in planned if it.level == planned[0].level]
+        ready = [it for it in planned if m.accounts[it.model].open is None]
         if ready:
             return _start(m, ready, missing, shortfall, view.now)
-        if method in open_methods or any(m.accounts[it.model].open for it in found):
+        if method in open_methods or planned:
             return []  # wait for the result of the cheaper method
     return []
-
-
-def _can_start(m: GovernorState, action: ReclaimAction) -> bool:
-    account = m.accounts[action.model]
-    return account.open is None and action.method not in account.barren
 
 
 def _start(
