@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
+from kvd.worker.process.cpu_limit import limit_cpu
 from kvd.worker.process.memory_limit import limit
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
@@ -20,7 +22,7 @@ from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.fingerprint import fingerprint
-from kvd.worker.text.text import TEMPLATE_BYTES, Text
+from kvd.worker.text.text import TEMPLATE_BYTES, TEMPLATE_SECONDS, Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import LoadModel
@@ -73,11 +75,16 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         loaded.tokenizer,
         vocab_size=loaded.vocab_size,
         context_length=loaded.context_length,
-        limit_template=lambda: limit.narrow(TEMPLATE_BYTES),
+        limit_template=_limit_template,
     )
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)
     return Model(loaded, served, verdict, native_state, weights_bytes, text, found)
+
+
+def _limit_template(render: Callable[[], str]) -> str:
+    with limit.narrow(TEMPLATE_BYTES):
+        return limit_cpu(TEMPLATE_SECONDS, render)
 
 
 def make_prefix_cache(command: LoadModel, cache: Any) -> PrefixCache:

@@ -72,34 +72,43 @@ BOMBS = (
     "{{ 'x' * 10**10 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}",
 )
-CHOICE = "{% if messages[0].content == 'product' %}PRODUCT{% else %}LOOP{% endif %}"
+ENDLESS = (
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% for k in range(90000) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+CHOICE = (
+    "{% if messages[0].content == 'product' %}PRODUCT"
+    "{% elif messages[0].content == 'endless' %}ENDLESS{% else %}LOOP{% endif %}"
+)
 
 
 @linux
 @pytest.mark.mlx
 @pytest.mark.process
 @pytest.mark.slow
-def test_templates_that_take_memory_without_end_fail_only_their_requests(tmp_path):
+def test_templates_that_take_memory_or_time_without_end_fail_only_their_requests(tmp_path):
     from tests.worker import tiny_model
 
     folder = tiny_model.save(tmp_path / "tiny")
-    template = CHOICE.replace("PRODUCT", BOMBS[0]).replace("LOOP", BOMBS[1])
+    template = (
+        CHOICE.replace("PRODUCT", BOMBS[0]).replace("LOOP", BOMBS[1]).replace("ENDLESS", ENDLESS)
+    )
     (folder / "chat_template.jinja").write_text(template)
     worker = Process("mlx")
     try:
         worker.load(str(folder))
         worker.send(submit("running", max_tokens=400, ignore_eos=True))
         worker.wait_for(lambda: worker.of(RowTokens))
-        for kind in ("product", "loop"):
+        for kind in ("product", "loop", "endless"):
             message = ChatMessage("user", kind)
             worker.send(submit(kind, prompt=None, messages=[message], max_tokens=5))
-        ended = worker.wait_for_end("product", "loop", "running")
+        *failed, _ = worker.wait_for_end("product", "loop", "endless", "running")
         peak = peak_bytes(worker)
     finally:
         worker.close()
-    for end in ended[:2]:
+    for end, took in zip(failed, ("128 MiB", "128 MiB", "5 s of CPU time"), strict=True):
         assert end.error.code == "invalid_request"
-        assert "template takes more than 128 MiB for these messages" in end.error.message
+        assert f"template takes more than {took} for these messages" in end.error.message
     assert len(worker.tokens("running")) == 400
     assert peak < 600 * MIB
 
