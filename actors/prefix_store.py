@@ -56,6 +56,7 @@ class PrefixStoreState:
     disk: SegmentDisk = field(default_factory=NoDisk)
     folder: str = ""
     """The folder of the segments, for workers."""
+    encrypted: bool = False
     clock: Callable[[], float] = time.time
     machine: PrefixStore = field(default_factory=PrefixStore)
     workers: dict[int, Ref[mail.WorkerMail]] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class PrefixStoreState:
         machine = self.machine
         return PrefixStoreStatus(
             state=machine.state,
+            encrypted=self.encrypted,
             fault=machine.fault,
             limit_bytes=machine.limits.limit_bytes,
             daily_bytes=machine.limits.daily_bytes,

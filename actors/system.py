@@ -69,6 +69,7 @@ class Settings:
     swap_bytes: int = 0
     segments_folder: str = ""
     """Folder of the prefix store."""
+    key_file: str | None = None
     prefix_store: StoreLimits = field(default_factory=StoreLimits)
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread bytes after which a connection is closed with ``slow_reader``."""
@@ -171,6 +172,7 @@ class System:
             observe,
             segment_disk or NoDisk(),
             self._settings.segments_folder,
+            encrypted=self._settings.key_file is not None,
         )
         self._tree = SupervisionTree(self._on_fault, notify)
         self._numbers = count(1)
@@ -393,6 +395,7 @@ class System:
             swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,
             segments_folder=self.prefix_store.segments_folder,
+            key_file=self._settings.key_file,
         )
         machine = Lifecycle(name, self._settings.patience)
         state = WorkerState(name, load, self._worker_services, machine, weight=known.policy.weight)

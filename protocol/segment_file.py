@@ -1,7 +1,7 @@
 """Segment files: a header, then the records of a segment (`protocol.segments`).
 
-Both are records of a record file (`protocol.record_file`). The header is the first one, so its key
-seeds the checksums of all others: records of another segment are never valid.
+Both are records of a record file (`protocol.record_file`), plain or encrypted. The header is the
+first one, and records are valid only in their file: those of another segment never are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from protocol.fields import PositiveCount
 from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_folder
+from protocol.record_format import RecordFormat
 from protocol.segments import KEY_BYTES, segment_path
 
 VERSION = 1
@@ -42,7 +43,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Size of the file. `read_header` sets it; it is not written."""
 
 
-def create(folder: Path, header: SegmentHeader) -> RecordWriter:
+def create(folder: Path, header: SegmentHeader, form: RecordFormat) -> RecordWriter:
     """Create a segment's file below the store's folder, under its temporary name.
 
     Raises `OSError`.
@@ -51,7 +52,7 @@ def create(folder: Path, header: SegmentHeader) -> RecordWriter:
     if not path.parent.is_dir():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         sync_folder(folder)
-    file = RecordWriter(path, sync=True)
+    file = RecordWriter(path, form, sync=True)
     try:
         file.add(msgspec.msgpack.encode(header))
     except OSError:
@@ -60,18 +61,18 @@ def create(folder: Path, header: SegmentHeader) -> RecordWriter:
     return file
 
 
-def read_header(path: Path) -> SegmentHeader:
+def read_header(path: Path, form: RecordFormat) -> SegmentHeader:
     """Return the header of a complete file; raises `DamagedSegment` or `OSError`.
 
     Does not check the other records.
     """
-    with RecordReader(path, DamagedSegment) as reader:
+    with RecordReader(path, form, DamagedSegment) as reader:
         return _header(path, reader)
 
 
-def open_records(path: Path) -> RecordReader:
+def open_records(path: Path, form: RecordFormat) -> RecordReader:
     """Return a reader of the records after the header; raises `DamagedSegment` or `OSError`."""
-    reader = RecordReader(path, DamagedSegment)
+    reader = RecordReader(path, form, DamagedSegment)
     try:
         _header(path, reader)
     except BaseException:
@@ -80,9 +81,9 @@ def open_records(path: Path) -> RecordReader:
     return reader
 
 
-def read_records(path: Path) -> Iterator[memoryview]:
+def read_records(path: Path, form: RecordFormat) -> Iterator[memoryview]:
     """Yield the records after the header; raises `DamagedSegment` or `OSError`."""
-    with open_records(path) as reader:
+    with open_records(path, form) as reader:
         yield from reader
 
 

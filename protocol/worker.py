@@ -30,8 +30,7 @@ from protocol.types import (
 )
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
-"""Larger than a client's limit (`protocol.messages.MAX_FRAME_BYTES`), because a prompt of that size
-must fit into a command."""
+"""More than a client may send (`protocol.messages.MAX_FRAME_BYTES`): a prompt fits in a command."""
 
 OVER_MEMORY_LIMIT = 71
 """Exit status of a worker that ended itself because it held more memory than it may."""
@@ -50,8 +49,7 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     max_rows: int = 32
     """Maximum rows in one decode step."""
     prefill_chunk: int = 256
-    """Prompt tokens per step, a multiple of 64: the spacing of the chunk grid. Another value rounds
-    differently, so outputs may differ."""
+    """Prompt tokens per step, a multiple of 64: the chunk grid. Its rounding affects outputs."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
@@ -60,6 +58,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     swap_bytes: int = 0
     segments_folder: str | None = None
     """Folder of the machine's prefix store; absent: prefixes end with the worker."""
+    key_file: str | None = None
+    """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
 
 

@@ -85,6 +85,7 @@ def _facts(store: PrefixStoreStatus) -> Iterator[str]:
         yield "the index is being read"
     stored, limit = format_bytes(store.stored_bytes), format_bytes(store.limit_bytes)
     today, daily = format_bytes(store.written_today_bytes), format_bytes(store.daily_bytes)
-    yield f"stored   {stored} of {limit} in {store.segments} segments"
+    encrypted = ", encrypted" if store.encrypted else ""
+    yield f"stored   {stored} of {limit} in {store.segments} segments{encrypted}"
     yield f"written  {today} of {daily} today, {format_bytes(store.written_bytes)} in all"
     yield f"keeps    {format_bytes(store.keep_free_bytes)} of the disk free"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -77,6 +77,8 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
 class PrefixStoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where prefixes of prompts outlive their worker: ``[prefix_store]``."""
 
+    LIMITS: ClassVar = ("limit", "daily_writes", "keep_free")
+    """Settings that take effect at once."""
     limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
     """Maximum size of all stored prefixes on disk, of all models together, such as ``20GB``. With
     0, nothing is stored."""
@@ -85,12 +87,16 @@ class PrefixStoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     keep_free: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "5GB"
     """Free space of the file system that is left to other programs: below it, stored prefixes are
     deleted and none are written."""
+    encrypt: bool = False
+    """Whether stored prefixes are encrypted, with a key in `prefixes.key`, and also preempted
+    requests in `swap`. Takes effect with the next start of the daemon, which then deletes the
+    prefixes that are stored otherwise. The journal is never encrypted."""
 
     @property
     def limits(self) -> StoreLimits:
         """The limits in bytes; raises ValueError for a text that is no size."""
         sizes = {}
-        for field in self.__struct_fields__:
+        for field in self.LIMITS:
             try:
                 sizes[field] = parse_bytes(getattr(self, field))
             except ValueError as error:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvd.config.http import HttpSettings
     from kvd.config.options import Options
 
+_SECTIONS = ("http", "prefix_store")
 LIVE_OF_HTTP = ("keys", "hosts", "origins")
 LIVE = frozenset(
     {
@@ -30,8 +31,7 @@ LIVE = frozenset(
         "drain_timeout_s",
         "log_level",
         "models",
-        "prefix_store",
-        *(f"prefix_store.{key}" for key in PrefixStoreSettings.__struct_fields__),
+        *(f"prefix_store.{key}" for key in PrefixStoreSettings.LIMITS),
         *(f"http.{key}" for key in LIVE_OF_HTTP),
     }
 )
@@ -101,11 +101,12 @@ class Reloader:
         """
         assert self.lock.locked(), "changes settings without the lock"
         blas.choose(wanted.blas)  # raises for a value that would break the next start
-        http = self._change_http(wanted)  # may raise, so it comes first
-        keys = (key for key in Config.__struct_fields__ if key not in {"models", "http"})
+        in_sections = self._change_section("http", wanted)  # may raise, so it comes first
+        in_sections += self._change_section("prefix_store", wanted)
+        keys = (key for key in Config.__struct_fields__ if key not in {"models", *_SECTIONS})
         differing = [key for key in keys if getattr(self.settings, key) != getattr(wanted, key)]
-        changes = http + [await self._change(key, wanted) for key in differing]
-        for change in changes[len(http) :]:
+        changes = in_sections + [await self._change(key, wanted) for key in differing]
+        for change in changes[len(in_sections) :]:
             if not change.pending:
                 after = {change.key: getattr(wanted, change.key)}
                 self.settings = replace(self.settings, **after)
@@ -124,30 +125,30 @@ class Reloader:
             await self.set_budget(wanted)
         elif key == "log_level":
             logs.set_level(wanted.log_level)
-        elif key == "prefix_store":
-            self._running.limit_prefix_store(wanted.prefix_store.limits)
         return Changed(key, before, after, takes_effect)
 
     async def set_budget(self, wanted: Config) -> None:
         total = wanted.budget_bytes
         await self._running.set_budget(self._default_budget() if total is None else total)
 
-    def _change_http(self, wanted: Config) -> list[Changed]:
-        before, after = self.settings.http, wanted.http
+    def _change_section(self, section: str, wanted: Config) -> list[Changed]:
+        before, after = getattr(self.settings, section), getattr(wanted, section)
         fields = [f for f in after.__struct_fields__ if getattr(before, f) != getattr(after, f)]
-        live = {field: getattr(after, field) for field in fields if field in LIVE_OF_HTTP}
+        live = {field: getattr(after, field) for field in fields if f"{section}.{field}" in LIVE}
         if live:
             changed = replace(before, **live)
-            self._apply_http(changed)
-            self.settings = replace(self.settings, http=changed)
+            if isinstance(changed, PrefixStoreSettings):
+                self._running.limit_prefix_store(changed.limits)
+            else:
+                self._apply_http(changed)
+            self.settings = replace(self.settings, **{section: changed})
         changes = []
         for field in fields:
             takes_effect: TakesEffect = "now" if field in live else "start"
-            if is_overridden(f"http.{field}", self._options):
+            key = f"{section}.{field}"
+            if is_overridden(key, self._options):
                 takes_effect = "command_line"
-            changes.append(
-                Changed(f"http.{field}", _shown(field, before), _shown(field, after), takes_effect)
-            )
+            changes.append(Changed(key, _shown(field, before), _shown(field, after), takes_effect))
         return changes
 
     async def _change_models(self, wanted: Config) -> list[Changed]:
@@ -215,7 +216,7 @@ def known_model(entry: ModelEntry, root: Path) -> KnownModel:
     return KnownModel(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
 
 
-def _shown(field: str, settings: HttpSettings) -> Any:
+def _shown(field: str, settings: HttpSettings | PrefixStoreSettings) -> Any:
     """Return the value of a field; for API keys, only their names."""
     value = getattr(settings, field)
     return sorted(value) if field == "keys" else value

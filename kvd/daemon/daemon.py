@@ -41,6 +41,7 @@ from kvd.metrics.exposition import Exposition
 from kvd.service import activation
 from kvd.service.notify import Notifier
 from protocol.errors import ConfigError, KvdError
+from protocol.key_file import create_key
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 
@@ -138,7 +139,8 @@ class Daemon:
                 keep_s=settings.journal_keep_s,
                 run=in_thread,
             )
-        self._segments = DiskThread(options.home.prefixes)
+        self._key_file = options.home.key_file if settings.prefix_store.encrypt else None
+        self._segments = DiskThread(options.home.prefixes, self._key_file)
         self._metrics = Exposition(lambda: self._system)
         self._system = self._create_system()
         self._reloader = Reloader(
@@ -170,6 +172,7 @@ class Daemon:
             swap_folder=str(options.home.swap),
             swap_bytes=settings.swap_bytes,
             segments_folder=str(options.home.prefixes),
+            key_file=None if self._key_file is None else str(self._key_file),
             prefix_store=settings.prefix_store.limits,
         )
         return System(
@@ -212,6 +215,9 @@ class Daemon:
     async def serve(self, listener: socket.socket) -> Exit:
         started = time.monotonic()
         shutil.rmtree(self._options.home.swap, ignore_errors=True)  # rows of an earlier daemon
+        if self._key_file is not None:
+            with contextlib.suppress(OSError):  # opening the store reports it
+                create_key(self._key_file)
         await self._system.start()
         self._metrics.start()
         self._handle_signals()  # before a client can know that the daemon runs

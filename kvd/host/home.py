@@ -16,7 +16,7 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Size of `sun_path` without the final zero byte: 104 on macOS, 108 on Linux."""
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
-    "chat_history", "journal", "swap", "prefixes", ".DS_Store",
+    "chat_history", "journal", "swap", "prefixes", "prefixes.key", ".DS_Store",
 }  # fmt: skip
 """Names that may exist in a home before the first start, such as the user's `config.toml`."""
 
@@ -55,6 +55,8 @@ class Home:
     """The folder of swapped-out rows, with a folder per model that its worker clears."""
     prefixes = _PathBelow("prefixes")
     """The folder of the prefix store."""
+    key_file = _PathBelow("prefixes.key")
+    """The key of encrypted segments."""
     calibration = _PathBelow("calibration")
     """The results of `kvctl calibrate`, one file per model."""
 

@@ -23,6 +23,7 @@ from kvd.daemon.prefix_store.disk import StoreDisk
 from kvd.daemon.prefix_store.folder import SegmentFolder
 from kvd.daemon.prefix_store.thread import DiskThread
 from protocol import worker as wire
+from protocol.key_file import create_key
 from protocol.segments import segment_path
 from tests.sim.segment_disk import KIB, SPACE, info, key, stored_files, write_file
 
@@ -30,12 +31,14 @@ NOW = 2e9
 LIMITS = ev.StoreLimits(limit_bytes=600 * KIB, daily_bytes=10**12, keep_free_bytes=0)
 
 
-def disk_of(root: Path) -> StoreDisk:
-    return StoreDisk(SegmentFolder(root))
+def disk_of(root: Path, key_file: Path | None = None) -> StoreDisk:
+    return StoreDisk(SegmentFolder(root), key_file)
 
 
-def opened(root: Path, *, writing=frozenset()) -> tuple[StoreDisk, ev.StoreOpened]:
-    disk = disk_of(root)
+def opened(
+    root: Path, key_file: Path | None = None, *, writing=frozenset()
+) -> tuple[StoreDisk, ev.StoreOpened]:
+    disk = disk_of(root, key_file)
     found = disk.run(ev.OpenStore(1, writing, NOW))
     assert isinstance(found, ev.StoreOpened)
     return disk, found
@@ -67,17 +70,17 @@ class CrashingStore(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp()) / "prefixes"
         self.now = 10**9
         self.keys = 0
-        self.steps_left: int | None = None
+        self.key_file: Path | None = None
         self.start()
 
     def teardown(self):
         self.disk.close()
         shutil.rmtree(self.root.parent, ignore_errors=True)
 
-    def start(self):
-        self.steps_left = None
+    def start(self, kill_at=None):
+        self.steps_left: int | None = kill_at
         self.machine, self.life = PrefixStore(), 1
-        self.disk = disk_of(self.root)
+        self.disk = disk_of(self.root, self.key_file)
         self.feed(ev.LimitsChanged(LIMITS))
         self.feed(ev.Reported("a", 1, wire.SegmentsOpened(space=SPACE)))
         assert self.machine.state == "on"
@@ -134,7 +137,7 @@ class CrashingStore(RuleBasedStateMachine):
                 part = segment_path(self.root, offered.key).with_suffix(".part")
                 part.write_bytes(b"begun")
                 self.step()
-                written = write_file(self.root, offered)
+                written = write_file(self.root, offered, form=self.disk._folder.form)
                 self.step()
                 self.feed(ev.Reported("a", 1, wire.SegmentWritten(segment=written, seconds=0.1)))
         except Killed:
@@ -166,6 +169,22 @@ class CrashingStore(RuleBasedStateMachine):
     def restart(self):
         self.disk.close()
         self.start()
+
+    @rule(name=st.sampled_from([None, "a.key", "b.key"]), kill_at=st.none() | st.integers(0, 4))
+    def restart_with_another_key(self, name, kill_at):
+        before, old = stored_files(self.root), self.key_file
+        self.disk.close()
+        self.key_file = None if name is None else self.root.with_name(name)
+        if self.key_file is not None:
+            create_key(self.key_file)
+        try:
+            self.start(kill_at)
+        except Killed:
+            self.disk.close()
+            self.start()
+        self.steps_left = None
+        expected = before if self.key_file == old else {}
+        assert stored_files(self.root) == expected, "segments of another key are left"
 
     @precondition(lambda self: stored_files(self.root))
     @rule(what=st.sampled_from(["cut", "gone", "foreign"]))
@@ -256,6 +275,53 @@ def test_a_database_of_another_program_is_set_aside(tmp_path):
     _, found = opened(root)
     assert list(found.index.segments) == [key(1)]
     assert (root / "index.damaged").exists()
+
+
+def test_segments_of_another_key_are_deleted_and_uses_are_kept_with_the_same(tmp_path):
+    root, key_file = tmp_path / "p", tmp_path / "prefixes.key"
+    create_key(key_file)
+    disk, _ = opened(root, key_file)
+    written = write_file(root, info(1), form=disk._folder.form)
+    stored = segment(1, written.nbytes)
+    disk.run(ev.RecordWritten(7, 1000, stored))
+    disk.close()
+    disk, found = opened(root, key_file)
+    assert found.segments == [stored]
+    disk.close()
+    (root / "index.sqlite").unlink()
+    disk, found = opened(root, key_file)
+    assert [it.key for it in found.segments] == [key(1)], "a lost index costs segments"
+    disk.close()
+
+    key_file.unlink()
+    create_key(key_file)
+    disk, found = opened(root, key_file)
+    assert found.segments == []
+    assert stored_files(root) == {}
+    disk.close()
+
+
+@pytest.mark.parametrize("problem", ["missing", "shared", "short"])
+def test_without_a_usable_key_the_store_stays_off_and_nothing_is_deleted(tmp_path, problem):
+    root, key_file = tmp_path / "p", tmp_path / "prefixes.key"
+    create_key(key_file)
+    disk, _ = opened(root, key_file)
+    write_file(root, info(1), form=disk._folder.form)
+    disk.close()
+    content = key_file.read_bytes()
+    if problem == "missing":
+        key_file.unlink()
+    elif problem == "shared":
+        key_file.chmod(0o644)
+    else:
+        key_file.write_bytes(content[:8])
+    for _ in range(2):
+        with pytest.raises(OSError, match=str(key_file)):
+            opened(root, key_file)
+    key_file.write_bytes(content)
+    key_file.chmod(0o600)
+    _, found = opened(root, key_file)
+    assert [it.key for it in found.segments] == [key(1)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

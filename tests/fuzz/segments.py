@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 from protocol import segment_file
 from protocol.record_file import RecordWriter
+from protocol.record_format import PLAIN
 from protocol.segment_file import DamagedSegment, SegmentHeader
 from protocol.segments import KEY_BYTES, segment_path
 from tests.fuzz.mutations import edited_bytes
@@ -52,7 +53,7 @@ class Segments(Target):
 
 
 def _write(path: Path, header: bytes) -> bytes:
-    file = RecordWriter(path, sync=False)
+    file = RecordWriter(path, PLAIN, sync=False)
     for record in (header, *RECORDS):
         file.add(record)
     file.finish()
@@ -61,8 +62,8 @@ def _write(path: Path, header: bytes) -> bytes:
 
 def _read(path: Path) -> tuple[SegmentHeader, list[bytes]] | None:
     try:
-        header = segment_file.read_header(path)
-        records = [bytes(record) for record in segment_file.read_records(path)]
+        header = segment_file.read_header(path, PLAIN)
+        records = [bytes(record) for record in segment_file.read_records(path, PLAIN)]
     except DamagedSegment:
         return None
     assert header.key == KEY

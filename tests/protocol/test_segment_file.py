@@ -1,4 +1,5 @@
-"""Segment files: damage of any kind is found, and a file under its final name is complete."""
+"""Segment files, plain and encrypted: damage of any kind is found, and a file under its final name
+is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from protocol import record_file, segment_file
+from protocol.record_cipher import RecordCipher
 from protocol.record_file import DamagedFile, RecordReader, RecordWriter
+from protocol.record_format import CHECK_BYTES, PLAIN, RecordFormat
 from protocol.segment_file import DamagedSegment, SegmentHeader
 from protocol.segments import segment_path
 
@@ -22,12 +25,19 @@ KEY, OTHER, SPACE, BASE = (bytes([number]) * 16 for number in (1, 2, 3, 4))
 RECORDS = (b"tail" * 900, b"", b"p" * 5000, b"p" * 5000, random.Random(1).randbytes(9000))
 
 
+@pytest.fixture(params=["plain", "encrypted"])
+def form(request: pytest.FixtureRequest) -> RecordFormat:
+    return PLAIN if request.param == "plain" else RecordCipher(bytes(range(32)))
+
+
 def header(key: bytes = KEY) -> SegmentHeader:
     return SegmentHeader(version=segment_file.VERSION, space=SPACE, key=key, base=BASE, tokens=1024)
 
 
-def write(folder: Path, key: bytes = KEY, records: Sequence[bytes] = RECORDS) -> Path:
-    file = segment_file.create(folder, header(key))
+def write(
+    folder: Path, form: RecordFormat, key: bytes = KEY, records: Sequence[bytes] = RECORDS
+) -> Path:
+    file = segment_file.create(folder, header(key), form)
     for record in records:
         file.add(record)
     size = file.finish()
@@ -36,15 +46,15 @@ def write(folder: Path, key: bytes = KEY, records: Sequence[bytes] = RECORDS) ->
     return path
 
 
-def read(path: Path) -> list[bytes]:
-    return [bytes(record) for record in segment_file.read_records(path)]
+def read(path: Path, form: RecordFormat) -> list[bytes]:
+    return [bytes(record) for record in segment_file.read_records(path, form)]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_what_is_written_is_read(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
     assert path == tmp_path / "01" / f"{KEY.hex()}.kvs"
-    assert read(path) == list(RECORDS)
-    found = segment_file.read_header(path)
+    assert read(path, form) == list(RECORDS)
+    found = segment_file.read_header(path, form)
     assert (found.space, found.key, found.base, found.tokens) == (SPACE, KEY, BASE, 1024)
     assert found.nbytes == path.stat().st_size
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -52,13 +62,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_segment_without_records_and_arrays_of_any_type(tmp_path: Path) -> None:
-    assert read(write(tmp_path, records=())) == []
+def test_a_segment_without_records_and_arrays_of_any_type(
+    tmp_path: Path, form: RecordFormat
+) -> None:
+    assert read(write(tmp_path, form, records=()), form) == []
     numbers = memoryview(bytes(range(64))).cast("d")
-    file = segment_file.create(tmp_path, header(OTHER))
+    file = segment_file.create(tmp_path, header(OTHER), form)
     file.add(numbers)
     file.finish()
-    assert read(segment_path(tmp_path, OTHER)) == [bytes(range(64))]
+    assert read(segment_path(tmp_path, OTHER), form) == [bytes(range(64))]
 
 
 def flip(data: bytes, rng: random.Random) -> bytes:
@@ -85,19 +97,24 @@ def zeros(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + bytes(len(data[at : at + count])) + data[at + count :]
 
 
+def start_bytes(data: bytes) -> int:
+    return PLAIN.start_bytes if PLAIN.open(data[: PLAIN.start_bytes]) else RecordCipher.start_bytes
+
+
 def pieces_of(data: bytes) -> list[bytes]:
-    """Return the magic, the frame and the content of each record, and the end mark."""
-    pieces, at = [data[:16]], 16
+    """Return the start, each record with its head and check, and the end mark."""
+    at = start_bytes(data)
+    pieces = [data[:at]]
     while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little") & ~(1 << 63)
-        size = 32 + (0 if len(data) - at == 32 else length)
+        length = int.from_bytes(data[at : at + 8], "little")
+        size = 16 + (0 if length >> 63 else length) + CHECK_BYTES
         pieces.append(data[at : at + size])
         at += size
     return pieces
 
 
 def swap(data: bytes, rng: random.Random) -> bytes:
-    """Exchange the frames and contents of two records."""
+    """Exchange two records."""
     pieces = pieces_of(data)
     one, two = rng.sample(range(1, len(pieces)), 2)
     pieces[one], pieces[two] = pieces[two], pieces[one]
@@ -132,8 +149,8 @@ CORRUPTIONS: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_every_corruption_is_found(kind: str, tmp_path: Path) -> None:
-    path, rng = write(tmp_path), random.Random(kind)
+def test_every_corruption_is_found(kind: str, tmp_path: Path, form: RecordFormat) -> None:
+    path, rng = write(tmp_path, form), random.Random(kind)
     whole = path.read_bytes()
     found = 0
     while found < 100:
@@ -143,122 +160,127 @@ def test_every_corruption_is_found(kind: str, tmp_path: Path) -> None:
         path.write_bytes(damaged)
         before: list[bytes] = []
         with pytest.raises(DamagedSegment, match=path.name):
-            before.extend(bytes(one) for one in segment_file.read_records(path))
+            before.extend(bytes(one) for one in segment_file.read_records(path, form))
         assert before == list(RECORDS)[: len(before)]
         found += 1
 
 
-def test_a_header_tells_whether_its_file_is_complete(tmp_path: Path) -> None:
-    path = write(tmp_path, records=(b"p" * 100, b""))
+def test_a_header_tells_whether_its_file_is_complete(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form, records=(b"p" * 100, b""))
     pieces = pieces_of(path.read_bytes())
-    path.write_bytes(b"".join(pieces[:-1]))  # ends with the frame of the empty record
+    path.write_bytes(b"".join(pieces[:-1]))  # ends with the empty record
     with pytest.raises(DamagedSegment, match="no end mark"):
-        segment_file.read_header(path)
+        segment_file.read_header(path, form)
 
 
-def test_a_damaged_length_allocates_nothing(tmp_path: Path, monkeypatch) -> None:
-    path = write(tmp_path)
+def test_a_damaged_length_allocates_nothing(
+    tmp_path: Path, monkeypatch, form: RecordFormat
+) -> None:
+    path = write(tmp_path, form)
     data = bytearray(path.read_bytes())
-    data[16:24] = (len(data) - 200).to_bytes(8, "little")
+    at = form.start_bytes
+    data[at : at + 8] = (len(data) - 200).to_bytes(8, "little")
     path.write_bytes(data)
     sizes = []
-    pread = os.pread
+    readv = os.readv
 
-    def spy(fd: int, size: int, at: int) -> bytes:
-        sizes.append(size)
-        return pread(fd, size, at)
+    def spy(fd: int, buffers: list[memoryview]) -> int:
+        sizes.append(sum(map(len, buffers)))
+        return readv(fd, buffers)
 
-    monkeypatch.setattr(os, "pread", spy)
+    monkeypatch.setattr(os, "readv", spy)
     with pytest.raises(DamagedSegment):
-        read(path)
-    assert max(sizes) == 32
+        read(path, form)
+    assert max(sizes) == form.start_bytes
 
 
-def test_another_segment_under_this_name_is_found(tmp_path: Path) -> None:
-    path, other = write(tmp_path), write(tmp_path, OTHER)
+def test_another_segment_under_this_name_is_found(tmp_path: Path, form: RecordFormat) -> None:
+    path, other = write(tmp_path, form), write(tmp_path, form, OTHER)
     other.replace(path)
     with pytest.raises(DamagedSegment, match="not that of its name"):
-        read(path)
+        read(path, form)
     with pytest.raises(DamagedSegment, match="not that of its name"):
-        segment_file.read_header(path)
+        segment_file.read_header(path, form)
 
 
-def test_a_record_of_another_segment_is_found(tmp_path: Path) -> None:
-    path, other = write(tmp_path), write(tmp_path, OTHER)
+def test_a_record_of_another_segment_is_found(tmp_path: Path, form: RecordFormat) -> None:
+    path, other = write(tmp_path, form), write(tmp_path, form, OTHER)
     mine, theirs = path.read_bytes(), other.read_bytes()
-    start = 16 + 32 + int.from_bytes(mine[16:24], "little")
+    start = sum(map(len, pieces_of(mine)[:2]))
     path.write_bytes(mine[:start] + theirs[start:])
-    with pytest.raises(DamagedSegment, match="checksum"):
-        read(path)
+    with pytest.raises(DamagedSegment, match="wrong check of record 1"):
+        read(path, form)
 
 
-def test_files_of_other_formats_are_not_read(tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_files_of_other_formats_are_not_read(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
     path.write_bytes(b"kvd swap 1\n" + bytes(200))
     with pytest.raises(DamagedSegment):
-        segment_file.read_header(path)
+        segment_file.read_header(path, form)
     newer = SegmentHeader(version=segment_file.VERSION + 1, space=SPACE, key=KEY, tokens=1)
-    segment_file.create(tmp_path, newer).finish()
+    segment_file.create(tmp_path, newer, form).finish()
     with pytest.raises(DamagedSegment, match="version"):
-        segment_file.read_header(path)
-    file = RecordWriter(path, sync=False)
+        segment_file.read_header(path, form)
+    file = RecordWriter(path, form, sync=False)
     file.add(b"not a header")
     file.finish()
     with pytest.raises(DamagedSegment, match="no header"):
-        segment_file.read_header(path)
-    RecordWriter(path, sync=False).finish()
+        segment_file.read_header(path, form)
+    RecordWriter(path, form, sync=False).finish()
     with pytest.raises(DamagedSegment, match="no header"):
-        segment_file.read_header(path)
+        segment_file.read_header(path, form)
 
 
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_only_regular_files_are_read(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
     real = path.rename(tmp_path / "real.kvs")
     path.symlink_to(real)
     with pytest.raises(DamagedSegment, match="symbolic link"):
-        read(path)
+        read(path, form)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(DamagedSegment, match="regular"):
-        read(path)
+        read(path, form)
     path.unlink()
     path.mkdir()
     with pytest.raises(DamagedSegment, match="regular"):
-        read(path)
+        read(path, form)
     path.rmdir()
     with pytest.raises(FileNotFoundError):
-        read(path)
+        read(path, form)
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_is_not_written_through(tmp_path: Path, form: RecordFormat) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     path = segment_path(tmp_path, KEY)
     path.parent.mkdir()
     path.with_suffix(".part").symlink_to(victim)
-    assert read(write(tmp_path)) == list(RECORDS)
+    assert read(write(tmp_path, form), form) == list(RECORDS)
     assert victim.read_bytes() == b"precious"
 
 
-def test_a_part_of_an_ended_process_is_replaced(tmp_path: Path) -> None:
-    first = segment_file.create(tmp_path, header())
+def test_a_part_of_an_ended_process_is_replaced(tmp_path: Path, form: RecordFormat) -> None:
+    first = segment_file.create(tmp_path, header(), form)
     first.add(b"half")
     os.close(first._fd)  # as the process's end does
-    path = write(tmp_path)
-    assert read(path) == list(RECORDS)
+    path = write(tmp_path, form)
+    assert read(path, form) == list(RECORDS)
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_abort_deletes_the_part_and_never_a_finished_file(tmp_path: Path) -> None:
-    file = segment_file.create(tmp_path, header())
+def test_abort_deletes_the_part_and_never_a_finished_file(
+    tmp_path: Path, form: RecordFormat
+) -> None:
+    file = segment_file.create(tmp_path, header(), form)
     file.add(b"half")
     file.abort()
     file.abort()
     assert list((tmp_path / "01").iterdir()) == []
-    file = segment_file.create(tmp_path, header())
+    file = segment_file.create(tmp_path, header(), form)
     file.finish()
     file.abort()
-    assert read(segment_path(tmp_path, KEY)) == []
+    assert read(segment_path(tmp_path, KEY), form) == []
 
 
 class Disk:
@@ -266,7 +288,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int, error: int) -> None:
         self.calls = 0
-        for name in ("open", "writev", "fsync", "rename"):
+        for name in ("open", "write", "fsync", "rename"):
             self._replace(monkeypatch, name, fails_at, error)
 
     def _replace(self, monkeypatch, name: str, fails_at: int, error: int) -> None:
@@ -282,7 +304,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_failing_disk_leaves_no_file(error: int, tmp_path: Path, monkeypatch) -> None:
+def test_a_failing_disk_leaves_no_file(
+    error: int, tmp_path: Path, monkeypatch, form: RecordFormat
+) -> None:
     fails_at, errors = 0, []
     while True:
         fails_at += 1
@@ -292,7 +316,7 @@ def test_a_failing_disk_leaves_no_file(error: int, tmp_path: Path, monkeypatch) 
             disk = Disk(patch, fails_at, error)
             file = None
             try:
-                file = segment_file.create(folder, header())
+                file = segment_file.create(folder, header(), form)
                 for record in RECORDS:
                     file.add(record)
                 file.finish()
@@ -305,57 +329,61 @@ def test_a_failing_disk_leaves_no_file(error: int, tmp_path: Path, monkeypatch) 
         assert [one for one in folder.rglob("*") if one.is_file()] == []
     assert disk.calls == fails_at - 1 >= 12
     assert errors == [error] * disk.calls
-    assert read(segment_path(folder, KEY)) == list(RECORDS)
+    assert read(segment_path(folder, KEY), form) == list(RECORDS)
 
 
-def test_writes_and_reads_may_be_short(tmp_path: Path, monkeypatch) -> None:
-    writev, pread = os.writev, os.pread
+def test_writes_and_reads_may_be_short(tmp_path: Path, monkeypatch, form: RecordFormat) -> None:
+    write_, readv = os.write, os.readv
     rng = random.Random(3)
 
-    def short_write(fd: int, parts: Sequence[memoryview]) -> int:
-        joined = b"".join(parts)
-        return writev(fd, [joined[: rng.randint(1, len(joined))]])
+    def short_read(fd: int, buffers: list[memoryview]) -> int:
+        (buffer,) = buffers
+        return readv(fd, [buffer[: rng.randint(1, len(buffer))]])
 
-    monkeypatch.setattr(os, "writev", short_write)
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, rng.randint(1, size), at))
-    assert read(write(tmp_path)) == list(RECORDS)
+    def short_write(fd: int, data: memoryview) -> int:
+        return write_(fd, data[: rng.randint(1, len(data))])
+
+    monkeypatch.setattr(os, "write", short_write)
+    monkeypatch.setattr(os, "readv", short_read)
+    assert read(write(tmp_path, form), form) == list(RECORDS)
 
 
 def test_a_bad_sector_is_an_error_and_not_the_end_of_the_process(
-    tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch, form: RecordFormat
 ) -> None:
-    path = write(tmp_path)
-    pread = os.pread
+    path = write(tmp_path, form)
+    readv = os.readv
 
-    def bad(fd: int, size: int, at: int) -> bytes:
-        if at <= 6000 < at + size:
+    def bad(fd: int, buffers: list[memoryview]) -> int:
+        at = os.lseek(fd, 0, os.SEEK_CUR)
+        if at <= 6000 < at + len(buffers[0]):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return pread(fd, size, at)
+        return readv(fd, buffers)
 
-    monkeypatch.setattr(os, "pread", bad)
+    monkeypatch.setattr(os, "readv", bad)
     with pytest.raises(OSError, match="Input/output"):
-        read(path)
+        read(path, form)
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    with RecordReader(path) as reader:
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
+    with RecordReader(path, form) as reader:
         next(reader)
         os.truncate(path, 300)
         with pytest.raises(DamagedFile, match="shorter"):
             list(reader)
 
 
-def test_files_are_closed(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    damaged = write(tmp_path, OTHER)
+def test_files_are_closed(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
+    damaged = write(tmp_path, form, OTHER)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     before = len(list(Path("/dev/fd").iterdir()))
     for _ in range(5):
-        read(path)
+        read(path, form)
         with pytest.raises(DamagedSegment):
-            read(damaged)
-        partly = segment_file.read_records(path)
+            read(damaged, form)
+        partly = segment_file.read_records(path, form)
         next(partly)
         partly.close()
     assert len(list(Path("/dev/fd").iterdir())) == before
@@ -365,6 +393,7 @@ WRITES = """
 import os, random, signal, sys, time
 from pathlib import Path
 from protocol import segment_file
+from protocol.record_format import PLAIN
 
 folder, rng = Path(sys.argv[1]), random.Random(5)
 
@@ -372,7 +401,7 @@ def write_until_killed(turn, first_is_complete):
     for number in range(1_000_000):
         key = turn.to_bytes(2) + number.to_bytes(14)
         file = segment_file.create(folder, segment_file.SegmentHeader(
-            version=segment_file.VERSION, space=bytes(16), key=key, tokens=1))
+            version=segment_file.VERSION, space=bytes(16), key=key, tokens=1), PLAIN)
         for _ in range(rng.randint(0, 6)):
             file.add(rng.randbytes(rng.randint(0, 200_000)))
         file.finish()
@@ -402,12 +431,14 @@ def test_a_killed_process_leaves_complete_files_and_parts(tmp_path: Path) -> Non
     assert len(parts) >= 20, "most of the 50 kills are within a write"
     assert len(complete) >= 50
     for path in complete:
-        read(path)
+        read(path, PLAIN)
 
 
-def test_swap_files_have_the_same_format(tmp_path: Path) -> None:
-    file = RecordWriter(tmp_path / "a.swap", sync=False)
+def test_swap_files_have_the_same_format(tmp_path: Path, form: RecordFormat) -> None:
+    file = RecordWriter(tmp_path / "a.swap", form, sync=False)
     for record in RECORDS:
         file.add(record)
     file.finish()
-    assert [bytes(one) for one in record_file.read_records(tmp_path / "a.swap")] == list(RECORDS)
+    assert [bytes(one) for one in record_file.read_records(tmp_path / "a.swap", form)] == list(
+        RECORDS
+    )

@@ -11,6 +11,7 @@ from actors.machines import prefix_store_events as ev
 from kvd.daemon.prefix_store.disk import StoreDisk
 from kvd.daemon.prefix_store.folder import SegmentFolder
 from protocol import segment_file
+from protocol.record_format import PLAIN, RecordFormat
 from protocol.segments import SegmentInfo
 
 SPACE = bytes(16)
@@ -69,7 +70,9 @@ def info(
     )
 
 
-def write_file(root: Path, segment: SegmentInfo, space: bytes = SPACE) -> SegmentInfo:
+def write_file(
+    root: Path, segment: SegmentInfo, space: bytes = SPACE, form: RecordFormat = PLAIN
+) -> SegmentInfo:
     """Write a segment's file as a worker does; return it with the size of the file."""
     header = segment_file.SegmentHeader(
         version=segment_file.VERSION,
@@ -78,7 +81,7 @@ def write_file(root: Path, segment: SegmentInfo, space: bytes = SPACE) -> Segmen
         base=segment.base,
         tokens=segment.tokens,
     )
-    file = segment_file.create(root, header)
+    file = segment_file.create(root, header, form)
     file.add(bytes(segment.nbytes))
     return SegmentInfo(
         key=segment.key, base=segment.base, tokens=segment.tokens, nbytes=file.finish()

@@ -13,6 +13,7 @@ import structlog
 
 from actors.machines.segment_index import Segment
 from actors.machines.segment_writes import DAY_S
+from protocol.record_format import PLAIN, RecordFormat
 from protocol.segment_file import DamagedSegment, read_header
 from protocol.segments import KEY_BYTES, PART_SUFFIX, SUFFIX, segment_path
 
@@ -35,6 +36,8 @@ class SegmentFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.form: RecordFormat = PLAIN
+        """Format of the segments. Those of another one are damaged."""
         self.damaged: list[str] = []
         """What was wrong with files that `read` deleted, until it is reported."""
         self._log = structlog.get_logger("kvd.daemon.prefix_store")
@@ -71,15 +74,16 @@ class SegmentFolder:
             Path(entry.path).unlink(missing_ok=True)
             found.deleted.append((int(status.st_mtime // DAY_S), status.st_size))
 
-    def read(self, key: bytes) -> Segment | None:
+    def read(self, key: bytes, *, expects_damage: bool = False) -> Segment | None:
         """Return a segment as its file describes it; delete a damaged file."""
         path = segment_path(self.root, key)
         try:
-            header, written = read_header(path), path.stat().st_mtime
+            header, written = read_header(path, self.form), path.stat().st_mtime
         except FileNotFoundError:
             return None
         except DamagedSegment as error:
-            self._log.warning("damaged segment deleted", path=str(path), reason=str(error))
+            if not expects_damage:
+                self._log.warning("damaged segment deleted", path=str(path), reason=str(error))
             self.damaged.append(str(error))
             self.delete(key)
             return None

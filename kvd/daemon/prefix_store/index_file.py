@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, nbytes INTEGER NOT NUL
 CREATE TABLE IF NOT EXISTS models (
     space BLOB NOT NULL, model TEXT NOT NULL, PRIMARY KEY (space, model)
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS encryption (key_id BLOB NOT NULL) STRICT;
 """
 _FIELDS = Segment.__struct_fields__
 _ADD = (
@@ -121,6 +122,16 @@ class IndexFile:
         for space, model in self._database.execute("SELECT space, model FROM models"):
             found.setdefault(space, []).append(model)
         return found
+
+    def key_id(self) -> bytes | None:
+        """Return what `set_key_id` set last; None: the index is new."""
+        row = self._database.execute("SELECT key_id FROM encryption").fetchone()
+        return None if row is None else bytes(row[0])
+
+    def set_key_id(self, key_id: bytes) -> None:
+        """Record which key the segments are encrypted with; empty: they are not."""
+        self._database.execute("DELETE FROM encryption")
+        self._database.execute("INSERT INTO encryption VALUES (?)", (key_id,))
 
     def add(self, segment: Segment) -> None:
         self._database.execute(_ADD, [getattr(segment, field) for field in _FIELDS])

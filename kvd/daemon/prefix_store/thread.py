@@ -24,8 +24,9 @@ CLOSE_S = 2.0
 class DiskThread:
     """Runs a `StoreDisk` in a thread; implements `actors.prefix_store.SegmentDisk`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key_file: Path | None = None) -> None:
         self._folder = folder
+        self._key_file = key_file
         self._queue: SimpleQueue[tuple[ev.DiskCommand, Done] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -51,7 +52,8 @@ class DiskThread:
         from kvd.daemon.prefix_store.disk import StoreDisk  # noqa: PLC0415
         from kvd.daemon.prefix_store.folder import SegmentFolder  # noqa: PLC0415
 
-        disk, log = StoreDisk(SegmentFolder(self._folder)), structlog.get_logger(__name__)
+        disk = StoreDisk(SegmentFolder(self._folder), self._key_file)
+        log = structlog.get_logger(__name__)
         while (item := self._queue.get()) is not None:
             command, done = item
             try:

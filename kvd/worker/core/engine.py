@@ -13,6 +13,7 @@ computes step n+1.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
+from kvd.worker.core.encryption import segment_cipher, swap_format
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
 from kvd.worker.core.preemption import Preemption
@@ -46,6 +48,7 @@ from kvd.worker.serving import loading
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from protocol.errors import ContextTooLong
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
+from protocol.record_format import PLAIN
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import (
     Grant,
@@ -62,6 +65,8 @@ from protocol.worker import (
     Tokenize,
     Tokenized,
 )
+
+_log = logging.getLogger("kvd.worker")
 
 POOL_SECONDS = 0.010
 """Seconds that a step works on growing pools or on transfers."""
@@ -106,7 +111,8 @@ class MLXEngine:
         self._admission, self._scheduler = admission, admission.scheduler
         self._weights_bytes = model.weights_bytes
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
-        transfers = Transfers(SwapFolder.open(command.swap_folder, command.swap_bytes))
+        swap = SwapFolder.open(command.swap_folder, command.swap_bytes, swap_format(command))
+        transfers = Transfers(swap)
         batch = Batch(runner, admission, prefix_cache, transfers, text, self._enter_phase)
         memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
         preemption = Preemption(batch, self._rates)
@@ -138,15 +144,21 @@ class MLXEngine:
             return None
         if not isinstance(cache, ModelCache):
             return None
+        try:
+            cipher = segment_cipher(command)
+        except OSError as error:
+            _log.warning("prefixes are neither stored nor read: %s", error)
+            return None
         space = space_of(model.fingerprint, cache, info, command)
+        secret = b"" if cipher is None else cipher.derive(b"segment keys")
         self._batch.reports.append(SegmentsOpened(space=space))
         return SegmentStore(
             self._batch,
             self._memory,
             self._preemption,
             self._rates,
-            SegmentIndex(space, command.prefill_chunk),
-            SegmentFiles(Path(folder), space),
+            SegmentIndex(space, command.prefill_chunk, secret),
+            SegmentFiles(Path(folder), space, cipher or PLAIN),
             self._clock,
         )
 

@@ -26,7 +26,7 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import can_preempt
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request, SwappedRows
-from protocol.record_file import DamagedFile, read_records
+from protocol.record_file import DamagedFile
 from protocol.worker import PreemptionMode, RowPreempted
 
 _log = logging.getLogger("kvd.worker")
@@ -203,7 +203,9 @@ class Preemption:
             self._batch.finish_resume(request)
             return
         self._batch.scheduler.suspend(request.rid)
-        reader = SnapshotReader(self._batch.cache, read_records(request.swapped.path))
+        reader = SnapshotReader(
+            self._batch.cache, self._transfers.folder.read(request.swapped.path)
+        )
         self._transfers.reading[request.rid] = reader
         self._jobs[request.rid] = self._read(request, request.swapped, reader)
 

@@ -1,6 +1,7 @@
 """Files of preempted rows: record files (`protocol.record_file`) in a folder with a size limit.
 
-Files of an earlier process are never read, so nothing is synced to disk.
+Files of an earlier process are never read, so nothing is synced to disk, and a key in memory is
+enough to encrypt them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.worker.cache.segment_records import SegmentReader
 from kvd.worker.cache.snapshot_records import SnapshotReader
 from kvd.worker.core.request import SwappedRows
-from protocol.record_file import RecordWriter
+from protocol.record_file import RecordWriter, read_records
+from protocol.record_format import RecordFormat
 from protocol.segments import PART_SUFFIX
 
 _log = logging.getLogger("kvd.worker")
@@ -29,8 +32,9 @@ class SwapFolder:
     ``path`` None: nothing may be written. ``limit_bytes``: limit of all files together.
     """
 
-    def __init__(self, path: Path | None, limit_bytes: int) -> None:
+    def __init__(self, path: Path | None, limit_bytes: int, form: RecordFormat) -> None:
         self._path = path
+        self._form = form
         self._limit_bytes = limit_bytes
         self._sizes: dict[Path, int] = {}
         if path is not None:
@@ -40,14 +44,14 @@ class SwapFolder:
                     old.unlink()
 
     @classmethod
-    def open(cls, path: str | None, limit_bytes: int) -> SwapFolder:
+    def open(cls, path: str | None, limit_bytes: int, form: RecordFormat) -> SwapFolder:
         """Return the folder that the daemon named; one without room if it cannot be used."""
         if path is not None and limit_bytes > 0:
             try:
-                return cls(Path(path), limit_bytes)
+                return cls(Path(path), limit_bytes, form)
             except OSError as error:
                 _log.warning("cannot swap rows to disk: %s", error)
-        return cls(None, 0)
+        return cls(None, 0, form)
 
     @property
     def held_bytes(self) -> int:
@@ -67,10 +71,14 @@ class SwapFolder:
         path = self._path / f"{name}{_SUFFIX}"
         self._sizes[path] = nbytes
         try:
-            return RecordWriter(path, sync=False)
+            return RecordWriter(path, self._form, sync=False)
         except OSError:
             self.delete(path)
             raise
+
+    def read(self, path: Path) -> Iterator[memoryview]:
+        """Yield the records of a file; raises `DamagedFile` or `OSError`."""
+        return read_records(path, self._form)
 
     def clear(self) -> None:
         for path in list(self._sizes):

@@ -15,6 +15,7 @@ from kvd.worker.prefix.segment_io import (
 )
 from protocol import segment_file
 from protocol.record_file import DamagedFile
+from protocol.record_format import RecordFormat
 from protocol.segments import SegmentInfo
 
 WAIT_SECONDS = 0.001
@@ -24,8 +25,11 @@ WAIT_SECONDS = 0.001
 class Reading:
     """Reads segments in a thread, one after another."""
 
-    def __init__(self, folder: Path, segments: Sequence[SegmentInfo]) -> None:
-        self._reader = BackgroundReader(folder, [segment.key for segment in segments])
+    def __init__(self, folder: Path, segments: Sequence[SegmentInfo], form: RecordFormat) -> None:
+        keys = [segment.key for segment in segments]
+        self._reader = BackgroundReader(
+            folder, keys, lambda path: segment_file.open_records(path, form)
+        )
         self._next: SegmentRecord | None = None
         """A record of the next segment, which ended the one before it."""
         self.segments = [self._records(segment.key) for segment in segments]
@@ -58,12 +62,13 @@ class Reading:
 class SegmentFiles:
     """The files of one space below the store's folder."""
 
-    def __init__(self, folder: Path, space: bytes) -> None:
+    def __init__(self, folder: Path, space: bytes, form: RecordFormat) -> None:
         self._folder = folder
         self._space = space
+        self._form = form
 
     def read(self, segments: Sequence[SegmentInfo]) -> Reading:
-        return Reading(self._folder, segments)
+        return Reading(self._folder, segments, self._form)
 
     def write(self, segment: SegmentInfo) -> BackgroundWriter:
         header = segment_file.SegmentHeader(
@@ -73,4 +78,4 @@ class SegmentFiles:
             base=segment.base,
             tokens=segment.tokens,
         )
-        return BackgroundWriter(lambda: segment_file.create(self._folder, header))
+        return BackgroundWriter(lambda: segment_file.create(self._folder, header, self._form))

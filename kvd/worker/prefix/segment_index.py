@@ -36,10 +36,14 @@ class Checkpoint:
 
 
 class SegmentIndex:
-    """The segments of one space, and the keys that name prefixes in it."""
+    """The segments of one space, and the keys that name prefixes in it.
 
-    def __init__(self, space: bytes, chunk: int) -> None:
+    ``secret``: with it, keys cannot be computed from prompts without it.
+    """
+
+    def __init__(self, space: bytes, chunk: int, secret: bytes = b"") -> None:
         self._space = space
+        self._secret = secret
         self._chunk = chunk
         self._segments: dict[bytes, SegmentInfo] = {}
 
@@ -53,7 +57,7 @@ class SegmentIndex:
 
     def key(self, name: bytes) -> bytes:
         """Return the key of the prefix with this name."""
-        return blake2b(self._space + name, digest_size=KEY_BYTES).digest()
+        return blake2b(self._space + name, key=self._secret, digest_size=KEY_BYTES).digest()
 
     def find(self, names: Sequence[bytes], above: int = 0) -> list[SegmentInfo]:
         """Return the segments of the longest stored beginning of a prompt, the last one first.

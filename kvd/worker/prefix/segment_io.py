@@ -1,8 +1,8 @@
 """Segment files are written and read in threads, so that a slow disk delays no step.
 
 The engine submits records to write and takes records that were read; both calls return at once.
-The threads compute the checksums, which like reading and writing releases Python's lock. They are
-daemon threads: a disk that hangs delays neither the engine nor the end of the process.
+The threads also compute the checksums, or encrypt and decrypt. They are daemon threads: a disk that
+hangs delays neither the engine nor the end of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvd.worker.prefix.staging import Staging
-from protocol import segment_file
 from protocol.record_file import DamagedFile, RecordReader
 from protocol.segments import segment_path
 
@@ -137,16 +136,16 @@ class SegmentRecord:
 class BackgroundReader:
     """Reads the records of several segments in a thread, in order, ahead of their use.
 
-    ``keys``: the segments below the store's ``folder``. ``open_records``: tests replace it by a
-    disk that hangs.
+    ``keys``: the segments below the store's ``folder``. ``open_records`` opens a segment's file, in
+    the thread.
     """
 
     def __init__(
         self,
         folder: Path,
         keys: Sequence[bytes],
+        open_records: Callable[[Path], RecordReader],
         staging_bytes: int = STAGING_BYTES,
-        open_records: Callable[[Path], RecordReader] = segment_file.open_records,
     ) -> None:
         self._folder = folder
         self._keys = tuple(keys)

@@ -17,6 +17,9 @@ from kvd.worker.core import memory_account, out_of_memory, reclaiming, swap
 from kvd.worker.core.rates import Rates
 from kvd.worker.process import shortage
 from protocol.kv import KVSpec
+from protocol.record_cipher import RecordCipher
+from protocol.record_file import DamagedFile, read_records
+from protocol.record_format import PLAIN
 from protocol.types import Sampling
 from protocol.worker import Reclaim
 from tests.worker.core.driver import Driver, Outcome
@@ -107,6 +110,25 @@ def test_preempted_rows_continue_with_the_same_tokens(driver: Driver, where: str
     assert all(one[-1] == "resumed" for one in driver.preemptions.values())
 
 
+def test_swapped_rows_are_encrypted_with_a_key_that_is_only_in_memory(tmp_path: Path) -> None:
+    key_file = str(tmp_path / "no.key")
+    driver = Driver("demo", swap_folder=str(tmp_path), swap_bytes=1 << 30, key_file=key_file)
+    prefer(driver, "disk")
+    prompt = periodic_prompt(500, 4)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
+    driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
+    driver.reclaim("preempt", EVERYTHING)
+    assert driver.preemptions["a"][0] == "disk"
+    (swapped,) = files(driver)
+    with pytest.raises(DamagedFile, match="another format"):
+        list(read_records(swapped, PLAIN))
+    with pytest.raises(DamagedFile, match="wrong check of record 0"):
+        list(read_records(swapped, RecordCipher.with_random_key()))
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+
+
 def test_snapshots_stay_in_memory_if_that_frees_enough(driver: Driver) -> None:
     prefer(driver, "disk")
     prompt = periodic_prompt(300, 4)
@@ -169,13 +191,13 @@ def test_a_full_disk_loses_no_request(driver: Driver, monkeypatch: pytest.Monkey
     prompt = periodic_prompt(400, 7)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
 
-    def full(fd: int, parts: list[memoryview]) -> int:
-        if sum(part.nbytes for part in parts) > 20_000:
+    def full(fd: int, data: bytes | memoryview) -> int:
+        if len(data) > 20_000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, parts)
+        return write(fd, data)
 
-    write = os.writev
-    monkeypatch.setattr(os, "writev", full)
+    write = os.write
+    monkeypatch.setattr(os, "write", full)
     driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
     driver.reclaim("preempt", EVERYTHING)
@@ -397,14 +419,14 @@ def test_a_shortage_during_transfers_changes_no_tokens(
 def test_files_of_an_earlier_process_are_deleted(tmp_path: Path) -> None:
     for name in ("old.swap", "half.part"):
         (tmp_path / name).write_bytes(b"x")
-    folder = swap.SwapFolder.open(str(tmp_path / "m"), 100)
+    folder = swap.SwapFolder.open(str(tmp_path / "m"), 100, PLAIN)
     assert folder is not None
-    folder = swap.SwapFolder.open(str(tmp_path), 100)
+    folder = swap.SwapFolder.open(str(tmp_path), 100, PLAIN)
     assert folder is not None
     assert [one.name for one in tmp_path.iterdir()] == ["m"]
     assert not folder.has_room(101)
     (tmp_path / "file").write_bytes(b"")
-    assert not swap.SwapFolder.open(str(tmp_path / "file"), 100).has_room(1)
+    assert not swap.SwapFolder.open(str(tmp_path / "file"), 100, PLAIN).has_room(1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from protocol import segment_file
+from protocol.key_file import create_key
 from protocol.kv import KVSpec
+from protocol.record_format import PLAIN
 from protocol.segments import SegmentInfo, segment_path
 from protocol.worker import (
     SegmentAbandoned,
@@ -31,8 +34,9 @@ KV = KVSpec(prefix_cache=1 << 30)
 class Store:
     """The daemon's part: allows all segments, and remembers those that were written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key_file: Path | None = None) -> None:
         self.folder = folder
+        self.key_file = key_file
         self.segments: dict[bytes, SegmentInfo] = {}
         self.offered: list[SegmentOffered] = []
         self.allows = True
@@ -68,7 +72,8 @@ class Engine(Driver):
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        super().__init__("demo", kv=KV, segments_folder=str(store.folder))
+        key_file = None if store.key_file is None else str(store.key_file)
+        super().__init__("demo", kv=KV, segments_folder=str(store.folder), key_file=key_file)
         self.step()
 
     def step(self) -> None:
@@ -213,6 +218,65 @@ def test_a_cancelled_request_frees_what_was_read(store: Store) -> None:
     assert second.outcomes["r"].reason == "cancelled"
     assert not second.engine._transfers.reading
     assert second.engine._runner.cache.usage.pages_used == 0
+
+
+def windows(records: list[bytes]) -> Iterator[bytes]:
+    """Yield samples of 24 bytes that are in no other file by chance."""
+    for record in records:
+        for at in range(0, len(record) - 24, max(24, len(record) // 20)):
+            if len(set(sample := record[at : at + 24])) > 8:
+                yield sample
+
+
+def test_encrypted_segments_restore_the_same_and_reveal_nothing(
+    tmp_path: Path, plain: Driver
+) -> None:
+    prompt = prompt_of(1500, 1)
+    key_file = tmp_path / "prefixes.key"
+    create_key(key_file)
+    stores = Store(tmp_path / "plain"), Store(tmp_path / "encrypted", key_file)
+    for store in stores:
+        store.folder.mkdir()
+        first = Engine(store)
+        first.alone(prompt, max_tokens=2)
+        first.write_all()
+    bare, encrypted = stores
+    ((bare_key, bare_segment),) = bare.segments.items()
+    ((key, segment),) = encrypted.segments.items()
+    assert segment.tokens == bare_segment.tokens
+    assert segment.nbytes == bare_segment.nbytes + 32, "the salt is all that is added"
+    assert key != bare_key, "who knows a prompt could tell that it is stored"
+
+    content = segment_path(encrypted.folder, key).read_bytes()
+    bare_path = segment_path(bare.folder, bare_key)
+    records = [bytes(one) for one in segment_file.read_records(bare_path, PLAIN)]
+    header = segment_file.read_header(bare_path, PLAIN)
+    samples = [*windows(records), header.space, header.key, b"length", b"pages"]
+    assert len(samples) > 100
+    assert all(sample in bare_path.read_bytes() for sample in samples)
+    assert not [sample for sample in samples if sample in content]
+
+    found = Engine(encrypted).alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    assert found.cached == segment.tokens
+    assert found == alone(plain, [*prompt, 5, 6])
+
+    key_file.write_bytes(bytes(32))
+    found = Engine(encrypted).alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    assert found.cached == 0, "with another key nothing is stored under this name"
+    assert found == alone(plain, [*prompt, 5, 6])
+
+
+def test_without_a_usable_key_an_engine_neither_writes_nor_reads(
+    tmp_path: Path, plain: Driver
+) -> None:
+    prompt = prompt_of(1500, 1)
+    store = Store(tmp_path, tmp_path / "prefixes.key")
+    engine = Engine(store)
+    found = engine.alone(prompt, max_tokens=12, logprobs=2)
+    assert found == alone(plain, prompt)
+    assert not engine.engine.has_work
+    assert not store.offered
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_segment_is_offered_again_after_a_hit(store: Store) -> None:

@@ -24,6 +24,7 @@ from kvd.worker.prefix.segment_io import (
 )
 from protocol import segment_file
 from protocol.record_file import RecordReader
+from protocol.record_format import PLAIN
 from protocol.segment_file import SegmentHeader
 from protocol.segments import segment_path
 
@@ -32,6 +33,10 @@ KEYS = [bytes([number]) * 16 for number in range(1, 5)]
 PATIENCE_S = 20.0
 AT_ONCE_S = 0.5
 """Limit for calls of the engine. They take microseconds; other processes may hold the machine."""
+
+
+def open_plain(path: Path) -> RecordReader:
+    return segment_file.open_records(path, PLAIN)
 
 
 def header(key: bytes) -> SegmentHeader:
@@ -61,7 +66,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def write(folder: Path, key: bytes, content: list[bytes], staging: int = 8192) -> Written | Failed:
-    writer = BackgroundWriter(partial(segment_file.create, folder, header(key)), staging)
+    writer = BackgroundWriter(partial(segment_file.create, folder, header(key), PLAIN), staging)
     for record in content:
         until(partial(writer.put, record))
     writer.end()
@@ -90,7 +95,7 @@ def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
         assert isinstance(result, Written)
         assert result.nbytes == segment_path(tmp_path, key).stat().st_size
         assert 0 < result.seconds < PATIENCE_S
-    found, end = read(BackgroundReader(tmp_path, KEYS, 8192))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, 8192))
     assert end is END
     assert found == [(key, record) for key in KEYS for record in written[key]]
 
@@ -99,7 +104,7 @@ def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
 def test_records_above_the_limit_pass_one_by_one(staging: int, tmp_path: Path) -> None:
     content = [b"a" * 10_000, b"", b"b" * 4999, b"c" * 5001, b"", b"d" * 10_000]
     assert isinstance(write(tmp_path, KEYS[0], content, staging), Written)
-    found, end = read(BackgroundReader(tmp_path, KEYS[:1], staging))
+    found, end = read(BackgroundReader(tmp_path, KEYS[:1], open_plain, staging))
     assert end is END
     assert [record for _, record in found] == content
 
@@ -125,7 +130,7 @@ class SlowFile:
         self._gate = gate
         self._slow = slow
         self._pass("create")
-        self._file = segment_file.create(folder, header(KEYS[0]))
+        self._file = segment_file.create(folder, header(KEYS[0]), PLAIN)
 
     def _pass(self, operation: str) -> None:
         if operation in self._slow.split():
@@ -159,7 +164,9 @@ def test_a_full_staging_refuses_records_and_delays_nobody(tmp_path: Path) -> Non
     gate.open.set()
     writer.wait(PATIENCE_S)
     assert isinstance(writer.poll(), Written)
-    found = [bytes(one) for one in segment_file.read_records(segment_path(tmp_path, KEYS[0]))]
+    found = [
+        bytes(one) for one in segment_file.read_records(segment_path(tmp_path, KEYS[0]), PLAIN)
+    ]
     assert found == [b"a" * 400, b"b" * 400, b"c" * 200]
 
 
@@ -195,7 +202,7 @@ def test_a_writer_can_be_closed_at_any_moment(tmp_path: Path) -> None:
     results = set()
     for turn in range(60):
         key = KEYS[turn % 4]
-        writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(key)), 4096)
+        writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(key), PLAIN), 4096)
         for record in records(turn, count=rng.randint(0, 30)):
             if not writer.put(record):
                 break
@@ -211,12 +218,12 @@ def test_a_writer_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         assert path.exists() == isinstance(result, Written)
         assert not path.with_suffix(".part").exists()
         if isinstance(result, Written):
-            list(segment_file.read_records(path))
+            list(segment_file.read_records(path, PLAIN))
             path.unlink()
     assert results == {Written, Failed}
 
 
-@pytest.mark.parametrize("name", ["open", "writev", "fsync", "rename"])
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "rename"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_failing_disk_is_a_result(
     name: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,11 +255,11 @@ def test_without_a_thread_nothing_is_written_or_read(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(KEYS[0])))
+    writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(KEYS[0]), PLAIN))
     assert writer.poll() == Failed("no thread can be started")
     writer.close()
     writer.wait(1.0)
-    reader = BackgroundReader(tmp_path, KEYS)
+    reader = BackgroundReader(tmp_path, KEYS, open_plain)
     assert reader.next_record() == Failed("no thread can be started")
     reader.close()
 
@@ -264,7 +271,7 @@ def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    found, end = read(BackgroundReader(tmp_path, KEYS))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain))
     assert isinstance(end, Failed)
     assert end.key == KEYS[1]
     assert damaged.name in end.reason
@@ -272,13 +279,13 @@ def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     correct = records(1)
     assert [record for key, record in found if key == KEYS[1]] == correct[: len(found) - 40]
     damaged.unlink()
-    found, end = read(BackgroundReader(tmp_path, KEYS))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain))
     assert end == Failed("No such file or directory", KEYS[1])
 
 
 def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
     write(tmp_path, KEYS[0], [b"a" * 400, b"b" * 400, b"c" * 400, b"d" * 2000, b"e"])
-    reader = BackgroundReader(tmp_path, KEYS[:1], 1000)
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, 1000)
     until(lambda: reader._staging.held_bytes == 800)
     held, contents = [], []
     while (item := reader.next_record()) is not END:
@@ -298,9 +305,9 @@ def test_the_reader_delays_nobody_while_the_disk_hangs(tmp_path: Path) -> None:
 
     def hang(path: Path) -> RecordReader:
         gate.pass_through()
-        return segment_file.open_records(path)
+        return open_plain(path)
 
-    reader = BackgroundReader(tmp_path, KEYS[:1], open_records=hang)
+    reader = BackgroundReader(tmp_path, KEYS[:1], hang)
     until(lambda: gate.waiting)
     start = time.monotonic()
     assert reader.next_record() is NOT_YET
@@ -315,7 +322,7 @@ def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         write(tmp_path, key, records(number))
     opened = len(list(Path("/dev/fd").iterdir()))
     for turn in range(60):
-        reader = BackgroundReader(tmp_path, KEYS, 4096)
+        reader = BackgroundReader(tmp_path, KEYS, open_plain, 4096)
         for _ in range(turn):
             if reader.next_record() is NOT_YET:
                 reader.wait(PATIENCE_S)
@@ -335,11 +342,11 @@ def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
             return super().__next__()
 
     def count(path: Path) -> RecordReader:
-        reader = Counting(path)
+        reader = Counting(path, PLAIN)
         next(reader)  # the header
         return reader
 
-    reader = BackgroundReader(tmp_path, KEYS, staging_bytes=1, open_records=count)
+    reader = BackgroundReader(tmp_path, KEYS, count, 1)
     reader.skip(KEYS[1])
     found = []
     while (item := reader.next_record()) is not END:
@@ -359,7 +366,7 @@ def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
 def test_staged_records_of_a_skipped_segment_are_dropped(tmp_path: Path) -> None:
     for number, key in enumerate(KEYS[:2]):
         write(tmp_path, key, records(number))
-    reader = BackgroundReader(tmp_path, KEYS[:2])
+    reader = BackgroundReader(tmp_path, KEYS[:2], open_plain)
     until(lambda: not threads("segment-reader"))  # everything is staged
     assert isinstance(first := reader.next_record(), SegmentRecord)
     assert first.key == KEYS[0]

@@ -1,0 +1,112 @@
+"""How the records of a record file (`protocol.record_file`) become bytes.
+
+`PLAIN` chains checksums: the checksum of each record is seeded with the one before it, so a record
+is valid only in its place and in its file. They are xxHash, so they find damage, not forgery.
+`protocol.record_cipher` encrypts the records, and its checks also find forgery.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xxhash import xxh3_128
+
+MAGIC = b"kvd records 2\n\0\0"
+PIECE_BYTES = 256 * 1024
+"""Bytes that are read or written at once: they stay in the processor's cache, and another thread
+waits for Python's lock at most while one piece is encrypted, about 0.05 ms."""
+CHECK_BYTES = 16
+
+
+class Sealing(Protocol):
+    """Makes bytes of one record, which it gets in pieces of at most `PIECE_BYTES`, in order."""
+
+    def seal(self, piece: memoryview) -> memoryview:
+        """Return what to write for a piece. It is valid until the next call."""
+
+    def check(self) -> bytes:
+        """Return the record's check. Call it once, at the end."""
+
+
+class Opening(Protocol):
+    """Makes a record of bytes, which it gets in pieces of at most `PIECE_BYTES`, in order."""
+
+    def open(self, piece: memoryview) -> None:
+        """Restore a piece in place."""
+
+    def verify(self, check: bytes) -> bool:
+        """Return whether this is the record that was sealed. Call it once, at the end."""
+
+
+class FileFormat(Protocol):
+    """The format of one file that is either written or read."""
+
+    def seal_next(self, head: bytes) -> Sealing:
+        """Begin the next record, or the end mark, that is written."""
+
+    def open_next(self, head: bytes) -> Opening:
+        """Begin the next record, or the end mark, that is read."""
+
+
+class RecordFormat(Protocol):
+    """How the records of a file become bytes."""
+
+    start_bytes: int
+    """Length of a file's start."""
+
+    def create(self) -> tuple[bytes, FileFormat]:
+        """Return the start of a new file, and its format."""
+
+    def open(self, start: bytes) -> FileFormat | None:
+        """Return the format of a file with this start; None: it is another one."""
+
+
+class _Checksums:
+    """The chain of checksums of one file."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        """Part of the last record's checksum."""
+
+    def seal_next(self, head: bytes) -> _Checksum:
+        return _Checksum(self, head)
+
+    open_next = seal_next
+
+
+class _Checksum:
+    """Leaves the pieces as they are."""
+
+    def __init__(self, file: _Checksums, head: bytes) -> None:
+        self._file = file
+        self._hash = xxh3_128(head, seed=file.seed)
+
+    def seal(self, piece: memoryview) -> memoryview:
+        self._hash.update(piece)
+        return piece
+
+    def open(self, piece: memoryview) -> None:
+        self._hash.update(piece)
+
+    def check(self) -> bytes:
+        check = self._hash.digest()
+        self._file.seed = int.from_bytes(check[:8], "little")
+        return check
+
+    def verify(self, check: bytes) -> bool:
+        return self.check() == check
+
+
+class _Plain:
+    """`RecordFormat` without encryption."""
+
+    start_bytes = len(MAGIC)
+
+    def create(self) -> tuple[bytes, FileFormat]:
+        return MAGIC, _Checksums()
+
+    def open(self, start: bytes) -> FileFormat | None:
+        return _Checksums() if start == MAGIC else None
+
+
+PLAIN: RecordFormat = _Plain()
