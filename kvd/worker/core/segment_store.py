@@ -141,13 +141,16 @@ class SegmentStore:
         latest = start + max(LEAST_READ_SECONDS, prefill_s)
         problem = ""
         try:
-            for _ in reader.run():
-                if rid not in batch.transfers.reading:
-                    return  # the request has ended or was preempted
+            steps = reader.run()
+            while rid in batch.transfers.reading:
+                if next(steps, self) is self:
+                    break
                 if self._clock() > latest:
                     problem = "reading takes longer than prefill"
                     break
                 yield
+            else:
+                return  # the request has ended or was preempted, and its row is freed
         except DamagedFile as error:
             problem = str(error)[:200]
             key = reading.damaged or chain[reader.reading].key

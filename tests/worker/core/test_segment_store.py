@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
 from protocol.key_file import create_key
 from protocol.kv import KVSpec
@@ -277,6 +278,24 @@ def test_without_a_usable_key_an_engine_neither_writes_nor_reads(
     assert not engine.engine.has_work
     assert not store.offered
     assert not list(tmp_path.iterdir())
+
+
+def test_a_request_that_is_cancelled_before_the_first_record_leaves_no_page(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(2500, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=2)
+    first.write_all()
+    second = Engine(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundReader, "next_record", lambda _: NOT_YET)
+        second.submit("r", prompt, max_tokens=4)
+        while not second.engine._transfers.reading:
+            second.step()
+    second.engine.cancel("r")
+    second.run()
+    assert second.engine._runner.cache.usage.pages_used == 0
 
 
 def test_a_refused_segment_is_offered_again_after_a_hit(store: Store) -> None:
