@@ -76,6 +76,7 @@ class PrefixStoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     fault: str | None = None
     """Why the store is off although it is configured."""
     encrypted: bool = False
+    """Whether segments are encrypted."""
     limit_bytes: int
     """Maximum bytes of all segments; 0: the store is off."""
     daily_bytes: int

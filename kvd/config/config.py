@@ -88,9 +88,8 @@ class PrefixStoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Free space of the file system that is left to other programs: below it, stored prefixes are
     deleted and none are written."""
     encrypt: bool = False
-    """Whether stored prefixes are encrypted, with a key in `prefixes.key`, and also preempted
-    requests in `swap`. Takes effect with the next start of the daemon, which then deletes the
-    prefixes that are stored otherwise. The journal is never encrypted."""
+    """Whether stored prefixes and preempted requests on disk are encrypted. The key is in
+    `prefixes.key`. A change deletes the stored prefixes. The journal is never encrypted."""
 
     @property
     def limits(self) -> StoreLimits:

@@ -192,6 +192,22 @@ async def test_http_keys_and_origins_change_at_once_and_the_port_at_a_restart(ho
     assert await it.take(f'[http]\norigins = ["https://a.example"]\nkeys.me = "{key}"') == []
 
 
+async def test_limits_of_the_prefix_store_change_at_once_and_its_encryption_at_a_restart(
+    home: Home,
+):
+    it = Reloading(home)
+    changes = await it.take('[prefix_store]\nlimit = "1GB"\nencrypt = true')
+
+    assert [(change.key, change.after, change.takes_effect) for change in changes] == [
+        ("prefix_store.limit", "1GB", "now"),
+        ("prefix_store.encrypt", True, "start"),
+    ]
+    assert it.running.limits.limit_bytes == 10**9
+    assert not it.reloader.settings.prefix_store.encrypt
+    assert it.reloader.pending == ("prefix_store.encrypt",)
+    assert await it.take('[prefix_store]\nlimit = "1GB"') == []
+
+
 async def test_refused_http_settings_leave_all_settings_unchanged(home: Home):
     def refuses(_):
         raise ConfigError("no key", key="http.keys")
