@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from protocol import segment_file
+from protocol.record_format import PLAIN
 from protocol.segments import SUFFIX
 
 _READ_BYTES = 8 << 20
@@ -56,7 +57,7 @@ class Files:
     def _check(self) -> float:
         start = time.perf_counter()
         for path in self._paths:
-            for _ in segment_file.read_records(path):
+            for _ in segment_file.read_records(path, PLAIN):
                 pass
         return time.perf_counter() - start
 

@@ -286,17 +286,18 @@ def test_segments_of_another_key_are_deleted_and_uses_are_kept_with_the_same(tmp
     disk.run(ev.RecordWritten(7, 1000, stored))
     disk.close()
     disk, found = opened(root, key_file)
-    assert found.segments == [stored]
+    assert found.index.segments == {key(1): stored}
     disk.close()
     (root / "index.sqlite").unlink()
     disk, found = opened(root, key_file)
-    assert [it.key for it in found.segments] == [key(1)], "a lost index costs segments"
+    assert list(found.index.segments) == [key(1)], "a lost index costs segments"
     disk.close()
 
     key_file.unlink()
     create_key(key_file)
     disk, found = opened(root, key_file)
-    assert found.segments == []
+    assert not found.index.segments
+    assert len(found.damaged) == 1
     assert stored_files(root) == {}
     disk.close()
 
@@ -321,7 +322,7 @@ def test_without_a_usable_key_the_store_stays_off_and_nothing_is_deleted(tmp_pat
     key_file.write_bytes(content)
     key_file.chmod(0o600)
     _, found = opened(root, key_file)
-    assert [it.key for it in found.segments] == [key(1)]
+    assert list(found.index.segments) == [key(1)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
