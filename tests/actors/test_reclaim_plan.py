@@ -83,12 +83,12 @@ def test_a_plan_covers_the_need_if_possible_and_has_no_step_too_many(drawn, miss
     everything = sum(it.nbytes for it in plan(shortfall, 1 << 40, view))
 
     assert (freed(steps, missing) >= missing) == (everything >= missing)
-    evicted = {it.model for it in steps if it.worker_method is None}
-    assert not [it for it in steps if it.worker_method and it.model in evicted]
     order = [(RECLAIM_ORDER.index(it.method), it.level) for it in steps]
     assert order == sorted(order)
     if freed(steps, missing) < missing:
         return
+    evicted = {it.model for it in steps if it.worker_method is None}
+    assert not [it for it in steps if it.worker_method and it.model in evicted]
     lowest = max((it.level for it in steps), default=0)
     for step in steps:
         if step.level == lowest or step.method != "precision":
