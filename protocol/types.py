@@ -335,7 +335,9 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     available: int
     accelerator_limit: int | None = None
-    """Metal's recommended working set, on Apple silicon."""
+    """Metal's recommended working set on Apple silicon, or the memory of the first CUDA device."""
+    accelerator_hidden: bool = False
+    """Whether there is a CUDA device whose memory the driver does not report."""
     pressure: Literal["normal", "warning", "critical"] = "normal"
     """Memory pressure that the operating system reports."""
 

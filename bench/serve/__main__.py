@@ -170,7 +170,7 @@ def _between(marks: list[tuple[int, float]]) -> float:
 
 async def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Start the servers, measure, stop them; return the results for the JSON file."""
-    accelerated = sys.platform == "darwin" or nvidia.total_memory() is not None
+    accelerated = sys.platform == "darwin" or nvidia.first_device() is not None
     library = blas.choose("auto")
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
         folder = Path(name)

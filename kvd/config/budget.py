@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.host.memory import BUDGET_SHARE
+from kvd.host.memory import BUDGET_SHARE, default_budget
 from kvd.host.units import format_bytes, parse_bytes
 from protocol.types import HostMemory, Problem
 
@@ -22,7 +22,16 @@ def parse_budget(text: str | int) -> int:
 
 
 def compare_with_machine(budget_bytes: int, host: HostMemory) -> list[Problem]:
-    """Return a problem if the budget exceeds the memory that models can use."""
+    """Return a problem if the budget exceeds what models can use, or is a guess."""
+    if host.accelerator_hidden and budget_bytes == default_budget(host):
+        return [
+            Problem(
+                key="budget",
+                observed="NVIDIA's driver does not report the memory of the GPU, so the budget is "
+                f"{format_bytes(budget_bytes)}, three quarters of the machine's memory",
+                advice="set budget to what models may use of the GPU's memory",
+            )
+        ]
     most = host.accelerator_limit or host.total
     if budget_bytes <= most:
         return []

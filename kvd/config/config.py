@@ -149,7 +149,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def chunk(self) -> int:
         """Prompt tokens per step, with the device's default."""
-        return self.prefill_chunk or (CUDA_CHUNK if nvidia.total_memory() else CHUNK)
+        return self.prefill_chunk or (CUDA_CHUNK if nvidia.first_device() else CHUNK)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -56,7 +56,8 @@ def host_memory(scene: Scene) -> Finding:
         f"{format_bytes(budget)}"
     )
     for problem in compare_with_machine(budget, host):
-        return fail("memory", problem.observed, problem.advice, **numbers)
+        verdict = warn if host.accelerator_hidden else fail
+        return verdict("memory", problem.observed, problem.advice, **numbers)
     if host.pressure != "normal":
         advice = "end other programs that use memory, or lower budget"
         return warn("memory", f"{observed}; the system reports {host.pressure}", advice, **numbers)

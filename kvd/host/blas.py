@@ -33,7 +33,7 @@ def choose(setting: str) -> Path | None:
                 f"blas: no library at {path}; set auto, off or an existing path", key="blas"
             )
         return path
-    return None if nvidia.total_memory() is not None else find()
+    return None if nvidia.first_device() else find()
 
 
 def find(root: Path = Path("/")) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.config.config import Config, ModelEntry, load, parse
+from kvd.host.memory.nvidia import Device
 from protocol.errors import ConfigError
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -40,9 +41,11 @@ def test_a_file_with_everything(tmp_path):
     assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
 
 
-@pytest.mark.parametrize(("memory", "chunk"), [(None, 256), (80 * 2**30, 1024)])
-def test_the_default_prefill_chunk_depends_on_the_device(monkeypatch, memory, chunk):
-    monkeypatch.setattr("kvd.host.memory.nvidia.total_memory", lambda: memory)
+@pytest.mark.parametrize(
+    ("device", "chunk"), [(None, 256), (Device(80 * 2**30), 1024), (Device(None), 1024)]
+)
+def test_the_default_prefill_chunk_depends_on_the_device(monkeypatch, device, chunk):
+    monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: device)
     assert Config().chunk == chunk
     assert parse("prefill_chunk = 320").chunk == 320
 

@@ -159,6 +159,14 @@ def test_a_budget_beyond_the_machine(made: Home):
     assert examined(found) == ("fail", "set budget to at most 12.0 GiB")
 
 
+def test_a_gpu_of_unknown_memory_is_reported_until_the_budget_is_set(made: Home):
+    hidden = {"accelerator_hidden": True}
+    found = limits.host_memory(with_host(scene(made), **hidden))
+    assert examined(found) == ("warn", "set budget to what models may use of the GPU's memory")
+    made.config.write_text('budget = "3GiB"')
+    assert limits.host_memory(with_host(scene(made), **hidden)).verdict == "ok"
+
+
 def test_pressure_is_reported(home: Home):
     assert examined(limits.host_memory(with_host(scene(home), pressure="critical")))[0] == "warn"
     assert limits.host_memory(with_host(scene(home))).verdict == "ok"

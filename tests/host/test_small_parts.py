@@ -10,10 +10,12 @@ import sys
 import pytest
 import structlog
 
+from kvd.config.budget import compare_with_machine
 from kvd.config.sources import absolute
 from kvd.host import blas, exits, logs
 from kvd.host.exits import Exit
-from kvd.host.memory import nvidia
+from kvd.host.memory import default_budget, nvidia
+from kvd.host.memory.linux import LinuxMemory
 from protocol import errors
 
 
@@ -154,25 +156,52 @@ class FakeNvml:
         return call
 
 
-def test_nvidias_memory_counts_only_with_mlx_for_cuda(monkeypatch):
+@pytest.fixture
+def cuda_build(monkeypatch, tmp_path):
+    """MLX's CUDA build is installed; return the path of the first device's file."""
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(nvidia, "_DEVICE_FILE", tmp_path / "nvidia0")
+    return tmp_path / "nvidia0"
+
+
+def test_nvidias_memory_counts_only_with_mlx_for_cuda(monkeypatch, cuda_build):
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(141 * 2**30))
+    assert nvidia.first_device() == nvidia.Device(141 * 2**30)
     monkeypatch.setattr(nvidia, "has_cuda_build", lambda: False)
-    assert nvidia.total_memory() is None
-    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
-    assert nvidia.total_memory() == 141 * 2**30
+    assert nvidia.first_device() is None
 
 
-@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
-def test_with_a_failing_driver_there_is_no_accelerator(monkeypatch, failing):
-    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
-    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(1, failing))
-    assert nvidia.total_memory() is None
+@pytest.mark.parametrize("failing", ["library", "nvmlInit_v2"])
+def test_without_nvml_the_devices_file_shows_whether_there_is_one(monkeypatch, cuda_build, failing):
+    def load(name):
+        if failing == "library":
+            raise OSError(name)
+        return FakeNvml(1, failing)
+
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", load)
+    assert nvidia.first_device() is None
+    cuda_build.touch()
+    assert nvidia.first_device() == nvidia.Device(None)
 
 
-def test_without_a_driver_there_is_no_accelerator(monkeypatch):
-    def missing(name):
-        raise OSError(name)
+def test_without_a_device_there_is_no_accelerator(monkeypatch, cuda_build):
+    nvml = FakeNvml(1, "nvmlDeviceGetHandleByIndex_v2")
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: nvml)
+    assert nvidia.first_device() is None
 
-    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
-    monkeypatch.setattr(nvidia.ctypes, "CDLL", missing)
-    assert nvidia.total_memory() is None
+
+def test_a_default_budget_for_a_device_of_unknown_memory_is_a_problem(monkeypatch, cuda_build):
+    nvml = FakeNvml(1, "nvmlDeviceGetMemoryInfo")
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: nvml)
+    reader = LinuxMemory()
+    host = reader.host()
+    assert (host.accelerator_limit, reader.separate) == (None, False)
+    (problem,) = compare_with_machine(default_budget(host), host)
+    assert problem.key == "budget"
+    assert "does not report the memory of the GPU" in problem.observed
+    assert compare_with_machine(2**30, host) == []
+    assert [one.key for one in compare_with_machine(2 * host.total, host)] == ["budget"]
+
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: False)
+    host = LinuxMemory().host()
+    assert compare_with_machine(default_budget(host), host) == []

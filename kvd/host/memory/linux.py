@@ -18,7 +18,7 @@ class LinuxMemory:
     def __init__(self, root: Path = Path("/")) -> None:
         self._proc = root / "proc"
         self._cgroup = root / "sys/fs/cgroup"
-        self._accelerator = nvidia.total_memory() if root == Path("/") else None
+        self._accelerator = nvidia.first_device() if root == Path("/") else None
 
     def host(self) -> HostMemory:
         """Return the memory of the machine, or of the cgroup if that is less, and the pressure."""
@@ -26,10 +26,12 @@ class LinuxMemory:
         total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
         for limit, used in self._cgroup_levels():
             total, available = min(total, limit), min(available, max(0, limit - used))
+        device = self._accelerator
         return HostMemory(
             total=total,
             available=available,
-            accelerator_limit=self._accelerator,
+            accelerator_limit=None if device is None else device.total_bytes,
+            accelerator_hidden=device is not None and device.total_bytes is None,
             pressure=self._pressure(),
         )
 
@@ -42,7 +44,7 @@ class LinuxMemory:
 
     @property
     def separate(self) -> bool:
-        return self._accelerator is not None
+        return self._accelerator is not None and self._accelerator.total_bytes is not None
 
     def _cgroup_levels(self) -> list[tuple[int, int]]:
         """Return limit and use of this process's cgroup and its ancestors (v2, then v1)."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+
+_DEVICE_FILE = Path("/dev/nvidia0")
+"""The first device as the driver shows it."""
 
 
 class _Memory(ctypes.Structure):
@@ -27,20 +32,28 @@ def has_cuda_build() -> bool:
     return False
 
 
-def total_memory() -> int | None:
-    """Return the first device's memory in bytes, or None if MLX cannot use one."""
+@dataclass(frozen=True)
+class Device:
+    """The first device."""
+
+    total_bytes: int | None
+    """Its memory; None if the driver does not report it."""
+
+
+def first_device() -> Device | None:
+    """Return the first device, or None if MLX cannot use one."""
     if not has_cuda_build():
         return None
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver: MLX's CUDA build falls back to the CPU
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
+    except OSError:
+        initialized = False
+    else:
+        initialized = nvml.nvmlInit_v2() == 0
+    if not initialized:  # containers may have a device, and no library that describes it
+        return Device(None) if _DEVICE_FILE.exists() else None
     device, memory = ctypes.c_void_p(), _Memory()
-    found = (
-        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
-        and nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
-    )
+    found = nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+    known = found and nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
     nvml.nvmlShutdown()
-    return int(memory.total) if found else None
+    return Device(int(memory.total) if known else None) if found else None
