@@ -16,7 +16,7 @@ runs in step n+1. Its row is freed when step n+1 is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
 from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import SampledToken, Sampler
@@ -66,6 +67,8 @@ class Batch:
         self.transfers = transfers
         self.text = text
         self.enter_phase = enter_phase
+        self.on_untrusted: Callable[[Path], None] = lambda _path: None
+        """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size)
         self._step: DecodeStep | None = None
 
@@ -245,6 +248,9 @@ class Batch:
             if completion.ended:
                 self._end(request, completion)
             elif drawn.trusted:
+                if not request.tracked.trusted:
+                    request.tracked.trusted = True
+                    self.prefix_cache.trust(request.tracked)
                 self._deliver(request, completion, drawn, step.levels[request.rid])
             else:
                 self.fail_untrusted(request)
@@ -303,8 +309,9 @@ class Batch:
             self._end(request, completion)
 
     def fail_untrusted(self, request: Request) -> None:
-        """Fail a request with bad logits, and drop the checkpoints that it used or left."""
+        """Fail a request with bad logits, and drop the checkpoints and segments on its path."""
         self.prefix_cache.drop_untrusted(request.tracked)
+        self.on_untrusted(request.tracked.path)
         error = NumericalError("the model's logits for this request are constant or not finite")
         self.fail(request, error)
 

@@ -21,6 +21,7 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
+from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.segment_files import WAIT_SECONDS, Reading, SegmentFiles
 from kvd.worker.prefix.segment_index import Checkpoint, SegmentIndex
 from kvd.worker.prefix.segment_io import Failed, Written
@@ -53,6 +54,8 @@ class _Offer:
     segment: SegmentInfo
     records: SegmentRecords
     allowed: bool = False
+    trusted: bool = True
+    """False once a request on its path returned bad logits."""
 
 
 class SegmentStore:
@@ -83,10 +86,11 @@ class SegmentStore:
         self._offer: _Offer | None = None
         self._writing: Iterator[None] | None = None
         self._searched: dict[bool, tuple[int, int]] = {}
-        """Checkpoints stored and tokens hit at the last search that found nothing to write, while
+        """Checkpoints trusted and tokens hit at the last search that found nothing to write, while
         idle and while busy."""
         self._idle_since: float | None = None
         self._drain_until: float | None = None
+        batch.on_untrusted = self.distrust
 
     def handle(self, command: SegmentCommand) -> None:
         """Take note of a change of the index, or of the answer to an offer."""
@@ -154,9 +158,7 @@ class SegmentStore:
         except DamagedFile as error:
             problem = str(error)[:200]
             key = reading.damaged or chain[reader.reading].key
-            batch.reports.append(SegmentDamaged(key=key, reason=problem))
-            self._index.change([], [key])
-            self._searched.clear()
+            self._drop(key, problem)
         finally:
             reading.close()
         if request.tracked.lowered:
@@ -193,6 +195,21 @@ class SegmentStore:
                 prefill_s=self._rates.seconds("prefill", tokens - held),
             )
         )
+
+    def distrust(self, path: Path) -> None:
+        """Drop the segments on the path of a prompt whose request returned bad logits."""
+        offer = self._offer
+        for key in map(self._index.key, path):
+            if key in self._index:
+                self._drop(key, "a request on its path returned bad logits")
+            elif offer is not None and offer.segment.key == key:
+                offer.trusted = False
+
+    def _drop(self, key: bytes, reason: str) -> None:
+        """Report a segment as damaged: the daemon deletes it, and those that continue it."""
+        self._batch.reports.append(SegmentDamaged(key=key, reason=reason))
+        self._index.change([], [key])
+        self._searched.clear()
 
     # Writing.
 
@@ -248,7 +265,7 @@ class SegmentStore:
     @property
     def _news(self) -> tuple[int, int]:
         tree = self._batch.prefix_cache.tree
-        return (0, 0) if tree is None else (tree.counts.stored, tree.counts.hit_tokens)
+        return (0, 0) if tree is None else (tree.counts.trusted, tree.counts.hit_tokens)
 
     def work(self, seconds: float) -> None:
         """Offer the next checkpoint, or write for about ``seconds``; at least one record.
@@ -321,6 +338,8 @@ class SegmentStore:
             segment = replace(segment, nbytes=result.nbytes)
             self._index.change([segment], [])
             self._batch.reports.append(SegmentWritten(segment=segment, seconds=result.seconds))
+            if not offer.trusted:
+                self._drop(segment.key, "a request on its path returned bad logits")
 
     def _records(self, offer: _Offer) -> Iterator[bytes]:
         """Yield the records while the checkpoint is in memory, unchanged."""

@@ -68,6 +68,8 @@ class TrackedPrompt:
     """Whether it has left the checkpoint for which its request reserves memory."""
     reads_store: bool = True
     """Whether it may continue from a segment; not after a read that failed."""
+    trusted: bool = False
+    """Whether its request has returned good logits."""
     lowered: bool = False
     """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
 
@@ -213,6 +215,10 @@ class PrefixCache:
 
     def evict(self, wanted_bytes: int) -> int:
         return 0 if self.tree is None else self.tree.evict(wanted_bytes)
+
+    def trust(self, prompt: TrackedPrompt) -> None:
+        if self.tree is not None:
+            self.tree.trust(prompt.tokens, prompt.salt)
 
     def drop_untrusted(self, prompt: TrackedPrompt) -> None:
         if self.tree is not None:

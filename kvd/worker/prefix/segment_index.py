@@ -50,6 +50,9 @@ class SegmentIndex:
     def __len__(self) -> int:
         return len(self._segments)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._segments
+
     def change(self, added: Iterable[SegmentInfo], removed: Iterable[bytes]) -> None:
         for key in removed:
             self._segments.pop(key, None)

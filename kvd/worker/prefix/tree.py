@@ -67,6 +67,7 @@ class PrefixCounts:
     stored: int = 0
     evicted: int = 0
     lowered: int = 0
+    trusted: int = 0
     untrusted: int = 0
 
 
@@ -82,6 +83,8 @@ class _Node:
     used: int = 0
     """Query count when the checkpoint was last stored or hit."""
     hits: int = 0
+    trusted: bool = False
+    """Whether a request that holds the checkpoint's pages has returned good logits."""
 
 
 class PrefixTree:
@@ -198,8 +201,9 @@ class PrefixTree:
         return True
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return all valid checkpoints."""
-        named = {node: self._names(node) for node in list(self._stored) if self._is_valid(node)}
+        """Return the checkpoints that may be written: those that are valid and trusted."""
+        valid = [node for node in list(self._stored) if node.trusted and self._is_valid(node)]
+        named = {node: self._names(node) for node in valid}
         longer: dict[_Node, list[bytes]] = {node: [] for node in named}
         for node, names in named.items():
             above = node.parent
@@ -264,6 +268,13 @@ class PrefixTree:
         for node in list(self._stored):
             self._drop(node)
 
+    def trust(self, tokens: Sequence[int], salt: str = "") -> None:
+        """Trust the checkpoints on the path of a prompt whose request returned good logits."""
+        for node in self._path(tokens, salt, proper=False):
+            if node.snapshot is not None and not node.trusted:
+                node.trusted = True
+                self.counts.trusted += 1
+
     def drop_untrusted(self, tokens: Sequence[int], salt: str = "") -> None:
         """Drop the checkpoints on the path of a prompt whose request returned bad logits.
 
@@ -290,6 +301,7 @@ class PrefixTree:
     def _drop(self, node: _Node) -> None:
         self._source.drop(node.snapshot)
         node.snapshot = None
+        node.trusted = False
         del self._stored[node]
         # Remove nodes that lead to no checkpoint.
         while node.parent is not None and node.snapshot is None and not node.children:

@@ -1,0 +1,78 @@
+"""Prefixes that lead to bad logits: they are not written, and stored ones are dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from protocol.segments import segment_path
+from tests.worker.core.driver import Driver
+from tests.worker.core.prompts import prompt_of
+from tests.worker.core.test_segment_store import KV, Engine, Store
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def poison_pages(engine: Engine) -> None:
+    """Put NaN into all pages of the engine's first layer."""
+    for pool in engine.engine._runner.cache.stores[0].layers[0].pools:
+        scales = pool.values[-1]
+        scales[:] = mx.nan
+        mx.eval(scales)
+
+
+def test_a_stored_prefix_that_gives_bad_logits_is_dropped(store: Store) -> None:
+    prompt = prompt_of(2000, 1)
+    first = Engine(store)
+    first.alone(prompt, max_tokens=2)
+    poison_pages(first)
+    first.write_all()
+    (stored,) = store.segments
+
+    second = Engine(store)
+    failed = second.alone(prompt, max_tokens=12, logprobs=2)
+    assert failed.error is not None
+    assert failed.error.code == "numerical_error"
+    assert [one.key for one in store.damaged] == [stored]
+    found = second.alone(prompt, max_tokens=12, logprobs=2)
+    assert found.cached == 0
+    assert found == Driver("demo", kv=KV).alone(prompt, max_tokens=12, logprobs=2)
+
+
+def test_a_prefix_is_dropped_that_was_being_written_when_its_logits_were_bad(store: Store) -> None:
+    prompt = prompt_of(3000, 1)
+    engine = Engine(store)
+    engine.alone(prompt, max_tokens=2)
+    engine.engine.drain(60)
+    engine.run(until=lambda: engine.engine._segments._writing is not None)
+    tracked = engine.engine._prefix_cache.track("r", prompt, "", full_prefill=False)
+    engine.engine._batch.on_untrusted(tracked.path)
+    engine.write_all()
+    (stored,) = store.segments
+    assert segment_path(store.folder, stored).exists()
+    assert [one.key for one in store.damaged] == [stored]
+
+
+def test_a_prefix_is_written_only_after_good_logits(store: Store) -> None:
+    engine = Engine(store)
+    engine.submit("r", prompt_of(2000, 1), max_tokens=4)
+    tree = engine.engine._prefix_cache.tree
+    engine.run(until=lambda: len(tree) > 0)
+    assert not engine.outcomes["r"].tokens
+    engine.engine.cancel("r")
+    engine.run()
+    engine.alone(prompt_of(1500, 2), max_tokens=1)
+    assert len(tree) == 3
+    engine.write_all()
+    assert sorted(one.segment.tokens for one in store.offered) == [1280]
+
+    engine.alone([*prompt_of(2000, 1), 5], max_tokens=1)
+    engine.write_all()
+    assert len(store.segments) > 1
