@@ -16,7 +16,7 @@ from msgspec import Meta
 from protocol.fields import PositiveCount
 from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_folder
 from protocol.record_format import RecordFormat
-from protocol.segments import KEY_BYTES, segment_path
+from protocol.segments import KEY_BYTES, SegmentInfo, segment_path
 
 VERSION = 1
 """Raise it when kvd writes other records for the same prompt, or other numbers in them.
@@ -70,11 +70,17 @@ def read_header(path: Path, form: RecordFormat) -> SegmentHeader:
         return _header(path, reader)
 
 
-def open_records(path: Path, form: RecordFormat) -> RecordReader:
-    """Return a reader of the records after the header; raises `DamagedSegment` or `OSError`."""
+def open_records(
+    path: Path, form: RecordFormat, segment: SegmentInfo | None = None
+) -> RecordReader:
+    """Return a reader of the records after the header; raises `DamagedSegment` or `OSError`.
+
+    ``segment``: what the index knows of the file. If the header says otherwise, pages of another
+    prompt would be read as those of the base.
+    """
     reader = RecordReader(path, form, DamagedSegment)
     try:
-        _header(path, reader)
+        _header(path, reader, segment)
     except BaseException:
         reader.close()
         raise
@@ -87,7 +93,7 @@ def read_records(path: Path, form: RecordFormat) -> Iterator[memoryview]:
         yield from reader
 
 
-def _header(path: Path, reader: RecordReader) -> SegmentHeader:
+def _header(path: Path, reader: RecordReader, segment: SegmentInfo | None = None) -> SegmentHeader:
     try:
         header = msgspec.msgpack.decode(next(reader), type=SegmentHeader)
     except (msgspec.MsgspecError, StopIteration, UnicodeDecodeError, RecursionError):
@@ -96,4 +102,6 @@ def _header(path: Path, reader: RecordReader) -> SegmentHeader:
         raise DamagedSegment(f"{path.name} has version {header.version}, not {VERSION}")
     if header.key.hex() != path.stem:
         raise DamagedSegment(f"{path.name} has the key {header.key.hex()}, not that of its name")
+    if segment is not None and (segment.base, segment.tokens) != (header.base, header.tokens):
+        raise DamagedSegment(f"{path.name} has another base or length than in the index")
     return msgspec.structs.replace(header, nbytes=reader.nbytes)

@@ -11,8 +11,9 @@ import msgspec
 from hypothesis.strategies import SearchStrategy
 
 from protocol import segment_file
+from protocol.record_cipher import RecordCipher
 from protocol.record_file import RecordWriter
-from protocol.record_format import PLAIN
+from protocol.record_format import PLAIN, RecordFormat
 from protocol.segment_file import DamagedSegment, SegmentHeader
 from protocol.segments import KEY_BYTES, segment_path
 from tests.fuzz.mutations import edited_bytes
@@ -22,6 +23,7 @@ KEY = bytes(range(KEY_BYTES))
 HEADER = SegmentHeader(
     version=segment_file.VERSION, space=b"s" * 16, key=KEY, base=b"b" * 16, tokens=1024
 )
+CIPHER = RecordCipher(bytes(32))
 RECORDS = [b"p" * 700, b"", b"p" * 700, b"t" * 100]
 
 
@@ -45,6 +47,7 @@ class Segments(Target):
                 path.write_bytes(given)
                 found = _read(path)
                 assert found is None or given == valid
+                assert _read(path, CIPHER) is None, "a file without the key's check is read"
                 _write(path, given)
                 found = _read(path)
                 assert found is None or found[1] == RECORDS
@@ -60,10 +63,10 @@ def _write(path: Path, header: bytes) -> bytes:
     return path.read_bytes()
 
 
-def _read(path: Path) -> tuple[SegmentHeader, list[bytes]] | None:
+def _read(path: Path, form: RecordFormat = PLAIN) -> tuple[SegmentHeader, list[bytes]] | None:
     try:
-        header = segment_file.read_header(path, PLAIN)
-        records = [bytes(record) for record in segment_file.read_records(path, PLAIN)]
+        header = segment_file.read_header(path, form)
+        records = [bytes(record) for record in segment_file.read_records(path, form)]
     except DamagedSegment:
         return None
     assert header.key == KEY

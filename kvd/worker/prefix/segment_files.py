@@ -16,7 +16,7 @@ from kvd.worker.prefix.segment_io import (
 from protocol import segment_file
 from protocol.record_file import DamagedFile
 from protocol.record_format import RecordFormat
-from protocol.segments import SegmentInfo
+from protocol.segments import SegmentInfo, segment_path
 
 WAIT_SECONDS = 0.001
 """Seconds that the engine waits for a thread before it goes on with other work."""
@@ -26,9 +26,11 @@ class Reading:
     """Reads segments in a thread, one after another."""
 
     def __init__(self, folder: Path, segments: Sequence[SegmentInfo], form: RecordFormat) -> None:
-        keys = [segment.key for segment in segments]
+        by_path = {segment_path(folder, segment.key): segment for segment in segments}
         self._reader = BackgroundReader(
-            folder, keys, lambda path: segment_file.open_records(path, form)
+            folder,
+            [segment.key for segment in segments],
+            lambda path: segment_file.open_records(path, form, by_path[path]),
         )
         self._next: SegmentRecord | None = None
         """A record of the next segment, which ended the one before it."""

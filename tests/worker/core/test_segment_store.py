@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
@@ -203,6 +204,22 @@ def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -
     assert found.cached == 0
     assert found == alone(plain, prompt)
     assert [one.key in store.segments for one in store.damaged] == [True]
+
+
+def test_a_wrong_base_in_the_index_is_a_miss(store: Store, plain: Driver) -> None:
+    prompt, other = prompt_of(2000, 1), prompt_of(2000, 9)
+    longer = prompt + prompt_of(900, 2)
+    first = Engine(store)
+    for text in (prompt, other, longer):
+        first.alone(text, max_tokens=4)
+        first.write_all()
+    (leaf,) = [one for one in store.segments.values() if one.base is not None]
+    (foreign,) = store.segments.keys() - {leaf.key, leaf.base}
+    store.segments[leaf.key] = replace(leaf, base=foreign)
+
+    found = Engine(store).alone([*longer, 7, 8], max_tokens=12, logprobs=2)
+    assert found == alone(plain, [*longer, 7, 8])
+    assert [one.key for one in store.damaged] == [leaf.key]
 
 
 def test_a_cancelled_request_frees_what_was_read(store: Store) -> None:
