@@ -1,6 +1,7 @@
 """Settings, fixtures and order of all tests.
 
-Several processes run the test files, so the longest files come first.
+Several processes run the test files, so the longest files come first. A file runs in one process,
+except `SPREAD`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling, Scheduling
 
 from kvd.host.home import Home
 
@@ -34,6 +37,7 @@ TESTS = Path(__file__).parent
 LONGEST = (
     "worker/architectures/test_caches.py",
     "worker/cache/test_state_machine.py",
+    "sim/test_daemon_day.py",
     "worker/architectures/test_zoo.py",
     "acceptance/test_first_light.py",
     "fuzz/test_fuzz.py",
@@ -49,6 +53,21 @@ LONGEST = (
     "test_readme.py",
 )
 """Test files by CPU time, the longest first. One that began last would delay the end of the run."""
+
+SPREAD = "tests/sim/test_daemon_day.py::"
+"""Tests of this file share nothing, so they run in any process. One alone took 85 s of CPU time."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class Files(LoadFileScheduling):
+    """Distributes whole files, except `SPREAD`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
