@@ -23,9 +23,17 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """Replaces `TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
-LOGIT_COPIES = 7
-"""Copies of a decode step's logits in float32 that exist at once (measured with 32 rows: 5.6, and
-6.5 with top-k and logprobs)."""
+LOGIT_COPIES = 3
+"""Copies of a decode step's logits in float32 that exist at once, besides `SAMPLED_COPIES`
+(measured: 1.8)."""
+SAMPLED_AT_ONCE = 8 * 1024 * 1024
+"""Bytes of logits in float32 that are sampled at once."""
+SAMPLED_COPIES = 13
+"""Copies of these bytes that exist at once. A step whose rows are all sampled at once takes 15.9
+copies with penalties, bias, top-p, top-k and logprobs, 7.6 with top-k, top-p and logprobs, and 2 if
+it is greedy (measured with vocabularies of 32,000 to 262,144)."""
+COUNT_BYTES = 5
+"""Bytes per row and token id that penalties hold between steps (`kvd.worker.sampling.edits`)."""
 SCORED_AT_ONCE = 32
 """Prompt tokens scored at once (measured: 2.1 copies of their logits)."""
 _DENSE_WIDTHS = (
@@ -113,7 +121,7 @@ def traces_bytes(layers: int, *, native: bool) -> int:
 def step_bytes(
     config: dict[str, Any], chunk: int, rows: int, *, on_cpu: bool, whole_logits: bool = False
 ) -> int:
-    """Return the maximum bytes of a step outside attention: activations first, then logits.
+    """Return the maximum bytes of a step outside attention: activations first, then sampling.
 
     ``chunk``: prompt tokens per step. ``rows``: maximum rows in a decode step. ``whole_logits``:
     whether a scored prompt has the logits of a whole chunk at once.
@@ -121,10 +129,12 @@ def step_bytes(
     itemsize = 4 if on_cpu else 2
     activations = CHUNK_COPIES * (chunk + rows) * _width(config) * itemsize
     vocabulary = _largest(config.get("text_config") or config, "vocab_size")
-    logits = LOGIT_COPIES * max(rows, SCORED_AT_ONCE) * vocabulary * 4
+    logits = max(rows, SCORED_AT_ONCE) * vocabulary * 4
+    at_once = min(logits, max(SAMPLED_AT_ONCE, vocabulary * 4))
+    sampling = LOGIT_COPIES * logits + SAMPLED_COPIES * at_once
     if whole_logits:
-        logits += chunk * vocabulary * itemsize
-    return max(activations, logits)
+        sampling += chunk * vocabulary * itemsize
+    return COUNT_BYTES * rows * vocabulary + max(activations, sampling)
 
 
 def _width(config: dict[str, Any]) -> int:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from protocol.memory_bounds import CHUNK_COPIES, LOGIT_COPIES, SCORED_AT_ONCE, step_bytes
+from protocol.memory_bounds import (
+    CHUNK_COPIES,
+    COUNT_BYTES,
+    LOGIT_COPIES,
+    SAMPLED_AT_ONCE,
+    SAMPLED_COPIES,
+    SCORED_AT_ONCE,
+    step_bytes,
+)
 
 SMALL = {"hidden_size": 64, "vocab_size": 10}
 CHUNK, ROWS = 256, 32
@@ -30,15 +38,25 @@ CHUNK, ROWS = 256, 32
 def test_the_widest_activation(config: dict[str, Any], width: int) -> None:
     config = SMALL | config
     expected = CHUNK_COPIES * (CHUNK + ROWS) * width * 4
-    assert step_bytes(config, CHUNK, ROWS, on_cpu=True) == expected
-    assert step_bytes(config, CHUNK, ROWS, on_cpu=False) == expected // 2
-    assert step_bytes({"text_config": config}, CHUNK, ROWS, on_cpu=True) == expected
+    counts = COUNT_BYTES * ROWS * config["vocab_size"]
+    assert step_bytes(config, CHUNK, ROWS, on_cpu=True) == counts + expected
+    assert step_bytes(config, CHUNK, ROWS, on_cpu=False) == counts + expected // 2
+    assert step_bytes({"text_config": config}, CHUNK, ROWS, on_cpu=True) == counts + expected
 
 
 def test_logits_of_a_large_vocabulary() -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 150_000}
     logits = LOGIT_COPIES * SCORED_AT_ONCE * 150_000 * 4
-    assert step_bytes(config, CHUNK, 1, on_cpu=True) == logits
-    assert step_bytes(config, CHUNK, 64, on_cpu=True) == 2 * logits
+    sampled, counts = SAMPLED_COPIES * SAMPLED_AT_ONCE, COUNT_BYTES * 150_000
+    least = step_bytes(config, CHUNK, 1, on_cpu=True)
+    assert least == logits + sampled + counts
+    assert step_bytes(config, CHUNK, 64, on_cpu=True) == 2 * logits + sampled + 64 * counts
     whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=True)
-    assert whole == logits + CHUNK * 150_000 * 4
+    assert whole == least + CHUNK * 150_000 * 4
+
+
+def test_few_small_logits_are_sampled_at_once() -> None:
+    config = {"hidden_size": 1, "intermediate_size": 1, "vocab_size": 1000}
+    copies = LOGIT_COPIES + SAMPLED_COPIES
+    expected = copies * SCORED_AT_ONCE * 1000 * 4 + COUNT_BYTES * 1000
+    assert step_bytes(config, 1, 1, on_cpu=True) == expected

@@ -15,7 +15,8 @@ host. Token counts therefore stay on the device, ``[penalized rows, vocabulary]`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,29 +37,48 @@ class Counts:
     prompted: Any = None
     """Tokens that the prompt contains, for the repetition penalty; ``[slots, vocabulary]`` bool."""
 
+    _added: list[tuple[array[int], array[int]]] = field(default_factory=list)
+    """Tokens of prompt and completion of the last slots, which the arrays do not have yet."""
+
     def add(self, key: Hashable, prompt: Sequence[int], produced: Sequence[int]) -> None:
-        drawn = mx.zeros((1, self.vocabulary), dtype=mx.float32)
-        if produced:
-            drawn = drawn.at[0, mx.array(list(produced))].add(1.0)
-        prompted = mx.zeros((1, self.vocabulary), dtype=mx.bool_)
-        if prompt:
-            prompted[0, mx.array(list(prompt))] = True
-        if self.slots:
+        self.slots.append(key)
+        self._added.append((array("i", prompt), array("i", produced)))
+
+    def extend(self) -> None:
+        """Extend the arrays by the slots that were added: all at once, to copy the others once."""
+        if not self._added:
+            return
+        shape = (len(self._added), self.vocabulary)
+        prompts, completions = zip(*self._added, strict=True)
+        drawn = mx.zeros(shape, dtype=mx.float32).at[_places(completions)].add(1.0)
+        prompted = mx.zeros(shape, dtype=mx.bool_)
+        prompted[_places(prompts)] = True
+        if self.drawn is not None:
             drawn = mx.concatenate([self.drawn, drawn])
             prompted = mx.concatenate([self.prompted, prompted])
-        self.slots.append(key)
         self.drawn, self.prompted = drawn, prompted
+        self._added.clear()
 
     def remove(self, key: Hashable) -> None:
         kept = [slot for slot, owner in enumerate(self.slots) if owner != key]
         if len(kept) == len(self.slots):
             return
+        self.extend()
         self.slots = [self.slots[slot] for slot in kept]
         if kept:
             index = mx.array(kept)
             self.drawn, self.prompted = self.drawn[index], self.prompted[index]
         else:
             self.drawn = self.prompted = None
+
+
+def _places(tokens: Iterable[array[int]]) -> tuple[Any, Any]:
+    """Return the row and the column of each token, one sequence of tokens for each row."""
+    places: Any = array("i"), array("i")  # mlx's annotations lack buffers
+    for row, own in enumerate(tokens):
+        places[0].extend(array("i", [row]) * len(own))
+        places[1].extend(own)
+    return mx.array(places[0], dtype=mx.int32), mx.array(places[1], dtype=mx.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """The sampler of one engine: rows are added and removed; each step is one lazy call for all rows.
 
+Penalties, filters and logprobs take up to 16 copies of the logits. The rows of a step are therefore
+drawn in parts of at most `SAMPLED_AT_ONCE` bytes of logits, one after the other.
+
 The random key of a draw is a hash of the row's seed, its choice and the token's position, and every
 operation works on each row separately. A row therefore draws the same token, bit for bit, in any
 batch and after a resume. Unused features cost nothing: a greedy batch is a single argmax.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +22,7 @@ from kvd.worker.sampling.edits import Counts, Edits
 from kvd.worker.sampling.logprobs import Scored, Scores, score
 from kvd.worker.sampling.row import RowSettings, SamplerRow
 from protocol.errors import LocalProtocolError
+from protocol.memory_bounds import SAMPLED_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,8 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """The tokens of one step, lazy: evaluate `arrays`, then call `read`."""
+class _PartOutput:
+    """The tokens of one part of a step's rows, lazy."""
 
     tokens: Any
     """``[rows]`` int32."""
@@ -47,7 +52,6 @@ class SamplerOutput:
         return [self.tokens, self.trusted, *(self.logprobs.arrays() if self.logprobs else ())]
 
     def read(self) -> list[SampledToken]:
-        """Return all rows; waits for the device."""
         scored: dict[int, Scored] = {}
         if self.logprobs is not None:
             logprobs = self.logprobs.read(list(self.tops.values()))
@@ -57,25 +61,79 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Derived settings, built when the rows of a step change."""
+class SamplerOutput:
+    """The tokens of one step, lazy: evaluate `arrays`, then call `read`."""
+
+    tokens: Any
+    """``[rows]`` int32."""
+    parts: list[_PartOutput]
+
+    @staticmethod
+    def of(parts: list[_PartOutput]) -> SamplerOutput:
+        tokens = [part.tokens for part in parts]
+        return SamplerOutput(tokens[0] if len(tokens) == 1 else mx.concatenate(tokens), parts)
+
+    def arrays(self) -> list[Any]:
+        return [self.tokens, *chain(*(part.arrays() for part in self.parts))]
+
+    def read(self) -> list[SampledToken]:
+        """Return all rows; waits for the device."""
+        return [*chain(*(part.read() for part in self.parts))]
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows of a step that are drawn at once, with derived settings."""
 
     keys: tuple[Hashable, ...]
     rows: tuple[SamplerRow, ...]
     sampling: BatchSampling
+    edits: Edits
     tops: dict[int, int]
     with_logprobs: Any
     """Rows that request logprobs, as an array; None if all do."""
+
+    @staticmethod
+    def of(keys: tuple[Hashable, ...], rows: tuple[SamplerRow, ...], counts: Counts) -> _Part:
+        settings = [row.settings for row in rows]
+        tops = {at: one.logprobs for at, one in enumerate(settings) if one.logprobs is not None}
+        return _Part(
+            keys,
+            rows,
+            BatchSampling.of([one.sampling for one in settings], [one.choice for one in settings]),
+            Edits.of(rows, keys, counts),
+            tops,
+            None if len(tops) == len(rows) else mx.array(list(tops), dtype=mx.int32),
+        )
+
+    def draw(self, logits: Any, positions: Sequence[int], counts: Counts) -> _PartOutput:
+        if self.edits.stale:
+            self.edits = Edits.of(self.rows, self.keys, counts)
+        tokens = sample(self.edits.apply(logits, counts), self.sampling, positions)
+        self.edits.count(tokens, counts)
+        for row in self.rows:
+            row.drawn += 1
+        scores = None
+        if self.tops:
+            index = self.with_logprobs
+            scored_logits = logits if index is None else logits[index]
+            scored_tokens = tokens if index is None else tokens[index]
+            scores = score(scored_logits, scored_tokens, top=any(self.tops.values()))
+        return _PartOutput(tokens, finite_and_varied(logits), scores, self.tops)
 
 
 class Sampler:
     """Samples the rows of an engine: `add` rows, `draw` any of them, `remove` them."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, at_once: int | None = None) -> None:
+        """``at_once``: maximum rows of a part; None: as many as `SAMPLED_AT_ONCE` allows."""
         self._rows: dict[Hashable, SamplerRow] = {}
         self._counts = Counts(vocabulary)
-        self._batch: _Batch | None = None
-        self._edits: Edits | None = None
+        self._at_once = at_once or max(1, SAMPLED_AT_ONCE // (4 * vocabulary))
+        self._keys: tuple[Hashable, ...] = ()
+        """Rows of the last step."""
+        self._parts: list[_Part] | None = None
+        """Parts of these rows; None if they must be built again."""
 
     def add(
         self,
@@ -95,14 +153,14 @@ class Sampler:
         if row.penalized:
             seen = prompt if settings.sampling.repetition_penalty != 1.0 else ()
             self._counts.add(key, seen, produced)
-            self._batch = None
+            self._parts = None
 
     def remove(self, key: Hashable) -> None:
         """Remove a row. Draws in flight are not affected."""
         self._counts.remove(key)
         row = self._rows.pop(key)
-        if row.penalized or (self._batch is not None and key in self._batch.keys):
-            self._batch = None  # a row with the same key may be added
+        if row.penalized or key in self._keys:
+            self._parts = None  # a row with the same key may be added
 
     def draw(
         self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
@@ -112,39 +170,28 @@ class Sampler:
         ``logits``: unedited, ``[rows, vocabulary]``. ``positions``: position of the token to draw
         in each row. A resumed row must count positions as before.
         """
-        batch, edits = self._prepare(tuple(keys))
-        tokens = sample(edits.apply(logits, self._counts), batch.sampling, positions)
-        edits.count(tokens, self._counts)
-        for row in batch.rows:
-            row.drawn += 1
-        scores = None
-        if batch.tops:
-            index = batch.with_logprobs
-            scored_logits = logits if index is None else logits[index]
-            scored_tokens = tokens if index is None else tokens[index]
-            scores = score(scored_logits, scored_tokens, top=any(batch.tops.values()))
-        return SamplerOutput(tokens, finite_and_varied(logits), scores, batch.tops)
+        if self._parts is None or self._keys != tuple(keys):
+            self._keys = tuple(keys)
+            self._parts = self._cut(self._keys)
+        self._counts.extend()
+        drawn: list[_PartOutput] = []
+        start = 0
+        for part in self._parts:
+            end = start + len(part.keys)
+            own = logits if len(self._parts) == 1 else logits[start:end]
+            if drawn:  # the previous part's memory is free before this part needs any
+                (own,) = mx.depends([own], drawn[-1].arrays())
+            drawn.append(part.draw(own, positions[start:end], self._counts))
+            start = end
+        return SamplerOutput.of(drawn)
 
-    def _prepare(self, keys: tuple[Hashable, ...]) -> tuple[_Batch, Edits]:
-        batch, edits = self._batch, self._edits
-        if batch is None or batch.keys != keys:
-            batch, edits = self._batch_of(keys), None
-        if edits is None or edits.stale:
-            edits = Edits.of(batch.rows, keys, self._counts)
-        self._batch, self._edits = batch, edits
-        return batch, edits
-
-    def _batch_of(self, keys: tuple[Hashable, ...]) -> _Batch:
-        rows = tuple(self._rows[key] for key in keys)
-        settings = [row.settings for row in rows]
-        tops = {at: one.logprobs for at, one in enumerate(settings) if one.logprobs is not None}
-        return _Batch(
-            keys,
-            rows,
-            BatchSampling.of([one.sampling for one in settings], [one.choice for one in settings]),
-            tops,
-            None if len(tops) == len(rows) else mx.array(list(tops), dtype=mx.int32),
-        )
+    def _cut(self, keys: tuple[Hashable, ...]) -> list[_Part]:
+        starts = range(0, len(keys), self._at_once)
+        groups = [keys[start : start + self._at_once] for start in starts]
+        return [
+            _Part.of(group, tuple(self._rows[key] for key in group), self._counts)
+            for group in groups
+        ]
 
 
 def finite_and_varied(logits: Any) -> Any:
