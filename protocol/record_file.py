@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 import struct
@@ -33,6 +34,7 @@ from protocol.segments import PART_SUFFIX
 
 _HEAD = struct.Struct("<QQ")
 _END = 1 << 63
+_MAPPED_BYTES = 8 * 1024 * 1024
 
 
 class DamagedFile(Exception):
@@ -174,7 +176,7 @@ class RecordReader:
             raise StopIteration
         if self._length > self.nbytes - self._at - CHECK_BYTES - _HEAD.size:
             raise self._damage("ends within a record")
-        content = memoryview(bytearray(self._length))
+        content = _memory(self._length)
         for piece in _pieces(content):
             self._read_into(piece)
             opening.open(piece)
@@ -252,6 +254,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return memory to read into. Large memory is mapped instead of filled with zeros.
+
+    Python holds its lock while it fills a `bytearray`: with 64 MiB, another thread waited 250 ms,
+    and 20 ms if it was mapped (2 busy cores). Records of 2 MiB are read half as fast when mapped.
+    """
+    if nbytes < _MAPPED_BYTES:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE))
 
 
 def _pieces(content: memoryview) -> Iterator[memoryview]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol import record_cipher
+from protocol import record_cipher, record_file
 from protocol.record_cipher import RecordCipher
 from protocol.record_file import DamagedFile, RecordReader, RecordWriter, read_records
 from protocol.record_format import CHECK_BYTES, PIECE_BYTES, PLAIN, RecordFormat
@@ -21,6 +22,7 @@ from protocol.record_format import CHECK_BYTES, PIECE_BYTES, PLAIN, RecordFormat
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 HEAD_BYTES = 16
 END = 1 << 63
+MAPPED = record_file._MAPPED_BYTES
 ANOTHER = r"another format|only 48 bytes|wrong check|end mark"
 
 
@@ -66,6 +68,15 @@ def test_what_is_written_is_read(path: Path, sizes: list[int], letter: int) -> N
     assert len(data) == RecordCipher.start_bytes + 32 * (len(records) + 1) + sum(sizes)
     assert bytes([letter]) * 16 not in data
     assert write(path, records, RecordCipher(KEY)) != data, "equal contents look equal"
+
+
+@pytest.mark.parametrize("form", [PLAIN, RecordCipher(KEY)])
+def test_records_above_the_limit_of_mapped_memory_are_read(path: Path, form: RecordFormat) -> None:
+    record = bytes(range(256)) * (MAPPED // 256) + b"end"
+    write(path, [record, b"small"], form)
+    found = list(read_records(path, form))  # all are held at once
+    assert found == [record, b"small"]
+    assert [one.obj.__class__ for one in found] == [mmap, bytearray]
 
 
 def test_the_format_is_that_of_the_documentation(path: Path) -> None:
