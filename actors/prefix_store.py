@@ -130,6 +130,8 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
     def on_restart(self, error: BaseException) -> None:
         """Continue without the index, which may be inconsistent; it is read again."""
         state, reason = self._state, f"{type(error).__name__}: {error}"
+        for command in state.machine.refuse_waiting():
+            self._execute(command)
         state.machine = state.machine.restarted(reason)
         for reply in state.drops.values():
             reply.fail(_drop_failed(reason))

@@ -437,6 +437,8 @@ class SegmentAbandoned(_Report, tag="segment_abandoned", frozen=True, kw_only=Tr
 
     key: bytes
     reason: str
+    nbytes: int = 0
+    """Bytes that were written before."""
 
 
 class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):

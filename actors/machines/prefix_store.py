@@ -53,6 +53,8 @@ class PrefixStore:
         """Segments that workers know of, in every state."""
         self.readers = SegmentReaders()
         self.writes = SegmentWrites()
+        self._damaged: set[bytes] = set()
+        """Segments that were reported as damaged while the store was not on."""
         self.deleting: dict[bytes, int] = {}
         """Bytes of segments that are out of the index and may still have a file."""
         self._synchronizing = False
@@ -166,6 +168,7 @@ class PrefixStore:
         if event.damaged:
             text = f"{len(event.damaged)} damaged files are deleted: {event.damaged[0]}"
             yield ev.Announce("segment_damaged", text)
+        yield from self._delete_damaged()
         yield from self.readers.replace_index(before, self.index)
         for space, model in self.readers.add_models(event.models):
             yield ev.RecordModel(space, model)
@@ -192,8 +195,7 @@ class PrefixStore:
     def _leave(self) -> Iterator[ev.Command]:
         self.state = "off"
         self._unrecorded.clear()
-        for key, permission in self.writes.take_waiting().items():
-            yield from self._refuse(permission.life, key, "off")
+        yield from self.refuse_waiting()
         held, self._held = self._held, []
         for one in held:
             yield from self._handle(one, self._checked_at)
@@ -221,16 +223,21 @@ class PrefixStore:
         self._unrecorded.clear()
         return ev.Synchronize(used)
 
+    def refuse_waiting(self) -> list[ev.Command]:
+        """Refuse the offers for which segments are still to be deleted."""
+        waiting = self.writes.take_waiting().items()
+        return [it for key, found in waiting for it in self._refuse(found.life, key, "off")]
+
     def restarted(self, reason: str) -> PrefixStore:
         """Return a machine without the index of this one, which is inconsistent.
 
-        It is off until `CHECK_S` have passed. Workers keep what they know, which is harmless.
+        Call `refuse_waiting` first. The new one is off until `CHECK_S` have passed. Workers keep
+        what they know, which is harmless.
         """
         new = PrefixStore()
         new.limits, new.readers, new.writes = self.limits, self.readers, self.writes
-        new.writes.take_waiting()
         new.fault, new._opens, new._checked_at = reason, self._opens, self._checked_at
-        new.evicted = self.evicted
+        new.evicted, new._damaged = self.evicted, self._damaged
         return new
 
     # -- reports of workers -----------------------------------------------------------------------
@@ -244,15 +251,16 @@ class PrefixStore:
             case wire.SegmentWritten(segment=segment):
                 if (permission := self.writes.take(event.life, segment.key)) is not None:
                     yield from self._store(permission, segment.nbytes, now)
-            case wire.SegmentAbandoned(key=key):
-                if (permission := self.writes.take(event.life, key)) is not None:
-                    yield from self._count(permission.nbytes, now)
+            case wire.SegmentAbandoned(key=key, nbytes=nbytes):
+                if (permission := self.writes.take(event.life, key)) is not None and nbytes:
+                    yield from self._count(min(nbytes, permission.nbytes), now)
             case wire.SegmentUsed(key=key, seconds=seconds, prefill_s=prefill_s):
                 if key in self.index:
                     used = self.index.hit(key, prefill_s - seconds, now)
                     self._unrecorded.update(it.key for it in used)
             case wire.SegmentDamaged(key=key):
-                yield from self._delete(self.index.with_dependents([key]))
+                self._damaged.add(key)
+                yield from self._delete_damaged()
             case _:
                 assert_never(event.report)
 
@@ -342,9 +350,9 @@ class PrefixStore:
             created=now,
             used=now,
         )
-        fits = nbytes <= permission.nbytes
+        fits = nbytes <= permission.nbytes and not permission.revoked
         if not (fits and self.index.accepts(segment.space, segment.info)):
-            yield from self._count(nbytes, now)  # its base was deleted, or it is too large
+            yield from self._count(nbytes, now)  # or its base was deleted
             self.deleting[segment.key] = nbytes
             yield ev.DeleteSegments([segment.key])
             yield from self.readers.send_changes([], [segment])
@@ -408,14 +416,19 @@ class PrefixStore:
         if self.state != "on":
             yield ev.Dropped(event.ticket, failed=True)
             return
-        models = self.readers.models
+
+        def concerns(space: bytes) -> bool:
+            return event.model is None or event.model in self.readers.models.get(space, ())
+
         keys = [
             key
             for space, found in self.index.spaces.items()
-            if event.model is None or event.model in models.get(space, ())
+            if concerns(space)
             for key, segment in found.segments.items()
             if event.unused_s is None or now - segment.used >= event.unused_s
         ]
+        for permission in self.writes.permissions.values():
+            permission.revoked |= not event.unused_s and concerns(permission.space)
         self._drops[event.ticket] = _Drop(keys)
         yield from self._drop_next(event.ticket)
 
@@ -434,10 +447,14 @@ class PrefixStore:
         del self._drops[ticket]
         yield ev.Dropped(ticket, drop.segments, drop.nbytes)
 
-    def _delete(self, keys: list[bytes]) -> Iterator[ev.Command]:
+    def _delete_damaged(self) -> Iterator[ev.Command]:
+        """Delete damaged segments and all that depend on them; their files once the store is on."""
+        keys = self.index.with_dependents(self._damaged)
         yield from self._removed([self.index.remove(key) for key in keys])
-        if keys and self.state == "on":
-            yield ev.DeleteSegments(keys)
+        if self.state == "on":
+            self._damaged.clear()
+            if keys:
+                yield ev.DeleteSegments(keys)
 
     def _removed(self, segments: list[Segment]) -> Iterator[ev.Command]:
         """Count segments that are out of the index until their files are deleted."""

@@ -20,6 +20,8 @@ class Permission(msgspec.Struct):
     segment: SegmentInfo
     allowed: bool = False
     """Whether `SegmentAllowed` was sent; before, segments are deleted for it."""
+    revoked: bool = False
+    """The segment is deleted once it is written."""
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,8 @@ from actors.machines.prefix_store_events import DeleteSegments, StoreLimits
 from actors.machines.segment_index import Segment
 from actors.machines.segment_readers import MAX_LISTED
 from actors.system import Settings
+from kvd.daemon.prefix_store.folder import SegmentFolder
+from kvd.daemon.prefix_store.index_file import IndexFile
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.prefix_messages import Cache, CacheDrop
@@ -255,12 +257,13 @@ async def test_after_a_failure_of_the_actor_the_store_is_off_for_a_while(tmp_pat
         it.disk = disk
         it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
         await write(it, "a", info(1))
+        await write(it, "a", info(2))
         it.system.prefix_store.machine.index._children[key(1)] = {b"nonsense"}
         it.spawn.last("a").report(wire.SegmentDamaged(key=key(1), reason="test"))
         await until(lambda: it.notices_of("actor_failed"))
         assert it.system.status().problems
         await until(lambda: not it.system.status().problems, 200)
-        assert it.system.prefix_store.machine.index.segments.keys() == {key(1)}
+        assert it.system.prefix_store.machine.index.segments.keys() == {key(2)}
         assert it.state("a") == "ready"
 
 
@@ -456,7 +459,7 @@ async def test_a_folder_that_was_deleted_is_created_again(tmp_path):
 async def test_with_a_locked_index_the_store_is_off_for_a_while(tmp_path):
     async with store(tmp_path) as it:
         await write(it, "a", info(1))
-        it.disk.disk._index._database.execute("PRAGMA busy_timeout = 1")
+        it.disk.disk._index_file._database.execute("PRAGMA busy_timeout = 1")
         other = sqlite3.connect(it.disk.root / "index.sqlite", isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
         await write(it, "a", info(2))
@@ -494,3 +497,108 @@ async def test_two_workers_of_one_space_do_not_write_the_same_segment(tmp_path):
         it.spawn.last("a").report(wire.SegmentWritten(segment=written, seconds=0.1))
         await until(lambda: known(it.spawn.last("b")) == {key(1)})
         assert not await offer(it, "b", info(1))
+
+
+@simulated
+async def test_an_offer_is_answered_when_the_actor_fails(tmp_path):
+    """Otherwise the worker would wait for ever, and never write again."""
+    disk = SimDisk(tmp_path / "prefixes")
+    settings = Settings(segments_folder=str(disk.root), prefix_store=LIMITS)
+    async with world(load=("a",), settings=settings, segment_disk=disk, faults=True) as it:
+        it.disk = disk
+        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+        await write(it, "a", info(1))
+        disk.hangs = True
+        it.spawn.last("a").report(wire.SegmentOffered(segment=info(2), hits=0))
+        await until(lambda: it.system.prefix_store.machine.writes.permissions)
+        it.system.prefix_store.machine.index._children[key(1)] = {b"nonsense"}
+        it.spawn.last("a").report(wire.SegmentDamaged(key=key(1), reason="test"))
+        await until(lambda: len(answers(it.spawn.last("a"), wire.SegmentAllowed)) == 2, 10)
+        assert not answers(it.spawn.last("a"), wire.SegmentAllowed)[-1].allowed
+
+
+@simulated
+async def test_a_drop_also_deletes_what_is_being_written(tmp_path):
+    async with store(tmp_path) as it:
+        assert await offer(it, "a", info(1))
+        await it.client().ask(CacheDrop, model="b")
+        written = write_file(it.disk.root, info(1))
+        it.spawn.last("a").report(wire.SegmentWritten(segment=written, seconds=0.1))
+        await asyncio.sleep(0.1)
+        assert not it.system.prefix_store.machine.index.segments
+        assert not stored_files(it.disk.root)
+
+
+@simulated
+async def test_damage_that_is_found_while_the_store_is_off_is_not_forgotten(tmp_path):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+        it.system.limit_prefix_store(StoreLimits())
+        await asyncio.sleep(0.1)
+        it.spawn.last("a").report(wire.SegmentDamaged(key=key(1), reason="test"))
+        await asyncio.sleep(0.1)
+        it.system.limit_prefix_store(LIMITS)
+        await asyncio.sleep(0.1)
+        assert not it.system.prefix_store.machine.index.segments
+        assert not stored_files(it.disk.root)
+
+
+@simulated
+async def test_only_what_was_written_before_it_was_abandoned_counts(tmp_path):
+    async with store(tmp_path) as it:
+        for number, nbytes in enumerate((0, 5000)):
+            assert await offer(it, "a", info(number))
+            it.spawn.last("a").report(
+                wire.SegmentAbandoned(key=key(number), reason="test", nbytes=nbytes)
+            )
+            await asyncio.sleep(0.1)
+        assert it.system.prefix_store.status().written_today_bytes == 5000
+
+
+@simulated
+async def test_with_a_full_disk_segments_are_deleted_until_enough_is_free(tmp_path, monkeypatch):
+    """The index cannot be written then. The store stays on, or its bytes would stay too."""
+    limits = StoreLimits(limit_bytes=4 * MB, daily_bytes=1000 * MB, keep_free_bytes=MB)
+    free = [10 * MB]
+    monkeypatch.setattr(SegmentFolder, "free_bytes", lambda _: free[0])
+
+    def full(*_):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    async with store(tmp_path, limits=limits) as it:
+        for number in range(3):
+            await write(it, "a", info(number))
+        monkeypatch.setattr(IndexFile, "record_uses", full)
+        monkeypatch.setattr(IndexFile, "remove", full)
+        free[0] = MB - 150 * KIB
+        used = wire.SegmentUsed(key=key(2), tokens=256, seconds=0.1, prefill_s=1.0)
+        it.spawn.last("a").report(used)
+        await until(lambda: len(stored_files(it.disk.root)) == 1, 100)
+        assert it.system.prefix_store.machine.state == "on"
+    monkeypatch.undo()
+    async with store(tmp_path) as it:
+        assert it.system.prefix_store.machine.index.segments.keys() == {key(2)}
+
+
+@simulated
+async def test_a_store_whose_index_does_not_open_on_a_full_disk_can_be_dropped(
+    tmp_path, monkeypatch
+):
+    async with store(tmp_path) as it:
+        await write(it, "a", info(1))
+    connect = sqlite3.connect
+
+    def full(path, **options):
+        if path != ":memory:":
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return connect(path, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    monkeypatch.setattr(SegmentFolder, "free_bytes", lambda _: 0)
+    async with store(tmp_path) as it:
+        assert (await it.client().ask(CacheDrop)).segments == 1
+        assert not stored_files(it.disk.root)

@@ -111,7 +111,7 @@ class StoreSim:
     def _end_write(self, model: int, key: bytes, fault: str) -> None:
         if fault == "disk":
             self._delete_part(key)
-            self.report(model, wire.SegmentAbandoned(key=key, reason="disk full"))
+            self.report(model, wire.SegmentAbandoned(key=key, reason="disk full", nbytes=4096))
         elif fault == "worker":
             self.replace_worker(model)
         else:

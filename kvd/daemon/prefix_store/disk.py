@@ -6,9 +6,13 @@ again, so the process may end anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import assert_never
+
+import structlog
 
 from actors.machines import prefix_store_events as ev
 from actors.machines.segment_index import SegmentIndex
@@ -16,6 +20,9 @@ from actors.machines.segment_writes import DAY_S
 from kvd.daemon.prefix_store.folder import SegmentFolder
 from kvd.daemon.prefix_store.index_file import IndexFile
 from protocol.key_file import read_key
+
+LEAST_FREE_BYTES = 1024 * 1024
+"""Free bytes with which sqlite can open the index."""
 
 
 class StoreDisk:
@@ -28,6 +35,7 @@ class StoreDisk:
         self._folder = folder
         self._key_file = key_file
         self._index_file: IndexFile | None = None
+        self._log = structlog.get_logger("kvd.daemon.prefix_store")
 
     def run(self, command: ev.DiskCommand) -> ev.DiskEvent | None:  # noqa: C901 - one match
         """Run a command and return its answer; raises OSError and `sqlite3.Error`."""
@@ -47,17 +55,18 @@ class StoreDisk:
                 found = [self._folder.read(key) for key in keys]
                 return ev.Settled(keys, [it for it in found if it is not None])
             case ev.RecordWritten(day=day, nbytes=nbytes, segment=segment):
-                with self._index.transaction():
-                    self._index.count_written(day, nbytes)
+                with self._recording() as index:
+                    index.count_written(day, nbytes)
                     if segment is not None:
-                        self._index.add(segment)
+                        index.add(segment)
             case ev.Synchronize(used=used):
                 if used:
-                    with self._index.transaction():
-                        self._index.record_uses(used)
+                    with self._recording() as index:
+                        index.record_uses(used)
                 return ev.FreeBytesRead(self._folder.free_bytes())
             case ev.RecordModel(space=space, model=model):
-                self._index.add_model(space, model)
+                with self._recording() as index:
+                    index.add_model(space, model)
             case _:
                 assert_never(command)
         return None
@@ -67,44 +76,65 @@ class StoreDisk:
             self._index_file.close()
             self._index_file = None
 
-    @property
-    def _index(self) -> IndexFile:
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[IndexFile]:
+        """Change the index in one transaction, or not at all if the disk is full.
+
+        The next `OpenStore` finds what is missing, except uses and the names of models.
+        """
         if self._index_file is None:
             raise sqlite3.OperationalError("the index is not open")
-        return self._index_file
+        try:
+            with self._index_file.transaction():
+                yield self._index_file
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_FULL:
+                raise
+            self._log.warning("the index is not written: the disk is full")
 
     def _open(self, command: ev.OpenStore) -> ev.StoreOpened:
         self.close()
         key_id = self._set_format()
         self._folder.create()
-        index = self._index_file = IndexFile(self._folder.root / "index.sqlite")
+        index = self._index_file = self._open_index()
         known = index.segments()
         scan = self._folder.scan(command.writing)
         sizes = scan.sizes
         same_key = index.key_id() == key_id
         # With another key every file is read, and thereby deleted unless the key fits.
         kept = {key: it for key, it in known.items() if same_key and sizes.get(key) == it.nbytes}
-        found = SegmentIndex()
-        with index.transaction():
-            for day, nbytes in scan.deleted:
+        unknown = [key for key in sizes if key not in kept and key not in command.writing]
+        read = [self._folder.read(key, expects_damage=not same_key) for key in unknown]
+        new = [segment for segment in read if segment is not None]
+        written = scan.deleted + [  # not counted before
+            (int(it.created // DAY_S), it.nbytes) for it in new if it.key not in known
+        ]
+        found = [*kept.values(), *new]
+        for segment in found:
+            segment.used = min(segment.used, command.now)
+        segments = SegmentIndex()
+        rejected = segments.add_all(it for it in found if it.key not in command.writing)
+        with self._recording():
+            for day, nbytes in written:
                 index.count_written(day, nbytes)
-            index.remove(key for key in known if key not in kept)
-            for key in sizes:
-                if key in kept or key in command.writing:
-                    continue
-                segment = self._folder.read(key, expects_damage=not same_key)
-                if segment is not None:
-                    kept[key] = segment
-                    index.add(segment)
-                    if key not in known:  # it was written, but not counted
-                        index.count_written(int(segment.created // DAY_S), segment.nbytes)
-            for segment in kept.values():
-                segment.used = min(segment.used, command.now)
-            rejected = found.add_all(it for it in kept.values() if it.key not in command.writing)
+            index.remove(known.keys() - kept.keys())
+            for segment in new:
+                index.add(segment)
+            index.forget_models(segments.spaces.keys())
             index.set_key_id(key_id)
         self._delete([it.key for it in rejected])
         damaged, self._folder.damaged = self._folder.damaged, []
-        return ev.StoreOpened(command.seq, found, index.written(), index.models(), damaged)
+        return ev.StoreOpened(command.seq, segments, index.written(), index.models(), damaged)
+
+    def _open_index(self) -> IndexFile:
+        """Open the index; one in memory if the disk is full, so that segments can be deleted."""
+        try:
+            return IndexFile(self._folder.root / "index.sqlite")
+        except sqlite3.Error as error:
+            if self._folder.free_bytes() >= LEAST_FREE_BYTES:
+                raise
+            self._log.warning("the index is kept in memory: the disk is full", reason=str(error))
+            return IndexFile(None)
 
     def _set_format(self) -> bytes:
         """Read the key; return what names it, empty without encryption. Raises `OSError`."""
@@ -120,5 +150,5 @@ class StoreDisk:
         for key in keys:
             self._folder.delete(key)
         if keys:
-            with self._index.transaction():
-                self._index.remove(keys)
+            with self._recording() as index:
+                index.remove(keys)

@@ -67,7 +67,10 @@ class SegmentFolder:
     def _scan_file(self, entry: os.DirEntry[str], writing: Collection[bytes], found: Scan) -> None:
         if (match := _FILE.fullmatch(entry.name)) is None:
             return
-        status, key = entry.stat(follow_symlinks=False), bytes.fromhex(match[1])
+        try:
+            status, key = entry.stat(follow_symlinks=False), bytes.fromhex(match[1])
+        except FileNotFoundError:  # a worker renamed or deleted it in the meantime
+            return
         if match[2] == SUFFIX and stat.S_ISREG(status.st_mode):
             found.sizes[key] = status.st_size
         elif match[2].endswith(PART_SUFFIX) and key not in writing:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import structlog
@@ -44,35 +45,42 @@ _NOT_DAMAGED = {
 class IndexFile:
     """An open index. Use it in one thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file. A damaged or foreign one is renamed to ``.damaged``."""
+    def __init__(self, path: Path | None) -> None:
+        """Open or create the file. A damaged or foreign one is renamed to ``.damaged``.
+
+        ``path`` None: keep the index in memory.
+        """
         self._path = path
         try:
             self._database = self._open()
         except sqlite3.Error as error:
-            if error.sqlite_errorcode & 0xFF in _NOT_DAMAGED:
+            if path is None or error.sqlite_errorcode & 0xFF in _NOT_DAMAGED:
                 raise
-            self._set_aside(str(error))
+            _set_aside(path, str(error))
             self._database = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        with contextlib.suppress(IsADirectoryError):  # sqlite reports it below
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        database = sqlite3.connect(self._path, isolation_level=None)
+        if self._path is not None:
+            with contextlib.suppress(IsADirectoryError):  # sqlite reports it below
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        database = sqlite3.connect(self._path or ":memory:", isolation_level=None)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
-            self._check(database)
-            database.executescript(_TABLES)
-            database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            database.execute(f"PRAGMA user_version = {_VERSION}")
+            if self._check(database):  # a complete index opens without a write
+                database.executescript(_TABLES)
+                database.execute(f"PRAGMA application_id = {_APPLICATION}")
+                database.execute(f"PRAGMA user_version = {_VERSION}")
         except BaseException:
             database.close()
             raise
         return database
 
-    def _check(self, database: sqlite3.Connection) -> None:
-        """Raise `sqlite3.DatabaseError` for a damaged file, and for one of another program."""
+    def _check(self, database: sqlite3.Connection) -> bool:
+        """Return whether the file is new or incomplete.
+
+        Raises `sqlite3.DatabaseError` for a damaged file, and for one of another program.
+        """
         ids = [
             database.execute(f"PRAGMA {it}").fetchone()[0]
             for it in ("application_id", "user_version")
@@ -83,16 +91,9 @@ class IndexFile:
         if (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _damaged(found)
         if not empty:
-            for table in ("segments", "days", "models"):
+            for table in ("segments", "days", "models", "encryption"):
                 database.execute(f"SELECT * FROM {table} LIMIT 1")  # noqa: S608 - constants
-
-    def _set_aside(self, reason: str) -> None:
-        aside = self._path.with_suffix(".damaged")
-        log = structlog.get_logger("kvd.daemon.prefix_store")
-        log.warning("the index is damaged and built anew", copy=str(aside), reason=reason)
-        self._path.replace(aside)
-        for suffix in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        return empty or ids != [_APPLICATION, _VERSION]
 
     def close(self) -> None:
         self._database.close()
@@ -152,8 +153,22 @@ class IndexFile:
             [(it.used, it.hits, it.saved_s, it.key) for it in segments],
         )
 
+    def forget_models(self, spaces: AbstractSet[bytes]) -> None:
+        """Delete the names of models of all other spaces."""
+        gone = self.models().keys() - spaces
+        self._database.executemany("DELETE FROM models WHERE space = ?", [(it,) for it in gone])
+
     def add_model(self, space: bytes, model: str) -> None:
         self._database.execute("INSERT OR IGNORE INTO models VALUES (?, ?)", (space, model))
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside = path.with_suffix(".damaged")
+    log = structlog.get_logger("kvd.daemon.prefix_store")
+    log.warning("the index is damaged and built anew", copy=str(aside), reason=reason)
+    path.replace(aside)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _damaged(reason: str) -> sqlite3.DatabaseError:
