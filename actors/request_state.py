@@ -21,6 +21,7 @@ from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.messages import Event, FinishReason
+from protocol.resume import ChoiceProgress
 from protocol.types import ReceivedChoice, TokenLogprob, Usage, record_level
 
 Stage = Literal["waiting", "running", "paused"]
@@ -120,7 +121,7 @@ class RequestState:
         if not self.replayed:
             return self.submit
         resume = [
-            wire.ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason)
+            ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason)
             for choice in self.choices
         ]
         return replace(

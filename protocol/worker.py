@@ -17,6 +17,7 @@ from protocol.errors import ErrorInfo
 from protocol.fields import Choice, Count, TokenId
 from protocol.kv import KVSpec
 from protocol.messages import FinishReason
+from protocol.resume import ChoiceProgress
 from protocol.segments import SegmentInfo
 from protocol.types import (
     ChatMessage,
@@ -61,18 +62,6 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     key_file: str | None = None
     """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
-
-
-class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a choice was when its worker died; none of it is reported again."""
-
-    tokens: list[int] = []
-    """Tokens that were sent. The new worker feeds them to the model in the same chunks and steps as
-    the old worker did."""
-    text_bytes: int = 0
-    """Bytes in UTF-8 of the text that was sent, which may lag behind the tokens."""
-    reason: FinishReason | None = None
-    """Why the choice ended, if that was reported; absent: it continues."""
 
 
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):

@@ -36,8 +36,9 @@ from kvd.worker.serving.runner import Row, Runner
 from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
+from protocol.resume import ChoiceProgress
 from protocol.types import TokenLogprob
-from protocol.worker import ChoiceProgress, Report, RowFailed, RowPrompt, RowResumed, RowTokens
+from protocol.worker import Report, RowFailed, RowPrompt, RowResumed, RowTokens
 
 
 class Batch:

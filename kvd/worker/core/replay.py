@@ -1,6 +1,6 @@
 """Continues requests whose worker died, from the tokens and text that their clients have.
 
-The tokens that were sent (`protocol.worker.ChoiceProgress`) are not drawn again: they are inputs of
+The tokens that were sent (`protocol.resume.ChoiceProgress`) are not drawn again: they are inputs of
 ordinary decode steps, after the same prefill chunks. So keys, values and all further draws are the
 same. This module covers the text and the reports.
 """
@@ -15,7 +15,8 @@ from protocol.worker import RowTokens
 if TYPE_CHECKING:
     from kvd.worker.text.choices import Choices
     from protocol.messages import FinishReason
-    from protocol.worker import ChoiceProgress, Report, Submit
+    from protocol.resume import ChoiceProgress
+    from protocol.worker import Report, Submit
 
 
 class SentText:

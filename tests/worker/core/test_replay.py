@@ -10,10 +10,10 @@ import pytest
 
 from kvd.worker.core.replay import SentText
 from protocol.errors import InvalidRequest
+from protocol.resume import ChoiceProgress
 from protocol.types import Sampling
 from protocol.worker import (
     ChoiceFinished,
-    ChoiceProgress,
     Report,
     RowFailed,
     RowFinished,

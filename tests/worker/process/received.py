@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from protocol.messages import FinishReason
+from protocol.resume import ChoiceProgress
 from protocol.types import Usage, record_level
 from protocol.worker import (
     ChoiceFinished,
-    ChoiceProgress,
     Report,
     RowFailed,
     RowFinished,
