@@ -41,7 +41,7 @@ class ReportReceived(_Record, tag="report", frozen=True):
 
     report: wire.RowReport
     at: float = 0.0
-    """Wall-clock time of the request's last report, set by the journal."""
+    """Wall-clock time of a report that ends its request, set by the journal."""
     previous: int = 0
     """Checksum of the request's previous record, set by the journal."""
 
@@ -62,6 +62,13 @@ class RequestJournal(Protocol):
         Without its `RequestReceived` a request cannot be continued; without its last reports it
         can.
         """
+
+
+def ends_request(report: wire.RowReport) -> bool:
+    """Return whether a request needs no worker after this report."""
+    if isinstance(report, wire.ChoiceFinished):
+        return report.usage is not None
+    return isinstance(report, wire.RowFinished | wire.RowFailed)
 
 
 @dataclass
@@ -107,6 +114,9 @@ class SavedRequest:
                     record_level(self.levels, report.level)
             case wire.ChoiceFinished(choice=number, reason=reason):
                 self.choices[number].reason = reason
+                if report.usage is not None:  # the daemon may have ended before the last report
+                    reason = wire.combined_reason([it.reason or reason for it in self.choices])
+                    self.end = wire.RowFinished(rid=report.rid, reason=reason, usage=report.usage)
             case wire.RowFinished() | wire.RowFailed():
                 self.end = report
             case _:

@@ -302,8 +302,7 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
 
     seq: int
     used_s: float
-    """Seconds used since the slice began, plus those of the step that the previous slice's `left_s`
-    estimated."""
+    """Seconds used since the slice began, plus those of the step that the last `left_s` named."""
     more: bool
     """Whether work is left; if not, the next report about time slices is `TimeSliceRequested`."""
     step_s: float | None = None
@@ -349,10 +348,11 @@ class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
 
 
 class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
-    """One of several choices ended; others may still run."""
+    """One of several choices ended. The report of the last one contains the request's usage."""
 
     choice: Choice
     reason: FinishReason
+    usage: Usage | None = None
 
 
 _PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")

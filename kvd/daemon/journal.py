@@ -25,11 +25,11 @@ from actors.request_journal import (
     RequestDropped,
     RequestReceived,
     SavedRequest,
+    ends_request,
 )
 from kvd.daemon.compaction import Compaction, Run, at_once, delete_unfinished
 from kvd.host.home import unusable
 from kvd.host.journal_file import Damage, Files, JournalFile, Scan, checksum, frame
-from protocol.worker import RowFailed, RowFinished
 
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
 """The file is compacted when its dead bytes exceed both this and its live bytes."""
@@ -140,7 +140,7 @@ class DiskJournal:
         kept = self._kept.get(record.rid)
         if kept is None:
             return False
-        if not isinstance(record.report, RowFinished | RowFailed):
+        if not ends_request(record.report):
             return self._append_report(record, kept)
         now = self._clock()
         written = self._append_report(replace(record, at=now), kept)
@@ -318,7 +318,7 @@ class DiskJournal:
                     except LookupError:  # a choice that the request does not have
                         scan.reject(rid, data)
                         continue
-                    if isinstance(report, RowFinished | RowFailed):
+                    if ends_request(report):
                         self._ended[rid] = record.at
                     self._count(rid, data)
                 case RequestDropped(rid=rid):

@@ -17,9 +17,10 @@ from actors.request_journal import (
     SavedRequest,
 )
 from actors.saved_requests import SavedRequests
+from actors.status import KnownModel
 from actors.system import Settings
 from protocol import errors, messages
-from protocol.types import ReceivedChoice, Sampling
+from protocol.types import ReceivedChoice, Sampling, Usage
 from protocol.worker import ChoiceFinished, RowAccepted, RowReport, RowTokens, Submit
 from tests.sim import fakes
 from tests.sim.fakes import SLOW
@@ -278,6 +279,35 @@ def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> N
             ends = [it for it in client.events[key] if isinstance(it, messages.ChoiceFinished)]
             assert [(it.choice, it.reason) for it in ends] == [(0, "length"), (1, "stop")]
             assert (done.reason, done.usage.completion_tokens) == ("length", 1)
+
+    scene()
+
+
+def test_a_request_whose_choices_have_all_ended_needs_no_worker() -> None:
+    """The daemon was killed between the end of the last choice and that of the request."""
+    usage = Usage(5, 3, cached_tokens=4)
+    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=SEED), n=2)
+    reports: list[RowReport] = [
+        RowAccepted(rid="1", prompt_tokens=5),
+        RowTokens(rid="1", index=0, tokens=[7], text="7 "),
+        ChoiceFinished(rid="1", choice=1, reason="length"),
+        ChoiceFinished(rid="1", choice=0, reason="stop", usage=usage),
+    ]
+    records = [RequestReceived("1", "demo", submit), *(ReportReceived("1", it) for it in reports)]
+    journal = MemoryJournal(records)
+
+    @simulated
+    async def scene() -> None:
+        saved, known = SavedRequests(journal, journal.saved()), {"demo": KnownModel("demo")}
+        async with world(load=(), known=known, saved_requests=saved) as w:
+            client = w.client()
+            for _ in range(2):  # a client that loses its connection may attach again
+                key = attach(client, "1")
+                done = await client.end(key)
+                assert (done.reason, done.usage) == ("length", usage)
+                ends = [it for it in client.events[key] if isinstance(it, messages.ChoiceFinished)]
+                assert [(it.choice, it.reason) for it in ends] == [(0, "stop"), (1, "length")]
+            assert not w.spawn.processes
 
     scene()
 

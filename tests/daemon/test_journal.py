@@ -46,6 +46,11 @@ class Clock:
         return self.now
 
 
+def end_of_choices(rid: str) -> ReportReceived:
+    report = ChoiceFinished(rid=rid, choice=1, reason="stop", usage=Usage(1, 2))
+    return ReportReceived(rid, report)
+
+
 class JumpingClock(Clock):
     """Advances by an hour at each reading, as a clock that is being set."""
 
@@ -279,6 +284,23 @@ def test_a_compaction_never_reads_the_whole_file_at_once(
     assert found["r0"].choices[0].tokens == [0, 6000, 7000]
     assert found["r1"].choices[0].tokens == [1, 5000]
     assert not found.keys() & {"r50", "r100", "r300"}
+
+
+@pytest.mark.parametrize("ended", [end, end_of_choices])
+def test_an_ended_request_expires_also_if_its_last_report_is_missing(
+    tmp_path: Path, ended: Callable[[str], ReportReceived]
+) -> None:
+    clock = Clock()
+    subject = opened(tmp_path, clock)
+    for record in (ask("a", n=2), ended("a"), ask("b")):
+        assert subject.write(record)
+    subject.close()  # the daemon is killed
+    clock.now += 599.0
+    found = read(tmp_path, clock)
+    assert found.keys() == {"a", "b"}
+    assert found["a"].end == RowFinished(rid="a", reason="stop", usage=Usage(1, 2))
+    clock.now += 2.0
+    assert read(tmp_path, clock).keys() == {"b"}
 
 
 class Unconfirmed(Future[None]):

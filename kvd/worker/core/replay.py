@@ -52,7 +52,8 @@ def finish_replayed(
     count = len(resumed.tokens)
     if resumed.reason is not None:
         # A token that ends a completion is counted but not sent.
-        return choices.finish_reported(choice, reason, count + (reason == "stop" and not stopped))
+        count += reason == "stop" and not stopped
+        return [*choices.finish_reported(choice, reason, count)]
     reports: list[Report] = []
     if rest:
         reports.append(RowTokens(rid=choices.rid, index=count, tokens=[], text=rest, choice=choice))

@@ -39,11 +39,12 @@ class Choices:
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
         """End a choice with this many tokens; return the reports."""
         end = self.finish_reported(choice, reason, tokens)
-        if self._several:
-            return [ChoiceFinished(rid=self.rid, choice=choice, reason=reason), *end]
-        return end
+        if not self._several:
+            return [*end]
+        usage = end[0].usage if end else None
+        return [ChoiceFinished(rid=self.rid, choice=choice, reason=reason, usage=usage), *end]
 
-    def finish_reported(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
+    def finish_reported(self, choice: int, reason: FinishReason, tokens: int) -> list[RowFinished]:
         """End a choice whose own end was already reported; return the remaining reports."""
         self._running.remove(choice)
         self._reasons.add(reason)

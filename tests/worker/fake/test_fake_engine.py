@@ -225,10 +225,11 @@ def test_choices_differ_and_the_first_equals_a_single_choice():
     ]
     assert found[0] == single
     assert len({tuple(tokens) for tokens in found}) == 3
-    ends = [r.choice for r in reports if isinstance(r, ChoiceFinished)]
-    assert sorted(ends) == [0, 1, 2]
+    ends = [r for r in reports if isinstance(r, ChoiceFinished)]
+    assert sorted(r.choice for r in ends) == [0, 1, 2]
     (end,) = ends_of(reports)
     assert reports[-1] is end
+    assert [r.usage for r in ends] == [None, None, end.usage]
     assert (end.reason, end.usage.completion_tokens) == ("length", 18)
 
 
