@@ -87,6 +87,7 @@ class PrefixStoreState:
             stored_bytes=machine.stored_bytes,
             written_today_bytes=machine.writes.today(self.clock()),
             written_bytes=sum(machine.writes.days.values()),
+            evicted_segments=machine.evicted,
         )
 
     def spaces(self) -> list[PrefixSpace]:
@@ -168,7 +169,8 @@ class PrefixStoreActor(Actor["mail.PrefixStoreMail"]):
             case wire.SegmentWritten(segment=segment):
                 state.observe(telemetry.SegmentWritten(model, segment.nbytes))
             case wire.SegmentUsed(tokens=tokens, seconds=seconds, prefill_s=prefill_s):
-                state.observe(telemetry.SegmentUsed(model, tokens, prefill_s - seconds))
+                saved_s = prefill_s - seconds
+                state.observe(telemetry.SegmentUsed(model, tokens, saved_s, report.nbytes))
             case wire.SegmentDamaged(key=key, reason=reason):
                 if key in state.machine.index:  # else it was deleted while it was read
                     text = f"{key.hex()} is deleted: {reason}"

@@ -109,6 +109,8 @@ class SegmentUsed(_Observation, frozen=True):
     tokens: int
     saved_s: float
     """Seconds of prefill, less those of reading; negative if prefill would have been faster."""
+    nbytes: int
+    """Bytes that were read."""
 
 
 Observation = (

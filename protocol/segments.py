@@ -90,3 +90,5 @@ class PrefixStoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     written_today_bytes: int
     written_bytes: int
     """Bytes written since the store was created."""
+    evicted_segments: int = 0
+    """Segments that were deleted for others since the daemon's start."""

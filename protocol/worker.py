@@ -439,6 +439,8 @@ class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
     seconds: float
     prefill_s: float
     """Seconds that prefill would have taken at this worker's measured rate."""
+    nbytes: int = 0
+    """Bytes that were read."""
 
 
 class SegmentDamaged(_Report, tag="segment_damaged", frozen=True, kw_only=True):

@@ -399,6 +399,69 @@ def throughput() -> list[Panel]:
     ]
 
 
+def prefix_store() -> list[Panel]:
+    saved = rate("kvd_prefix_store_saved_seconds_total", "model")
+    today = f"kvd_prefix_store_written_today_bytes{{{INSTANCE}}}"
+    return [
+        lines(
+            "Stored prefixes",
+            [
+                query(f"sum(kvd_prefix_store_bytes{{{INSTANCE}}})", "stored"),
+                query(f"sum(kvd_prefix_store_limit_bytes{{{INSTANCE}}})", "limit"),
+            ],
+            "Bytes on disk, of all models together",
+            unit="bytes",
+            stack=True,
+            limits=("limit",),
+        ),
+        lines(
+            "Prompt tokens from disk per second",
+            [query(rate("kvd_prefix_store_hit_tokens_total", "model"), "{{model}}")],
+            "Tokens that were read and not prefilled",
+            stack=True,
+        ),
+        lines(
+            "Prefill saved",
+            [query(saved, "{{model}}")],
+            "Seconds of prefill per second, less those of reading",
+            unit="s",
+            stack=True,
+        ),
+        lines(
+            "Read and written per second",
+            [
+                query(rate("kvd_prefix_store_read_bytes_total"), "read"),
+                query(rate("kvd_prefix_store_written_bytes_total"), "written"),
+            ],
+            "What is written and never read only wears the disk",
+            unit="Bps",
+        ),
+        lines(
+            "Refused and evicted",
+            [
+                query(increase("kvd_prefix_store_refused_total", "reason"), "{{reason}}"),
+                query(
+                    f"sum(increase(kvd_prefix_store_evictions_total{{{INSTANCE}}}[$__rate_interval]))",
+                    "evicted",
+                ),
+            ],
+            "Segments that were not written, by reason, and segments deleted for others",
+            bars=True,
+        ),
+        lines(
+            "Written today",
+            [
+                query(today, "{{instance}}"),
+                query(f"sum(kvd_prefix_store_daily_limit_bytes{{{INSTANCE}}})", "limit"),
+            ],
+            "Wear of the day (UTC), and prefix_store.daily_writes",
+            unit="bytes",
+            stack=True,
+            limits=("limit",),
+        ),
+    ]
+
+
 def governor() -> list[Panel]:
     restarts = increase("kvd_worker_restarts_total", "model, reason")
     return [
@@ -498,6 +561,7 @@ ROWS = {
     "Memory": memory,
     "Latency": latencies,
     "Throughput": throughput,
+    "Prefix store": prefix_store,
     "Governor and models": governor,
     "Steps": steps,
     "Daemon": daemon,

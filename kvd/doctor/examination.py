@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvd.doctor import installation, journal, limits, place, running
+from kvd.doctor import installation, journal, limits, place, prefixes, running
 from kvd.doctor.finding import Finding, Section, fail
 from kvd.doctor.scene import Scene
 
@@ -34,6 +34,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         place.lock,
         place.sockets,
         journal.records,
+        prefixes.store,
         place.log,
     ),
     "Daemon": (running.daemon, running.http_port, running.service),

@@ -256,6 +256,26 @@ STORE_WRITTEN = Metric(
     "Bytes of complete segments that a model wrote to the prefix store",
     "The wear of the disk",
 )  # fmt: skip
+STORE_READ = Metric(
+    "kvd_prefix_store_read_bytes_total", "counter", MODEL,
+    "Bytes that prompts read from the prefix store",
+    "Relate it to kvd_prefix_store_written_bytes_total: what is never read only wears the disk",
+)  # fmt: skip
+STORE_EVICTED = Metric(
+    "kvd_prefix_store_evictions_total", "counter", (),
+    "Segments that were deleted for others; absent without a prefix store",
+    "If it grows as fast as what is written, raise prefix_store.limit",
+)  # fmt: skip
+STORE_TODAY = Metric(
+    "kvd_prefix_store_written_today_bytes", "gauge", (),
+    "Bytes written to the prefix store since midnight UTC; absent without one",
+    "The day's wear of the disk, incomplete files included",
+)  # fmt: skip
+STORE_DAILY = Metric(
+    "kvd_prefix_store_daily_limit_bytes", "gauge", (),
+    "Maximum bytes written to the prefix store in a day; absent without one",
+    "The setting prefix_store.daily_writes",
+)  # fmt: skip
 STORE_REFUSED = Metric(
     "kvd_prefix_store_refused_total", "counter", ("model", "reason"),
     "Segments that were not written, by reason",
@@ -384,7 +404,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "The prefix store": (
         STORE_ON, STORE_BYTES, STORE_LIMIT, STORE_SEGMENTS, STORE_HITS, STORE_HIT_TOKENS,
-        STORE_SAVED, STORE_WRITTEN, STORE_REFUSED,
+        STORE_SAVED, STORE_WRITTEN, STORE_READ, STORE_EVICTED, STORE_TODAY, STORE_DAILY,
+        STORE_REFUSED,
     ),
     "Models and workers": (
         STATE, UNLOADED, INFO, ATTENTION, ATTENTION_CALL, LOADS, RESTARTS, STEPS, PHASES, FLUSHES,

@@ -75,6 +75,7 @@ class ModelCounters:
     segment_saved_s: float = 0.0
     segment_bytes: int = 0
     """Bytes written to the prefix store."""
+    segment_read_bytes: int = 0
     segments_refused: Counter[str] = field(default_factory=_from_zero(*get_args(Refusal)))
     worker: WorkerCounters = field(default_factory=WorkerCounters)
 
@@ -149,7 +150,8 @@ def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: 
             counters.segment_bytes += nbytes
         case telemetry.SegmentRefused(reason=reason):
             counters.segments_refused[reason] += 1
-        case telemetry.SegmentUsed(tokens=tokens, saved_s=saved_s):
+        case telemetry.SegmentUsed(tokens=tokens, saved_s=saved_s, nbytes=nbytes):
+            counters.segment_read_bytes += nbytes
             counters.segment_hits += 1
             counters.segment_tokens += tokens
             counters.segment_saved_s += max(0.0, saved_s)

@@ -74,6 +74,9 @@ def _daemon(to: Samples, it: Snapshot) -> None:
         to.put(c.STORE_BYTES, store.stored_bytes)
         to.put(c.STORE_LIMIT, store.limit_bytes)
         to.put(c.STORE_SEGMENTS, store.segments)
+        to.put(c.STORE_EVICTED, store.evicted_segments)
+        to.put(c.STORE_TODAY, store.written_today_bytes)
+        to.put(c.STORE_DAILY, store.daily_bytes)
 
 
 def _host(to: Samples, host: types.HostMemory) -> None:
@@ -172,6 +175,7 @@ def _counted(to: Samples, name: str, it: ModelCounters) -> None:
     to.put(c.STORE_HIT_TOKENS, it.segment_tokens, name)
     to.put(c.STORE_SAVED, it.segment_saved_s, name)
     to.put(c.STORE_WRITTEN, it.segment_bytes, name)
+    to.put(c.STORE_READ, it.segment_read_bytes, name)
     to.put_all(c.STORE_REFUSED, it.segments_refused, name)
     _of_workers(to, name, it)
 

@@ -321,7 +321,7 @@ async def test_metrics_count_what_the_store_does(tmp_path):
     async with store(tmp_path) as it:
         written = await write(it, "a", info(1))
         assert not await offer(it, "b", info(1))
-        used = wire.SegmentUsed(key=key(1), tokens=256, seconds=0.5, prefill_s=3.0)
+        used = wire.SegmentUsed(key=key(1), tokens=256, seconds=0.5, prefill_s=3.0, nbytes=777)
         it.spawn.last("b").report(used)
         await asyncio.sleep(1)
         text = await it.metrics.text()
@@ -330,6 +330,9 @@ async def test_metrics_count_what_the_store_does(tmp_path):
             'kvd_prefix_store_refused_total{model="b",reason="stored"} 1',
             'kvd_prefix_store_hit_tokens_total{model="b"} 256',
             'kvd_prefix_store_saved_seconds_total{model="b"} 2.5',
+            'kvd_prefix_store_read_bytes_total{model="b"} 777',
+            f"kvd_prefix_store_written_today_bytes {written.nbytes}",
+            "kvd_prefix_store_evictions_total 0",
             f"kvd_prefix_store_bytes {written.nbytes}",
             "kvd_prefix_store_on 1",
         ):

@@ -19,6 +19,9 @@ CONFIG = """
 budget = "190MiB"
 [http]
 port = 0
+[prefix_store]
+limit = "1GB"
+keep_free = 0
 """
 """Room for two fake models of 64 MiB, and not for three."""
 

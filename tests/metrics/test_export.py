@@ -19,10 +19,6 @@ from kvd.host.home import Home
 from kvd.metrics.catalogue import (
     ACCELERATOR_LIMIT,
     ATTENTION_CALL,
-    STORE_BYTES,
-    STORE_LIMIT,
-    STORE_ON,
-    STORE_SEGMENTS,
     everything,
 )
 from tests.metrics.conftest import Promtool
@@ -48,16 +44,12 @@ def served() -> Iterator[Served]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-OF_A_STORE = (STORE_ON, STORE_BYTES, STORE_LIMIT, STORE_SEGMENTS)
-"""Absent without a prefix store; tests/actors/test_prefix_store.py has one."""
-
-
 def families(text: str) -> set[str]:
     return set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
 
 
 def test_every_metric_of_the_page_is_exported_and_no_other(served: Served):
-    absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL, *OF_A_STORE)}
+    absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL)}
     expected = {it.name for it in everything()} - absent
     assert families(served.settled()) - absent == expected
 
