@@ -40,6 +40,7 @@ from bench.chaos import WORDS, connected
 from kvd.client import AsyncClient
 from protocol import segment_file
 from protocol.record_file import DamagedFile, RecordWriter
+from protocol.record_format import PLAIN
 from protocol.segments import PART_SUFFIX, SUFFIX
 
 MODEL = "demo"
@@ -81,7 +82,7 @@ class FaultyDisk:
     def __init__(self, root: Path) -> None:
         self.library = root / "faulty_disk.so"
         flags = ["-shared", "-fPIC", "-O1", "-o", str(self.library), str(SOURCE), "-ldl"]
-        subprocess.run([_compiler() or "cc", *flags], check=True, capture_output=True)
+        subprocess.run([compiler() or "cc", *flags], check=True, capture_output=True)
         path = root / "control"
         path.write_bytes(bytes(16))
         with path.open("r+b") as file:
@@ -101,7 +102,8 @@ class FaultyDisk:
         return int(count)
 
 
-def _compiler() -> str | None:
+def compiler() -> str | None:
+    """Return the command of a C compiler, if there is one."""
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
@@ -117,7 +119,7 @@ class Store:
         self.random = random.Random(seed)
         self.found = Found()
         self.began = time.monotonic()
-        usable = sys.platform == "linux" and _compiler() is not None
+        usable = sys.platform == "linux" and compiler() is not None
         self.disk = FaultyDisk(self.root) if usable else None
         self.answers: dict[str, tuple[int, ...]] = {}
         """The tokens that each prompt had at first."""
@@ -125,6 +127,7 @@ class Store:
         self._client: AsyncClient | None = None
 
     def note(self, text: str) -> None:
+        """Print how far the run is."""
         seconds = time.monotonic() - self.began
         print(
             f"{seconds:.0f} s: {text}; {len(self.found.wrong)} wrong", file=sys.stderr, flush=True
@@ -229,7 +232,7 @@ class Store:
         wrong += [f"an incomplete file is left: {path.name}" for path in self.parts()]
         for path in self.files():
             try:
-                for _ in segment_file.read_records(path):
+                for _ in segment_file.read_records(path, PLAIN):
                     pass
             except DamagedFile as error:
                 wrong.append(f"a damaged file is left: {error}")
@@ -273,7 +276,8 @@ class Store:
         if how == "gone":
             path.unlink()
         elif how == "version":
-            _write_version(path)
+            with contextlib.suppress(DamagedFile):  # it is one of two that were swapped
+                _write_version(path)
         else:
             sizes = {"cut": at, "empty": 0}
             path.write_bytes(content[: sizes.get(how, len(content))])
@@ -290,11 +294,16 @@ class Store:
         path.write_bytes(content[:at] if how == "cut" else content)
         self.found.index_corruptions += 1
 
-    async def corrupt(self, corruptions: int, each: int) -> None:
-        """Damage files, ``each`` before each new worker, until there were so many corruptions."""
-        prompts = self.prompts(20)
+    async def corrupt(self, count: int, corruptions: int, each: int) -> None:
+        """Damage files, ``each`` before each new worker, until there were so many corruptions.
+
+        ``count``: prompts, whose files are damaged.
+        """
+        if not corruptions:
+            return
+        prompts = self.prompts(count)
         await self.ask(prompts)
-        await self.written(4)
+        await self.written(2)
         self.note("files to damage are written")
         rounds = 0
         while sum(self.found.corruptions.values()) < corruptions:
@@ -329,7 +338,7 @@ class Store:
             end = time.monotonic() + 3
             while not self.parts() and time.monotonic() < end:  # noqa: ASYNC110 - other processes
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(self.random.choice([0, 0, 0.002, 0.01, 0.05, 0.3]))
+            await asyncio.sleep(self.random.choice([0, 0, 0, 0.002, 0.005, 0.3]))
             self.found.kills_during_a_write += bool(self.parts())
             if number % 2:
                 await self.kill_worker()
@@ -352,7 +361,7 @@ class Store:
             await self.ask(prompts[:2])
             await self.written(1)
             await self.kill_worker()
-            self.disk.fail(self.random.choice([5, 50, 300, 1000]), error)
+            self.disk.fail(self.random.choice([30, 100, 300, 1000]), error)
             await self.ask(prompts)
             await asyncio.sleep(1.5)
             await self.ask(prompts)
@@ -368,9 +377,9 @@ class Store:
 
 def _write_version(path: Path) -> None:
     """Replace a file by a complete one of another version."""
-    header = segment_file.read_header(path)
+    header = segment_file.read_header(path, PLAIN)
     header = msgspec.structs.replace(header, version=segment_file.VERSION + 1, nbytes=0)
-    file = RecordWriter(path, sync=False)
+    file = RecordWriter(path, PLAIN, sync=False)
     file.add(msgspec.msgpack.encode(header))
     file.finish()
 
@@ -385,10 +394,12 @@ async def store(seed: int) -> AsyncIterator[Store]:
         await made.end()
 
 
-async def run(*, corruptions: int, each: int, kills: int, failures: int, seed: int) -> Found:
+async def run(
+    *, prompts: int, corruptions: int, each: int, kills: int, failures: int, seed: int
+) -> Found:
     """Run all parts with one daemon, one after the other."""
     async with store(seed) as made:
-        await made.corrupt(corruptions, each)
+        await made.corrupt(prompts, corruptions, each)
         await made.kill(kills)
         await made.fail(failures)
         await made.note_events()
@@ -398,8 +409,9 @@ async def run(*, corruptions: int, each: int, kills: int, failures: int, seed: i
 def main() -> int:
     """Run with the command line's options; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.prefix_faults")
+    parser.add_argument("--prompts", type=int, default=30, help="prompts whose files are damaged")
     parser.add_argument("--corruptions", type=int, default=500)
-    parser.add_argument("--each", type=int, default=20, help="corruptions before each new worker")
+    parser.add_argument("--each", type=int, default=30, help="corruptions before each new worker")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--failures", type=int, default=8, help="rounds with failing calls")
     parser.add_argument("--seed", type=int, default=1)

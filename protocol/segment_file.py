@@ -42,6 +42,10 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     nbytes: int = 0
     """Size of the file. `read_header` sets it; it is not written."""
 
+    @property
+    def info(self) -> SegmentInfo:
+        return SegmentInfo(key=self.key, base=self.base, tokens=self.tokens, nbytes=self.nbytes)
+
 
 def create(folder: Path, header: SegmentHeader, form: RecordFormat) -> RecordWriter:
     """Create a segment's file below the store's folder, under its temporary name.
@@ -102,6 +106,7 @@ def _header(path: Path, reader: RecordReader, segment: SegmentInfo | None = None
         raise DamagedSegment(f"{path.name} has version {header.version}, not {VERSION}")
     if header.key.hex() != path.stem:
         raise DamagedSegment(f"{path.name} has the key {header.key.hex()}, not that of its name")
-    if segment is not None and (segment.base, segment.tokens) != (header.base, header.tokens):
-        raise DamagedSegment(f"{path.name} has another base or length than in the index")
-    return msgspec.structs.replace(header, nbytes=reader.nbytes)
+    header = msgspec.structs.replace(header, nbytes=reader.nbytes)
+    if segment is not None and segment != header.info:
+        raise DamagedSegment(f"{path.name} has another base, length or size than in the index")
+    return header

@@ -193,6 +193,7 @@ class SegmentStore:
                 tokens=tokens - held,
                 seconds=seconds,
                 prefill_s=self._rates.seconds("prefill", tokens - held),
+                nbytes=_bytes_to_read(chain),
             )
         )
 

@@ -176,7 +176,7 @@ def test_other_rows_decode_while_a_prefix_is_read(store: Store, plain: Driver) -
     assert [one.cached > 1000 for one in found[:3]] == [True] * 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "other"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "other", "longer", "index"])
 def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -> None:
     prompt = prompt_of(1500, 1)
     first = Engine(store)
@@ -184,7 +184,7 @@ def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -
     first.alone(prompt_of(1500, 2), max_tokens=2)
     first.write_all()
     assert len(store.segments) == 2
-    for segment in store.segments.values():
+    for segment in list(store.segments.values()):
         path = segment_path(store.folder, segment.key)
         content = bytearray(path.read_bytes())
         match damage:
@@ -195,6 +195,11 @@ def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -
                 path.write_bytes(content)
             case "gone":
                 path.unlink()
+            case "longer":
+                path.write_bytes(content + content[-48:])
+            case "index":  # its file in the daemon has no checksums
+                wrong = replace(segment, tokens=segment.tokens - 256)
+                store.segments[segment.key] = wrong
             case "other":
                 *_, other = (one for one in store.segments if one != segment.key)
                 path.write_bytes(segment_path(store.folder, other).read_bytes())
