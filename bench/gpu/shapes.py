@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -39,6 +40,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "demo": _QWEN3
     | {
         "hidden_size": 256,
@@ -74,17 +88,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Contents of config.json by name. ``qwen3-*`` are from huggingface.co/Qwen, ``demo`` has the shape
+"""Contents of config.json by name. ``qwen*-*`` are from huggingface.co/Qwen, ``demo`` has the shape
 of the embedded model, and ``wide`` has eight times the demo's keys and values in each layer."""
 
 
 def build(shape: str, dtype: mx.Dtype) -> Any:
     """Return the model with random weights, evaluated."""
     seam.install()  # before a model's module is imported
-    from mlx_lm.models import qwen3
+    module = importlib.import_module(f"mlx_lm.models.{SHAPES[shape]['model_type']}")
 
     mx.random.seed(0)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(SHAPES[shape]))
+    model = module.Model(module.ModelArgs.from_dict(SHAPES[shape]))
     model.set_dtype(dtype)
     for layer in model.layers:  # one by one, because weights are drawn in float32, twice the size
         mx.eval(layer.parameters())
@@ -114,7 +128,8 @@ def write(shape: str, dtype: mx.Dtype, folder: Path) -> None:
             rows = mx.arange(weights[name].shape[0])[:, None]
             weights[name] = mx.where(rows < known, weights[name], 0).astype(dtype)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    config = {**SHAPES[shape], "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 2}
+    architecture = f"{SHAPES[shape]['model_type'].capitalize()}ForCausalLM"
+    config = {**SHAPES[shape], "architectures": [architecture], "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.path() / name, folder / name)

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ssd import prompts, streams
+from bench.ssd.bars import BEYOND_PAGES, GAPS, Bar, bars_of
 from bench.ssd.files import Files
 from bench.ssd.worker import Answer, Worker
 from kvd.config.config import Config
@@ -47,9 +48,6 @@ from protocol.kv import KVSpec
 PREFIX_BYTES = 1 << 40
 """Limit of the prefix cache in memory, which is not what is measured."""
 NEW_TOKENS = 16
-SHARE_OF_COLD = 0.1
-"""Most seconds to a restored prompt's first token, as a share of cold ones above `LONG_S`."""
-LONG_S = 2.0
 
 
 class Bench:
@@ -156,27 +154,28 @@ def _seconds(answers: list[Answer]) -> str:
     return " ".join(f"{answer.ttft_s:.3f} s" for answer in answers)
 
 
-def verdicts(case: dict[str, Any]) -> list[str]:
-    """Return a line for each bar of one length, and whether it is met."""
+def verdicts(case: dict[str, Any]) -> list[Bar]:
+    """Return the bars of one length with their values; none if its prefix was not stored."""
     if "written" not in case:
-        return [f"{case['tokens']}: not stored, because prefill takes {case['cold_s']:.2f} s"]
-    lines = []
-    for name in ("disk", "disk, uncached"):
-        found = case[name]
-        limit = SHARE_OF_COLD if case["cold_s"] > LONG_S else 1.0
-        lines += [
-            _verdict(f"{name}, time of cold", found["share_of_cold"], limit),
-            _verdict(f"{name}, tokens not cached", 1 - found["cached_share"], 0.05),
-            _verdict(f"{name}, answers that differ", float(not found["equal_to_cold"]), 0),
-        ]
-    lines.append(_verdict("bytes beyond the pages", case["written"]["beyond_pages"], 0.03))
-    ratio = case["streams"]["ratio"]
-    lines.append(_verdict("p99 between tokens, of the undisturbed", ratio, 1.3))
-    return [f"{case['tokens']}: {line}" for line in lines]
+        return []
+    bars = [
+        bar
+        for name in ("disk", "disk, uncached")
+        for bar in bars_of(name, case[name], case["cold_s"])
+    ]
+    return [
+        *bars,
+        Bar("bytes beyond the pages", case["written"]["beyond_pages"], BEYOND_PAGES),
+        Bar("p99 between tokens during a read", case["streams"]["ratio"], GAPS),
+    ]
 
 
-def _verdict(what: str, value: float, limit: float) -> str:
-    return f"{what}: {value:.3f}, at most {limit:g}: {'pass' if value <= limit else 'MISS'}"
+def show(case: dict[str, Any]) -> None:
+    """Print the bars of one length."""
+    if "written" not in case:
+        print(f"  not stored: prefill takes only {case['cold_s']:.2f} s", flush=True)
+    for bar in verdicts(case):
+        print(f"  {bar}", flush=True)
 
 
 class Budget:
@@ -235,8 +234,10 @@ def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
     for tokens in sorted(options.tokens):
         if budget.allows(tokens, result["cases"], options.runs):
             try:
-                result["cases"].append(bench.case(tokens))
-                print("\n".join(verdicts(result["cases"][-1])), flush=True)
+                case = bench.case(tokens)
+                show(case)
+                case["bars"] = [bar.as_dict() for bar in verdicts(case)]
+                result["cases"].append(case)
             except (RuntimeError, MemoryError) as error:  # such as a full device
                 result["failed"].append(f"{tokens}: {error!r}"[:300])
                 print(result["failed"][-1], flush=True)

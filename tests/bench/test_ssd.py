@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.ssd import __main__ as daemons
 from bench.ssd import engine, streams
 from kvd.worker.prefix import segment_index
 
@@ -44,8 +45,8 @@ def test_a_prefix_that_is_not_worth_a_file(tmp_path: Path, monkeypatch: pytest.M
     engine.main(["--model", "demo", "--tokens", "256", "--runs", "1", "--json", str(file)])
     (case,) = json.loads(file.read_text())["cases"]
 
-    (line,) = engine.verdicts(case)
-    assert line.startswith("256: not stored")
+    assert "written" not in case
+    assert engine.verdicts(case) == case["bars"] == []
 
 
 def test_a_length_that_would_take_too_long_is_skipped() -> None:
@@ -64,11 +65,46 @@ def test_verdicts() -> None:
         "disk, uncached": met | {"equal_to_cold": False},
         "written": {"beyond_pages": 0.02}, "streams": {"ratio": 1.4},
     }  # fmt: skip
-    missed = [line for line in engine.verdicts(case) if line.endswith("MISS")]
+    missed = [str(bar) for bar in engine.verdicts(case) if not bar.passed]
 
     assert missed == [
-        "11: disk, uncached, answers that differ: 1.000, at most 0: MISS",
-        "11: p99 between tokens, of the undisturbed: 1.400, at most 1.3: MISS",
+        "disk, uncached, answers that differ: 1.000, at most 0: MISS",
+        "p99 between tokens during a read: 1.400, at most 1.3: MISS",
     ]
-    shares = [line for line in engine.verdicts(case | {"cold_s": 2.1}) if "time of cold" in line]
-    assert all(line.endswith("0.200, at most 0.1: MISS") for line in shares)
+    long = engine.verdicts(case | {"cold_s": 2.1})
+    assert [bar.limit for bar in long if "time of cold" in bar.what] == [0.1, 0.1]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "ssd.json"
+    daemons.main(["--tokens", "2000", "--runs", "1", "--json", str(file)])
+    result = json.loads(file.read_text())
+
+    (run,) = result["runs"]
+    assert run["cold"]["cached_tokens"] == 0
+    for name in ("ram", *daemons.RESTORED):
+        assert run[name]["cached_tokens"] == result["disk"]["tokens"], name
+        assert run[name]["equal_to_cold"], name
+    assert result["disk"]["page_bytes"] < result["disk"]["file_bytes"]
+    assert len(result["bars"]) == 3 * 4 + 1
+
+
+def test_the_summary_takes_the_first_cold_run_apart() -> None:
+    def run(cold_s: float, ttft_s: float) -> dict[str, object]:
+        one = {"prompt_tokens": 100, "cached_tokens": 96, "equal_to_cold": True}
+        restored = one | {"ttft_s": ttft_s, "load_s": 1.0, "start_s": 0.5}
+        return {
+            "cold": one | {"ttft_s": cold_s}, "ram": restored, "evicted": restored,
+            "restarted": restored, "killed": restored | {"equal_to_cold": False},
+        }  # fmt: skip
+
+    runs = [run(9.0, 0.6), run(4.0, 0.2), run(6.0, 0.4)]
+    result = {"runs": runs, "cold_load_s": 1.0, "disk": {"beyond_pages": 0.02}}
+    result["medians"] = daemons.summary(result)
+
+    assert (result["medians"]["cold_first_s"], result["medians"]["cold_s"]) == (9.0, 5.0)
+    assert result["medians"]["evicted"]["share_of_cold"] == 0.4 / 5
+    assert result["medians"]["evicted"]["with_load_share"] == pytest.approx(1.4 / 6)
+    missed = [bar.what for bar in daemons.verdicts(result) if not bar.passed]
+    assert missed == ["killed, answers that differ"]

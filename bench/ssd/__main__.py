@@ -1,0 +1,180 @@
+"""Answer the second turn of a long chat after its prefix has left memory, with a real daemon.
+
+    python -m bench.ssd [--model demo|FOLDER] [--tokens 11000] [--runs 3] [--json FILE]
+
+One daemon has a prefix store, another one has none. Each run has a chat of its own. The second turn
+is answered
+
+* cold: by the daemon without a store, which has not seen the first turn. The first run's time is
+  reported separately, because its process has computed nothing before.
+* ram: right after the first turn.
+* evicted: after the model was unloaded and loaded again.
+* restarted: after the daemon was stopped, started again, and the model loaded.
+* killed: after ``kill -9`` of the daemon, likewise.
+
+Times are those to the first token, at the client, once the model is loaded. The times of loads and
+starts are reported beside them. Each answer has 16 greedy tokens with logprobs, which must be equal
+to the bit. `bench.ssd.engine` measures the parts of a read, and streams that decode meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.ssd import prompts
+from bench.ssd.bars import BEYOND_PAGES, Bar, bars_of
+from bench.ssd.daemon import Daemon, Reply, running
+from kvd.config.config import Config
+from kvd.worker.cache.scheme import full_pages
+
+CHUNK = Config().chunk
+RESTORED = ("evicted", "restarted", "killed")
+
+
+async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run all chats; return the results."""
+    chats = prompts.Chats(options.model, options.tokens)
+    runs: list[dict[str, Any]] = []
+    async with (
+        running(folder / "cold", options.model, store=False) as cold,
+        running(folder / "home", options.model, store=True) as stored,
+    ):
+        cold_load_s = await cold.load()
+        await stored.load()
+        for number in range(options.runs):
+            runs.append(await _run(chats, number, cold, stored))
+            print(json.dumps(runs[-1]), flush=True)
+        tokens, nbytes = await stored.stored()
+        info = stored.info
+    pages = options.runs * full_pages(tokens // options.runs) * info.page_bytes
+    return {
+        "command": shlex.join(["python", "-m", "bench.ssd", *sys.argv[1:]]),
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "load_average": os.getloadavg(),
+        "device": info.device,
+        "dtype": info.dtype,
+        "attention_path": info.attention_path,
+        "kv_scheme": info.kv_scheme,
+        "cold_load_s": cold_load_s,
+        "disk": {
+            "tokens": tokens,
+            "file_bytes": nbytes,
+            "page_bytes": pages,
+            "beyond_pages": nbytes / pages - 1,
+            "fp16_bytes": tokens * prompts.fp16_bytes_per_token(options.model),
+        },
+        "runs": runs,
+    }
+
+
+async def _run(chats: prompts.Chats, number: int, cold: Daemon, stored: Daemon) -> dict[str, Any]:
+    """Answer one chat's second turn in all ways."""
+    before, _ = await stored.stored()
+    first = await stored.ask(chats.first(number))
+    assert first.usage is not None
+    second = chats.second(number, first.text)
+    # A checkpoint lies at a chunk's end, before the prompt's last token.
+    stored_tokens = (first.usage.prompt_tokens - 1) // CHUNK * CHUNK
+    await stored.written(before + stored_tokens)
+    expected = await cold.ask(second)
+    found: dict[str, Any] = {
+        "load_average": os.getloadavg()[0],
+        "first_turn_s": first.ttft_s,
+        "cold": _values(expected, expected),
+        "ram": _values(await stored.ask(second), expected),
+    }
+    for name in RESTORED:
+        start_s = 0.0
+        if name == "evicted":
+            await stored.unload()
+        else:
+            await (stored.stop() if name == "restarted" else stored.kill())
+            start_s = await stored.start()
+        load_s = await stored.load()
+        reply = await stored.ask(second)
+        found[name] = {"start_s": start_s, "load_s": load_s} | _values(reply, expected)
+    return found
+
+
+def _values(reply: Reply, expected: Reply) -> dict[str, Any]:
+    assert reply.usage is not None
+    return {
+        "ttft_s": reply.ttft_s,
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "cached_tokens": reply.usage.cached_tokens,
+        "equal_to_cold": reply.equals(expected),
+    }
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians over the runs."""
+    runs = result["runs"]
+    later = runs[1:] or runs
+    cold_s = statistics.median(run["cold"]["ttft_s"] for run in later)
+    found: dict[str, Any] = {"cold_first_s": runs[0]["cold"]["ttft_s"], "cold_s": cold_s}
+    for name in ("ram", *RESTORED):
+        mine = [run[name] for run in runs]
+        ttft_s = statistics.median(one["ttft_s"] for one in mine)
+        found[name] = {
+            "ttft_s": ttft_s,
+            "share_of_cold": ttft_s / cold_s,
+            "cached_share": min(one["cached_tokens"] / one["prompt_tokens"] for one in mine),
+            "equal_to_cold": all(one["equal_to_cold"] for one in mine),
+        }
+        if name in RESTORED:
+            load_s = statistics.median(one["load_s"] for one in mine)
+            found[name] |= {
+                "start_s": statistics.median(one["start_s"] for one in mine),
+                "load_s": load_s,
+                "with_load_share": (load_s + ttft_s) / (result["cold_load_s"] + cold_s),
+            }
+    return found
+
+
+def verdicts(result: dict[str, Any]) -> list[Bar]:
+    """Return all bars with their values."""
+    medians = result["medians"]
+    found = []
+    for name in RESTORED:
+        found += bars_of(name, medians[name], medians["cold_s"])
+        share = medians[name]["with_load_share"]
+        found.append(Bar(f"{name}, load included, time of cold", share, 1.0))
+    return [*found, Bar("bytes beyond the pages", result["disk"]["beyond_pages"], BEYOND_PAGES)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ssd",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="demo", help="demo, or a model's folder")
+    parser.add_argument("--tokens", type=int, default=11_000)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="kvd-ssd-") as folder:
+        result = asyncio.run(compare(options, Path(folder)))
+    result["medians"] = summary(result)
+    bars = verdicts(result)
+    print("\n".join(map(str, bars)))
+    result["bars"] = [bar.as_dict() for bar in bars]
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

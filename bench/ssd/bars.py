@@ -1,0 +1,46 @@
+"""The limits that the measurements are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SHARE_OF_COLD = 0.1
+"""Limit of a restored prompt's time to the first token, relative to a cold one above `LONG_S`."""
+LONG_S = 2.0
+NOT_CACHED = 0.05
+BEYOND_PAGES = 0.03
+GAPS = 1.3
+"""Limit of the 99th percentile between tokens during a read, relative to the undisturbed one."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A limit and what was measured."""
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is within the limit."""
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "MISS"
+        return f"{self.what}: {self.value:.3f}, at most {self.limit:g}: {verdict}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the bar for the JSON file."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def bars_of(name: str, found: dict[str, Any], cold_s: float) -> list[Bar]:
+    """Return the bars of a way to restore a prompt that takes ``cold_s`` without the store."""
+    share = SHARE_OF_COLD if cold_s > LONG_S else 1.0
+    return [
+        Bar(f"{name}, time of cold", found["share_of_cold"], share),
+        Bar(f"{name}, tokens not cached", 1 - found["cached_share"], NOT_CACHED),
+        Bar(f"{name}, answers that differ", float(not found["equal_to_cold"]), 0),
+    ]
