@@ -16,10 +16,12 @@ runs in step n+1. Its row is freed when step n+1 is read.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from kvd.worker.core.decode_step import DecodeStep, draw_tokens, input_tokens
 from kvd.worker.core.replay import SentText, finish_replayed
@@ -92,6 +94,7 @@ class Batch:
         replayed = zip(list(request.completions), request.submit.resume, strict=False)
         for completion, resumed in replayed:
             reports += self._replay(request, completion, resumed)
+        request.submit = replace(request.submit, prompt=None, messages=None, tokens=None, resume=[])
         if request.completions:
             self.admission.submit(
                 request.rid,
@@ -112,7 +115,7 @@ class Batch:
     ) -> list[Report]:
         """Set a completion's tokens and text to what its client has; remove it if it has ended."""
         stream = completion.stream
-        completion.tokens = list(resumed.tokens)
+        completion.tokens = array("i", resumed.tokens)
         completion.known = len(resumed.tokens)
         text = "".join([stream.push(token) for token in resumed.tokens])
         completion.sent_text = SentText(resumed.text_bytes - len(text.encode()))

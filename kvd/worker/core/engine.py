@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ class MLXEngine:
 
     def submit(self, request: Submit) -> int:
         check_resume(request, self._text.vocab_size)
-        prompt = self._text.encode(request)
+        prompt = array("i", self._text.encode(request))
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextTooLong(

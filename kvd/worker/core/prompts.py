@@ -82,7 +82,7 @@ class Prompts:
         ]
         if plain:
             rows = [request.row for request, _ in plain]
-            tokens = [request.prompt[chunk.start : chunk.end] for request, chunk in plain]
+            tokens = [request.prompt[chunk.start : chunk.end].tolist() for request, chunk in plain]
             self._runner.prefill_group(rows, tokens)
         for request, chunk in zip(requests, chunks, strict=True):
             top = request.submit.prompt_logprobs
@@ -94,14 +94,15 @@ class Prompts:
 
     def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
         """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""
-        parts = self._runner.score_parts(request.row, request.prompt[chunk.start : chunk.end])
+        own = request.prompt[chunk.start : chunk.end].tolist()
+        parts = self._runner.score_parts(request.row, own)
         logprobs: list[TokenLogprob] = []
         for part in parts:
             if not finite_and_varied(part).all().item():
                 self._batch.fail_untrusted(request)
                 return False
             start = chunk.start + len(logprobs) + 1
-            tokens = request.prompt[start : start + len(part)]
+            tokens = request.prompt[start : start + len(part)].tolist()
             scores = score(part, mx.array(tokens, mx.int32), top=top > 0)
             logprobs += [
                 self._batch.text.token_logprob(scored.token, scored.logprob, scored.top)

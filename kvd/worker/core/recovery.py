@@ -128,7 +128,7 @@ class Recovery:
         for start in range(rebuild.cached, rebuild.prefilled, self._chunk):
             self._enter_phase("prefill")
             end = min(start + self._chunk, rebuild.prefilled)
-            self._batch.runner.prefill(row, rebuild.request.prompt[start:end])
+            self._batch.runner.prefill(row, rebuild.request.prompt[start:end].tolist())
         others = rebuild.completions[1:]
         if others:
             snapshot = cache.snapshots.take(row)

@@ -5,6 +5,7 @@ Only `kvd.worker.core.batch.Batch` assigns these fields; all other modules read 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Completion:
     known: int = 0
     """Tokens drawn before a replay or recomputation: their steps run again without a draw."""
     sent_text: SentText = field(default_factory=SentText)
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     """Tokens that were drawn and read, including one that ended the completion."""
     trusted: bool = False
     """Whether the newest logits were finite and varied. Then its keys and values are finite."""
@@ -68,7 +69,8 @@ class Request:
     """A request that the engine accepted."""
 
     submit: Submit
-    prompt: list[int]
+    """The daemon's command. `Batch.add` removes its prompt and progress: 40 bytes per token."""
+    prompt: array[int]
     max_new: int
     completions: list[Completion]
     """Completions that are not released."""

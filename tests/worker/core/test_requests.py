@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import random
+import tracemalloc
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from protocol.framing import decode_command, encode_frame
 from protocol.kv import KVSpec
 from protocol.types import Sampling
+from protocol.worker import Submit
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 
@@ -52,6 +56,29 @@ def test_logprobs_are_those_of_a_plain_forward_pass(dense: Driver, length: int) 
         np.testing.assert_allclose(values, best, atol=1e-4)
     assert {len(one.top) for one in found.logprobs} == {4}
     assert {len(one.top) for one in found.prompt_logprobs[1:]} <= {3}
+
+
+def test_a_queued_prompt_takes_few_bytes_per_token(
+    demo: Driver, request: pytest.FixtureRequest
+) -> None:
+    """Its command, decoded from the daemon's frame, takes 40 bytes per token until it is queued."""
+    tokens = demo.info.context_length - 8
+    assert tokens > 10_000
+    frame = encode_frame(
+        Submit(rid="long", tokens=prompt_of(tokens, 1), sampling=WARM, max_tokens=4)
+    )
+    gc.collect()
+    tracemalloc.start()
+    request.addfinalizer(tracemalloc.stop)
+    demo.engine.submit(decode_command(frame[4:]))
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    demo.outcomes["long"] = Outcome()
+    demo.engine.cancel("long")
+    demo.run()
+    demo.outcomes.clear()
+
+    assert held < 6 * tokens
 
 
 def test_several_choices_share_the_prompt(demo: Driver) -> None:
