@@ -264,7 +264,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         self._fail_replies(entry, errors.InsufficientMemory(reason))
         self._tell_router(admission_events.ModelEvicting(name))
         drains = entry.state == "ready" and not requeue
-        order = lifecycle_events.Drain() if drains else lifecycle_events.Halt()
+        drain = lifecycle_events.Drain(write_s=lifecycle_events.EVICT_WRITE_S)
+        order = drain if drains else lifecycle_events.Halt()
         entry.worker.tell(mail.LifecycleEvent(order))
 
     def _start_unload(self, entry: RegistryEntry, *, force: bool) -> None:

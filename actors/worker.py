@@ -348,8 +348,8 @@ class Worker(Actor[mail.WorkerMail]):
             case lifecycle_events.ReturnRequest(rid=rid):
                 del state.rows[rid]
                 self._tell_router(admission_events.RequestReturned(rid))
-            case lifecycle_events.SendStop():
-                self._send(wire.Stop(drain=False))
+            case lifecycle_events.SendStop(write_s=write_s):
+                self._send(wire.Stop(write_s=write_s))
             case lifecycle_events.Terminate():
                 self._notify("worker_terminated", level="warning")
                 if state.process is not None:

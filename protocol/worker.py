@@ -182,9 +182,10 @@ class SegmentAllowed(_Command, tag="segment_allowed", frozen=True, kw_only=True)
 
 
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
-    """Exit with status 0; ``drain`` finishes the rows first."""
+    """Exit with status 0, without finishing rows."""
 
-    drain: bool = True
+    write_s: float = 0.0
+    """Seconds that the worker may first write prefixes; 0: it exits at once."""
 
 
 SegmentCommand = SegmentsChanged | SegmentAllowed

@@ -164,23 +164,24 @@ def _request_finished(
     m.requests.discard(e.rid)
     match state:
         case ev.Draining() if not m.requests:
-            return _ask_to_exit(m, state.pid, now)
+            return _ask_to_exit(m, state.pid, now, state.write_s)
         case ev.Stopping():
             return []
         case _:
             return _sign_of_life(m, state, e, now)
 
 
-def _drain(m: Lifecycle, state: ev.Ready, _e: ev.Drain, now: float) -> Commands:
+def _drain(m: Lifecycle, state: ev.Ready, e: ev.Drain, now: float) -> Commands:
     if not m.requests:
-        return _ask_to_exit(m, state.pid, now)
-    m.state = ev.Draining(state.pid, state.deadline)
+        return _ask_to_exit(m, state.pid, now, e.write_s)
+    m.state = ev.Draining(state.pid, state.deadline, e.write_s)
     return []
 
 
-def _ask_to_exit(m: Lifecycle, pid: int, now: float) -> Commands:
+def _ask_to_exit(m: Lifecycle, pid: int, now: float, write_s: float) -> Commands:
     m.state = ev.Stopping(pid, "asked", now + m.timeouts.asked_s, "stopped")
-    return [ev.SendStop()]
+    # Half of the time remains for the exit itself.
+    return [ev.SendStop(min(write_s, m.timeouts.asked_s / 2))]
 
 
 def _halt(m: Lifecycle, state: ev.Running, e: ev.Drain | ev.Halt, now: float) -> Commands:

@@ -8,6 +8,11 @@ from actors.machines.machine import Record, RequestRecord
 from protocol.errors import ErrorInfo
 from protocol.worker import Phase
 
+UNLOAD_WRITE_S = 5.0
+"""Seconds that an unloaded worker may write prefixes before it exits."""
+EVICT_WRITE_S = 1.5
+"""Seconds for the same, if another model waits for the memory."""
+
 # -- states -----------------------------------------------------------------------------------
 
 
@@ -41,6 +46,8 @@ class Draining(Record, frozen=True):
 
     pid: int
     deadline: float
+    write_s: float = UNLOAD_WRITE_S
+    """Seconds that it may then write prefixes."""
 
 
 class Stopping(Record, frozen=True):
@@ -87,7 +94,10 @@ class Start(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """Order: finish the requests, then stop."""
+    """Order: finish the requests, write prefixes, then stop."""
+
+    write_s: float = UNLOAD_WRITE_S
+    """Maximum seconds for the prefixes."""
 
 
 class Halt(Event, frozen=True):
@@ -203,6 +213,9 @@ class ReturnRequest(RequestRecord, frozen=True):
 
 class SendStop(Record, frozen=True):
     """Ask the process to exit."""
+
+    write_s: float = 0.0
+    """Seconds that it may first write prefixes."""
 
 
 class Terminate(Record, frozen=True):

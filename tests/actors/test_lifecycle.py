@@ -43,11 +43,21 @@ def test_a_process_from_start_to_exit(m):
     assert [ev.SendRequest("a"), ev.SendRequest("b")] == feed(
         m, ev.RequestAssigned("a"), ev.RequestAssigned("b")
     )
-    assert feed(m, ev.TokenGenerated(), ev.RequestFinished("a"), ev.Drain()) == []
+    assert feed(m, ev.TokenGenerated(), ev.RequestFinished("a"), ev.Drain(1.5)) == []
     assert [ev.ReturnRequest("c")] == feed(m, ev.RequestAssigned("c"))
-    assert [ev.SendStop()] == feed(m, ev.RequestFinished("b"))
+    assert [ev.SendStop(1.5)] == feed(m, ev.RequestFinished("b"))
     assert [ev.ReleaseMemory()] == feed(m, ev.Exited(0))
     assert (ev.Stopped(), None) == (m.state, m.deadline)
+
+
+def test_a_worker_stops_writing_well_before_it_gets_a_signal(m):
+    ready(m)
+    assert [ev.SendStop(m.timeouts.asked_s / 2)] == feed(m, ev.Drain(1000.0))
+
+
+def test_a_halted_worker_writes_nothing(m):
+    ready(m)
+    assert [ev.SendStop(0.0)] == feed(m, ev.Halt())
 
 
 def test_a_dead_process_reports_its_requests(m):

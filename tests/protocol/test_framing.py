@@ -161,7 +161,7 @@ COMMANDS = [
     worker.LoadModel(source="demo", kv=KVSpec(floors={-1: "k8v8"}, max_kv_size=256, keep=128)),
     worker.Submit(rid="1", tokens=[1, 2**31 - 1], sampling=Sampling(seed=1), max_tokens=2),
     worker.Grant(seq=1, total_bytes=2**40, granted=False),
-    worker.Stop(drain=False),
+    worker.Stop(write_s=1.5),
 ]
 REPORTS = [
     worker.Started(pid=1),

@@ -9,6 +9,7 @@ continued from it. The daemon allows each segment first (`protocol.segments`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ class SegmentStore:
     @property
     def has_work(self) -> bool:
         """Whether `work` would do something now, or a drained worker need not stay any longer."""
-        if self._drain_until is not None and self._clock() >= self._drain_until:
+        if self._clock() >= self._latest:
             return True
         if self._offer is not None:
             return self._offer.allowed and (self._is_idle or self._offer.checkpoint.hits > 0)
@@ -235,7 +236,7 @@ class SegmentStore:
     @property
     def keeps_worker(self) -> bool:
         """Whether a drained worker should stay for what it still writes."""
-        if self._drain_until is None or self._clock() >= self._drain_until:
+        if self._drain_until is None or self._clock() >= self._latest:
             return False
         return self._offer is not None or self._may_find(idle=True)
 
@@ -245,6 +246,11 @@ class SegmentStore:
             self._drain_until = self._clock() + seconds
             self._refused.clear()
             self._searched.clear()
+
+    @property
+    def _latest(self) -> float:
+        """When writing must have ended."""
+        return math.inf if self._drain_until is None else self._drain_until
 
     def note_idle(self, *, idle: bool) -> None:
         """Take note of whether the engine has requests."""
@@ -296,6 +302,8 @@ class SegmentStore:
             if busy or self._refused.get(key, -1) >= checkpoint.hits:
                 continue
             records, segment = self._segment(key, checkpoint, base)
+            if self._clock() + self._rates.seconds("write", segment.nbytes) > self._latest:
+                continue
             self._offer = _Offer(checkpoint, segment, records)
             self._batch.reports.append(SegmentOffered(segment=segment, hits=checkpoint.hits))
             return

@@ -44,12 +44,9 @@ RATE_WINDOW_S = 2.0
 
 _log = logging.getLogger("kvd.worker")
 
-WRITE_SECONDS = 10.0
-"""Seconds that a drained worker may take to write prefixes."""
-
 
 class _Stopped(BaseException):
-    """The daemon sent `Stop` without drain, or during the load; no error, like `Orphaned`."""
+    """The daemon sent `Stop` and nothing is to be written; no error, like `Orphaned`."""
 
 
 class Loop:
@@ -67,8 +64,6 @@ class Loop:
         self._engine = engine
         self._clock = clock
         self._footprint = footprint
-        self._rows: set[str] = set()
-        """Accepted, unfinished requests; a drain waits for them."""
         self._to_tokenize: deque[wire.Tokenize] = deque()
         self._stopping = False
         self._memory_requests = 0
@@ -119,6 +114,9 @@ class Loop:
         gc.collect()
         gc.freeze()
         self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
+        # Sent before `Ready`, so that the list of segments arrives before the first request.
+        for report in self._engine.take_reports():
+            self._link.put(report)
         self._link.put(wire.Ready(info=info))
         return True
 
@@ -154,10 +152,8 @@ class Loop:
                 self._handle(self._link.commands.popleft())
             self._pass_on(self._engine.take_reports())
             self._tokenize()
-            if self._stopping and not self._rows:
-                self._engine.drain(WRITE_SECONDS)
-                if not self._engine.keeps_worker:
-                    return
+            if self._stopping and not self._engine.keeps_worker:
+                return
             if not self._engine.has_work:
                 if not self._to_tokenize:
                     self._sleep()
@@ -189,8 +185,6 @@ class Loop:
 
     def _pass_on(self, reports: list[wire.Report]) -> None:
         for report in reports:
-            if isinstance(report, (wire.RowFinished, wire.RowFailed)):
-                self._rows.discard(report.rid)
             self._link.put(report)
 
     def _may_compute(self) -> bool:
@@ -238,9 +232,10 @@ class Loop:
             case wire.TimeSlice():
                 self._send_now(self._gate.apply(command, self._clock()))
             case wire.Stop():
-                self._stopping = True
-                if not command.drain:
+                if command.write_s <= 0:
                     raise _Stopped
+                self._stopping = True
+                self._engine.drain(command.write_s)
             case wire.LoadModel():
                 raise LocalProtocolError("a worker loads only one model")
 
@@ -258,7 +253,6 @@ class Loop:
             failure = InternalError("the worker failed to accept the request; see its log")
             self._refuse(request, failure)
         else:
-            self._rows.add(request.rid)
             self._link.put(wire.RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
         self._phases.leave(self._clock())
 

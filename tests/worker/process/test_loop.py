@@ -19,7 +19,6 @@ from protocol.worker import (
     Reclaimed,
     RowAccepted,
     RowAdmitted,
-    RowFailed,
     RowFinished,
     RowPreempted,
     RowResumed,
@@ -147,12 +146,12 @@ def test_a_load_without_memory_reports_the_needed_bytes(start):
     assert peer.join() == "done"
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_a_stop_ends_a_load(start, drain):
+@pytest.mark.parametrize("write_s", [0.0, 1.5])
+def test_a_stop_ends_a_load(start, write_s):
     peer = start()
     peer.send(LoadModel(source="fake:load=5"))
     peer.wait_for(lambda: peer.of(Progress))
-    peer.send(Stop(drain=drain))
+    peer.send(Stop(write_s=write_s))
     peer.read_all()
     assert peer.join() == "done"
     assert not peer.of(Ready)
@@ -164,23 +163,12 @@ def test_a_stop_before_the_load(start):
     assert peer.join() == "done"
 
 
-def test_a_draining_worker_finishes_its_rows_and_refuses_new_ones(start):
-    peer = start()
-    peer.load("fake:tps=200")
-    peer.send(submit("a", max_tokens=40), Stop(), submit("late"))
-    peer.read_all()
-    assert peer.join() == "done"
-    assert peer.of(RowFinished)[0].rid == "a"
-    assert len(peer.tokens("a")) == 40
-    assert peer.of(RowFailed)[0].error.code == "draining"
-
-
-def test_a_stop_without_drain_does_not_wait_for_rows(start):
+def test_a_stop_does_not_wait_for_rows(start):
     peer = start()
     peer.load("fake:tps=50")
     peer.send(submit("a", max_tokens=10_000))
     peer.wait_for(lambda: peer.of(RowTokens))
-    peer.send(Stop(drain=False))
+    peer.send(Stop())
     peer.read_all()
     assert peer.join() == "done"
 

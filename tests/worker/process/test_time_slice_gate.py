@@ -294,19 +294,18 @@ def test_a_worker_ends_its_slice_between_steps(peer):
         assert over.more
         assert 0.003 <= over.used_s + over.left_s < 5.0
     assert 0 < len(peer.tokens("r0")) < 10_000
-    peer.send(Stop(drain=False))
+    peer.send(Stop())
     peer.read_all()
     assert peer.join() == "done"
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_a_stopped_worker_ends_its_slice(peer, drain):
+def test_a_stopped_worker_ends_its_slice(peer):
     peer.load("fake:tps=0,pages=4000", time_slices="on")
-    peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=3000 if drain else 10_000))
+    peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=10_000))
     peer.wait_for(lambda: peer.of(TimeSliceRequested))
     peer.send(TimeSlice(seq=2, slice_s=60.0))
     peer.wait_for(lambda: peer.of(RowTokens))
-    peer.send(Stop(drain=drain))
+    peer.send(Stop())
     peer.read_all()
 
     assert peer.join() == "done"

@@ -28,7 +28,9 @@ def worker():
 
 def test_a_worker_serves_and_exits_with_status_0(worker):
     worker.load()
-    worker.send(submit("a", max_tokens=5), Stop())
+    worker.send(submit("a", max_tokens=5))
+    worker.wait_for_end("a")
+    worker.send(Stop())
     worker.read_all()
     assert worker.wait() == 0
     assert worker.of(Started)[0].pid == worker.process.pid
