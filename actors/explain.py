@@ -7,8 +7,11 @@ for its model, the costs are estimated from the model's files.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from actors.machines.forecast import Question, forecast
 from protocol.kv import KVSpec
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from actors.status import StatusTable
     from protocol.forecast import Forecast
     from protocol.messages import Explain
+    from protocol.segments import PrefixSpace
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Explainer:
     estimate_model: EstimateModel
     max_rows: int
     """Rows that a worker runs at once."""
+    stored: Callable[[str], PrefixSpace | None] = lambda _: None
+    """Returns what the prefix store has for a model."""
 
     async def __call__(self, asked: Explain) -> Forecast:
         """Return the forecast; raise a `KvdError` if the model cannot be found or read."""
@@ -56,7 +62,7 @@ class Explainer:
             context=min(asked.context or longest, longest),
             max_rows=self.max_rows,
         )
-        return forecast(
+        found = forecast(
             question,
             self.governor,
             asyncio.get_running_loop().time(),
@@ -65,3 +71,4 @@ class Explainer:
             measured=info is not None and info.costs is not None,
             policy=known.policy if known is not None else None,
         )
+        return replace(found, stored=self.stored(asked.model))

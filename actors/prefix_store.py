@@ -106,6 +106,11 @@ class PrefixStoreState:
         ]
         return sorted(found, key=lambda space: (space.models, -space.nbytes))
 
+    def stored_for(self, model: str) -> PrefixSpace | None:
+        """Return the largest space of a model, which may have been loaded with several settings."""
+        found = [space for space in self.spaces() if model in space.models]
+        return max(found, key=lambda space: space.nbytes, default=None)
+
     def problems(self) -> list[Problem]:
         if self.machine.fault is None:
             return []

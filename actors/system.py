@@ -239,7 +239,11 @@ class System:
 
     def _explainer(self) -> Explainer:
         return Explainer(
-            self._statuses, self._governor.machine, self._estimate_model, self._settings.max_rows
+            self._statuses,
+            self._governor.machine,
+            self._estimate_model,
+            self._settings.max_rows,
+            self.prefix_store.stored_for,
         )
 
     def connect(

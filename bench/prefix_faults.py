@@ -256,6 +256,8 @@ class Store:
         """Damage a stored file in one of several ways."""
         how = self.random.choice(DAMAGE)
         content = bytearray(path.read_bytes())
+        if not content:
+            return
         at = self.random.randrange(len(content))
         if how == "flip":
             content[at] ^= 1 << self.random.randrange(8)

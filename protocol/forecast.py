@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from protocol.segments import PrefixSpace
+
 Verdict = Literal["fits", "makes_room", "waits", "never"]
 """Whether the rows fit:
 
@@ -80,3 +82,5 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes still missing after all steps."""
     verdict: Verdict
     """Whether the rows fit."""
+    stored: PrefixSpace | None = None
+    """What the prefix store has on disk for the model, if it has anything."""

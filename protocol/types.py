@@ -211,6 +211,8 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of those prompts."""
     hit_tokens: int = 0
     """Tokens that were found, and not prefilled again."""
+    disk_tokens: int = 0
+    """Tokens that were read from the prefix store. All others were prefilled."""
     checkpoints: int = 0
     """Checkpoints in the cache now."""
     held: int = 0

@@ -13,7 +13,7 @@ from kvd.cli.common import CommonOptions, common_options, model_name, option, st
 from kvd.cli.options import Tokens, kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
-from kvd.host.units import format_bytes
+from kvd.host.units import format_bytes, format_duration
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 from protocol.messages import MAX_FORECAST_ROWS
@@ -53,7 +53,7 @@ def explain(
 def page(forecast: Forecast, context: int | None = None, rows: int = 0) -> RenderableType:
     """Return the page. ``context`` and ``rows`` are as asked for; the forecast's may be lower."""
     parts: list[RenderableType] = [_head(forecast), *_limits(forecast, context, rows)]
-    parts += [Text(), _memory(forecast), Text()]
+    parts += [Text(), _memory(forecast), *_stored(forecast), Text()]
     parts += [_levels(forecast), Text(), _verdict(forecast)]
     if forecast.steps:
         parts.append(_steps(forecast.steps))
@@ -61,6 +61,13 @@ def page(forecast: Forecast, context: int | None = None, rows: int = 0) -> Rende
         short = format_bytes(forecast.shortfall_bytes)
         parts.append(Text(f"{short} would still be missing: requests wait until others end."))
     return Group(*parts)
+
+
+def _stored(forecast: Forecast) -> Iterator[Text]:
+    if (stored := forecast.stored) is not None:
+        size = f"{stored.tokens:,} prompt tokens in {format_bytes(stored.nbytes)}"
+        saved = format_duration(max(0.0, stored.saved_s))
+        yield Text(f"On disk are {size}; {stored.hits:,} prompts read some, which saved {saved}.")
 
 
 def _head(forecast: Forecast) -> Text:

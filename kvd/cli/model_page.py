@@ -113,9 +113,10 @@ def _pages(value: ModelStatus) -> str:
 
 
 def _prompts(use: PrefixUse) -> str:
-    """Return the prefix cache's hits, in tokens, and its size."""
+    """Return the hits of the prefix cache and of the store, in tokens, and the cache's size."""
     rate = status_page.hit_rate(use)
-    found = f"{use.hit_tokens} of {use.query_tokens} tokens found in the cache"
+    disk = f" and {use.disk_tokens} on disk" if use.disk_tokens else ""
+    found = f"{use.hit_tokens} of {use.query_tokens} tokens found in the cache{disk}"
     plural = "" if use.checkpoints == 1 else "s"
     held = f"{use.checkpoints} checkpoint{plural} in {format_bytes(use.held)}"
     evicted = f", {use.evicted} evicted" if use.evicted else ""

@@ -252,8 +252,9 @@ def levels(value: ModelStatus) -> Text:
 
 
 def hit_rate(use: PrefixUse) -> str:
-    """Return the share of prompt tokens found in the prefix cache; empty without prompts."""
-    return f"{use.hit_tokens / use.query_tokens:.0%}" if use.query_tokens else ""
+    """Return the share of prompt tokens that were not prefilled; empty without prompts."""
+    found = use.hit_tokens + use.disk_tokens
+    return f"{found / use.query_tokens:.0%}" if use.query_tokens else ""
 
 
 def state(value: ModelStatus) -> Text:

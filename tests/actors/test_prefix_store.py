@@ -295,6 +295,9 @@ async def test_a_client_sees_and_drops_what_is_stored(tmp_path):
         assert reply.store.stored_bytes == sum(stored_files(it.disk.root).values())
         assert it.system.status().prefix_store == reply.store
 
+        stored = it.system.prefix_store.stored_for("b")
+        assert stored == reply.spaces[0]
+
         with pytest.raises(InvalidRequest, match="nothing of 'd'"):
             await client.ask(CacheDrop, model="d")
         size = stored_files(it.disk.root)[key(4)]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvd.cli.explain import page
 from protocol.forecast import Forecast, LevelCost, ReclaimStep
+from protocol.segments import PrefixSpace
 
 MIB = 2**20
 VALUE = Forecast(
@@ -90,3 +91,10 @@ def test_a_question_beyond_the_models_limits_is_answered_with_the_limits():
 def test_the_origin_of_the_numbers_is_shown():
     assert "measured by its worker" in shown(VALUE)
     assert "estimated from its files" in shown(replace(VALUE, measured=False, state="not loaded"))
+
+
+def test_what_the_prefix_store_has_is_shown():
+    assert "On disk" not in shown(VALUE)
+    stored = PrefixSpace(models=["demo"], tokens=12_800, nbytes=30 * MIB, hits=7, saved_s=90.0)
+    text = " ".join(shown(replace(VALUE, stored=stored), 200).split())
+    assert "On disk are 12,800 prompt tokens in 30.0 MiB; 7 prompts read some, which saved" in text

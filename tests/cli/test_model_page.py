@@ -88,6 +88,10 @@ def test_all_kv_settings_are_shown():
             PrefixUse(queries=1, query_tokens=300, checkpoints=1, held=1 << 20),
             "0 of 300 tokens found in the cache (0%); 1 checkpoint in 1.0 MiB",
         ),
+        (
+            PrefixUse(query_tokens=1000, hit_tokens=256, disk_tokens=512),
+            "256 of 1000 tokens found in the cache and 512 on disk (77%); 0 checkpoints in 0 B",
+        ),
         (PrefixUse(), "0 of 0 tokens found in the cache; 0 checkpoints in 0 B"),
     ],
 )

@@ -184,6 +184,7 @@ class SegmentStore:
     ) -> None:
         tokens = chain[0].tokens
         self._rates.note("read", _bytes_to_read(chain), seconds)
+        self._batch.prefix_cache.count_read(tokens - held)
         self._batch.take_row(request, reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
             request.tracked, tokens, request.row, self._memory.spare_bytes

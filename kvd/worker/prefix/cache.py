@@ -228,6 +228,11 @@ class PrefixCache:
         if self.tree is not None:
             self.tree.drop_lowered()
 
+    def count_read(self, tokens: int) -> None:
+        """Count tokens that a prompt read from the prefix store."""
+        if self.tree is not None:
+            self.tree.counts.disk_tokens += tokens
+
     @property
     def usage(self) -> PrefixUse:
         if self.tree is None:
@@ -237,6 +242,7 @@ class PrefixCache:
             queries=counts.queries,
             query_tokens=counts.prompt_tokens,
             hit_tokens=counts.hit_tokens,
+            disk_tokens=counts.disk_tokens,
             checkpoints=len(self.tree),
             held=self.tree.held_bytes,
             evicted=counts.evicted,

@@ -64,6 +64,8 @@ class PrefixCounts:
     """Tokens of all queried prompts."""
     hit_tokens: int = 0
     """Tokens that hits saved from prefill."""
+    disk_tokens: int = 0
+    """Tokens that were read from the prefix store."""
     stored: int = 0
     evicted: int = 0
     lowered: int = 0

@@ -150,6 +150,9 @@ def test_memory_disk_and_prefill_each_give_a_part(store: Store, plain: Driver) -
     assert found.cached == 2816
     assert found == alone(plain, [*prompt, 5, 6])
     assert store.used[-1].tokens == 2816 - 1024
+    assert store.used[-1].nbytes > 0
+    use = second.engine._prefix_cache.usage
+    assert (use.hit_tokens, use.disk_tokens) == (1024, 2816 - 1024)
 
 
 def test_other_rows_decode_while_a_prefix_is_read(store: Store, plain: Driver) -> None:
