@@ -34,10 +34,15 @@ def edge_of(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 
+def salt_digest(salt: str) -> blake2b:
+    """Return the digest that the chunks of a prompt with this salt continue."""
+    # A salt may consist of the bytes of a chunk, so it is hashed by itself first.
+    return blake2b(blake2b(salt.encode("utf-8", "surrogatepass")).digest(), digest_size=16)
+
+
 def names_of(salt: str, edges: Iterable[bytes]) -> Path:
     """Return the path of the prompt that consists of these chunks."""
-    # A digest, because a salt may consist of the bytes of a chunk.
-    digest = blake2b(blake2b(salt.encode("utf-8", "surrogatepass")).digest(), digest_size=16)
+    digest = salt_digest(salt)
     names = []
     for edge in edges:
         digest.update(edge)

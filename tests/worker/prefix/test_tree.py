@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvd.worker.prefix.queued_paths import path_of
 from kvd.worker.prefix.tree import PrefixTree
 from tests.worker.prefix.invariants import check_tree
 
@@ -292,3 +293,20 @@ def test_only_whole_chunks_are_stored(tokens: tuple[int, ...]) -> None:
 def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         PrefixTree(FakeCache(), 0, 0, 0)
+
+
+def test_the_names_of_checkpoints_are_those_of_their_paths_and_hashed_once() -> None:
+    prefixes, _ = tree()
+    prompts = [((*range(8), *[20 + n] * 8), salt) for n in range(3) for salt in ("", "a")]
+    for tokens, salt in prompts:
+        prefixes.insert(tokens, salt, tokens)
+        prefixes.trust(tokens, salt)
+    wanted = {path_of((*tokens, 0), salt, CHUNK) for tokens, salt in prompts}
+    found = [one.names for one in prefixes.checkpoints()]
+    assert set(found) == wanted
+    again = [one.names for one in prefixes.checkpoints()]
+    assert all(
+        name is before
+        for names, earlier in zip(again, found, strict=True)
+        for name, before in zip(names, earlier, strict=True)
+    )
