@@ -7,7 +7,7 @@ values of one layer are copied between two steps, as soon as the next flush may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvd.worker.cache.pages import PageAllocator
 from kvd.worker.cache.store import KVStore
@@ -29,6 +29,21 @@ def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> Non
                 del pages.goals[allocator.level]
             if clock() >= end:
                 return
+
+
+def make_room_for(store: KVStore, level: int, count: int) -> Iterator[None]:
+    """Grow the pools of a level until ``count`` pages can be taken; yield after each piece.
+
+    The device must be idle. Raises MLX's errors if memory is short.
+    """
+    pages = store.pages
+    allocator = pages.allocators[level]
+    while not allocator.can_take(count):
+        goal = pages.goals.get(level) or pages.capacity_ahead(allocator)
+        goal = pages.goals[level] = max(goal, allocator.used + count)
+        if pages.grow_piece(level, goal):
+            del pages.goals[level]
+        yield
 
 
 def lacks_room(store: KVStore) -> bool:

@@ -27,6 +27,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.pool_growth import make_room_for
 from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
@@ -138,14 +139,15 @@ class SegmentReader:
     def run(self) -> Iterator[None]:
         """Read the segments; yield after each record, and while the next one is not read yet.
 
-        The device must be idle. Pools may grow when this starts, which raises MLX's errors if
-        memory is short. Raises `DamagedFile`.
+        The device must be idle. Pools that are too small grow first, one piece between two yields.
+        Raises MLX's errors if memory is short, and `DamagedFile`.
         """
         for index, records in enumerate(self._segments):
             self.reading = index
             outline = self._outline((yield from _next(records)))
             rest = yield from _next(records)
             if index == 0:
+                yield from self._make_room(outline)
                 self._extend(outline, rest)
             yield from self._read_pages(outline, records)
             if self._is_complete:
@@ -174,6 +176,16 @@ class SegmentReader:
         if len(outline.rows) != len(self._cache.stores):
             raise DamagedFile("the segment is from another model")
         return outline
+
+    def _make_room(self, outline: SegmentOutline) -> Iterator[None]:
+        """Grow pools for the pages that the sequence lacks."""
+        (sequence,) = self.sequences
+        for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
+            if not 0 <= target.level < len(store.pages.allocators):
+                raise DamagedFile(f"there is no level {target.level}")
+            held = _held(row, target.level)
+            missing = [n for n in _numbers(row, target, outline.length) if n not in held]
+            yield from make_room_for(store, target.level, len(missing))
 
     def _extend(self, outline: SegmentOutline, rest: Record) -> None:
         (sequence,) = self.sequences
@@ -229,23 +241,31 @@ def _extend(
     tails: Sequence[tuple[mx.array, mx.array]],
 ) -> set[int]:
     """Give a row the length, pages and tails of the target; return the pages without content."""
-    paged = full_pages(length)
-    anchored = min(row.anchored, paged)
-    numbers = [*range(anchored), *range(anchored + target.skipped, paged)]
-    if length < row.length or len(numbers) != paged - target.skipped:
-        raise DamagedFile(f"a row of {length} tokens cannot skip {target.skipped} pages")
-    held: dict[int, PageId] = {}
-    if row.level == target.level:
-        held = dict(zip(page_numbers(row), row.pages, strict=True))
+    numbers = _numbers(row, target, length)
+    held = _held(row, target.level)
     missing = [number for number in numbers if number not in held]
     taken = dict(zip(missing, store.pages.take(target.level, len(missing)), strict=True))
-    # `take` may have moved the row's pages, so they are looked up again.
-    held = dict(zip(page_numbers(row), row.pages, strict=True)) if held else {}
+    held = _held(row, target.level)  # `take` may have moved the row's pages
     pages = [taken[number] if number in taken else held[number] for number in numbers]
     content = Row(row.slot, target.level, length, pages, anchored=row.anchored)
     content.skipped = target.skipped
     store.replace_content(row, content, tails)
     return set(missing)
+
+
+def _numbers(row: Row, target: SegmentRow, length: int) -> list[int]:
+    """Return the numbers of the pages that a row has once it is extended to a segment's end."""
+    paged = full_pages(length)
+    anchored = min(row.anchored, paged)
+    numbers = [*range(anchored), *range(anchored + target.skipped, paged)]
+    if length < row.length or len(numbers) != paged - target.skipped:
+        raise DamagedFile(f"a row of {length} tokens cannot skip {target.skipped} pages")
+    return numbers
+
+
+def _held(row: Row, level: int) -> dict[int, PageId]:
+    """Return a row's pages by number, if they are at this level."""
+    return dict(zip(page_numbers(row), row.pages, strict=True)) if row.level == level else {}
 
 
 def _slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -36,6 +36,7 @@ from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.core.segment_store import SegmentStore
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
@@ -70,7 +71,18 @@ from protocol.worker import (
 _log = logging.getLogger("kvd.worker")
 
 POOL_SECONDS = 0.010
-"""Seconds that a step works on growing pools or on transfers."""
+"""Seconds that a step works on growing pools or on transfers, at most."""
+POOL_SHARE = 0.2
+"""Share of a decode step's duration for this work."""
+WAIT_SECONDS = 0.001
+"""Seconds that a step waits if all that is left to do is to read from a disk."""
+
+
+def _pool_seconds(start: float | None) -> float:
+    """Return how long a step may work on pools; ``start``: when its decoding began, if it did."""
+    if start is None:
+        return POOL_SECONDS
+    return min(POOL_SECONDS, POOL_SHARE * (time.monotonic() - start))
 
 
 @dataclass
@@ -133,7 +145,7 @@ class MLXEngine:
             has_chat_template=text.has_chat_template,
             costs=costs,
         )
-        self._segments = self._prompts.segments = self._open_segments(command, model, info)
+        self._segments = self._open_segments(command, model, info)
         return info
 
     def _open_segments(
@@ -153,15 +165,12 @@ class MLXEngine:
         space = space_of(model.fingerprint, cache, info, command)
         secret = b"" if cipher is None else cipher.derive(b"segment keys")
         self._batch.reports.append(SegmentsOpened(space=space))
-        return SegmentStore(
-            self._batch,
-            self._memory,
-            self._preemption,
-            self._rates,
-            SegmentIndex(space, command.prefill_chunk, secret),
-            SegmentFiles(Path(folder), space, cipher or PLAIN),
-            self._clock,
+        index = SegmentIndex(space, command.prefill_chunk, secret)
+        files = SegmentFiles(Path(folder), space, cipher or PLAIN, self._clock)
+        self._prompts.segments = SegmentReads(
+            self._batch, self._memory, self._preemption, self._rates, index, files, self._clock
         )
+        return SegmentStore(self._batch, self._rates, index, files, self._clock)
 
     # Requests.
 
@@ -285,22 +294,31 @@ class MLXEngine:
             self._enter_phase("prefill")
             self._batch.synchronize()
             self._prompts.prefill_next()
-        if self._reclaiming.active:
-            self._enter_pools()
-            self._reclaiming.advance()
-        elif self._preemption.busy:
-            self._enter_pools()
-            self._preemption.work(POOL_SECONDS)
-        elif self._runner.cache.lacks_room:
-            self._enter_pools()
-            self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
-        elif self._segments is not None and self._segments.has_work:
-            self._enter_pools()
-            self._segments.work(POOL_SECONDS)
+        self._work_on_pools(start if decode else None)
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
             self._shrink_when_idle()
+        elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
+            time.sleep(WAIT_SECONDS)
+
+    def _work_on_pools(self, start: float | None) -> None:
+        """Return memory, continue transfers, grow pools or write segments: the first that is due.
+
+        ``start``: when the step began, if rows decode in it.
+        """
+        if self._reclaiming.active:
+            self._enter_pools()
+            self._reclaiming.advance()
+        elif self._preemption.ready:
+            self._enter_pools()
+            self._preemption.work(_pool_seconds(start))
+        elif self._runner.cache.lacks_room:
+            self._enter_pools()
+            self._runner.cache.make_room(_pool_seconds(start), time.monotonic)
+        elif self._segments is not None and self._segments.has_work:
+            self._enter_pools()
+            self._segments.work(_pool_seconds(start))
 
     def _enter_pools(self) -> None:
         self._enter_phase("pools")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.snapshot_records import SnapshotReader, SnapshotWriter
@@ -41,28 +41,41 @@ class Preemption:
         self._rates = rates
         self._unqueued: list[str] = []
         """Requests preempted by the `reclaim` under way; `requeue` queues them."""
-        self._jobs: dict[str, Iterator[None]] = {}
-        """Transfers that proceed while other rows decode, by request."""
+        self._jobs: dict[str, tuple[Iterator[None], Callable[[], bool]]] = {}
+        """Transfers that proceed while other rows decode, by request, and whether they can now."""
 
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def start(self, rid: str, job: Iterator[None]) -> None:
-        """Let `work` run a transfer of a request's rows."""
-        self._jobs[rid] = job
+    @property
+    def ready(self) -> bool:
+        """Whether `work` would do something now; otherwise all transfers wait for the disk."""
+        return any(ready() for _, ready in self._jobs.values())
+
+    def start(
+        self, rid: str, job: Iterator[None], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Let `work` run a transfer of a request's rows whenever it is ``ready``."""
+        self._jobs[rid] = job, ready
 
     def work(self, seconds: float) -> None:
-        """Continue transfers for about ``seconds``, at least one record.
+        """Continue transfers for about ``seconds``, at least one record if one is ready.
 
-        Call it while the device is idle.
+        The transfer that started first has precedence. The work ends early if another record would
+        exceed the time, which is short while rows decode. Call it while the device is idle.
         """
-        end = time.monotonic() + seconds
-        while self._jobs:
-            rid, job = next(iter(self._jobs.items()))
+        now = time.monotonic()
+        end = now + seconds
+        while True:
+            able = ((rid, job) for rid, (job, ready) in self._jobs.items() if ready())
+            rid, job = next(able, ("", None))
+            if job is None:
+                return
             if next(job, self) is self:
                 del self._jobs[rid]
-            if time.monotonic() >= end:
+            before, now = now, time.monotonic()
+            if now + (now - before) > end:
                 return
 
     # Rows leave.
@@ -132,7 +145,7 @@ class Preemption:
         for request in self._in_memory():
             if head is None or request.rid != head.rid:
                 self._batch.admission.closed = True
-                self._jobs[request.rid] = self._move_out_and_admit(request)
+                self.start(request.rid, self._move_out_and_admit(request))
                 return
 
     def _move_out_and_admit(self, request: Request) -> Iterator[None]:
@@ -207,7 +220,7 @@ class Preemption:
             self._batch.cache, self._transfers.folder.read(request.swapped.path)
         )
         self._transfers.reading[request.rid] = reader
-        self._jobs[request.rid] = self._read(request, request.swapped, reader)
+        self.start(request.rid, self._read(request, request.swapped, reader))
 
     def _read(
         self, request: Request, swapped: SwappedRows, reader: SnapshotReader

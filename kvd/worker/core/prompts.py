@@ -15,7 +15,7 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
-from kvd.worker.core.segment_store import SegmentStore
+from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
@@ -31,8 +31,8 @@ class Prompts:
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
         self._memory = memory
-        self.segments: SegmentStore | None = None
-        """The prefix store, if there is one."""
+        self.segments: SegmentReads | None = None
+        """Reads prompts from the prefix store, if there is one."""
         self._rates = rates
         self.computed_tokens = 0
 

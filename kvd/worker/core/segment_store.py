@@ -1,33 +1,31 @@
-"""One engine's part of the prefix store: it continues prompts from segments, and writes segments.
+"""Writes an engine's checkpoints as segments, and knows which segments there are.
 
-Both happen in pieces between steps, on files that a thread reads and writes. A prompt continues
-from a segment if reading takes less time than prefill; if the file is damaged, missing or too slow,
-it is prefilled. A checkpoint is written when the engine is idle or drains, or once a prompt has
-continued from it. The daemon allows each segment first (`protocol.segments`).
+The engine offers one checkpoint at a time to the daemon, and writes it once it is allowed
+(`protocol.segments`). It offers the checkpoints from which a prompt has continued at any time, and
+the others when it is idle or drains. Once memory has evicted a checkpoint, it offers the others
+while it is busy too, because they may be next.
+
+Records are copied between steps, and a thread writes them. The offer ends when the thread does,
+because only then is it known whether there is a file. A disk that hangs therefore stops further
+offers, and nothing else.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
+from kvd.worker.cache.segment_records import SegmentRecords, can_extend
 from kvd.worker.core.batch import Batch
-from kvd.worker.core.memory_account import MemoryAccount
-from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
-from kvd.worker.core.request import Request
 from kvd.worker.prefix.queued_paths import Path
-from kvd.worker.prefix.segment_files import WAIT_SECONDS, Reading, SegmentFiles
+from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import Checkpoint, SegmentIndex
-from kvd.worker.prefix.segment_io import Failed, Written
-from kvd.worker.prefix.tree import Hit
-from protocol.record_file import DamagedFile
+from kvd.worker.prefix.segment_io import BackgroundWriter, Failed, Written
 from protocol.segments import SegmentInfo
 from protocol.worker import (
     SegmentAbandoned,
@@ -35,16 +33,13 @@ from protocol.worker import (
     SegmentCommand,
     SegmentDamaged,
     SegmentOffered,
-    SegmentUsed,
     SegmentWritten,
 )
 
-_log = logging.getLogger("kvd.worker")
-
 IDLE_SECONDS = 0.5
 """Seconds without a request after which checkpoints are written."""
-LEAST_READ_SECONDS = 1.0
-"""Seconds that a read may take even if prefill is estimated to take less."""
+POLL_SECONDS = 0.005
+"""Seconds after which an idle engine looks again whether the disk takes more."""
 
 
 @dataclass(eq=False)
@@ -53,193 +48,97 @@ class _Offer:
 
     checkpoint: Checkpoint
     segment: SegmentInfo
-    records: SegmentRecords
+    source: Iterator[bytes]
+    """The records that are not copied yet."""
     allowed: bool = False
+    writer: BackgroundWriter | None = None
+    record: bytes | None = None
+    """A record that the writer had no room for."""
+    problem: str | None = None
+    """Why the file is abandoned."""
     trusted: bool = True
     """False once a request on its path returned bad logits."""
 
 
 class SegmentStore:
-    """The segments of one engine.
-
-    ``rates``: what this process has measured. ``clock``: monotonic seconds.
-    """
+    """The segments of one engine. ``clock``: monotonic seconds."""
 
     def __init__(
         self,
         batch: Batch,
-        memory: MemoryAccount,
-        preemption: Preemption,
         rates: Rates,
         index: SegmentIndex,
         files: SegmentFiles,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batch = batch
-        self._memory = memory
-        self._preemption = preemption
         self._rates = rates
         self._index = index
         self._files = files
         self._clock = clock
         self._refused: dict[bytes, int] = {}
-        """Keys that the daemon refused, and the checkpoint's hits at that time."""
+        """Keys that were refused or could not be written, and the checkpoint's hits then."""
         self._offer: _Offer | None = None
-        self._writing: Iterator[None] | None = None
-        self._searched: dict[bool, tuple[int, int]] = {}
-        """Checkpoints trusted and tokens hit at the last search that found nothing to write, while
-        idle and while busy."""
+        self._searched: dict[bool, tuple[int, ...]] = {}
+        """`_news` at the last search that found nothing to write: among all checkpoints, and among
+        those with hits."""
+        self._evicted = 0
+        """Checkpoints that memory had evicted when the engine was last idle."""
         self._idle_since: float | None = None
         self._drain_until: float | None = None
         batch.on_untrusted = self.distrust
 
     def handle(self, command: SegmentCommand) -> None:
         """Take note of a change of the index, or of the answer to an offer."""
+        offer = self._offer
         if not isinstance(command, SegmentAllowed):
             self._index.change(command.added, command.removed)
             self._refused.clear()
-            self._searched.clear()
-        elif (offer := self._offer) is not None and offer.segment.key == command.key:
-            if command.allowed:
-                offer.allowed = True
-            else:
-                self._refused[command.key] = offer.checkpoint.hits
-                self._offer = None
-
-    # Reading.
-
-    def restore(self, request: Request, hit: Hit) -> int:
-        """Begin to read the longest stored beginning of a prompt; return its tokens.
-
-        0: nothing is read, because a checkpoint in memory (``hit``) is as long, or because prefill
-        is faster. The request is suspended until the end of the read.
-        """
-        tracked = request.tracked
-        if tracked.lowered or tracked.full_prefill or not tracked.reads_store:
-            return 0
-        chain = self._index.find(tracked.path, above=hit.tokens)
-        chain = [segment for segment in chain if segment.tokens > hit.tokens]
-        if not chain:
-            return 0
-        prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
-        if self._rates.seconds("read", _bytes_to_read(chain)) >= prefill_s:
-            return 0
-        row = self._batch.new_row(request, hit)
-        reading = self._files.read(chain)
-        reader = SegmentReader(self._batch.cache, row, reading.segments)
-        self._batch.transfers.reading[request.rid] = reader
-        self._batch.scheduler.suspend(request.rid)
-        job = self._read(request, hit.tokens, chain, reader, reading)
-        self._preemption.start(request.rid, job)
-        return chain[0].tokens
-
-    def _read(
-        self,
-        request: Request,
-        held: int,
-        chain: list[SegmentInfo],
-        reader: SegmentReader,
-        reading: Reading,
-    ) -> Iterator[None]:
-        batch, rid, start = self._batch, request.rid, self._clock()
-        prefill_s = self._rates.seconds("prefill", chain[0].tokens - held)
-        latest = start + max(LEAST_READ_SECONDS, prefill_s)
-        problem = ""
-        try:
-            steps = reader.run()
-            while rid in batch.transfers.reading:
-                if next(steps, self) is self:
-                    break
-                if self._clock() > latest:
-                    problem = "reading takes longer than prefill"
-                    break
-                yield
-            else:
-                return  # the request has ended or was preempted, and its row is freed
-        except DamagedFile as error:
-            problem = str(error)[:200]
-            key = reading.damaged or chain[reader.reading].key
-            self._drop(key, problem)
-        finally:
-            reading.close()
-        if request.tracked.lowered:
-            problem = "the request was stepped down meanwhile"
-        if problem:
-            _log.warning("a prefix is prefilled instead of read: %s", problem)
-            request.tracked.reads_store = False
-            reader.forget()
-            batch.start_over(request)
-        else:
-            self._finish_read(request, held, chain, reader, self._clock() - start)
-        del batch.transfers.reading[rid]
-        batch.scheduler.resume(rid)
-
-    def _finish_read(
-        self,
-        request: Request,
-        held: int,
-        chain: list[SegmentInfo],
-        reader: SegmentReader,
-        seconds: float,
-    ) -> None:
-        tokens = chain[0].tokens
-        self._rates.note("read", _bytes_to_read(chain), seconds)
-        self._batch.prefix_cache.count_read(tokens - held)
-        self._batch.take_row(request, reader.sequences[0], tokens)
-        self._batch.prefix_cache.prefilled(
-            request.tracked, tokens, request.row, self._memory.spare_bytes
-        )
-        self._batch.reports.append(
-            SegmentUsed(
-                key=chain[0].key,
-                tokens=tokens - held,
-                seconds=seconds,
-                prefill_s=self._rates.seconds("prefill", tokens - held),
-                nbytes=_bytes_to_read(chain),
-            )
-        )
+        elif offer is not None and offer.segment.key == command.key:
+            offer.allowed = command.allowed
+            if not command.allowed:
+                self._refuse(offer)
 
     def distrust(self, path: Path) -> None:
         """Drop the segments on the path of a prompt whose request returned bad logits."""
         offer = self._offer
         for key in map(self._index.key, path):
             if key in self._index:
-                self._drop(key, "a request on its path returned bad logits")
+                self._drop(key)
             elif offer is not None and offer.segment.key == key:
                 offer.trusted = False
 
-    def _drop(self, key: bytes, reason: str) -> None:
+    def _drop(self, key: bytes) -> None:
         """Report a segment as damaged: the daemon deletes it, and those that continue it."""
+        reason = "a request on its path returned bad logits"
         self._batch.reports.append(SegmentDamaged(key=key, reason=reason))
         self._index.change([], [key])
-        self._searched.clear()
-
-    # Writing.
 
     @property
     def has_work(self) -> bool:
         """Whether `work` would do something now, or a drained worker need not stay any longer."""
         if self._clock() >= self._latest:
             return True
-        if self._offer is not None:
-            return self._offer.allowed and (self._is_idle or self._offer.checkpoint.hits > 0)
-        return self._may_find(idle=self._is_idle)
+        if (offer := self._offer) is None:
+            return self._may_find(everything=self._writes_everything)
+        return offer.allowed if offer.writer is None else offer.writer.ready
 
     @property
     def next_deadline(self) -> float | None:
         """Return when `has_work` may become true by itself."""
-        if self._drain_until is not None:
-            return self._drain_until
-        if self._idle_since is None or not (self._offer or self._may_find(idle=True)):
-            return None
-        return self._idle_since + IDLE_SECONDS
+        due = [] if self._drain_until is None else [self._drain_until]
+        if self._offer is not None and self._offer.writer is not None:
+            due.append(self._clock() + POLL_SECONDS)
+        elif self._offer is None and self._idle_since is not None and self._may_find():
+            due.append(self._idle_since + IDLE_SECONDS)
+        return min(due, default=None)
 
     @property
     def keeps_worker(self) -> bool:
         """Whether a drained worker should stay for what it still writes."""
         if self._drain_until is None or self._clock() >= self._latest:
             return False
-        return self._offer is not None or self._may_find(idle=True)
+        return self._offer is not None or self._may_find()
 
     def drain(self, seconds: float) -> None:
         """Write from now on for at most so many seconds; later calls change nothing."""
@@ -255,10 +154,24 @@ class SegmentStore:
 
     def note_idle(self, *, idle: bool) -> None:
         """Take note of whether the engine has requests."""
+        if self._is_idle and (tree := self._batch.prefix_cache.tree) is not None:
+            self._evicted = tree.counts.evicted
         if not idle:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = self._clock()
+
+    def work(self, seconds: float) -> None:
+        """Offer the next checkpoint, or write for about ``seconds``; at least one record.
+
+        Call it while the device is idle and `has_work` is true.
+        """
+        if (offer := self._offer) is None:
+            self._offer_next(everything=self._writes_everything)
+        elif offer.allowed:
+            self._write(offer, self._clock() + seconds)
+
+    # Offers.
 
     @property
     def _is_idle(self) -> bool:
@@ -266,105 +179,113 @@ class SegmentStore:
             return True
         return self._idle_since is not None and self._clock() >= self._idle_since + IDLE_SECONDS
 
-    def _may_find(self, *, idle: bool) -> bool:
+    @property
+    def _writes_everything(self) -> bool:
+        """Whether checkpoints without a hit are written too."""
+        tree = self._batch.prefix_cache.tree
+        return self._is_idle or (tree is not None and tree.counts.evicted > self._evicted)
+
+    def _may_find(self, *, everything: bool = True) -> bool:
         """Whether a search for a checkpoint to write may find one."""
-        return self._news != self._searched.get(idle, (0, 0))
+        tree = self._batch.prefix_cache.tree
+        return bool(tree) and self._news != self._searched.get(everything)
 
     @property
-    def _news(self) -> tuple[int, int]:
+    def _news(self) -> tuple[int, ...]:
+        """Counts that change when a search may find something else."""
         tree = self._batch.prefix_cache.tree
-        return (0, 0) if tree is None else (tree.counts.trusted, tree.counts.hit_tokens)
+        if tree is None:
+            return ()
+        return tree.counts.trusted, tree.counts.hit_tokens, self._index.changes
 
-    def work(self, seconds: float) -> None:
-        """Offer the next checkpoint, or write for about ``seconds``; at least one record.
-
-        Call it while the device is idle.
-        """
-        if self._offer is None:
-            self._offer_next(idle=self._is_idle)
-        elif self._writing is None and self._offer.allowed:
-            self._writing = self._write(self._offer)
-        end = self._clock() + seconds
-        while self._writing is not None:
-            if next(self._writing, self) is self:
-                self._writing = self._offer = None
-            if self._clock() >= end:
-                return
-
-    def _offer_next(self, *, idle: bool) -> None:
-        """Offer the best checkpoint; while busy, only one that a prompt has continued from."""
+    def _offer_next(self, *, everything: bool) -> None:
+        """Offer the best checkpoint; unless ``everything``, only one that a prompt has used."""
         tree, news = self._batch.prefix_cache.tree, self._news
         if tree is None:
             return
         rate = 1 / max(self._rates.seconds("prefill", 1), 1e-9)
         for checkpoint, base in self._index.to_write(tree.checkpoints(), rate):
             key = self._index.key(checkpoint.names[-1])
-            busy = not idle and not checkpoint.hits
-            if busy or self._refused.get(key, -1) >= checkpoint.hits:
+            usable = everything or checkpoint.hits
+            if not usable or self._refused.get(key, -1) >= checkpoint.hits:
                 continue
-            records, segment = self._segment(key, checkpoint, base)
-            if self._clock() + self._rates.seconds("write", segment.nbytes) > self._latest:
+            offer = self._make_offer(key, checkpoint, base)
+            seconds = self._rates.seconds("write", offer.segment.nbytes)
+            if self._clock() + seconds > self._latest:
                 continue
-            self._offer = _Offer(checkpoint, segment, records)
-            self._batch.reports.append(SegmentOffered(segment=segment, hits=checkpoint.hits))
+            self._offer = offer
+            self._batch.reports.append(SegmentOffered(segment=offer.segment, hits=checkpoint.hits))
             return
-        self._searched[idle] = news
+        self._searched[everything] = news
 
-    def _segment(
-        self, key: bytes, checkpoint: Checkpoint, base: SegmentInfo | None
-    ) -> tuple[SegmentRecords, SegmentInfo]:
+    def _make_offer(self, key: bytes, checkpoint: Checkpoint, base: SegmentInfo | None) -> _Offer:
         cache = self._batch.cache
         if base is not None and not can_extend(cache, base.tokens, checkpoint.tokens):
             base = None
         start, base_key = (0, None) if base is None else (base.tokens, base.key)
         records = SegmentRecords(cache, checkpoint.snapshot, start)
-        return records, SegmentInfo(
+        segment = SegmentInfo(
             key=key, base=base_key, tokens=checkpoint.tokens, nbytes=records.nbytes
         )
+        return _Offer(checkpoint, segment, iter(records))
 
-    def _write(self, offer: _Offer) -> Iterator[None]:
-        segment, writer = offer.segment, self._files.write(offer.segment)
-        result: Written | Failed | None = None
-        try:
-            for record in self._records(offer):
-                while not writer.put(record) and (result := writer.poll()) is None:
-                    yield
-                yield
-                if result is not None:
-                    break
-            writer.end()
-            while (result := writer.poll()) is None:
-                writer.wait(WAIT_SECONDS)
-                yield
-        except DamagedFile as error:
-            result = Failed(str(error))
-        finally:  # also if a step failed
-            writer.close()
-            if not isinstance(result, Written):
-                reason = "a step failed" if result is None else result.reason
-                self._refused[segment.key] = offer.checkpoint.hits
-                self._batch.reports.append(SegmentAbandoned(key=segment.key, reason=reason))
-        if isinstance(result, Written):
-            segment = replace(segment, nbytes=result.nbytes)
-            self._index.change([segment], [])
-            self._batch.reports.append(SegmentWritten(segment=segment, seconds=result.seconds))
-            if not offer.trusted:
-                self._drop(segment.key, "a request on its path returned bad logits")
+    def _refuse(self, offer: _Offer) -> None:
+        """End an offer; the checkpoint is offered again once a prompt has continued from it."""
+        self._refused[offer.segment.key] = offer.checkpoint.hits
+        self._offer = None
 
-    def _records(self, offer: _Offer) -> Iterator[bytes]:
-        """Yield the records while the checkpoint is in memory, unchanged."""
-        snapshot, snapshots = offer.checkpoint.snapshot, self._batch.cache.snapshots
-        records = iter(offer.records)
-        while True:
-            if not (snapshot.alive and snapshots.unlowered(snapshot)):
-                raise DamagedFile("the checkpoint was evicted meanwhile")
-            record = next(records, None)
-            if record is None:
+    # Writing.
+
+    def _write(self, offer: _Offer, end: float) -> None:
+        """Hand records to the thread until a time, as long as it takes them."""
+        writer = offer.writer
+        if writer is None:
+            writer = offer.writer = self._files.write(offer.segment)
+        while writer.ready:
+            if (result := writer.poll()) is not None:
+                self._finish(offer, result)
                 return
-            yield record
+            self._put_next(offer, writer)
+            if self._clock() >= end:
+                return
 
+    def _put_next(self, offer: _Offer, writer: BackgroundWriter) -> None:
+        try:
+            if offer.record is None:
+                offer.record = self._next_record(offer)
+        except BaseException:  # a failed step
+            self._abandon(offer, writer, "a step failed")
+            raise
+        if offer.problem is not None:
+            self._abandon(offer, writer, offer.problem)
+        elif offer.record is None:
+            writer.end()
+        elif writer.put(offer.record):
+            offer.record = None
 
-def _bytes_to_read(chain: Sequence[SegmentInfo]) -> int:
-    """Return about how many bytes of these segments the first one's prefix needs."""
-    tokens = chain[0].tokens
-    return sum(one.nbytes * min(tokens, one.tokens) // one.tokens for one in chain)
+    def _next_record(self, offer: _Offer) -> bytes | None:
+        """Copy the next record while the checkpoint is in memory, unchanged; None: it was last."""
+        snapshot, snapshots = offer.checkpoint.snapshot, self._batch.cache.snapshots
+        if snapshot.alive and snapshots.unlowered(snapshot):
+            return next(offer.source, None)
+        offer.problem = "the checkpoint was evicted meanwhile"
+        return None
+
+    def _abandon(self, offer: _Offer, writer: BackgroundWriter, problem: str) -> None:
+        """Delete the file; the thread does so once its present I/O ends."""
+        offer.problem = problem
+        writer.close()
+
+    def _finish(self, offer: _Offer, result: Written | Failed) -> None:
+        """Report the thread's result."""
+        if isinstance(result, Failed):
+            reason = offer.problem or result.reason
+            self._refuse(offer)
+            self._batch.reports.append(SegmentAbandoned(key=offer.segment.key, reason=reason))
+            return
+        segment = replace(offer.segment, nbytes=result.nbytes)
+        self._offer = None
+        self._index.change([segment], [])
+        self._batch.reports.append(SegmentWritten(segment=segment, seconds=result.seconds))
+        if not offer.trusted:
+            self._drop(segment.key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvd.worker.prefix.segment_io import (
@@ -18,59 +19,135 @@ from protocol.record_file import DamagedFile
 from protocol.record_format import RecordFormat
 from protocol.segments import SegmentInfo, segment_path
 
-WAIT_SECONDS = 0.001
-"""Seconds that the engine waits for a thread before it goes on with other work."""
+HANG_SECONDS = 1.0
+"""Seconds without a record, or until a closed file's I/O ends, after which the disk hangs."""
+
+
+class UnreadableSegments(Exception):
+    """Segments cannot be read now, although their files may be good."""
 
 
 class Reading:
-    """Reads segments in a thread, one after another."""
+    """Reads segments in a thread, one after another. Nothing is read before `start`."""
 
-    def __init__(self, folder: Path, segments: Sequence[SegmentInfo], form: RecordFormat) -> None:
-        by_path = {segment_path(folder, segment.key): segment for segment in segments}
-        self._reader = BackgroundReader(
-            folder,
-            [segment.key for segment in segments],
-            lambda path: segment_file.open_records(path, form, by_path[path]),
-        )
+    def __init__(self, files: SegmentFiles, segments: Sequence[SegmentInfo]) -> None:
+        self._files = files
+        self._segments = segments
+        self._reader: BackgroundReader | None = None
         self._next: SegmentRecord | None = None
         """A record of the next segment, which ended the one before it."""
         self.segments = [self._records(segment.key) for segment in segments]
         """The records of each segment, to be taken in this order; None while none is read yet.
-        They raise `DamagedFile`."""
+        They raise `DamagedFile` or `UnreadableSegments`."""
         self.damaged: bytes | None = None
         """Key of the segment that could not be read."""
+        self.nbytes = 0
+        """Bytes of the records so far."""
+        self._changed_at = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._reader is not None
+
+    def start(self) -> None:
+        """Begin to read. Only one reading at a time may have started and not ended."""
+        self._changed_at = self._files.clock()
+        self._reader = self._files.open_reader(self._segments)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next record is read, or the reading can start, or the disk hangs."""
+        if self._reader is None:
+            return not self._files.reads or self._files.hangs
+        return self._reader.ready or self.hangs
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk has returned nothing for `HANG_SECONDS`."""
+        if self._reader is None:
+            return self._files.hangs
+        late = self._files.clock() >= self._changed_at + HANG_SECONDS
+        return late and not self._reader.ready
 
     def close(self) -> None:
-        self._reader.close()
+        if self._reader is not None:
+            self._files.close_reader(self._reader)
 
     def _records(self, key: bytes) -> Iterator[memoryview | None]:
+        reader = self._reader
+        assert reader is not None, "records are taken after the start"
         while True:
-            item, self._next = self._next or self._reader.next_record(), None
+            item, self._next = self._next or reader.next_record(), None
             if item is NOT_YET:
-                self._reader.wait(WAIT_SECONDS)
                 yield None
-            elif isinstance(item, Failed):
+                continue
+            self._changed_at = self._files.clock()
+            if isinstance(item, Failed):
+                if item.key is None:
+                    raise UnreadableSegments(item.reason)
                 self.damaged = item.key
                 raise DamagedFile(item.reason)
-            elif item is END or not isinstance(item, SegmentRecord):
+            if item is END or not isinstance(item, SegmentRecord):
                 return
-            elif item.key != key:
+            if item.key != key:
                 self._next = item
                 return
-            else:
-                yield item.content
+            self.nbytes += item.content.nbytes
+            yield item.content
 
 
 class SegmentFiles:
-    """The files of one space below the store's folder."""
+    """The files of one space below the store's folder. ``clock``: monotonic seconds.
 
-    def __init__(self, folder: Path, space: bytes, form: RecordFormat) -> None:
+    At most one thread reads them. If the disk hangs, that thread stays, and nothing else is read
+    until it ends.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        space: bytes,
+        form: RecordFormat,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
         self._folder = folder
         self._space = space
         self._form = form
+        self._reader: BackgroundReader | None = None
+        """The reader that was opened last."""
+        self._closed_at: float | None = None
+        """When it was closed."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether a thread reads a file."""
+        return self._reader is not None and self._reader.working
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a closed reader still waits for the disk."""
+        closed_at = self._closed_at
+        return closed_at is not None and self.reads and self.clock() >= closed_at + HANG_SECONDS
 
     def read(self, segments: Sequence[SegmentInfo]) -> Reading:
-        return Reading(self._folder, segments, self._form)
+        return Reading(self, segments)
+
+    def open_reader(self, segments: Sequence[SegmentInfo]) -> BackgroundReader:
+        self._closed_at = None
+        by_path = {segment_path(self._folder, segment.key): segment for segment in segments}
+        self._reader = BackgroundReader(
+            self._folder,
+            [segment.key for segment in segments],
+            lambda path: segment_file.open_records(path, self._form, by_path[path]),
+        )
+        return self._reader
+
+    def close_reader(self, reader: BackgroundReader) -> None:
+        """Close a reader; its thread ends once its present I/O does."""
+        reader.close()
+        if reader is self._reader and self._closed_at is None:
+            self._closed_at = self.clock()
 
     def write(self, segment: SegmentInfo) -> BackgroundWriter:
         header = segment_file.SegmentHeader(

@@ -46,6 +46,8 @@ class SegmentIndex:
         self._secret = secret
         self._chunk = chunk
         self._segments: dict[bytes, SegmentInfo] = {}
+        self.changes = 0
+        """How often `change` was called."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -54,6 +56,7 @@ class SegmentIndex:
         return key in self._segments
 
     def change(self, added: Iterable[SegmentInfo], removed: Iterable[bytes]) -> None:
+        self.changes += 1
         for key in removed:
             self._segments.pop(key, None)
         self._segments.update((segment.key, segment) for segment in added)

@@ -7,6 +7,7 @@ hangs delays neither the engine nor the end of the process.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ class Failed:
 
     reason: str
     key: bytes | None = None
-    """Segment that could not be read."""
+    """Segment whose file is missing or damaged; None: the file may be good."""
 
 
 class BackgroundWriter:
@@ -63,17 +64,32 @@ class BackgroundWriter:
         self._create = create
         self._staging: Staging[bytes | memoryview | None] = Staging(staging_bytes)
         self._result: Written | Failed | None = None
+        self._wanted = 0
+        """Bytes of the record that `put` has refused."""
+        self._over = False
+        """Whether no further record is needed."""
         self._thread = _start(self._run, "segment-writer")
         if self._thread is None:
             self._result = Failed(_NO_THREAD)
 
     def put(self, record: bytes | memoryview) -> bool:
         """Stage a record; False: there is no room now. The buffer must not change any more."""
-        return self._staging.offer(record, memoryview(record).nbytes)
+        nbytes = memoryview(record).nbytes
+        staged = self._staging.offer(record, nbytes)
+        self._wanted = 0 if staged else nbytes
+        return staged
 
     def end(self) -> None:
         """Complete the file after the staged records."""
+        self._over = True
         self._staging.offer(None, 0)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a result, or room for a record: the one that `put` has refused."""
+        if self._result is not None:
+            return True
+        return not self._over and self._staging.fits(self._wanted)
 
     def poll(self) -> Written | Failed | None:
         """Return the result; None: the thread still works or waits for records."""
@@ -81,6 +97,7 @@ class BackgroundWriter:
 
     def close(self) -> None:
         """Abandon the file unless it is being completed; `poll` has the result once I/O ends."""
+        self._over = True
         self._staging.close()
 
     def wait(self, seconds: float) -> None:
@@ -90,9 +107,10 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         try:
-            self._result = self._write()
-        except Exception as error:  # noqa: BLE001 - the engine continues without this segment
-            self._result = Failed(_reason(error))
+            result = self._write()
+        except BaseException as error:  # noqa: BLE001 - the engine waits for a result
+            result = Failed(_reason(error))
+        self._result = result
         self._staging.close()
 
     def _write(self) -> Written | Failed:
@@ -154,7 +172,8 @@ class BackgroundReader:
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
         self._skipped: set[bytes] = set()
-        if _start(self._run, "segment-reader") is None:
+        self._thread = _start(self._run, "segment-reader")
+        if self._thread is None:
             self._last = Failed(_NO_THREAD)
 
     def next_record(self) -> SegmentRecord | Failed | Signal:
@@ -176,6 +195,19 @@ class BackgroundReader:
         """Return no further record of a segment; those not yet read are not read."""
         self._skipped.add(key)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `next_record` may return something other than `NOT_YET`.
+
+        The last record's bytes count no longer as staged, so that there is room for the next one.
+        """
+        return self._last is not None or self._staging.release()
+
+    @property
+    def working(self) -> bool:
+        """Whether the thread has not ended, even if the reader is closed."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self, seconds: float) -> None:
         """Wait at most so long until `next_record` returns something other than `NOT_YET`."""
         if self._last is None:
@@ -191,8 +223,8 @@ class BackgroundReader:
         for key in self._keys:
             try:
                 self._read(key)
-            except Exception as error:  # noqa: BLE001 - the prompt is prefilled instead
-                last = Failed(_reason(error), key)
+            except BaseException as error:  # noqa: BLE001 - the engine waits for an end
+                last = Failed(_reason(error), key if _is_damage(error) else None)
                 break
         self._staging.offer(last, 0)
 
@@ -216,7 +248,14 @@ def _start(run: Callable[[], None], name: str) -> threading.Thread | None:
     return thread
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) if isinstance(error, DamagedFile) else repr(error)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Return whether an error is the file's fault, and not that of a limit or of the system."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EIO)
+    return isinstance(error, DamagedFile)

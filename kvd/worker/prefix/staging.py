@@ -14,8 +14,8 @@ class Staging(Generic[T]):
 
     An item counts until the next one is taken, because its taker still uses it. An item above the
     limit is accepted only while nothing else counts, and an item without bytes always. The engine
-    calls the methods that return at once (`offer`, `poll`, `close`), the thread those that wait
-    (`wait_for_room`, `take`). No method holds the lock while it waits, and none does I/O.
+    calls the methods that return at once (`offer`, `poll`, `release`, `close`), the thread those
+    that wait (`wait_for_room`, `take`). No method holds the lock while it waits, and none does I/O.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -74,6 +74,17 @@ class Staging(Generic[T]):
             self._items.clear()
             self.held_bytes = self._taken_bytes = 0
             self._changed.notify_all()
+
+    def release(self) -> bool:
+        """Stop counting the item that was taken last; return whether `poll` would return one."""
+        with self._changed:
+            self._release()
+            return bool(self._items)
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether `offer` would accept an item of this size."""
+        with self._changed:
+            return self._closed or self._fits(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         return not (nbytes and self.held_bytes) or self.held_bytes + nbytes <= self._limit_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,8 +62,16 @@ class Outcome:
 class Driver:
     """An engine, and a stand-in for the daemon, which grants it up to ``budget`` bytes."""
 
-    def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
-        self.engine = MLXEngine()
+    def __init__(
+        self,
+        source: str,
+        *,
+        kv: KVSpec | None = None,
+        budget: int = 8 * GIB,
+        clock: Callable[[], float] = time.monotonic,
+        **load,
+    ):
+        self.engine = MLXEngine(clock)
         self.budget = budget
         self.total = 0
         self.seq = 0

@@ -12,83 +12,13 @@ from msgspec.structs import replace
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
 from protocol.key_file import create_key
-from protocol.kv import KVSpec
 from protocol.record_format import PLAIN
-from protocol.segments import SegmentInfo, segment_path
-from protocol.worker import (
-    SegmentAbandoned,
-    SegmentAllowed,
-    SegmentDamaged,
-    SegmentOffered,
-    SegmentsChanged,
-    SegmentsOpened,
-    SegmentUsed,
-    SegmentWritten,
-)
-from tests.worker.core.driver import Driver, Outcome
+from protocol.segments import segment_path
+from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
+from tests.worker.core.segments import KV, Engine, Store, alone
 
 pytestmark = pytest.mark.mlx
-
-KV = KVSpec(prefix_cache=1 << 30)
-
-
-class Store:
-    """The daemon's part: allows all segments, and remembers those that were written."""
-
-    def __init__(self, folder: Path, key_file: Path | None = None) -> None:
-        self.folder = folder
-        self.key_file = key_file
-        self.segments: dict[bytes, SegmentInfo] = {}
-        self.offered: list[SegmentOffered] = []
-        self.allows = True
-        self.damaged: list[SegmentDamaged] = []
-        self.abandoned: list[SegmentAbandoned] = []
-        self.used: list[SegmentUsed] = []
-
-    def serve(self, engine: Driver) -> None:
-        reports, engine.segments = engine.segments, []
-        for report in reports:
-            match report:
-                case SegmentsOpened():
-                    command = SegmentsChanged(added=list(self.segments.values()))
-                    engine.engine.segment_command(command)
-                case SegmentOffered(segment=segment):
-                    self.offered.append(report)
-                    command = SegmentAllowed(key=segment.key, allowed=self.allows)
-                    engine.engine.segment_command(command)
-                case SegmentWritten(segment=segment):
-                    path = segment_path(self.folder, segment.key)
-                    assert path.stat().st_size == segment.nbytes
-                    self.segments[segment.key] = segment
-                case SegmentDamaged():
-                    self.damaged.append(report)
-                case SegmentAbandoned():
-                    self.abandoned.append(report)
-                case SegmentUsed():
-                    self.used.append(report)
-
-
-class Engine(Driver):
-    """A driver whose engine uses a store."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        key_file = None if store.key_file is None else str(store.key_file)
-        super().__init__("demo", kv=KV, segments_folder=str(store.folder), key_file=key_file)
-        self.step()
-
-    def step(self) -> None:
-        super().step()
-        self.store.serve(self)
-
-    def write_all(self) -> None:
-        """Let the engine write what is worth it, as a drain does."""
-        self.engine.drain(60)
-        while self.engine.keeps_worker:
-            assert self.engine.has_work
-            self.step()
-        self.engine._segments._drain_until = None  # so that the engine goes on
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +30,6 @@ def plain() -> Driver:
 def store(tmp_path: Path) -> Iterator[Store]:
     yield Store(tmp_path)
     assert not list(tmp_path.rglob("*.part"))
-
-
-def alone(driver: Driver, prompt: list[int], **more) -> Outcome:
-    """Return the outcome without any checkpoint."""
-    driver.engine._prefix_cache.tree.clear()
-    return driver.alone(prompt, max_tokens=12, logprobs=2, **more)
 
 
 def test_a_second_engine_continues_from_the_first_ones_prefixes(

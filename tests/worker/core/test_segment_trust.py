@@ -10,7 +10,7 @@ import pytest
 from protocol.segments import segment_path
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
-from tests.worker.core.test_segment_store import KV, Engine, Store
+from tests.worker.core.segments import KV, Engine, Store
 
 pytestmark = pytest.mark.mlx
 
@@ -51,7 +51,8 @@ def test_a_prefix_is_dropped_that_was_being_written_when_its_logits_were_bad(sto
     engine = Engine(store)
     engine.alone(prompt, max_tokens=2)
     engine.engine.drain(60)
-    engine.run(until=lambda: engine.engine._segments._writing is not None)
+    segments = engine.engine._segments
+    engine.run(until=lambda: segments._offer is not None and segments._offer.writer is not None)
     tracked = engine.engine._prefix_cache.track("r", prompt, "", full_prefill=False)
     engine.engine._batch.on_untrusted(tracked.path)
     engine.write_all()

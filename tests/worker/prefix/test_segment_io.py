@@ -299,6 +299,18 @@ def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
     assert 2000 in held, "a larger record is staged alone"
 
 
+def test_a_reader_that_waits_for_room_gets_ready(tmp_path: Path) -> None:
+    """The record that was taken last counts no longer once the engine asks for the next one."""
+    write(tmp_path, KEYS[0], [b"a" * 900, b"b" * 900])
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, 1000)
+    for letter in (b"a", b"b"):
+        until(lambda: reader.ready)
+        assert isinstance(item := reader.next_record(), SegmentRecord)
+        assert bytes(item.content) == letter * 900
+    until(lambda: reader.ready)
+    assert reader.next_record() is END
+
+
 def test_the_reader_delays_nobody_while_the_disk_hangs(tmp_path: Path) -> None:
     write(tmp_path, KEYS[0], records(0))
     gate = Gate()

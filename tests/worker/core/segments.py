@@ -1,0 +1,107 @@
+"""Engines with a prefix store, and a stand-in for the daemon's part of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.kv import KVSpec
+from protocol.segments import SegmentInfo, segment_path
+from protocol.worker import (
+    SegmentAbandoned,
+    SegmentAllowed,
+    SegmentDamaged,
+    SegmentOffered,
+    SegmentsChanged,
+    SegmentsOpened,
+    SegmentUsed,
+    SegmentWritten,
+)
+from tests.worker.core.driver import Driver, Outcome
+
+KV = KVSpec(prefix_cache=1 << 30)
+
+
+class Store:
+    """The daemon's part: allows all segments, and remembers those that were written."""
+
+    def __init__(self, folder: Path, key_file: Path | None = None) -> None:
+        self.folder = folder
+        self.key_file = key_file
+        self.segments: dict[bytes, SegmentInfo] = {}
+        self.offered: list[SegmentOffered] = []
+        self.allows = True
+        self.damaged: list[SegmentDamaged] = []
+        self.abandoned: list[SegmentAbandoned] = []
+        self.used: list[SegmentUsed] = []
+
+    def serve(self, engine: Driver) -> None:
+        reports, engine.segments = engine.segments, []
+        for report in reports:
+            match report:
+                case SegmentsOpened():
+                    command = SegmentsChanged(added=list(self.segments.values()))
+                    engine.engine.segment_command(command)
+                case SegmentOffered(segment=segment):
+                    self.offered.append(report)
+                    command = SegmentAllowed(key=segment.key, allowed=self.allows)
+                    engine.engine.segment_command(command)
+                case SegmentWritten(segment=segment):
+                    path = segment_path(self.folder, segment.key)
+                    assert path.stat().st_size == segment.nbytes
+                    self.segments[segment.key] = segment
+                case SegmentDamaged():
+                    self.damaged.append(report)
+                case SegmentAbandoned():
+                    self.abandoned.append(report)
+                case SegmentUsed():
+                    self.used.append(report)
+
+
+class Engine(Driver):
+    """A driver whose engine uses a store."""
+
+    def __init__(
+        self,
+        store: Store,
+        kv: KVSpec = KV,
+        clock: Callable[[], float] = time.monotonic,
+        **more,
+    ) -> None:
+        self.store = store
+        key_file = None if store.key_file is None else str(store.key_file)
+        super().__init__(
+            "demo",
+            kv=kv,
+            clock=clock,
+            segments_folder=str(store.folder),
+            key_file=key_file,
+            **more,
+        )
+        self.step()
+
+    def step(self) -> None:
+        super().step()
+        self.store.serve(self)
+
+    def write_all(self) -> None:
+        """Let the engine write what is worth it, as a drain does."""
+        self.engine.drain(60)
+        while self.engine.keeps_worker:
+            if self.engine.has_work:
+                self.step()
+            else:
+                assert self.engine.next_deadline is not None
+                self.wait_for_disk()
+        self.engine._segments._drain_until = None  # so that the engine goes on
+
+    def wait_for_disk(self) -> None:
+        """Wait a moment for the thread that writes."""
+        self.engine._segments._offer.writer.wait(0.001)
+
+
+def alone(driver: Driver, prompt: list[int], **more) -> Outcome:
+    """Return the outcome without any checkpoint."""
+    driver.engine._prefix_cache.tree.clear()
+    return driver.alone(prompt, max_tokens=12, logprobs=2, **more)

@@ -1,0 +1,451 @@
+"""Disks that fail or hang, and requests that end in mid-read: a prefix store costs time at most."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.prefix import segment_files
+from kvd.worker.prefix.segment_io import BackgroundWriter
+from protocol.worker import SegmentsChanged, StartLevel
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.prompts import prompt_of
+from tests.worker.core.segments import KV, Engine, Store, alone
+
+pytestmark = pytest.mark.mlx
+
+PROMPT = prompt_of(1300, 1)
+STORED = 1280
+OTHERS = [prompt_of(600, seed) for seed in (11, 12)]
+PATIENCE_S = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Disk:
+    """Makes calls of `os` in the threads of segments fail or hang."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._works = threading.Event()
+        self._works.set()
+        self.calls = 0
+
+    def _replace(self, name: str, instead: Callable) -> None:
+        plain = getattr(os, name)
+
+        def call(*args, **options):
+            if not threading.current_thread().name.startswith("segment-"):
+                return plain(*args, **options)
+            self.calls += 1
+            return instead(plain, *args, **options)
+
+        self._monkeypatch.setattr(os, name, call)
+
+    def fail(self, name: str, error: int, after: int = 0) -> None:
+        def fail(plain, *args, **options):
+            if self.calls > after:
+                raise OSError(error, os.strerror(error))
+            return plain(*args, **options)
+
+        self._replace(name, fail)
+
+    def hang(self, name: str) -> None:
+        self._works.clear()
+
+        def wait(plain, *args, **options):
+            assert self._works.wait(PATIENCE_S)
+            return plain(*args, **options)
+
+        self._replace(name, wait)
+
+    def work(self) -> None:
+        self._works.set()
+
+    def hang_after_a_record(self) -> None:
+        """Hang at once, and let the engine copy only one record meanwhile."""
+        writer = functools.partial(BackgroundWriter, staging_bytes=1)
+        self._monkeypatch.setattr(segment_files, "BackgroundWriter", writer)
+        self.hang("write")
+
+    def shorten(self) -> None:
+        """Return at most 1000 bytes from each read."""
+        self._replace("readv", lambda plain, fd, parts: plain(fd, [parts[0][:1000]]))
+
+
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("segment-")]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "the condition does not become true"
+        time.sleep(0.0005)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Driver:
+    return Driver("demo", kv=KV)
+
+
+@pytest.fixture(scope="module")
+def wanted(plain: Driver) -> Outcome:
+    return alone(plain, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine whose store has `PROMPT`'s prefix."""
+    store = Store(tmp_path_factory.mktemp("segments"))
+    engine = Engine(store, clock=Clock())
+    engine.alone(PROMPT, max_tokens=2)
+    engine.write_all()
+    assert [one.tokens for one in store.segments.values()] == [STORED]
+    return engine
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.work()
+    until(lambda: not threads())
+
+
+@pytest.fixture
+def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
+    """The engine without checkpoints in memory."""
+    for reports in (shared.store.damaged, shared.store.abandoned, shared.store.used):
+        reports.clear()
+    before = dict(shared.store.segments)
+    shared.outcomes.clear()
+    shared.engine._prefix_cache.tree.clear()
+    shared.engine._rates._measured.clear()
+    shared.engine._out_of_memory.calm_steps = CALM_STEPS
+    shared.engine.segment_command(SegmentsChanged(added=list(before.values())))
+    yield shared
+    disk.work()
+    until(lambda: not threads())
+    settle(shared)
+    shared.run()
+    removed = [key for key in shared.store.segments if key not in before]
+    shared.store.segments = before
+    shared.engine.segment_command(SegmentsChanged(removed=removed))
+    assert not shared.engine._transfers.reading
+    assert not shared.engine._preemption.busy
+    shared.engine._prefix_cache.tree.clear()
+    assert shared.engine._runner.cache.usage.pages_used == 0
+    assert not list(shared.store.folder.rglob("*.part"))
+
+
+def settle(engine: Engine) -> None:
+    """Step until the present offer ends."""
+
+    def over() -> bool:
+        if engine.engine.has_work:
+            engine.step()
+        return engine.engine._segments._offer is None
+
+    until(over)
+
+
+def submit(engine: Engine, rid: str = "r", prompt: list[int] = PROMPT) -> None:
+    engine.submit(rid, prompt, max_tokens=12, logprobs=2)
+
+
+# Requests that end, steps that fail, and precision levels, in mid-read.
+
+
+@pytest.mark.parametrize("records", [0, 1, 2, 3, 8])
+def test_pages_of_a_request_that_ended_are_not_written(
+    engine: Engine, plain: Driver, records: int
+) -> None:
+    """Other prompts get its pages, in the same step in which the read would have continued."""
+    right = [alone(plain, other) for other in OTHERS]
+    submit(engine)
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    reads = engine.engine._preemption
+    for _ in range(records):
+        until(lambda: reads.ready)
+        reads.work(0.0)
+    engine.engine.cancel("r")
+    for number, other in enumerate(OTHERS):
+        submit(engine, f"other{number}", other)
+    engine.run()
+    assert [engine.outcomes[f"other{number}"] for number in range(len(OTHERS))] == right
+    assert engine.outcomes["r"].reason == "cancelled"
+
+
+@pytest.mark.parametrize("text", [UNABLE, LATE])
+@pytest.mark.parametrize("at", [1, 3, 7])
+def test_a_step_that_fails_in_mid_read_costs_time_only(
+    engine: Engine, plain: Driver, wanted: Outcome, text: str, at: int
+) -> None:
+    submit(engine, "other", OTHERS[0])
+    submit(engine)
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    until(lambda: engine.engine._preemption.ready)
+    with memory_runs_out(lambda number: number == at, text) as counted:
+        engine.run()
+    assert counted.failed == 1
+    assert [one.token for one in engine.outcomes["r"].logprobs] == [
+        one.token for one in wanted.logprobs
+    ]
+    assert engine.outcomes["other"].tokens == alone(plain, OTHERS[0]).tokens
+
+
+def test_a_step_that_fails_while_a_segment_is_written(engine: Engine, disk: Disk) -> None:
+    """The offer ends when the thread does: until then the file may come to exist."""
+    engine.alone(prompt_of(1300, 5), max_tokens=2)
+    disk.hang_after_a_record()
+    engine.engine.drain(60)
+    store = engine.engine._segments
+
+    def is_copied(_number: int) -> bool:
+        return store._offer is not None and store._offer.writer is not None and not counted.failed
+
+    try:
+        with memory_runs_out(is_copied, LATE) as counted:
+            engine.run(until=lambda: counted.failed)
+        for _ in range(5):
+            engine.step()
+        assert not engine.store.abandoned
+        disk.work()
+        settle(engine)
+        assert [one.reason for one in engine.store.abandoned] == ["a step failed"]
+    finally:
+        store._drain_until = None
+
+
+def test_a_prefix_is_not_read_for_a_lower_level(engine: Engine) -> None:
+    engine.engine.start_level(StartLevel(level=1))
+    try:
+        submit(engine)
+        engine.run()
+    finally:
+        engine.engine.start_level(StartLevel(level=0))
+    assert engine.outcomes["r"].cached == 0
+    assert engine.outcomes["r"].usage.levels == [1]
+    assert not engine.store.used
+
+
+def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine) -> None:
+    submit(engine)
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    engine.reclaim("precision", 1 << 40, level=1)
+    engine.run()
+    found = engine.outcomes["r"]
+    assert found.cached == STORED
+    assert found.usage.levels == [0, 1]
+    engine.engine.start_level(StartLevel(level=0))
+    assert all(one.tokens == STORED for one in engine.store.segments.values())
+    # What was lowered is neither a checkpoint any more nor a segment.
+    engine.write_all()
+    assert engine.engine._prefix_cache.tree.checkpoints() == []
+
+
+def test_a_checkpoint_that_is_stepped_down_while_it_is_written_is_abandoned(
+    engine: Engine, disk: Disk
+) -> None:
+    prompt = prompt_of(1300, 6)
+    engine.submit("long", prompt, max_tokens=300)
+    engine.run(until=lambda: engine.outcomes["long"].tokens)
+    disk.hang_after_a_record()
+    engine.engine.drain(60)
+    store = engine.engine._segments
+    try:
+        engine.run(until=lambda: store._offer is not None and store._offer.writer is not None)
+        engine.reclaim("precision", 1 << 40, level=1)
+        disk.work()
+        engine.run()
+        engine.write_all()
+    finally:
+        store._drain_until = None
+        engine.engine.start_level(StartLevel(level=0))
+    assert len(engine.store.abandoned) == 1
+    assert len(engine.store.segments) == 1
+
+
+# Disks that fail.
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE])
+@pytest.mark.parametrize("name", ["mkdir", "open", "write", "fsync", "rename"])
+def test_a_segment_that_cannot_be_written_is_abandoned(
+    engine: Engine, disk: Disk, name: str, error: int
+) -> None:
+    prompt = prompt_of(700, 100 + error)
+    engine.alone(prompt, max_tokens=2)
+    disk.fail(name, error)
+    engine.write_all()
+    assert len(engine.store.segments) == 1
+    if disk.calls:  # the folder may exist already
+        assert [one.reason for one in engine.store.abandoned] == [os.strerror(error)]
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("open", errno.EIO),
+        ("open", errno.EMFILE),
+        ("open", errno.ENOENT),
+        ("fstat", errno.EIO),
+        ("readv", errno.EIO),
+        ("readv", errno.ENOMEM),
+    ],
+)
+def test_a_segment_that_cannot_be_read_is_a_miss(
+    engine: Engine, disk: Disk, wanted: Outcome, name: str, error: int, after: int
+) -> None:
+    """A missing file and a bad sector are damage; a limit of the process is not."""
+    disk.fail(name, error, after)
+    submit(engine)
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    failed = disk.calls > after
+    assert engine.outcomes["r"].cached == (0 if failed else STORED)
+    is_damage = error in (errno.EIO, errno.ENOENT)
+    assert len(engine.store.damaged) == (failed and is_damage)
+
+
+def test_short_reads_are_continued(engine: Engine, disk: Disk, wanted: Outcome) -> None:
+    disk.shorten()
+    submit(engine)
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == STORED
+    assert disk.calls > 100
+
+
+# Disks that hang.
+
+
+def test_a_disk_that_hangs_delays_its_readers_for_a_second(
+    engine: Engine, disk: Disk, plain: Driver, wanted: Outcome
+) -> None:
+    clock = engine.engine._clock
+    right = plain.alone(OTHERS[0], max_tokens=100)
+    engine.submit("other", OTHERS[0], max_tokens=100)
+    engine.run(until=lambda: engine.outcomes["other"].tokens)
+    disk.hang("readv")
+    submit(engine)
+    submit(engine, "second", [*PROMPT, 3])
+    engine.run(until=lambda: len(engine.outcomes["other"].tokens) > 30)
+    assert not engine.outcomes["r"].tokens, "the prompt waits for the disk"
+    assert len(threads()) == 1, "the disk is asked once"
+
+    clock.now += 1.1  # of the first
+    engine.run(until=lambda: engine.outcomes["r"].tokens)
+    clock.now += 1.1  # and until the thread's end is late too
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["second"].reason == "length"
+    assert engine.outcomes["other"] == right
+
+    engine.engine._prefix_cache.tree.clear()
+    found = alone(engine, PROMPT)  # no time passes
+    assert (found, found.cached) == (wanted, 0)
+    assert not engine.store.damaged
+
+    disk.work()
+    until(lambda: not threads())
+    engine.engine._rates._measured.clear()
+    assert alone(engine, PROMPT).cached == STORED, "the disk is asked again"
+
+
+def test_reads_are_one_after_another(engine: Engine, wanted: Outcome) -> None:
+    """Their staging is in the budget once."""
+    most = 0
+    for number in range(4):
+        submit(engine, f"r{number}", [*PROMPT, number])
+    while not all(outcome.over for outcome in engine.outcomes.values()):
+        engine.step()
+        most = max(most, len(threads()))
+    assert most == 1
+    assert {outcome.cached for outcome in engine.outcomes.values()} == {STORED}
+
+
+def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(
+    engine: Engine, disk: Disk, plain: Driver
+) -> None:
+    clock, store = engine.engine._clock, engine.engine._segments
+    right = alone(plain, OTHERS[1])
+    engine.alone(prompt_of(1300, 7), max_tokens=2)
+    disk.hang("fsync")
+    engine.engine.drain(10.0)
+    try:
+        until(lambda: (engine.engine.has_work and engine.step()) or disk.calls)
+        until(lambda: not engine.engine.has_work)  # the worker sleeps
+        assert engine.engine.next_deadline > clock.now
+        assert engine.engine.keeps_worker
+        submit(engine, "other", OTHERS[1])
+        engine.run(until=lambda: engine.outcomes["other"].over)
+        assert engine.outcomes["other"] == right
+        assert len(engine.store.segments) == 1
+
+        clock.now += 10.0
+        assert not engine.engine.keeps_worker
+        assert engine.engine.has_work, "the worker's loop ends"
+    finally:
+        store._drain_until = None
+    assert not engine.store.abandoned, "the file may still come to exist"
+    disk.work()
+    settle(engine)
+    assert len(engine.store.segments) == 2
+
+
+def test_an_offer_that_the_daemon_does_not_answer_costs_nothing(engine: Engine) -> None:
+    clock, serve = engine.engine._clock, engine.store.serve
+    engine.alone(prompt_of(1300, 8), max_tokens=2)
+    engine.store.serve = lambda _engine: None
+    try:
+        clock.now += 1.0
+        while engine.engine.has_work:
+            engine.step()
+        assert len(engine.segments) == 1
+        clock.now += 1.0
+        assert not engine.engine.has_work
+        deadline = engine.engine.next_deadline
+        assert deadline is None or deadline > clock.now, "the worker's loop would spin"
+    finally:
+        engine.store.serve = serve
+    serve(engine)
+    engine.write_all()
+    assert len(engine.store.segments) == 2
+
+
+def test_what_memory_may_evict_is_written_while_the_engine_is_busy(engine: Engine) -> None:
+    """Without an idle moment, prefixes without a hit would be lost with the memory."""
+    store = engine.store
+    engine.write_all()
+    known = set(store.segments)
+    engine.submit("long", [9, 8, 7], max_tokens=700)
+    engine.run(until=lambda: engine.outcomes["long"].tokens)
+    for seed in (31, 32):
+        submit(engine, f"r{seed}", prompt_of(1300, seed))
+        engine.run(until=lambda rid=f"r{seed}": engine.outcomes[rid].over)
+    assert set(store.segments) == known, "the engine is busy, and has memory"
+
+    engine.engine._prefix_cache.evict(1)
+    for _ in range(100):
+        if engine.engine.has_work:
+            engine.step()
+    until(lambda: engine.step() or len(store.segments) > len(known))
+    assert not engine.outcomes["long"].over
+    assert len(set(store.segments) - known) == 1
