@@ -25,6 +25,7 @@ CASES = [
     ("qwen3", "dense at first"),
     ("gpt_oss", "plain"),
     ("gpt_oss", "bounded"),
+    ("gemma3_text", "plain"),
     ("baichuan_m1", "plain"),
     ("qwen3_next", "plain"),
     ("llama4", "plain"),

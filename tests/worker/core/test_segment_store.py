@@ -79,6 +79,39 @@ def test_memory_disk_and_prefill_each_give_a_part(store: Store, plain: Driver) -
     assert (use.hit_tokens, use.disk_tokens) == (1024, 2816 - 1024)
 
 
+def test_prompts_that_end_near_a_stored_end(store: Store, plain: Driver) -> None:
+    """A prompt's last token is decoded, so a prefix of the whole prompt is not used."""
+    prompt = prompt_of(1024, 1)
+    first = Engine(store)
+    first.alone(prompt[:850], max_tokens=2)
+    first.write_all()
+    assert [one.tokens for one in store.segments.values()] == [768]
+    second = Engine(store)
+    for length in (767, 768, 769, 768 + 63, 768 + 64, 768 + 65):
+        found = alone(second, prompt[:length])
+        assert found.cached == (768 if length > 768 else 0)
+        assert found == alone(plain, prompt[:length])
+
+
+def test_a_shorter_prefix_is_read_if_the_longer_one_is_damaged(store: Store, plain: Driver) -> None:
+    prompt = prompt_of(2000, 1)
+    first = Engine(store)
+    first.alone(prompt[:900], max_tokens=2)
+    first.write_all()
+    first.alone(prompt, max_tokens=2)
+    first.write_all()
+    base, leaf = sorted(store.segments.values(), key=lambda one: one.tokens)
+    assert leaf.base == base.key
+    path = segment_path(store.folder, leaf.key)
+    path.write_bytes(path.read_bytes()[:-100])
+
+    second = Engine(store)
+    found = second.alone(prompt, max_tokens=12, logprobs=2)
+    assert found.cached == base.tokens
+    assert found == alone(plain, prompt)
+    assert [one.key for one in store.damaged] == [leaf.key]
+
+
 def test_other_rows_decode_while_a_prefix_is_read(store: Store, plain: Driver) -> None:
     prompts = [prompt_of(1500 + 100 * number, number) for number in range(3)]
     first = Engine(store)
