@@ -13,8 +13,9 @@ is answered
 * killed: after ``kill -9`` of the daemon, likewise.
 
 Times are those to the first token, at the client, once the model is loaded. The times of loads and
-starts are reported beside them. Each answer has 16 greedy tokens with logprobs, which must be equal
-to the bit. `bench.ssd.engine` measures the parts of a read, and streams that decode meanwhile.
+starts are reported as well. All 16 greedy tokens of each answer and their logprobs must equal the
+cold ones to the bit. `bench.ssd.engine` measures the parts of a read, and streams that decode
+meanwhile.
 """
 
 from __future__ import annotations

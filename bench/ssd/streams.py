@@ -1,4 +1,4 @@
-"""How much streams are delayed while another request's prefix is read from disk."""
+"""The delay of streams while another request's prefix is read from disk."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ UNDISTURBED_STEPS = 150
 _SETTLE_STEPS = 40
 _MOST_TOKENS = 20_000
 """Limit of a stream, which is cancelled before."""
-_REST_TOKENS = 8
-"""Tokens of the prompt that follow its stored prefix and are prefilled."""
 
 
 def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]:
-    """Read a stored prompt ``rounds`` times beside seven streams; return the times between tokens.
+    """Read a stored prompt ``rounds`` times while seven streams decode; return their gaps.
 
-    ``prompt``: its prefix is on disk, except its last tokens. Gaps count from the request to its
-    first token, which includes the prefill of these last tokens, and until the prefix is read.
+    ``prompt``: its prefix is on disk, except its last tokens. A gap is the time between two tokens
+    of a stream. *Reading* counts those until the prefix is read, *during* also those until the
+    prompt's first token. The latter include the prefill of its last tokens, which a prefix in
+    memory needs as well.
     """
     room = worker.info.context_length - 64
     streams = [
@@ -51,17 +51,17 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
     for rid, _ in streams:
         worker.engine.cancel(rid)
     worker.run(lambda: all(answer.over for answer in rows))
-    undisturbed, disturbed = percentile(before, 99), percentile(during, 99)
+    undisturbed, disturbed = percentile(before, 99), percentile(reading, 99)
     return {
         "reads": len(seconds),
         "read_s": percentile(seconds, 50),
         "undisturbed_p50_s": percentile(before, 50),
         "undisturbed_p99_s": undisturbed,
-        "gaps": len(during),
-        "during_p50_s": percentile(during, 50),
-        "during_p99_s": disturbed,
+        "gaps": len(reading),
+        "reading_p50_s": percentile(reading, 50),
+        "reading_p99_s": disturbed,
+        "during_p99_s": percentile(during, 99),
         "during_max_s": max(during, default=0.0),
-        "reading_p99_s": percentile(reading, 99),
         "ratio": disturbed / undisturbed,
     }
 

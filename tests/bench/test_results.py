@@ -208,3 +208,17 @@ def test_prefill_on_a_gpu_takes_at_most_15_percent_more_time_than_mlx_lm(shape: 
     )
     assert seconds["kvd"] <= 1.15 * seconds["mlx-lm"]
     assert peak["kvd"] <= peak["mlx-lm"]
+
+
+def test_a_restored_chat_meets_its_bars() -> None:
+    found = result("ssd-linux-cpu")
+
+    assert all(bar["passed"] for bar in found["bars"])
+    assert {bar["what"].split(",")[0] for bar in found["bars"]} == {
+        "evicted", "restarted", "killed", "bytes beyond the pages",
+    }  # fmt: skip
+    medians = found["medians"]
+    for name in ("ram", "evicted", "restarted", "killed"):
+        assert medians[name]["cached_share"] >= 0.95
+        assert medians[name]["ttft_s"] <= 0.1 * medians["cold_s"]
+        assert f"{medians[name]['ttft_s']:.2f} s" in page("performance")
