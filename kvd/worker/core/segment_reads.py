@@ -116,6 +116,7 @@ class SegmentReads:
             # The check comes before each record: the row of a request that ended is free.
             while self._is_wanted(read):
                 if problem := self._problem(read):
+                    self._note_rate(read)
                     self._give_up(read, problem)
                     return
                 if not read.reading.started:
@@ -152,7 +153,6 @@ class SegmentReads:
     def _give_up(self, read: _Read, problem: str, *, retries: bool = False) -> None:
         """Begin the prompt again; ``retries``: with segments, if there are others."""
         _log.warning("a stored prefix is not used: %s", problem)
-        self._note_rate(read)
         read.request.tracked.reads_store = retries
         read.reader.forget()
         self._batch.start_over(read.request)
