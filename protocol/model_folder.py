@@ -154,7 +154,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     """Return the tokens of the model's context, at most `MAX_INT`; None if they are not given."""
     sections = (config, config.get("text_config") or {})
     values = (section.get(key) for key in _CONTEXT_KEYS for section in sections)
-    found = (value for value in values if isinstance(value, int) and value > 0)
+    found = (value for value in values if type(value) is int and value > 0)  # `true` is no number
     return next((min(value, MAX_INT) for value in found), None)
 
 

@@ -242,6 +242,7 @@ class Campaign(RuleBasedStateMachine):
         on_disk = b"" if durable is None else durable.durable
         self.disk.lose_power()
         after = self.disk.content()
+        self.largest = max(self.largest, len(after))  # zeros may follow the last record
         for request in self.requests.values():
             request.may_return = request.may_return or request.dropped
             for one in request.records:

@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from actors.status import KnownModel
 from protocol import messages
-from protocol.framing import LineDecoder, decode_event
+from protocol.framing import LineDecoder, decode_event, encode_line
 from protocol.messages import Event, Request, is_last
 from protocol.session import OPS, ServerSession
 from tests.fuzz.mutations import edited_bytes, edited_json, edited_lines, either
@@ -69,16 +69,26 @@ class Hostile:
         for start in range(0, len(data), _PIECE):
             self._connection.receive(data[start : start + _PIECE])
 
+    def cancel_all(self) -> None:
+        """Cancel what has not ended: a request may ask for more tokens than fit in the time."""
+        ended = {event.id for event in self.events if is_last(event)}
+        for number, target in enumerate({event.id for event in self.events} - ended):
+            if not self.closed:
+                self.send(encode_line(messages.Cancel(id=f"fuzzer {number}", target=target)))
+
     def disconnect(self) -> None:
         self._connection.closed()
 
 
 async def _check(data: bytes) -> None:
     known = {"lazy": KnownModel("fake:lazy", listed=True)}
+    data += b"\n"
     async with world(known=known, budget=500) as it:
         hostile = Hostile(it)
         hostile.send(data)
         await loop.asyncio.sleep(600)
+        hostile.cancel_all()
+        await loop.asyncio.sleep(10)
         if not it.system.finished.done():
             assert (await it.client().ask(messages.Hello)).pid == 1
             it.check()
