@@ -140,6 +140,8 @@ class DiskJournal:
         kept = self._kept.get(record.rid)
         if kept is None:
             return False
+        # A worker may report more on a request whose choices have all ended: it has not expired.
+        self._ended.pop(record.rid, None)
         if not ends_request(record.report):
             return self._append_report(record, kept)
         now = self._clock()

@@ -303,6 +303,24 @@ def test_an_ended_request_expires_also_if_its_last_report_is_missing(
     assert read(tmp_path, clock).keys() == {"b"}
 
 
+@pytest.mark.parametrize(
+    "late", [end("a"), ReportReceived("a", RowAccepted(rid="a", prompt_tokens=9))]
+)
+def test_a_request_that_a_worker_still_reports_on_does_not_expire(
+    tmp_path: Path, late: ReportReceived
+) -> None:
+    """Its worker died after the last choice ended, and the next one took long to load."""
+    clock = Clock()
+    subject = opened(tmp_path, clock)
+    for record in (ask("a", n=2), end_of_choices("a")):
+        assert subject.write(record)
+    clock.now += 601.0
+    assert subject.write(late)
+    assert subject.write(end("a"))
+    subject.close()
+    assert read(tmp_path, clock).keys() == {"a"}
+
+
 class Unconfirmed(Future[None]):
     """What the disk has not confirmed. Waiting for it would block the event loop."""
 

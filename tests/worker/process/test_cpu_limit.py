@@ -28,6 +28,28 @@ def test_a_call_that_computes_for_too_long_is_ended():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+class Finalized:
+    """Computes for 0.1 s in its finalizer, in which Python drops exceptions."""
+
+    def __del__(self):
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_call_is_ended_although_a_finalizer_dropped_the_first_attempt():
+    def compute():
+        Finalized()
+        end = time.thread_time() + 5.0
+        while time.thread_time() < end:
+            pass
+
+    with pytest.raises(TimeoutError):
+        limit_cpu(0.05, compute)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 def test_time_without_a_processor_does_not_count():
     def wait():
         threading.Event().wait(0.15)
