@@ -281,7 +281,9 @@ class SegmentStore:
         if isinstance(result, Failed):
             reason = offer.problem or result.reason
             self._refuse(offer)
-            self._batch.reports.append(SegmentAbandoned(key=offer.segment.key, reason=reason))
+            self._batch.reports.append(
+                SegmentAbandoned(key=offer.segment.key, reason=reason, nbytes=result.nbytes)
+            )
             return
         segment = replace(offer.segment, nbytes=result.nbytes)
         self._offer = None

@@ -29,6 +29,8 @@ _NO_THREAD = "no thread can be started"
 class OpenFile(Protocol):
     """A `protocol.record_file.RecordWriter`; tests replace it by a disk that hangs."""
 
+    @property
+    def nbytes(self) -> int: ...
     def add(self, record: bytes | memoryview) -> None: ...
     def finish(self) -> int: ...
     def abort(self) -> None: ...
@@ -51,6 +53,8 @@ class Failed:
     reason: str
     key: bytes | None = None
     """Segment whose file is missing or damaged; None: the file may be good."""
+    nbytes: int = 0
+    """Bytes written before."""
 
 
 class BackgroundWriter:
@@ -68,6 +72,8 @@ class BackgroundWriter:
         """Bytes of the record that `put` has refused."""
         self._over = False
         """Whether no further record is needed."""
+        self._nbytes = 0
+        """Bytes of a file that is not complete."""
         self._thread = _start(self._run, "segment-writer")
         if self._thread is None:
             self._result = Failed(_NO_THREAD)
@@ -100,16 +106,11 @@ class BackgroundWriter:
         self._over = True
         self._staging.close()
 
-    def wait(self, seconds: float) -> None:
-        """Wait at most so long for the result."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
     def _run(self) -> None:
         try:
             result = self._write()
         except BaseException as error:  # noqa: BLE001 - the engine waits for a result
-            result = Failed(_reason(error))
+            result = Failed(_reason(error), nbytes=self._nbytes)
         self._result = result
         self._staging.close()
 
@@ -123,11 +124,12 @@ class BackgroundWriter:
                 file.add(record)
                 seconds += time.monotonic() - start
             if self._staging.closed:
-                return Failed(_CLOSED)
+                return Failed(_CLOSED, nbytes=file.nbytes)
             start = time.monotonic()
             nbytes = file.finish()
             return Written(nbytes, seconds + time.monotonic() - start)
         finally:
+            self._nbytes = file.nbytes
             file.abort()  # does nothing if the file is complete
 
 
@@ -171,7 +173,6 @@ class BackgroundReader:
         self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(staging_bytes)
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
-        self._skipped: set[bytes] = set()
         self._thread = _start(self._run, "segment-reader")
         if self._thread is None:
             self._last = Failed(_NO_THREAD)
@@ -187,13 +188,9 @@ class BackgroundReader:
                 return NOT_YET
             if not isinstance(item, SegmentRecord):
                 self._last = item
-            elif item.key not in self._skipped:
+            else:
                 return item
         return self._last
-
-    def skip(self, key: bytes) -> None:
-        """Return no further record of a segment; those not yet read are not read."""
-        self._skipped.add(key)
 
     @property
     def ready(self) -> bool:
@@ -207,11 +204,6 @@ class BackgroundReader:
     def working(self) -> bool:
         """Whether the thread has not ended, even if the reader is closed."""
         return self._thread is not None and self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        """Wait at most so long until `next_record` returns something other than `NOT_YET`."""
-        if self._last is None:
-            self._staging.wait(seconds)
 
     def close(self) -> None:
         """Drop what is staged. The thread ends once its present I/O does."""
@@ -229,10 +221,10 @@ class BackgroundReader:
         self._staging.offer(last, 0)
 
     def _read(self, key: bytes) -> None:
-        if self._staging.closed or key in self._skipped:
+        if self._staging.closed:
             return
         with self._open(segment_path(self._folder, key)) as records:
-            while self._staging.wait_for_room(records.next_nbytes) and key not in self._skipped:
+            while self._staging.wait_for_room(records.next_nbytes):
                 content = next(records, None)
                 if content is None:
                     return

@@ -58,11 +58,6 @@ class Staging(Generic[T]):
             self._changed.wait_for(lambda: self._closed or self._items)
             return self._take()
 
-    def wait(self, seconds: float) -> None:
-        """Wait at most so long for an item."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._items, seconds)
-
     @property
     def closed(self) -> bool:
         return self._closed

@@ -98,7 +98,7 @@ class Engine(Driver):
 
     def wait_for_disk(self) -> None:
         """Wait a moment for the thread that writes."""
-        self.engine._segments._offer.writer.wait(0.001)
+        time.sleep(0.001)
 
 
 def alone(driver: Driver, prompt: list[int], **more) -> Outcome:

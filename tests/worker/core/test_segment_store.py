@@ -158,7 +158,7 @@ def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -
             case "longer":
                 path.write_bytes(content + content[-48:])
             case "index":  # its file in the daemon has no checksums
-                wrong = replace(segment, tokens=segment.tokens - 256)
+                wrong = replace(segment, nbytes=segment.nbytes - 256)
                 store.segments[segment.key] = wrong
             case "other":
                 *_, other = (one for one in store.segments if one != segment.key)

@@ -141,6 +141,25 @@ def test_what_is_written_is_worth_it_and_has_a_complete_base(
     assert scores == sorted(scores, reverse=True)
 
 
+def test_a_search_computes_keys_only_where_a_segment_may_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs between two decode steps. 64 checkpoints of 32K tokens have 8192 names."""
+    index = SegmentIndex(bytes(16), C)
+    checkpoints = [
+        Checkpoint(path_of(range(seed, seed + 129 * C), "", C), 512 * C, 1, [], None)
+        for seed in range(64)
+    ]
+    other = SegmentInfo(key=bytes(16), tokens=60 * C, nbytes=1)
+    gone = SegmentInfo(key=bytes([1] * 16), tokens=61 * C, nbytes=1)
+    index.change([other, gone], [])
+    index.change([], [gone.key])
+    keys, plain = [], index.key
+    monkeypatch.setattr(index, "key", lambda name: keys.append(name) or plain(name))
+    assert len(list(index.to_write(checkpoints, 1.0))) == 64
+    assert len(keys) == 2 * 64
+
+
 def test_keys_differ_by_space_secret_and_prompt() -> None:
     spaces = [
         SegmentIndex(bytes([one]) * 16, C, secret) for one in (0, 1) for secret in (b"", b"s")

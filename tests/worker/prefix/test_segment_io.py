@@ -70,7 +70,7 @@ def write(folder: Path, key: bytes, content: list[bytes], staging: int = 8192) -
     for record in content:
         until(partial(writer.put, record))
     writer.end()
-    writer.wait(PATIENCE_S)
+    until(writer.poll)
     result = writer.poll()
     assert result is not None
     return result
@@ -83,7 +83,7 @@ def read(reader: BackgroundReader) -> tuple[list[tuple[bytes, bytes]], object]:
         if isinstance(item, SegmentRecord):
             found.append((item.key, bytes(item.content)))
         else:
-            reader.wait(PATIENCE_S)
+            until(lambda: reader.ready)
     assert reader.next_record() is item, "the end is final"
     return found, item
 
@@ -136,6 +136,10 @@ class SlowFile:
         if operation in self._slow.split():
             self._gate.pass_through()
 
+    @property
+    def nbytes(self) -> int:
+        return self._file.nbytes
+
     def add(self, record: bytes | memoryview) -> None:
         self._pass("add")
         self._file.add(record)
@@ -162,7 +166,7 @@ def test_a_full_staging_refuses_records_and_delays_nobody(tmp_path: Path) -> Non
     assert writer.poll() is None
     assert time.monotonic() - start < AT_ONCE_S
     gate.open.set()
-    writer.wait(PATIENCE_S)
+    until(writer.poll)
     assert isinstance(writer.poll(), Written)
     found = [
         bytes(one) for one in segment_file.read_records(segment_path(tmp_path, KEYS[0]), PLAIN)
@@ -186,13 +190,14 @@ def test_a_writer_can_be_closed_while_the_disk_hangs(slow: str, tmp_path: Path) 
     assert writer.put(b"b" * 2000), "a closed writer drops records"
     assert time.monotonic() - start < AT_ONCE_S
     gate.open.set()
-    writer.wait(PATIENCE_S)
+    until(writer.poll)
     files = [one for one in tmp_path.rglob("*") if one.is_file()]
     if slow == "finish":  # it was complete
         assert isinstance(writer.poll(), Written)
         assert files == [segment_path(tmp_path, KEYS[0])]
     else:
-        assert writer.poll() == Failed("closed by the engine")
+        assert isinstance(result := writer.poll(), Failed)
+        assert (result.reason, result.nbytes > 500) == ("closed by the engine", slow == "add")
         assert files == []
     assert gate.passed == 1, "what was staged is not written"
 
@@ -209,9 +214,9 @@ def test_a_writer_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         if rng.random() < 0.7:
             writer.end()
         if rng.random() < 0.5:
-            writer.wait(0.002)
+            time.sleep(0.002)
         writer.close()
-        writer.wait(PATIENCE_S)
+        until(writer.poll)
         result = writer.poll()
         results.add(type(result))
         path = segment_path(tmp_path, key)
@@ -234,9 +239,29 @@ def test_a_failing_disk_is_a_result(
     (tmp_path / "01").mkdir()
     monkeypatch.setattr(os, name, fail)
     result = write(tmp_path, KEYS[0], records(1))
-    assert result == Failed(os.strerror(error))
+    assert isinstance(result, Failed)
+    assert result.reason == os.strerror(error)
     monkeypatch.undo()
     assert list((tmp_path / "01").iterdir()) == []
+
+
+def test_a_failed_write_reports_the_bytes_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon counts them as written: they wear the disk."""
+    plain, written = os.write, 0
+
+    def write_some(fd: int, data: memoryview) -> int:
+        nonlocal written
+        if written > 60_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += (count := plain(fd, data))
+        return count
+
+    monkeypatch.setattr(os, "write", write_some)
+    result = write(tmp_path, KEYS[0], [bytes(5000)] * 40)
+    monkeypatch.undo()
+    assert result == Failed(os.strerror(errno.ENOSPC), nbytes=written)
 
 
 def test_an_unexpected_error_is_a_result_too(tmp_path: Path) -> None:
@@ -244,7 +269,7 @@ def test_an_unexpected_error_is_a_result_too(tmp_path: Path) -> None:
         raise MemoryError("no memory")
 
     writer = BackgroundWriter(create)
-    writer.wait(PATIENCE_S)
+    until(writer.poll)
     assert writer.poll() == Failed("MemoryError('no memory')")
 
 
@@ -258,7 +283,6 @@ def test_without_a_thread_nothing_is_written_or_read(
     writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(KEYS[0]), PLAIN))
     assert writer.poll() == Failed("no thread can be started")
     writer.close()
-    writer.wait(1.0)
     reader = BackgroundReader(tmp_path, KEYS, open_plain)
     assert reader.next_record() == Failed("no thread can be started")
     reader.close()
@@ -293,7 +317,7 @@ def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
         if isinstance(item, SegmentRecord):
             contents.append(bytes(item.content))
         else:
-            reader.wait(PATIENCE_S)
+            until(lambda: reader.ready)
     assert [content[:1] for content in contents] == [b"a", b"b", b"c", b"d", b"e"]
     assert max(count for count in held if count != 2000) <= 1000
     assert 2000 in held, "a larger record is staged alone"
@@ -337,52 +361,7 @@ def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         reader = BackgroundReader(tmp_path, KEYS, open_plain, 4096)
         for _ in range(turn):
             if reader.next_record() is NOT_YET:
-                reader.wait(PATIENCE_S)
+                until(partial(getattr, reader, "ready"))
         reader.close()
         until(lambda: not threads("segment-reader"))
     assert len(list(Path("/dev/fd").iterdir())) == opened
-
-
-def test_skipped_segments_are_not_read_to_their_end(tmp_path: Path) -> None:
-    for number, key in enumerate(KEYS):
-        write(tmp_path, key, records(number))
-    read_records: list[str] = []
-
-    class Counting(RecordReader):
-        def __next__(self) -> memoryview:
-            read_records.append(self._path.stem)
-            return super().__next__()
-
-    def count(path: Path) -> RecordReader:
-        reader = Counting(path, PLAIN)
-        next(reader)  # the header
-        return reader
-
-    reader = BackgroundReader(tmp_path, KEYS, count, 1)
-    reader.skip(KEYS[1])
-    found = []
-    while (item := reader.next_record()) is not END:
-        assert not isinstance(item, Failed)
-        if item is NOT_YET:
-            reader.wait(PATIENCE_S)
-        else:
-            found.append((item.key, bytes(item.content)))
-            if item.key != KEYS[3] and len(found) % 5 == 0:
-                reader.skip(item.key)
-    assert [key for key, _ in found] == [KEYS[0]] * 5 + [KEYS[2]] * 5 + [KEYS[3]] * 40
-    assert [content for _, content in found] == records(0)[:5] + records(2)[:5] + records(3)
-    assert read_records.count(KEYS[0].hex()) < 12
-    assert read_records.count(KEYS[1].hex()) == 0
-
-
-def test_staged_records_of_a_skipped_segment_are_dropped(tmp_path: Path) -> None:
-    for number, key in enumerate(KEYS[:2]):
-        write(tmp_path, key, records(number))
-    reader = BackgroundReader(tmp_path, KEYS[:2], open_plain)
-    until(lambda: not threads("segment-reader"))  # everything is staged
-    assert isinstance(first := reader.next_record(), SegmentRecord)
-    assert first.key == KEYS[0]
-    reader.skip(KEYS[0])
-    found, end = read(reader)
-    assert end is END
-    assert [key for key, _ in found] == [KEYS[1]] * 40
