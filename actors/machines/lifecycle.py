@@ -203,7 +203,9 @@ def _cancel_restart(
 
 def _halt_stopping(m: Lifecycle, state: ev.Stopping, e: ev.Halt, now: float) -> Commands:
     sooner = min(state.deadline, now + m.timeouts.halted_s)
-    return _cancel_restart(m, replace(state, deadline=sooner), e, now)
+    _cancel_restart(m, replace(state, deadline=sooner), e, now)
+    writes = state.escalation == "asked" and state.pid is not None
+    return [ev.SendStop()] if writes else []  # ends the writes of prefixes
 
 
 def _stop_at_once(m: Lifecycle, *_: object) -> Commands:

@@ -154,7 +154,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
     },
     "Stopping": {
         "drain": "Stopping",
-        "halt": "Stopping",
+        "halt": "Stopping SendStop",
         "spawned": "Stopping Kill",
         "spawn failed": "Stopped ReleaseMemory",
         "up": "Stopping",
@@ -193,8 +193,9 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "tick": "Failed",
     },
 }
-EXPECTED["Stopping+no pid"] = EXPECTED["Stopping"] | {"fault": "Stopping"}
+EXPECTED["Stopping+no pid"] = EXPECTED["Stopping"] | {"halt": "Stopping", "fault": "Stopping"}
 EXPECTED["Stopping+restart"] = EXPECTED["Stopping"] | {
+    "halt": "Stopping",
     "spawn failed": "Backoff ReleaseMemory",
     "exit": "Backoff ReleaseMemory",
     "kill": "Backoff ReleaseMemory",

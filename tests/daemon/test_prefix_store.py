@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import shutil
 import sqlite3
 import stat
@@ -21,6 +22,7 @@ from actors.machines.prefix_store import PrefixStore
 from actors.machines.segment_index import Segment
 from kvd.daemon.prefix_store.disk import StoreDisk
 from kvd.daemon.prefix_store.folder import SegmentFolder
+from kvd.daemon.prefix_store.index_file import IndexFile
 from kvd.daemon.prefix_store.thread import DiskThread
 from protocol import worker as wire
 from protocol.key_file import create_key
@@ -275,6 +277,25 @@ def test_a_database_of_another_program_is_set_aside(tmp_path):
     _, found = opened(root)
     assert list(found.index.segments) == [key(1)]
     assert (root / "index.damaged").exists()
+
+
+def test_an_index_is_not_damaged_if_the_process_has_too_many_open_files(tmp_path):
+    path = tmp_path / "index.sqlite"
+    index = IndexFile(path)
+    index.add_model(b"s", "m")
+    index.close()
+    next_fd = os.open(os.devnull, os.O_RDONLY)
+    os.close(next_fd)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + 1, hard))
+    try:
+        with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+            IndexFile(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    index = IndexFile(path)
+    assert index.models() == {b"s": ["m"]}
+    index.close()
 
 
 def test_segments_of_another_key_are_deleted_and_uses_are_kept_with_the_same(tmp_path):

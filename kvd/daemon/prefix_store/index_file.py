@@ -54,7 +54,10 @@ class IndexFile:
         try:
             self._database = self._open()
         except sqlite3.Error as error:
-            if path is None or error.sqlite_errorcode & 0xFF in _NOT_DAMAGED:
+            code = error.sqlite_errorcode & 0xFF
+            # It also means that the process has too many open files.
+            cannot_open = code == sqlite3.SQLITE_CANTOPEN and path is not None and path.is_file()
+            if path is None or code in _NOT_DAMAGED or cannot_open:
                 raise
             _set_aside(path, str(error))
             self._database = self._open()
