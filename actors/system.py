@@ -47,6 +47,9 @@ from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
 
+PREFIX_PARTS = 4
+"""The prefix cache of a model may take one of so many parts of the budget, unless it is set."""
+
 
 class SystemFault(Exception):
     """A core actor could not be restarted: the daemon must exit with a non-zero status."""
@@ -391,6 +394,7 @@ class System:
             source=known.source,
             kv=known.kv,
             max_context=known.policy.max_context,
+            prefix_bytes=self._governor.machine.ledger.budget_bytes // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,

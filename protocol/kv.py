@@ -43,8 +43,8 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens that a row attends to: the first ``keep`` and the newest; absent: all."""
     keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
     """First tokens of a row that ``max_kv_size`` includes; must leave 128 for the newest tokens."""
-    prefix_cache: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 256 * 1024 * 1024
-    """Bytes of the budget for the prefix cache; 0 disables it."""
+    prefix_cache: Annotated[int, Meta(ge=0, le=MAX_BYTES)] | None = None
+    """Bytes of the budget for the prefix cache; 0 disables it; absent: a quarter of the budget."""
     prefix_every: Annotated[int, Meta(ge=0, le=MAX_INT)] = 1024
     """Tokens between checkpoints of a prompt in the prefix cache; 0: only at its end."""
 

@@ -54,6 +54,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
+    prefix_bytes: int = 256 * 1024 * 1024
+    """Bytes for the prefix cache if ``kv`` does not set them."""
     swap_folder: str | None = None
     """Folder for this worker's preempted rows, emptied at load; absent: no swapping."""
     swap_bytes: int = 0

@@ -39,7 +39,8 @@ class MemorySample(msgspec.Struct, frozen=True):
     rows: int
     """Part of `room` that rows hold, without spare memory and unused prefixes."""
     measured: int
-    """Use of all workers, as measured by the system or the accelerator; 0: not known."""
+    """Use of all workers, as measured by the system or the accelerator, without unused prefixes;
+    0: not known."""
     budget: int
     waits: bool = False
     """A loaded model's request has waited so long that methods without a cost cannot serve it, or

@@ -27,7 +27,7 @@ def page(value: ModelStatus) -> RenderableType:
     lines.append(("memory", _memory(value.stats.memory, value.granted_bytes)))
     lines.append(("rows", _rows(value)))
     lines.append(("pages", _pages(value)))
-    if value.kv.prefix_cache and info:
+    if value.kv.prefix_cache != 0 and info:
         lines.append(("prompts", _prompts(value.stats.prefix)))
     head = Text.assemble((value.name, "bold"), "  ", status_page.state(value))
     if value.worker_pid:
@@ -73,7 +73,9 @@ def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
     if kv.max_kv_size is not None:
         first = f", including the first {kv.keep}" if kv.keep else ""
         parts.append(f"at most {kv.max_kv_size} tokens{first}")
-    if kv.prefix_cache:
+    if kv.prefix_cache is None:
+        parts.append("prefix cache up to a quarter of the budget")
+    elif kv.prefix_cache:
         parts.append(f"prefix cache up to {format_bytes(kv.prefix_cache)}")
     return "; ".join(parts)
 

@@ -154,7 +154,7 @@ _KV_OPTIONS = {
     "prefix_cache": _KVOption(
         "--prefix-cache",
         "SIZE",
-        "Memory for snapshots of prompts; 0 turns the prefix cache off (default: 256MiB).",
+        "Memory for snapshots of prompts; 0: no prefix cache (default: a quarter of the budget).",
     ),
     "prefix_every": _KVOption(
         "--prefix-every",

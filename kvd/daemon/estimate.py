@@ -107,7 +107,7 @@ def _estimate(
     schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
-    row = tail + (-(-tail // 2) if kv.prefix_cache else 0)  # with its first checkpoint
+    row = tail + (-(-tail // 2) if kv.prefix_cache != 0 else 0)  # with its first checkpoint
     layers = sum(kind.layers for kind in kinds)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):

@@ -44,6 +44,15 @@ def test_new_rows_start_lower_while_memory_is_tight_and_at_level_0_afterwards():
     assert StartLevel("a", 0) in sim.wait(3)
 
 
+def test_prefixes_that_no_row_uses_do_not_make_memory_tight():
+    """They are freed before anything else, so no row has to start at a lower level."""
+    sim = Simulation(a=9900)
+    for prefixes, tight in ((3000, False), (100, True)):
+        sim.reclaimable("a", rows=2, levels=(10,), base=900, spare=2000, prefixes=prefixes)
+        sim.apply(MemoryMeasured({"a": 9800}))
+        assert sim.governor.gauge.tight == tight
+
+
 def test_growth_is_extrapolated():
     sim = Simulation(a=5000)
     for total in range(5000, 9000, 200):

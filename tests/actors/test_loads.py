@@ -250,3 +250,10 @@ async def test_memory_is_released_only_after_the_exit():
         assert w.system.status().granted_bytes == 600
         assert (await client.end(unload)).freed_bytes == 600
         assert (await client.end(load)).model.granted_bytes == 600
+
+
+@simulated
+async def test_the_prefix_cache_may_take_a_quarter_of_the_budget():
+    async with world(load=("a",), budget=1000) as w:
+        command = next(it for it in w.spawn.last("a").commands if isinstance(it, LoadModel))
+        assert command.prefix_bytes == 250

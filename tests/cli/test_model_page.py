@@ -68,7 +68,7 @@ def test_all_kv_settings_are_shown():
     assert (
         "k8v8, may step down to k8v4, k4v4; layer 0 not below k16v16; layer -1 not below k8v8; "
         "dense until 512 tokens; at most 8192 tokens, including the first 4; "
-        "prefix cache up to 256 MiB"
+        "prefix cache up to a quarter of the budget"
     ) in text
     lowest = msgspec.structs.replace(
         MODEL, kv=KVSpec(4, 4, max_kv_size=512, keep=0, prefix_cache=0)

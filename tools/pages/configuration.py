@@ -135,6 +135,7 @@ FILLED = {
     "idle_ttl_s": "900",
     "max_context": "16384",
     "max_kv_size": "8192",
+    "prefix_cache": "4294967296",
     "group_size": "64",
     "value_group_size": "64",
     "port": "11711",

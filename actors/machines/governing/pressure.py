@@ -54,7 +54,8 @@ def _sample(m: GovernorState, now: float) -> MemorySample:
     )
     waits = waits or m.available_bytes < -(ledger.budget_bytes // MIN_RECLAIM_PARTS)
     room = max(0, ledger.budget_bytes - base)
-    return MemorySample(room, rows, m.measured, ledger.budget_bytes, waits)
+    measured = max(0, m.measured - sum(it.reclaimable.prefixes for it in accounts))
+    return MemorySample(room, rows, measured, ledger.budget_bytes, waits)
 
 
 def _row_bytes(m: GovernorState, account: ModelAccount) -> int:

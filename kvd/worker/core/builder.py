@@ -89,9 +89,10 @@ def _limit_template(render: Callable[[], str]) -> str:
 
 def make_prefix_cache(command: LoadModel, cache: Any) -> PrefixCache:
     kv = command.kv
-    if not isinstance(cache, ModelCache) or not kv.prefix_cache:
+    cap_bytes = command.prefix_bytes if kv.prefix_cache is None else kv.prefix_cache
+    if not isinstance(cache, ModelCache) or not cap_bytes:
         return PrefixCache(None)
-    tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+    tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, cap_bytes)
     return PrefixCache(tree, cache.costs.checkpoint_bytes, cache.costs.checkpoint_charge)
 
 

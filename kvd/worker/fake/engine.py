@@ -73,7 +73,8 @@ class FakeEngine:
         )
         self._admission = Admission(self._scheduler, budget, row_pages=0, idle_pages=model.pages)
         self._pages = FakePages(model.page_bytes)
-        tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+        cap_bytes = command.prefix_bytes if kv.prefix_cache is None else kv.prefix_cache
+        tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, cap_bytes)
         self._prefix_cache = PrefixCache(tree)
         where: wire.PreemptionMode = "disk" if command.swap_folder else "recompute"
         self._reclaiming = FakeReclaiming(
