@@ -10,7 +10,7 @@ from protocol.record_file import sync_folder
 from protocol.segments import PART_SUFFIX
 
 KEY_BYTES = 32
-"""Size of a key that kvd creates, and the least of others."""
+"""Size of a key that kvd creates, and the minimum size of any other key."""
 _MAX_BYTES = 4096
 
 

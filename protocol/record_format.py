@@ -58,7 +58,7 @@ class RecordFormat(Protocol):
         """Return the start of a new file, and its format."""
 
     def open(self, start: bytes) -> FileFormat | None:
-        """Return the format of a file with this start; None: it is another one."""
+        """Return the format of a file with this start; None: the file has another format."""
 
 
 class _Checksums:

@@ -212,7 +212,7 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int = 0
     """Tokens that were found, and not prefilled again."""
     disk_tokens: int = 0
-    """Tokens that were read from the prefix store. All others were prefilled."""
+    """Tokens that were read from the prefix store. Those in neither count were prefilled."""
     checkpoints: int = 0
     """Checkpoints in the cache now."""
     held: int = 0

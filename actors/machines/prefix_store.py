@@ -63,7 +63,7 @@ class PrefixStore:
         self.evicted = 0
         """Segments evicted since the start."""
         self._drops: dict[int, _Drop] = {}
-        """By ticket."""
+        """Drops that are carried out, by ticket."""
         self._held: list[ev.Event] = []
         """Events that wait until the store is open."""
         self._checked_at = 0.0

@@ -13,7 +13,7 @@ from actors.machines.reclaim_order import MemoryView, Method, ReclaimAction, Sho
 
 
 def plan(shortfall: Shortfall, missing: int, view: MemoryView) -> list[ReclaimAction]:
-    """Return what frees ``missing`` bytes, in the order of use; everything possible if it is less.
+    """Return what frees ``missing`` bytes, in the order of use; all actions if they free less.
 
     Includes models that are busy with another `Reclaim`, and no method that gave nothing recently.
     """
