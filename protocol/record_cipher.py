@@ -48,7 +48,7 @@ class RecordCipher:
         return cls(os.urandom(_KEY_BYTES))
 
     def derive(self, purpose: bytes, salt: bytes | None = None) -> bytes:
-        """Return 32 bytes for one purpose. They reveal neither the key nor the bytes of another one."""
+        """Return 32 bytes for one purpose. They reveal nothing about the key or other purposes."""
         return HKDF(SHA256(), _KEY_BYTES, salt, b"kvd " + purpose).derive(self._key)
 
     def create(self) -> tuple[bytes, FileFormat]:
