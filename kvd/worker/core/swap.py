@@ -85,8 +85,12 @@ class SwapFolder:
             self.delete(path)
 
     def delete(self, path: Path) -> None:
+        """Delete a file; one that the disk does not delete stays until the next start."""
         self._sizes.pop(path, None)
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("cannot delete a swapped row: %s", error)
 
 
 class Transfers:

@@ -429,6 +429,14 @@ def test_files_of_an_earlier_process_are_deleted(tmp_path: Path) -> None:
     assert not swap.SwapFolder.open(str(tmp_path / "file"), 100, PLAIN).has_room(1)
 
 
+def test_a_disk_that_does_not_delete_ends_no_worker(tmp_path: Path) -> None:
+    folder = swap.SwapFolder.open(str(tmp_path), 1000, PLAIN)
+    path = folder.create("a", 100).path
+    path.mkdir()  # `unlink` fails, as on a disk that became read-only
+    folder.delete(path)
+    assert folder.held_bytes == 0
+
+
 @pytest.mark.parametrize(
     "kv",
     [
