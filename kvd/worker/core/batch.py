@@ -409,6 +409,7 @@ class Batch:
     def start_over(self, request: Request) -> None:
         """Record that a request has no rows: prefill its prompt again, then feed its tokens."""
         request.begun = False
+        request.tracked.trusted = False  # its new checkpoints were not checked
         for completion in request.completions:
             completion.launched = 0
             completion.known = len(completion.tokens)

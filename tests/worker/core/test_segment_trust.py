@@ -77,3 +77,18 @@ def test_a_prefix_is_written_only_after_good_logits(store: Store) -> None:
     engine.alone([*prompt_of(2000, 1), 5], max_tokens=1)
     engine.write_all()
     assert len(store.segments) > 1
+
+
+def test_checkpoints_that_a_recomputed_request_leaves_again_are_written(store: Store) -> None:
+    engine = Engine(store)
+    engine.submit("r", prompt_of(2000, 1), max_tokens=40)
+    engine.run(until=lambda: len(engine.outcomes["r"].tokens) > 2)
+    engine.preempt("r")
+    batch = engine.engine._batch
+    batch.move_out(batch.requests["r"], None)
+    engine.engine._prefix_cache.evict(1 << 40)
+    assert not len(engine.engine._prefix_cache.tree)
+    engine.requeue("r")
+    engine.run()
+    engine.write_all()
+    assert store.segments
