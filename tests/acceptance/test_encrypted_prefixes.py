@@ -4,7 +4,6 @@ processes reveals prompts or the key."""
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import stat
 import sys
@@ -12,12 +11,12 @@ import tempfile
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvd.client import Client
 from kvd.host.home import Home
+from protocol.segments import PrefixStoreStatus
 from tests.process.helpers import Daemon, wait_for
 
 WORDS = "The amber falcon carries 4821 letters over the quiet harbour of Ystad. "
@@ -47,12 +46,12 @@ def daemon() -> Iterator[Daemon]:
 def started(daemon: Daemon) -> None:
     daemon.start()
     wait_for("demo is ready", lambda: daemon.model("demo").state == "ready", 120)
-    wait_for("the store is open", lambda: store(daemon)["state"] == "on")
+    wait_for("the store is open", lambda: store(daemon).state == "on")
 
 
-def store(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(daemon.kvctl("cache", "--json").stdout)["store"]
-    return found
+def store(daemon: Daemon) -> PrefixStoreStatus:
+    with daemon.client() as client:
+        return client.cache().store
 
 
 def answer(client: Client, prompt: str) -> tuple[str, int, int]:
@@ -76,14 +75,14 @@ def process_data(pid: int) -> bytes:
 @pytest.mark.process
 @pytest.mark.slow
 def test_encrypted_prefixes_survive_a_kill_and_reveal_nothing(daemon: Daemon) -> None:
-    prompt = "".join(f"{number}. {WORDS}" for number in range(220))
+    prompt = "".join(f"{number}. {WORDS}" for number in range(120))
     started(daemon)
-    assert store(daemon)["encrypted"]
+    assert store(daemon).encrypted
     with daemon.client() as client:
         tokens = client.tokenize("demo", prompt).tokens
         cold = answer(client, prompt)
     assert cold[1:] == (len(tokens), 0)
-    wait_for("the prefix is stored", lambda: store(daemon)["segments"] == 1, 60)
+    wait_for("the prefix is stored", lambda: store(daemon).segments == 1, 60)
     key = daemon.home.key_file.read_bytes()
     assert stat.S_IMODE(daemon.home.key_file.stat().st_mode) == 0o600
     keys = [key, key.hex().encode(), base64.b64encode(key)]
@@ -114,9 +113,9 @@ def test_encrypted_prefixes_survive_a_kill_and_reveal_nothing(daemon: Daemon) ->
 
     daemon.home.key_file.unlink()
     started(daemon)
-    assert store(daemon)["segments"] == 0
+    assert store(daemon).segments == 0
     assert not segment.exists()
-    assert store(daemon)["fault"] is None
+    assert store(daemon).fault is None
     with daemon.client() as client:
         assert answer(client, prompt) == cold
     assert daemon.home.key_file.read_bytes() != key

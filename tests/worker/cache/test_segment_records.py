@@ -33,6 +33,9 @@ CASES = [
 ]
 ENDS = (128, 320, 704)
 PROMPT = ids(ENDS[-1])
+MORE = ids(70, 8)
+"""Decoded tokens during which a row commits a page. Wrong pages, tails or states show at once."""
+SOME = 6
 
 
 @functools.cache
@@ -47,6 +50,7 @@ def prefill(runner: Runner, row: Row, start: int, end: int) -> None:
         runner.prefill(row, PROMPT[at : at + CHUNK])
 
 
+@functools.cache
 def written(runner: Runner) -> tuple[dict[int, list[bytes]], dict[int, int | None], np.ndarray]:
     """Return the records and the base of each segment, and logits after the last."""
     cache = runner.cache
@@ -64,7 +68,7 @@ def written(runner: Runner) -> tuple[dict[int, list[bytes]], dict[int, int | Non
         files[end] += stream
         assert sum(map(len, files[end][1:])) == records.nbytes
         cache.snapshots.drop(snapshot)
-    (want,) = decode(runner, [row], ids(70, 8))
+    (want,) = decode(runner, [row], MORE)
     cache.free(row)
     return files, bases, want
 
@@ -94,14 +98,15 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
     cache.free(stranger)
     disturb(runner)
 
-    (found,) = decode(runner, [row], ids(70, 8))
-    np.testing.assert_array_equal(found, want)
+    count = len(MORE) if held == 192 else SOME
+    (found,) = decode(runner, [row], MORE[:count])
+    np.testing.assert_array_equal(found, want[:count])
     cache.free(row)
     again = cache.restore(snapshot)
     cache.snapshots.drop(snapshot)
     prefill(runner, again, held, ENDS[-1])
-    (found,) = decode(runner, [again], ids(70, 8))
-    np.testing.assert_array_equal(found, want)
+    (found,) = decode(runner, [again], MORE[:SOME])
+    np.testing.assert_array_equal(found, want[:SOME])
     cache.free(again)
     cache.shrink()
     assert cache.nbytes == 0
@@ -120,7 +125,7 @@ def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> N
     if not any(store.kind.bounded for store in cache.stores):
         assert len(inside) == 2, "it needs no pages of its own"
     cache.snapshots.drop(snapshot)
-    (want,) = decode(runner, [row], ids(70, 8))
+    (want,) = decode(runner, [row], MORE[:SOME])
     cache.free(row)
     disturb(runner)
 
@@ -128,7 +133,7 @@ def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> N
     chain_of = [iter(inside), *chain(files, bases, ENDS[-1] if base else None)]
     for _ in SegmentReader(cache, row, chain_of).run():
         check_cache(cache)
-    (found,) = decode(runner, [row], ids(70, 8))
+    (found,) = decode(runner, [row], MORE[:SOME])
     np.testing.assert_array_equal(found, want)
     cache.free(row)
 
@@ -138,6 +143,7 @@ def test_missing_records_are_found(cut: int) -> None:
     runner = runner_of("gpt_oss", "plain")
     cache = runner.cache
     files, bases, _ = written(runner)
+    files = {end: list(records) for end, records in files.items()}
     files[ENDS[-1 - cut % 3]].pop(cut % len(files[ENDS[0]]))
     reader = SegmentReader(cache, cache.new_row(), list(chain(files, bases, ENDS[-1])))
 

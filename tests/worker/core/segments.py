@@ -23,6 +23,16 @@ from tests.worker.core.driver import Driver, Outcome
 KV = KVSpec(prefix_cache=1 << 30)
 
 
+class Clock:
+    """Time that stands still until a test changes `now`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Store:
     """The daemon's part: allows all segments, and remembers those that were written."""
 
@@ -60,7 +70,11 @@ class Store:
 
 
 class Engine(Driver):
-    """A driver whose engine uses a store."""
+    """A driver whose engine uses a store.
+
+    With a `Clock`, prefill has the rate that applies before measurements. Otherwise a short prompt
+    is worth no segment on a fast machine.
+    """
 
     def __init__(
         self,
@@ -79,6 +93,10 @@ class Engine(Driver):
             key_file=key_file,
             **more,
         )
+        if isinstance(clock, Clock):
+            rates = self.engine._rates
+            note = rates.note
+            rates.note = lambda work, *of: None if work == "prefill" else note(work, *of)
         self.step()
 
     def step(self) -> None:
@@ -95,6 +113,27 @@ class Engine(Driver):
                 assert self.engine.next_deadline is not None
                 self.wait_for_disk()
         self.engine._segments._drain_until = None  # so that the engine goes on
+
+    def forget(self) -> None:
+        """Drop what is in memory, measured rates too, and take over the store's index."""
+        self.engine._prefix_cache.tree.clear()
+        self.engine._rates._measured.clear()
+        command = SegmentsChanged(added=list(self.store.segments.values()))
+        self.engine.segment_command(command)
+
+    def delete_all(self) -> None:
+        """Forget everything and delete all files, so that the next test finds an empty store."""
+        store = self.store
+        removed = list(store.segments)
+        for key in removed:
+            segment_path(store.folder, key).unlink(missing_ok=True)
+        store.segments.clear()
+        self.engine.segment_command(SegmentsChanged(removed=removed))
+        for reports in (store.offered, store.damaged, store.abandoned, store.used):
+            reports.clear()
+        store.allows = True
+        self.outcomes.clear()
+        self.forget()
 
     def wait_for_disk(self) -> None:
         """Wait a moment for the thread that writes."""

@@ -18,22 +18,14 @@ from protocol.worker import SegmentsChanged, StartLevel
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
-from tests.worker.core.segments import KV, Engine, Store, alone
+from tests.worker.core.segments import KV, Clock, Engine, Store, alone
 
 pytestmark = pytest.mark.mlx
 
-PROMPT = prompt_of(1300, 1)
-STORED = 1280
+PROMPT = prompt_of(700, 1)
+STORED = 512
 OTHERS = [prompt_of(600, seed) for seed in (11, 12)]
 PATIENCE_S = 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Disk:
@@ -134,10 +126,8 @@ def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
         reports.clear()
     before = dict(shared.store.segments)
     shared.outcomes.clear()
-    shared.engine._prefix_cache.tree.clear()
-    shared.engine._rates._measured.clear()
     shared.engine._out_of_memory.calm_steps = CALM_STEPS
-    shared.engine.segment_command(SegmentsChanged(added=list(before.values())))
+    shared.forget()
     yield shared
     disk.work()
     until(lambda: not threads())
@@ -171,7 +161,7 @@ def submit(engine: Engine, rid: str = "r", prompt: list[int] = PROMPT) -> None:
 # Requests that end, steps that fail, and precision levels, in mid-read.
 
 
-@pytest.mark.parametrize("records", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("records", [0, 1, 2, 4])
 def test_pages_of_a_request_that_ended_are_not_written(
     engine: Engine, plain: Driver, records: int
 ) -> None:
@@ -211,7 +201,7 @@ def test_a_step_that_fails_in_mid_read_costs_time_only(
 
 def test_a_step_that_fails_while_a_segment_is_written(engine: Engine, disk: Disk) -> None:
     """The offer ends when the thread does: until then the file may come to exist."""
-    engine.alone(prompt_of(1300, 5), max_tokens=2)
+    engine.alone(prompt_of(700, 5), max_tokens=2)
     disk.hang_after_a_record()
     engine.engine.drain(60)
     store = engine.engine._segments
@@ -262,7 +252,7 @@ def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine) -> None:
 def test_a_checkpoint_that_is_stepped_down_while_it_is_written_is_abandoned(
     engine: Engine, disk: Disk
 ) -> None:
-    prompt = prompt_of(1300, 6)
+    prompt = prompt_of(700, 6)
     engine.submit("long", prompt, max_tokens=300)
     engine.run(until=lambda: engine.outcomes["long"].tokens)
     disk.hang_after_a_record()
@@ -284,8 +274,20 @@ def test_a_checkpoint_that_is_stepped_down_while_it_is_written_is_abandoned(
 # Disks that fail.
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE])
-@pytest.mark.parametrize("name", ["mkdir", "open", "write", "fsync", "rename"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("mkdir", errno.EROFS),
+        ("open", errno.EROFS),
+        ("open", errno.EMFILE),
+        ("open", errno.ENOSPC),
+        ("write", errno.ENOSPC),
+        ("write", errno.EIO),
+        ("fsync", errno.ENOSPC),
+        ("fsync", errno.EIO),
+        ("rename", errno.EIO),
+    ],
+)
 def test_a_segment_that_cannot_be_written_is_abandoned(
     engine: Engine, disk: Disk, name: str, error: int
 ) -> None:
@@ -293,21 +295,23 @@ def test_a_segment_that_cannot_be_written_is_abandoned(
     engine.alone(prompt, max_tokens=2)
     disk.fail(name, error)
     engine.write_all()
-    assert len(engine.store.segments) == 1
-    if disk.calls:  # the folder may exist already
+    assert len(engine.store.segments) == 1 + (not disk.calls)  # the folder may exist already
+    if disk.calls:
         assert [one.reason for one in engine.store.abandoned] == [os.strerror(error)]
 
 
-@pytest.mark.parametrize("after", [0, 1, 4, 9])
 @pytest.mark.parametrize(
-    ("name", "error"),
+    ("name", "error", "after"),
     [
-        ("open", errno.EIO),
-        ("open", errno.EMFILE),
-        ("open", errno.ENOENT),
-        ("fstat", errno.EIO),
-        ("readv", errno.EIO),
-        ("readv", errno.ENOMEM),
+        ("open", errno.EIO, 0),
+        ("open", errno.EMFILE, 0),
+        ("open", errno.ENOENT, 0),
+        ("fstat", errno.EIO, 0),
+        ("readv", errno.EIO, 0),
+        ("readv", errno.EIO, 1),
+        ("readv", errno.EIO, 4),
+        ("readv", errno.ENOMEM, 0),
+        ("readv", errno.ENOMEM, 4),
     ],
 )
 def test_a_segment_that_cannot_be_read_is_a_miss(
@@ -318,10 +322,10 @@ def test_a_segment_that_cannot_be_read_is_a_miss(
     submit(engine)
     engine.run()
     assert engine.outcomes["r"] == wanted
-    failed = disk.calls > after
-    assert engine.outcomes["r"].cached == (0 if failed else STORED)
+    assert disk.calls > after, "no call failed"
+    assert engine.outcomes["r"].cached == 0
     is_damage = error in (errno.EIO, errno.ENOENT)
-    assert len(engine.store.damaged) == (failed and is_damage)
+    assert len(engine.store.damaged) == is_damage
 
 
 def test_short_reads_are_continued(engine: Engine, disk: Disk, wanted: Outcome) -> None:
@@ -386,7 +390,7 @@ def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(
 ) -> None:
     clock, store = engine.engine._clock, engine.engine._segments
     right = alone(plain, OTHERS[1])
-    engine.alone(prompt_of(1300, 7), max_tokens=2)
+    engine.alone(prompt_of(700, 7), max_tokens=2)
     disk.hang("fsync")
     engine.engine.drain(10.0)
     try:
@@ -412,7 +416,7 @@ def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(
 
 def test_an_offer_that_the_daemon_does_not_answer_costs_nothing(engine: Engine) -> None:
     clock, serve = engine.engine._clock, engine.store.serve
-    engine.alone(prompt_of(1300, 8), max_tokens=2)
+    engine.alone(prompt_of(700, 8), max_tokens=2)
     engine.store.serve = lambda _engine: None
     try:
         clock.now += 1.0
@@ -438,10 +442,11 @@ def test_what_memory_may_evict_is_written_while_the_engine_is_busy(engine: Engin
     engine.submit("long", [9, 8, 7], max_tokens=700)
     engine.run(until=lambda: engine.outcomes["long"].tokens)
     for seed in (31, 32):
-        submit(engine, f"r{seed}", prompt_of(1300, seed))
+        submit(engine, f"r{seed}", prompt_of(700, seed))
         engine.run(until=lambda rid=f"r{seed}": engine.outcomes[rid].over)
     assert set(store.segments) == known, "the engine is busy, and has memory"
 
     engine.engine._prefix_cache.evict(1)
     until(lambda: engine.step() or set(store.segments) > known)
     assert not engine.outcomes["long"].over
+    engine.engine.cancel("long")

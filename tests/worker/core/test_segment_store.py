@@ -16,7 +16,7 @@ from protocol.record_format import PLAIN
 from protocol.segments import segment_path
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
-from tests.worker.core.segments import KV, Engine, Store, alone
+from tests.worker.core.segments import KV, Clock, Engine, Store, alone
 
 pytestmark = pytest.mark.mlx
 
@@ -26,15 +26,39 @@ def plain() -> Driver:
     return Driver("demo", kv=KV)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(Store(tmp_path_factory.mktemp("segments")), clock=Clock())
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    yield Store(tmp_path)
-    assert not list(tmp_path.rglob("*.part"))
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine whose memory and store are empty."""
+    yield shared
+    assert not list(shared.store.folder.rglob("*.part"))
+    shared.delete_all()
+    assert shared.engine._runner.cache.usage.pages_used == 0
+
+
+@pytest.fixture
+def store(engine: Engine) -> Store:
+    return engine.store
+
+
+def kept(engine: Engine, *prompts: list[int]) -> Engine:
+    """Write the prefixes of prompts and forget them, as a worker that is loaded again."""
+    for prompt in prompts:
+        engine.alone(prompt, max_tokens=2)
+        engine.write_all()
+    engine.forget()
+    return engine
 
 
 def test_a_second_engine_continues_from_the_first_ones_prefixes(
-    store: Store, plain: Driver
+    tmp_path: Path, plain: Driver
 ) -> None:
+    """With the real clock: both measure how fast they prefill and read."""
+    store = Store(tmp_path)
     prompt = prompt_of(2000, 1)
     first = Engine(store)
     first.alone(prompt, max_tokens=4)
@@ -62,87 +86,79 @@ def test_a_second_engine_continues_from_the_first_ones_prefixes(
     assert not store.damaged
 
 
-def test_memory_disk_and_prefill_each_give_a_part(store: Store, plain: Driver) -> None:
-    prompt = prompt_of(3000, 1)
-    first = Engine(store)
-    first.alone(prompt, max_tokens=2)
-    first.write_all()
-
-    second = Engine(store)
-    second.alone(prompt[:1100], max_tokens=2)
-    found = second.alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
-    assert found.cached == 2816
+def test_memory_disk_and_prefill_each_give_a_part(
+    engine: Engine, store: Store, plain: Driver
+) -> None:
+    prompt = prompt_of(1400, 1)
+    kept(engine, prompt)
+    use = engine.engine._prefix_cache.usage
+    before = use.hit_tokens, use.disk_tokens
+    engine.alone(prompt[:600], max_tokens=2)
+    found = engine.alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    assert found.cached == 1280
     assert found == alone(plain, [*prompt, 5, 6])
-    assert store.used[-1].tokens == 2816 - 1024
+    assert store.used[-1].tokens == 1280 - 512
     assert store.used[-1].nbytes > 0
-    use = second.engine._prefix_cache.usage
-    assert (use.hit_tokens, use.disk_tokens) == (1024, 2816 - 1024)
+    use = engine.engine._prefix_cache.usage
+    found_tokens = use.hit_tokens - before[0], use.disk_tokens - before[1]
+    assert found_tokens == (512, 1280 - 512)
 
 
-def test_prompts_that_end_near_a_stored_end(store: Store, plain: Driver) -> None:
+def test_prompts_that_end_near_a_stored_end(engine: Engine, store: Store, plain: Driver) -> None:
     """A prompt's last token is decoded, so a prefix of the whole prompt is not used."""
-    prompt = prompt_of(1024, 1)
-    first = Engine(store)
-    first.alone(prompt[:850], max_tokens=2)
-    first.write_all()
-    assert [one.tokens for one in store.segments.values()] == [768]
-    second = Engine(store)
-    for length in (767, 768, 769, 768 + 63, 768 + 64, 768 + 65):
-        found = alone(second, prompt[:length])
-        assert found.cached == (768 if length > 768 else 0)
+    prompt = prompt_of(600, 1)
+    kept(engine, prompt)
+    assert [one.tokens for one in store.segments.values()] == [512]
+    for length in (511, 512, 513, 512 + 63, 512 + 64, 512 + 65):
+        found = alone(engine, prompt[:length])
+        assert found.cached == (512 if length > 512 else 0)
         assert found == alone(plain, prompt[:length])
 
 
-def test_a_shorter_prefix_is_read_if_the_longer_one_is_damaged(store: Store, plain: Driver) -> None:
-    prompt = prompt_of(2000, 1)
-    first = Engine(store)
-    first.alone(prompt[:900], max_tokens=2)
-    first.write_all()
-    first.alone(prompt, max_tokens=2)
-    first.write_all()
+def test_a_shorter_prefix_is_read_if_the_longer_one_is_damaged(
+    engine: Engine, store: Store, plain: Driver
+) -> None:
+    prompt = prompt_of(1200, 1)
+    kept(engine, prompt[:600], prompt)
     base, leaf = sorted(store.segments.values(), key=lambda one: one.tokens)
     assert leaf.base == base.key
     path = segment_path(store.folder, leaf.key)
     path.write_bytes(path.read_bytes()[:-100])
 
-    second = Engine(store)
-    found = second.alone(prompt, max_tokens=12, logprobs=2)
-    assert found.cached == base.tokens
+    found = engine.alone(prompt, max_tokens=12, logprobs=2)
+    assert found.cached == base.tokens == 512
     assert found == alone(plain, prompt)
     assert [one.key for one in store.damaged] == [leaf.key]
 
 
-def test_other_rows_decode_while_a_prefix_is_read(store: Store, plain: Driver) -> None:
-    prompts = [prompt_of(1500 + 100 * number, number) for number in range(3)]
-    first = Engine(store)
-    for prompt in prompts:
-        first.alone(prompt, max_tokens=2)
-    first.write_all()
+def test_other_rows_decode_while_a_prefix_is_read(
+    engine: Engine, store: Store, plain: Driver
+) -> None:
+    prompts = [prompt_of(600 + 100 * number, number) for number in range(3)]
+    kept(engine, *prompts)
     wanted = [alone(plain, prompt) for prompt in prompts]
     others = [prompt_of(40, 20 + number) for number in range(3)]
     wanted += [plain.alone(other, max_tokens=40) for other in others]
 
-    second = Engine(store)
     for number, other in enumerate(others):
-        second.submit(f"other{number}", other, max_tokens=40)
+        engine.submit(f"other{number}", other, max_tokens=40)
     for _ in range(4):
-        second.step()
+        engine.step()
     for number, prompt in enumerate(prompts):
-        second.submit(f"r{number}", prompt, max_tokens=12, logprobs=2)
-    second.run()
-    found = [second.outcomes[f"r{number}"] for number in range(3)]
-    found += [second.outcomes[f"other{number}"] for number in range(3)]
+        engine.submit(f"r{number}", prompt, max_tokens=12, logprobs=2)
+    engine.run()
+    found = [engine.outcomes[f"r{number}"] for number in range(3)]
+    found += [engine.outcomes[f"other{number}"] for number in range(3)]
     assert found == wanted
-    assert [one.cached > 1000 for one in found[:3]] == [True] * 3
+    assert [one.cached for one in found[:3]] == [512, 512, 768]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "other", "longer", "index"])
-def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -> None:
-    prompt = prompt_of(1500, 1)
-    first = Engine(store)
-    first.alone(prompt, max_tokens=2)
-    first.alone(prompt_of(1500, 2), max_tokens=2)
-    first.write_all()
+def test_a_damaged_segment_is_a_miss(
+    engine: Engine, store: Store, plain: Driver, damage: str
+) -> None:
+    prompt = prompt_of(700, 1)
+    kept(engine, prompt, prompt_of(700, 2))
     assert len(store.segments) == 2
     for segment in list(store.segments.values()):
         path = segment_path(store.folder, segment.key)
@@ -164,43 +180,38 @@ def test_a_damaged_segment_is_a_miss(store: Store, plain: Driver, damage: str) -
                 *_, other = (one for one in store.segments if one != segment.key)
                 path.write_bytes(segment_path(store.folder, other).read_bytes())
 
-    second = Engine(store)
-    found = second.alone(prompt, max_tokens=12, logprobs=2)
+    engine.forget()
+    found = engine.alone(prompt, max_tokens=12, logprobs=2)
     assert found.cached == 0
     assert found == alone(plain, prompt)
     assert [one.key in store.segments for one in store.damaged] == [True]
 
 
-def test_a_wrong_base_in_the_index_is_a_miss(store: Store, plain: Driver) -> None:
-    prompt, other = prompt_of(2000, 1), prompt_of(2000, 9)
-    longer = prompt + prompt_of(900, 2)
-    first = Engine(store)
-    for text in (prompt, other, longer):
-        first.alone(text, max_tokens=4)
-        first.write_all()
+def test_a_wrong_base_in_the_index_is_a_miss(engine: Engine, store: Store, plain: Driver) -> None:
+    prompt, other = prompt_of(600, 1), prompt_of(600, 9)
+    longer = prompt + prompt_of(600, 2)
+    kept(engine, prompt, other, longer)
     (leaf,) = [one for one in store.segments.values() if one.base is not None]
     (foreign,) = store.segments.keys() - {leaf.key, leaf.base}
     store.segments[leaf.key] = replace(leaf, base=foreign)
 
-    found = Engine(store).alone([*longer, 7, 8], max_tokens=12, logprobs=2)
+    engine.forget()
+    found = engine.alone([*longer, 7, 8], max_tokens=12, logprobs=2)
     assert found == alone(plain, [*longer, 7, 8])
     assert [one.key for one in store.damaged] == [leaf.key]
 
 
-def test_a_cancelled_request_frees_what_was_read(store: Store) -> None:
-    prompt = prompt_of(2500, 1)
-    first = Engine(store)
-    first.alone(prompt, max_tokens=2)
-    first.write_all()
-    second = Engine(store)
-    second.submit("r", prompt, max_tokens=4)
-    while not second.engine._transfers.reading:
-        second.step()
-    second.engine.cancel("r")
-    second.run()
-    assert second.outcomes["r"].reason == "cancelled"
-    assert not second.engine._transfers.reading
-    assert second.engine._runner.cache.usage.pages_used == 0
+def test_a_cancelled_request_frees_what_was_read(engine: Engine, store: Store) -> None:
+    prompt = prompt_of(1200, 1)
+    kept(engine, prompt)
+    engine.submit("r", prompt, max_tokens=4)
+    while not engine.engine._transfers.reading:
+        engine.step()
+    engine.engine.cancel("r")
+    engine.run()
+    assert engine.outcomes["r"].reason == "cancelled"
+    assert not engine.engine._transfers.reading
+    assert engine.engine._runner.cache.usage.pages_used == 0
 
 
 def windows(records: list[bytes]) -> Iterator[bytes]:
@@ -212,18 +223,16 @@ def windows(records: list[bytes]) -> Iterator[bytes]:
 
 
 def test_encrypted_segments_restore_the_same_and_reveal_nothing(
-    tmp_path: Path, plain: Driver
+    engine: Engine, tmp_path: Path, plain: Driver
 ) -> None:
-    prompt = prompt_of(1500, 1)
+    prompt = prompt_of(700, 1)
     key_file = tmp_path / "prefixes.key"
     create_key(key_file)
-    stores = Store(tmp_path / "plain"), Store(tmp_path / "encrypted", key_file)
-    for store in stores:
-        store.folder.mkdir()
-        first = Engine(store)
-        first.alone(prompt, max_tokens=2)
-        first.write_all()
-    bare, encrypted = stores
+    bare, encrypted = engine.store, Store(tmp_path / "encrypted", key_file)
+    encrypted.folder.mkdir()
+    second = Engine(encrypted, clock=Clock())
+    kept(engine, prompt)
+    kept(second, prompt)
     ((bare_key, bare_segment),) = bare.segments.items()
     ((key, segment),) = encrypted.segments.items()
     assert segment.tokens == bare_segment.tokens
@@ -239,12 +248,12 @@ def test_encrypted_segments_restore_the_same_and_reveal_nothing(
     assert all(sample in bare_path.read_bytes() for sample in samples)
     assert not [sample for sample in samples if sample in content]
 
-    found = Engine(encrypted).alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    found = second.alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
     assert found.cached == segment.tokens
     assert found == alone(plain, [*prompt, 5, 6])
 
     key_file.write_bytes(bytes(32))
-    found = Engine(encrypted).alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
+    found = Engine(encrypted, clock=Clock()).alone([*prompt, 5, 6], max_tokens=12, logprobs=2)
     assert found.cached == 0, "with another key nothing is stored under this name"
     assert found == alone(plain, [*prompt, 5, 6])
 
@@ -252,9 +261,9 @@ def test_encrypted_segments_restore_the_same_and_reveal_nothing(
 def test_without_a_usable_key_an_engine_neither_writes_nor_reads(
     tmp_path: Path, plain: Driver
 ) -> None:
-    prompt = prompt_of(1500, 1)
+    prompt = prompt_of(700, 1)
     store = Store(tmp_path, tmp_path / "prefixes.key")
-    engine = Engine(store)
+    engine = Engine(store, clock=Clock())
     found = engine.alone(prompt, max_tokens=12, logprobs=2)
     assert found == alone(plain, prompt)
     assert not engine.engine.has_work
@@ -263,27 +272,23 @@ def test_without_a_usable_key_an_engine_neither_writes_nor_reads(
 
 
 def test_a_request_that_is_cancelled_before_the_first_record_leaves_no_page(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = prompt_of(2500, 1)
-    first = Engine(store)
-    first.alone(prompt, max_tokens=2)
-    first.write_all()
-    second = Engine(store)
+    prompt = prompt_of(1200, 1)
+    kept(engine, prompt)
     with monkeypatch.context() as patch:
         patch.setattr(BackgroundReader, "next_record", lambda _: NOT_YET)
-        second.submit("r", prompt, max_tokens=4)
-        while not second.engine._transfers.reading:
-            second.step()
-    second.engine.cancel("r")
-    second.run()
-    assert second.engine._runner.cache.usage.pages_used == 0
+        engine.submit("r", prompt, max_tokens=4)
+        while not engine.engine._transfers.reading:
+            engine.step()
+    engine.engine.cancel("r")
+    engine.run()
+    assert engine.engine._runner.cache.usage.pages_used == 0
 
 
-def test_a_refused_segment_is_offered_again_after_a_hit(store: Store) -> None:
+def test_a_refused_segment_is_offered_again_after_a_hit(engine: Engine, store: Store) -> None:
     store.allows = False
-    engine = Engine(store)
-    prompt = prompt_of(1500, 1)
+    prompt = prompt_of(700, 1)
     engine.alone(prompt, max_tokens=2)
     engine.write_all()
     assert len(store.offered) == 1

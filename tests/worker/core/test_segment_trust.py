@@ -8,9 +8,8 @@ import mlx.core as mx
 import pytest
 
 from protocol.segments import segment_path
-from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
-from tests.worker.core.segments import KV, Engine, Store
+from tests.worker.core.segments import Clock, Engine, Store
 
 pytestmark = pytest.mark.mlx
 
@@ -29,26 +28,26 @@ def poison_pages(engine: Engine) -> None:
 
 
 def test_a_stored_prefix_that_gives_bad_logits_is_dropped(store: Store) -> None:
-    prompt = prompt_of(2000, 1)
-    first = Engine(store)
-    first.alone(prompt, max_tokens=2)
+    prompt = prompt_of(700, 1)
+    first = Engine(store, clock=Clock())
+    wanted = first.alone(prompt, max_tokens=12, logprobs=2)
     poison_pages(first)
     first.write_all()
     (stored,) = store.segments
 
-    second = Engine(store)
+    second = Engine(store, clock=Clock())
     failed = second.alone(prompt, max_tokens=12, logprobs=2)
     assert failed.error is not None
     assert failed.error.code == "numerical_error"
     assert [one.key for one in store.damaged] == [stored]
     found = second.alone(prompt, max_tokens=12, logprobs=2)
     assert found.cached == 0
-    assert found == Driver("demo", kv=KV).alone(prompt, max_tokens=12, logprobs=2)
+    assert found == wanted
 
 
 def test_a_prefix_is_dropped_that_was_being_written_when_its_logits_were_bad(store: Store) -> None:
-    prompt = prompt_of(3000, 1)
-    engine = Engine(store)
+    prompt = prompt_of(1200, 1)
+    engine = Engine(store, clock=Clock())
     engine.alone(prompt, max_tokens=2)
     engine.engine.drain(60)
     segments = engine.engine._segments
@@ -62,7 +61,7 @@ def test_a_prefix_is_dropped_that_was_being_written_when_its_logits_were_bad(sto
 
 
 def test_a_prefix_is_written_only_after_good_logits(store: Store) -> None:
-    engine = Engine(store)
+    engine = Engine(store, clock=Clock())
     engine.submit("r", prompt_of(2000, 1), max_tokens=4)
     tree = engine.engine._prefix_cache.tree
     engine.run(until=lambda: len(tree) > 0)
