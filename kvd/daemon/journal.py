@@ -207,7 +207,8 @@ class DiskJournal:
         if self._compaction is not None:
             full = self._file.size + len(data) > self._limit
             step = MAX_STEP_BYTES if full else max(STEP_BYTES, STEP_RATIO * len(data))
-            self._continue_compaction(min(step, MAX_STEP_BYTES))
+            # More than is appended, or a compaction would never catch up.
+            self._continue_compaction(max(2 * len(data), min(step, MAX_STEP_BYTES)))
         if self._file.size + len(data) <= self._limit:
             return True
         self._warn(f"the journal has {self._file.size} bytes, and journal_limit is {self._limit}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -364,6 +365,22 @@ def test_at_the_limit_no_write_finishes_a_compaction_or_waits_for_the_disk(
     found = read(tmp_path)
     assert "next" in found
     assert found.keys() == subject._kept.keys()
+
+
+def test_a_compaction_catches_up_with_large_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_DEAD_BYTES", 20_000)
+    monkeypatch.setattr(journal, "STEP_BYTES", 500)
+    monkeypatch.setattr(journal, "MAX_STEP_BYTES", 1000)
+    subject, old = opened(tmp_path, limit_bytes=400_000), None
+    for number in range(60):
+        request = msgspec.structs.replace(ask(f"r{number}").submit, prompt="x" * 5000)
+        assert subject.write(RequestReceived(f"r{number}", "m", request))
+        old = old or subject._file
+        subject.write(RequestDropped(f"r{number}"))
+    assert subject._file is not old
+    subject.close()
 
 
 def test_damage_that_a_compaction_finds_ends_the_journaling_of_its_request(

@@ -167,7 +167,8 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
     if command.segments_folder is not None:
-        step += 2 * STAGING_BYTES  # one segment is read while another is written
+        # One segment is read while another is written. Tails and states are one record.
+        step += 2 * max(STAGING_BYTES, runner.cache.costs.checkpoint_bytes)
     return held + freed_bytes() + memory_bounds.LOOSE_BYTES + step
 
 
