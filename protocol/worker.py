@@ -440,6 +440,8 @@ class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
     tokens: int
     """Tokens that were read, those of its bases included."""
     seconds: float
+    """Seconds of I/O or of copies into the pools, whichever took longer. Other rows' steps do not
+    count, as in ``prefill_s``."""
     prefill_s: float
     """Seconds that prefill would have taken at this worker's measured rate."""
     nbytes: int = 0

@@ -38,6 +38,7 @@ from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.core.segment_store import SegmentStore
+from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.prefix.segment_files import SegmentFiles
@@ -101,6 +102,7 @@ class MLXEngine:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._enter_phase = _PhaseListener()
         self._clock = clock
+        self._step_clock = StepClock(clock)
         self._rates = Rates()
         self._steps = 0
         self._prompt_tokens = 0
@@ -128,7 +130,7 @@ class MLXEngine:
         transfers = Transfers(swap)
         batch = Batch(runner, admission, prefix_cache, transfers, text, self._enter_phase)
         memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
-        preemption = Preemption(batch, self._rates)
+        preemption = Preemption(batch, self._rates, self._clock)
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
@@ -168,7 +170,7 @@ class MLXEngine:
         index = SegmentIndex(space, command.prefill_chunk, secret)
         files = SegmentFiles(Path(folder), space, cipher or PLAIN, self._clock)
         self._prompts.segments = SegmentReads(
-            self._batch, self._memory, self._preemption, self._rates, index, files, self._clock
+            self._batch, self._memory, self._preemption, self._rates, index, files, self._step_clock
         )
         return SegmentStore(self._batch, self._rates, index, files, self._clock)
 
@@ -267,7 +269,8 @@ class MLXEngine:
         If the step runs out of memory, its rows are rebuilt, and clients see only the delay. After
         repeated failures, requests are failed, one at a time.
         """
-        short = shortage.attempt(self._work)
+        with self._step_clock:
+            short = shortage.attempt(self._work)
         if short is None:
             self._out_of_memory.step_succeeded()
         else:

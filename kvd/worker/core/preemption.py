@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.snapshot_records import SnapshotReader, SnapshotWriter
@@ -32,17 +33,32 @@ from protocol.worker import PreemptionMode, RowPreempted
 _log = logging.getLogger("kvd.worker")
 
 
-class Preemption:
-    """The preempted requests of one engine."""
+@dataclass(eq=False)
+class _Job:
+    """A transfer that proceeds while other rows decode."""
 
-    def __init__(self, batch: Batch, rates: Rates) -> None:
+    steps: Iterator[None]
+    ready: Callable[[], bool]
+    """Whether it can proceed now."""
+    begun: Callable[[], bool]
+    """Whether pools must not shrink before its end."""
+
+
+class Preemption:
+    """The preempted requests of one engine. ``clock``: monotonic seconds."""
+
+    def __init__(
+        self, batch: Batch, rates: Rates, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._batch = batch
         self._transfers = batch.transfers
         self._rates = rates
         self._unqueued: list[str] = []
         """Requests preempted by the `reclaim` under way; `requeue` queues them."""
-        self._jobs: dict[str, tuple[Iterator[None], Callable[[], bool]]] = {}
-        """Transfers that proceed while other rows decode, by request, and whether they can now."""
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+        """By request."""
+        self._reclaims_since: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -51,13 +67,35 @@ class Preemption:
     @property
     def ready(self) -> bool:
         """Whether `work` would do something now; otherwise all transfers wait for the disk."""
-        return any(ready() for _, ready in self._jobs.values())
+        return any(job.ready() for job in self._jobs.values())
+
+    @property
+    def delays_reclaim(self) -> bool:
+        """Whether a transfer has begun that must end before memory is reclaimed."""
+        return any(job.begun() for job in self._jobs.values())
+
+    @property
+    def reclaim_seconds(self) -> float | None:
+        """Seconds since the present reclaim began; None: there is none."""
+        since = self._reclaims_since
+        return None if since is None else self._clock() - since
+
+    def note_reclaim(self, *, active: bool) -> None:
+        """Take note of the begin or the end of a reclaim."""
+        self._reclaims_since = self._clock() if active else None
 
     def start(
-        self, rid: str, job: Iterator[None], ready: Callable[[], bool] = lambda: True
+        self,
+        rid: str,
+        steps: Iterator[None],
+        ready: Callable[[], bool] = lambda: True,
+        begun: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Let `work` run a transfer of a request's rows whenever it is ``ready``."""
-        self._jobs[rid] = job, ready
+        """Let `work` run a transfer of a request's rows whenever it is ``ready``.
+
+        A reclaim waits for its end once it has ``begun``. Before, it has a row and nothing else.
+        """
+        self._jobs[rid] = _Job(steps, ready, begun)
 
     def work(self, seconds: float) -> None:
         """Continue transfers for about ``seconds``, at least one record if one is ready.
@@ -68,11 +106,11 @@ class Preemption:
         now = time.monotonic()
         end = now + seconds
         while True:
-            able = ((rid, job) for rid, (job, ready) in self._jobs.items() if ready())
-            rid, job = next(able, ("", None))
-            if job is None:
+            able = ((rid, job.steps) for rid, job in self._jobs.items() if job.ready())
+            rid, steps = next(able, ("", None))
+            if steps is None:
                 return
-            if next(job, self) is self:
+            if next(steps, self) is self:
                 del self._jobs[rid]
             before, now = now, time.monotonic()
             if now + (now - before) > end:
@@ -114,6 +152,7 @@ class Preemption:
         scheduled = batch.scheduler.find(request.rid)
         filled = batch.prefix_cache.filled_by(request.tracked) // page_bytes
         held = scheduled.pages + scheduled.choices * batch.admission.row_pages - filled
+        self._transfers.abort_reading(request.rid)  # a prompt whose read has not begun
         batch.preempt(request)
         self._unqueued.append(request.rid)
         where: PreemptionMode = "memory"

@@ -12,6 +12,9 @@ Work = Literal["prefill", "decode", "write", "read"]
 """``prefill`` and ``decode`` count tokens of one row; ``write`` and ``read`` count bytes."""
 
 _NEWEST_WEIGHT = 0.2
+_RECOVERY = 0.05
+_LEAST = 1e-3
+"""The lowest rate after a failure, as a part of the initial one."""
 _INITIAL: dict[Work, float] = {"prefill": 1000.0, "decode": 50.0, "write": 5e8, "read": 1e9}
 """Rates per second that apply before the first measurement."""
 
@@ -29,6 +32,22 @@ class Rates:
         newest = amount / seconds
         mean = self._measured.get(work, newest)
         self._measured[work] = mean + _NEWEST_WEIGHT * (newest - mean)
+
+    def note_failure(self, work: Work, amount: float, seconds: float) -> None:
+        """Lower a rate to this one: work that takes as long is not worth it."""
+        initial = _INITIAL[work]
+        newest = max(amount / seconds if seconds > 0 else 0.0, initial * _LEAST)
+        self._measured[work] = min(self._measured.get(work, initial), newest)
+
+    def recover(self, work: Work) -> None:
+        """Raise a rate towards its initial value, because no work is done that would correct it.
+
+        Each call takes 5 % of the way, on a logarithmic scale: a disk that was slow once is tried
+        again soon, and one that stays slow is tried by few prompts.
+        """
+        initial = _INITIAL[work]
+        mean = self._measured.get(work, initial)
+        self._measured[work] = mean * max(1.0, initial / mean) ** _RECOVERY
 
     def seconds(self, work: Work, amount: float) -> float:
         """Return how long this much work takes."""

@@ -70,6 +70,7 @@ class Reclaiming:
         command = self._commands[0]
         if self._work is None:
             self._batch.admission.closed = True
+            self._preemption.note_reclaim(active=True)
             self._memory.promised_bytes = command.wanted_bytes
             self._work = self._reclaim(command)
         now = time.monotonic()
@@ -86,6 +87,7 @@ class Reclaiming:
 
     def _finish(self) -> None:
         self._work = self._last_worked_at = None
+        self._preemption.note_reclaim(active=False)
         self._batch.admission.closed = False
         self._memory.promised_bytes = 0
 
@@ -116,7 +118,7 @@ class Reclaiming:
     # The work on one command. At each yield, the rest may be left to the next step.
 
     def _reclaim(self, command: Reclaim) -> Iterator[None]:
-        while self._preemption.busy:
+        while self._preemption.delays_reclaim:
             self._preemption.work(self._seconds_left())
             yield
         self._batch.admission.closed = True  # the end of a transfer may have opened it

@@ -4,12 +4,15 @@ A read is a transfer (`kvd.worker.core.preemption`): its records are written int
 steps, and a thread reads ahead. The request is suspended meanwhile and other rows decode. If a file
 is damaged or missing, if the disk hangs, or if reading takes longer than prefill was estimated to
 take, the prompt is prefilled.
+
+Prompts that share what is being read wait for it (`kvd.worker.scheduling.shared_prompts`). While
+memory is reclaimed, no read begins, and those that have begun end after `RECLAIM_SECONDS`: their
+prompts begin again, a few times.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +32,11 @@ from protocol.worker import SegmentDamaged, SegmentUsed
 _log = logging.getLogger("kvd.worker")
 
 LEAST_READ_SECONDS = 1.0
-"""Seconds that a read may take even if prefill is estimated to take less."""
+"""Seconds of steps that a read may take even if prefill is estimated to take less."""
+RECLAIM_SECONDS = 0.25
+"""Seconds after which a read ends for a reclaim, which would wait for it. Most reads take less."""
+MAX_INTERRUPTED = 3
+"""How often reclaims end the reads of one prompt before it is prefilled."""
 
 
 @dataclass(eq=False)
@@ -46,13 +53,20 @@ class _Read:
     """Seconds that prefill of the same tokens would take."""
     records: Iterator[None] = field(init=False)
     started_at: float = 0.0
+    copy_s: float = 0.0
+    """Seconds of steps that wrote records into the pools."""
 
     def __post_init__(self) -> None:
         self.records = self.reader.run()
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of reading. The thread's I/O and the copies into the pools overlap."""
+        return max(self.reading.seconds, self.copy_s)
+
 
 class SegmentReads:
-    """The reads of one engine. ``clock``: monotonic seconds."""
+    """The reads of one engine. ``clock``: seconds of its steps (`StepClock`)."""
 
     def __init__(
         self,
@@ -62,7 +76,7 @@ class SegmentReads:
         rates: Rates,
         index: SegmentIndex,
         files: SegmentFiles,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._batch = batch
         self._memory = memory
@@ -87,42 +101,54 @@ class SegmentReads:
             return 0
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
         if self._rates.seconds("read", _bytes_to_read(chain)) >= prefill_s:
+            self._rates.recover("read")
             return 0
         row = self._batch.new_row(request, hit)
         reading = self._files.read(chain)
         reader = SegmentReader(self._batch.cache, row, reading.segments)
         read = _Read(request, hit.tokens, chain, reading, reader, prefill_s)
         self._batch.transfers.reading[request.rid] = reader
-        self._batch.scheduler.suspend(request.rid)
-        self._preemption.start(request.rid, self._run(read), lambda: self._ready(read))
+        self._batch.scheduler.suspend(request.rid, reads_prompt=True)
+        self._preemption.start(
+            request.rid, self._run(read), lambda: self._ready(read), lambda: reading.started
+        )
         return chain[0].tokens
 
     def _ready(self, read: _Read) -> bool:
         """Whether `_run` would do something now."""
-        return read.reading.ready or self._is_late(read) or not self._is_wanted(read)
+        if not self._is_wanted(read):
+            return True
+        if not read.reading.started and self._preemption.reclaim_seconds is not None:
+            return False
+        return read.reading.ready or self._is_slow(read) or self._is_interrupted(read)
 
     def _is_wanted(self, read: _Read) -> bool:
         """Whether the request has neither ended nor lost its row."""
         return self._batch.transfers.reading.get(read.request.rid) is read.reader
 
-    def _is_late(self, read: _Read) -> bool:
-        if not read.reading.started:
-            return False
+    def _is_slow(self, read: _Read) -> bool:
+        """Whether the disk hangs, or prefill would probably have ended by now."""
+        if read.reading.hangs or not read.reading.started:
+            return read.reading.hangs
         return self._clock() > read.started_at + max(LEAST_READ_SECONDS, read.prefill_s)
+
+    def _is_interrupted(self, read: _Read) -> bool:
+        """Whether a reclaim has waited long enough for a read."""
+        seconds = self._preemption.reclaim_seconds
+        return read.reading.started and seconds is not None and seconds >= RECLAIM_SECONDS
 
     def _run(self, read: _Read) -> Iterator[None]:
         """Read one record after each yield. The device must be idle."""
         try:
             # The check comes before each record: the row of a request that ended is free.
             while self._is_wanted(read):
-                if problem := self._problem(read):
-                    self._note_rate(read)
-                    self._give_up(read, problem)
+                if self._must_end(read):
+                    self._end(read)
                     return
                 if not read.reading.started:
                     read.started_at = self._clock()
                     read.reading.start()
-                elif next(read.records, self) is self:
+                elif self._copy_next(read):
                     self._finish(read)
                     return
                 yield
@@ -135,18 +161,37 @@ class SegmentReads:
         finally:
             read.reading.close()
 
-    def _problem(self, read: _Read) -> str:
-        """Return why a prompt must be prefilled instead; empty if there is no reason."""
-        if read.request.tracked.lowered:
-            return "the request was stepped down meanwhile"
-        if read.reading.hangs:
-            return "the disk does not answer"
-        if self._is_late(read):
-            return "reading takes longer than prefill"
-        return ""
+    def _must_end(self, read: _Read) -> bool:
+        lowered = read.request.tracked.lowered
+        return lowered or self._is_slow(read) or self._is_interrupted(read)
+
+    def _end(self, read: _Read) -> None:
+        """Give up a read for one of the reasons of `_must_end`."""
+        tracked = read.request.tracked
+        if tracked.lowered:
+            self._give_up(read, "the request was stepped down meanwhile")
+        elif not self._is_slow(read):
+            tracked.interrupted += 1
+            retries = tracked.interrupted < MAX_INTERRUPTED
+            self._give_up(read, "memory is reclaimed", retries=retries)
+        else:
+            if read.reading.started:
+                seconds = self._clock() - read.started_at
+                self._rates.note_failure("read", read.reading.nbytes, seconds)
+            hangs = read.reading.hangs
+            self._give_up(read, "the disk hangs" if hangs else "it takes longer than prefill")
+
+    def _copy_next(self, read: _Read) -> bool:
+        """Write the next record into the pools; return whether there is none."""
+        start = self._clock()
+        over = next(read.records, self) is self
+        read.copy_s += self._clock() - start
+        return over
 
     def _report_damage(self, read: _Read, reason: str) -> None:
         key = read.reading.damaged or read.chain[read.reader.reading].key
+        if key not in self._index:
+            return  # the daemon deleted the file
         self._batch.reports.append(SegmentDamaged(key=key, reason=reason))
         self._index.change([], [key])
 
@@ -160,7 +205,7 @@ class SegmentReads:
 
     def _finish(self, read: _Read) -> None:
         request, tokens = read.request, read.chain[0].tokens
-        self._note_rate(read)
+        self._rates.note("read", read.reading.nbytes, read.seconds)
         self._batch.prefix_cache.count_read(tokens - read.held)
         self._batch.take_row(request, read.reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
@@ -170,18 +215,12 @@ class SegmentReads:
             SegmentUsed(
                 key=read.chain[0].key,
                 tokens=tokens - read.held,
-                seconds=self._clock() - read.started_at,
+                seconds=read.seconds,
                 prefill_s=self._rates.seconds("prefill", tokens - read.held),
                 nbytes=read.reading.nbytes,
             )
         )
         self._resume(read)
-
-    def _note_rate(self, read: _Read) -> None:
-        """Measure the rate at which prompts are read, other rows' steps in between included."""
-        if read.reading.started:
-            seconds = self._clock() - read.started_at
-            self._rates.note("read", max(1, read.reading.nbytes), seconds)
 
     def _resume(self, read: _Read) -> None:
         del self._batch.transfers.reading[read.request.rid]

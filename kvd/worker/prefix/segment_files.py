@@ -69,6 +69,11 @@ class Reading:
         late = self._files.clock() >= self._changed_at + HANG_SECONDS
         return late and not self._reader.ready
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of I/O so far."""
+        return 0.0 if self._reader is None else self._reader.seconds
+
     def close(self) -> None:
         if self._reader is not None:
             self._files.close_reader(self._reader)

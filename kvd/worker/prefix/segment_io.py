@@ -173,6 +173,8 @@ class BackgroundReader:
         self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(staging_bytes)
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
+        self.seconds = 0.0
+        """Seconds of I/O and checks that have ended, without those of waiting for room."""
         self._thread = _start(self._run, "segment-reader")
         if self._thread is None:
             self._last = Failed(_NO_THREAD)
@@ -223,9 +225,13 @@ class BackgroundReader:
     def _read(self, key: bytes) -> None:
         if self._staging.closed:
             return
+        start = time.monotonic()
         with self._open(segment_path(self._folder, key)) as records:
+            self.seconds += time.monotonic() - start
             while self._staging.wait_for_room(records.next_nbytes):
+                start = time.monotonic()
                 content = next(records, None)
+                self.seconds += time.monotonic() - start
                 if content is None:
                     return
                 self._staging.offer(SegmentRecord(key, content), content.nbytes)

@@ -58,6 +58,9 @@ class ScheduledRequest:
     was_admitted: bool = False
     """Whether the request was ever admitted, so that the engine has state to restore."""
     suspended: bool = False
+    reads_prompt: bool = False
+    """Whether its first ``prefilled`` tokens are being read from the prefix store. Until then it is
+    suspended."""
     kept_pages: int = 0
     path: tuple[Hashable, ...] = ()
     """One name per whole chunk of the prompt (see `shared_prompts`). Empty: nothing is shared."""

@@ -152,7 +152,7 @@ class Scheduler:
         will find more in the cache once another prompt is prefilled.
         """
         able = self._able_to_prefill()
-        started = [request for request in able if request.prompt_started]
+        started = [request for request in able if request.prompt_started] + self._reading
         return tuple(
             request.rid
             for request in able
@@ -312,7 +312,11 @@ class Scheduler:
 
     def _able_to_prefill(self) -> list[ScheduledRequest]:
         requests = [one for one in self.states.prefilling.values() if not one.suspended]
-        return without_waiting(requests, self._chunk)
+        return without_waiting(requests + self._reading, self._chunk)
+
+    @property
+    def _reading(self) -> list[ScheduledRequest]:
+        return [request for request in self.states.admitted if request.reads_prompt]
 
     def skip_to(self, rid: str, position: int) -> None:
         """Count a prompt's first tokens as prefilled: the engine found them in the prefix cache.
@@ -356,9 +360,13 @@ class Scheduler:
         )
         return [request.rid for request in requests]
 
-    def suspend(self, rid: str) -> None:
-        """Give an admitted request no tokens until `resume`. It keeps its rows and memory."""
+    def suspend(self, rid: str, *, reads_prompt: bool = False) -> None:
+        """Give an admitted request no tokens until `resume`. It keeps its rows and memory.
+
+        ``reads_prompt``: see `ScheduledRequest.reads_prompt`.
+        """
         self.states.set_suspended(rid, True)
+        self.find(rid).reads_prompt = reads_prompt
         self._planned.pop(rid, None)
 
     def resume(self, rid: str) -> None:

@@ -119,6 +119,7 @@ class RequestStates:
             state = "suspended already" if suspended else "not suspended"
             raise LocalProtocolError(f"request {rid} is {state}")
         request.suspended = suspended
+        request.reads_prompt = False
 
     def preempt(self, rid: str, kept_pages: int) -> None:
         """Free an admitted request's rows, and its pages except ``kept_pages``.
@@ -159,6 +160,6 @@ class RequestStates:
     def _release(self, request: ScheduledRequest) -> None:
         self.prefilling.pop(request.rid, None)
         self.decoding.pop(request.rid, None)
-        request.suspended = False
+        request.suspended = request.reads_prompt = False
         self.rows -= request.choices
         self.reserved_pages -= request.pages

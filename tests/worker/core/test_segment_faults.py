@@ -14,7 +14,8 @@ import pytest
 from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.segment_io import BackgroundWriter
-from protocol.worker import SegmentsChanged, StartLevel
+from protocol.segments import segment_path
+from protocol.worker import Reclaim, SegmentsChanged, StartLevel
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
@@ -126,6 +127,7 @@ def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
         reports.clear()
     before = dict(shared.store.segments)
     shared.outcomes.clear()
+    shared.reclaimed.clear()
     shared.engine._out_of_memory.calm_steps = CALM_STEPS
     shared.forget()
     yield shared
@@ -140,6 +142,7 @@ def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
     assert not shared.engine._preemption.busy
     shared.engine._prefix_cache.tree.clear()
     assert shared.engine._runner.cache.usage.pages_used == 0
+    assert not shared.engine._runner.cache.sequences
     assert not list(shared.store.folder.rglob("*.part"))
 
 
@@ -328,6 +331,27 @@ def test_a_segment_that_cannot_be_read_is_a_miss(
     assert len(engine.store.damaged) == is_damage
 
 
+def test_a_file_that_the_daemon_deleted_is_not_damaged(
+    engine: Engine, disk: Disk, wanted: Outcome
+) -> None:
+    (key,) = engine.store.segments
+    path = segment_path(engine.store.folder, key)
+    disk.hang("open")
+    submit(engine)
+    engine.run(until=lambda: disk.calls)
+    content = path.read_bytes()
+    path.unlink()
+    try:
+        engine.engine.segment_command(SegmentsChanged(removed=[key]))
+        disk.work()
+        engine.run()
+    finally:
+        path.write_bytes(content)
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == 0
+    assert not engine.store.damaged
+
+
 def test_short_reads_are_continued(engine: Engine, disk: Disk, wanted: Outcome) -> None:
     disk.shorten()
     submit(engine)
@@ -373,16 +397,149 @@ def test_a_disk_that_hangs_delays_its_readers_for_a_second(
     assert alone(engine, PROMPT).cached == STORED, "the disk is asked again"
 
 
-def test_reads_are_one_after_another(engine: Engine, wanted: Outcome) -> None:
-    """Their staging is in the budget once."""
-    most = 0
+def test_prompts_that_share_a_prefix_read_it_once(engine: Engine, wanted: Outcome) -> None:
     for number in range(4):
         submit(engine, f"r{number}", [*PROMPT, number])
+    engine.run()
+    assert [one.tokens for one in engine.store.used] == [STORED]
+    assert {outcome.cached for outcome in engine.outcomes.values()} == {STORED}
+
+
+def test_reads_are_one_after_another(engine: Engine, plain: Driver) -> None:
+    """Their staging is in the budget once."""
+    prompts = [PROMPT, *(prompt_of(len(PROMPT), seed) for seed in (41, 42))]
+    for prompt in prompts[1:]:
+        engine.alone(prompt, max_tokens=2)
+    engine.write_all()
+    engine.engine._prefix_cache.tree.clear()
+    engine.outcomes.clear()
+    most = 0
+    for number, prompt in enumerate(prompts):
+        submit(engine, f"r{number}", prompt)
     while not all(outcome.over for outcome in engine.outcomes.values()):
         engine.step()
         most = max(most, len(threads()))
     assert most == 1
     assert {outcome.cached for outcome in engine.outcomes.values()} == {STORED}
+    assert len(engine.store.used) == len(prompts)
+
+
+# Reclaims.
+
+
+def begin_reclaim(engine: Engine, method: str) -> None:
+    engine.engine.reclaim(Reclaim(seq=7, method=method, wanted_bytes=1 << 40, level=0))
+
+
+@pytest.mark.parametrize("method", ["spare", "prefixes", "preempt"])
+def test_a_reclaim_does_not_wait_for_a_disk_that_hangs(
+    engine: Engine, disk: Disk, wanted: Outcome, method: str
+) -> None:
+    clock = engine.engine._clock
+    disk.hang("readv")
+    submit(engine)
+    submit(engine, "second", [7, *PROMPT])
+    engine.run(until=lambda: disk.calls)
+    begin_reclaim(engine, method)
+    for _ in range(3):
+        engine.step()
+    assert not engine.reclaimed, "the read may still be fast"
+    clock.now += 0.3
+    for _ in range(5):
+        engine.step()
+    assert len(engine.reclaimed) == 1
+    assert not engine.outcomes["r"].tokens
+    disk.work()
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert [one.tokens for one in engine.store.used] == [STORED], "it is read after the reclaim"
+
+
+def test_a_request_is_preempted_before_its_read_begins(
+    engine: Engine, disk: Disk, plain: Driver, wanted: Outcome
+) -> None:
+    other = prompt_of(len(PROMPT), 43)
+    engine.alone(other, max_tokens=2)
+    engine.write_all()
+    engine.engine._prefix_cache.tree.clear()
+    disk.hang("readv")
+    submit(engine)
+    submit(engine, "unread", other)
+    engine.run(until=lambda: disk.calls)
+    begin_reclaim(engine, "preempt")
+    engine.step()
+    engine.engine._clock.now += 0.3
+    engine.run(until=lambda: engine.reclaimed)
+    assert engine.preemptions["unread"] == ["recompute"]
+    disk.work()
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["unread"] == alone(plain, other)
+    assert [one.tokens for one in engine.store.used] == [STORED, STORED]
+
+
+def test_a_prompt_whose_reads_are_always_interrupted_is_prefilled(
+    engine: Engine, disk: Disk, wanted: Outcome
+) -> None:
+    clock = engine.engine._clock
+    submit(engine)
+    for number in range(1, 4):
+        disk.hang("readv")
+        calls = disk.calls
+        engine.run(until=lambda: disk.calls > calls)  # noqa: B023
+        begin_reclaim(engine, "spare")
+        engine.step()
+        clock.now += 0.3
+        engine.run(until=lambda: len(engine.reclaimed) == number)  # noqa: B023
+        disk.work()
+        until(lambda: not threads())
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == 0
+
+
+# Disks that are slow.
+
+
+def test_time_without_a_step_does_not_count(engine: Engine, wanted: Outcome) -> None:
+    """Another worker may have the time slice."""
+    submit(engine)
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    until(lambda: engine.engine._preemption.ready)
+    engine.engine._clock.now += 100.0
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == STORED
+
+
+def test_one_read_that_took_long_does_not_end_all_reads(
+    engine: Engine, disk: Disk, wanted: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, prompts = engine.engine._clock, engine.engine._prompts
+    monkeypatch.setattr(segment_files, "HANG_SECONDS", 1000.0)
+    disk.hang("readv")
+    submit(engine)
+    engine.run(until=lambda: disk.calls)
+    with monkeypatch.context() as patch:
+        plain = prompts.begin_single_tokens
+        patch.setattr(
+            prompts,
+            "begin_single_tokens",
+            lambda rids: (setattr(clock, "now", clock.now + 2.0), plain(rids)),
+        )
+        engine.step()
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == 0
+    disk.work()
+    until(lambda: not threads())
+    rates = engine.engine._rates
+    seconds = rates.seconds("read", 1)
+    assert alone(engine, PROMPT).cached == 0
+    assert rates.seconds("read", 1) < seconds
+    for _ in range(25):
+        rates.recover("read")
+    assert alone(engine, PROMPT).cached == STORED
 
 
 def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(

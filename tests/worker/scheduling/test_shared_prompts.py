@@ -40,6 +40,34 @@ def test_a_prompt_waits_while_its_own_beginning_is_prefilled(reads, waits):
     assert first in without_waiting([second, first], C)
 
 
+@pytest.mark.parametrize(
+    ("shared", "read", "waits"),
+    [(2, 2, True), (3, 2, True), (1, 2, False), (0, 2, False), (3, 0, False), (4, 4, True)],
+)
+def test_a_prompt_waits_for_a_read_of_which_it_shares_everything(shared, read, waits):
+    """A read leaves a checkpoint at its end only."""
+    first = request(0, [1] * 20, prompt_started=read * C)
+    first.suspended = first.reads_prompt = True
+    second = request(1, [1] * (shared * C) + [2] * (20 - shared * C))
+    earlier = request(-1, [1] * 20)
+    expected = [earlier] if waits else [earlier, second]
+    assert without_waiting([second, first, earlier], C) == expected
+
+
+def test_a_prompt_that_is_being_read_is_waited_for_until_its_row_is_complete():
+    scheduler = Scheduler(max_rows=3, chunk=C)
+    path = path_of([1] * (2 * C + 1), "", C)
+    for rid in "ab":
+        scheduler.submit(rid, 2 * C + 1, 1, path=path)
+    scheduler.plan(lambda _pages, _rows: 0)
+    scheduler.suspend("a", reads_prompt=True)
+    scheduler.skip_to("a", 2 * C)  # all of it: the request counts as decoding
+    assert scheduler.cache_candidates == ()
+    assert scheduler.next_group() == ()
+    scheduler.resume("a")
+    assert scheduler.cache_candidates == ("b",)
+
+
 def test_requests_wait_only_for_equal_beginnings_ahead_of_them():
     prefilling = request(1, [1] * 20, prompt_started=C)
     before, other, begun = (

@@ -1,0 +1,47 @@
+"""The measured rates, and how the rate of reading recovers from failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.worker.core.rates import Rates
+
+GB = 1e9
+
+
+def rate(rates: Rates) -> float:
+    return 1 / rates.seconds("read", 1)
+
+
+@pytest.mark.parametrize(("failed", "calls"), [(0.5 * GB, 40), (0.0, 110)])
+def test_a_rate_recovers_after_a_failure(failed: float, calls: int) -> None:
+    rates = Rates()
+    before = rate(rates)
+    rates.note("read", 2 * GB, 1.0)
+    rates.note_failure("read", failed, 1.0)
+    assert rate(rates) == pytest.approx(max(failed, before / 1000))
+    found = []
+    for _ in range(calls):
+        rates.recover("read")
+        found.append(rate(rates))
+    assert found == sorted(found)
+    assert 0.9 * before < found[-1] <= 1.001 * before
+
+
+def test_recovery_lowers_no_rate() -> None:
+    rates = Rates()
+    rates.note("read", 5 * GB, 1.0)
+    rates.recover("read")
+    assert rate(rates) == pytest.approx(5 * GB)
+
+
+def test_a_disk_that_stays_slow_is_tried_by_few_prompts() -> None:
+    """50 MB/s where 200 MB/s are as fast as prefill."""
+    rates, tried = Rates(), 0
+    for _ in range(200):
+        if rate(rates) > 0.2 * GB:
+            tried += 1
+            rates.note_failure("read", 0.05 * GB, 1.0)
+        else:
+            rates.recover("read")
+    assert tried < 20
