@@ -109,7 +109,10 @@ def test_usage_has_the_level_of_a_prompt_that_was_stepped_down(stepping: Driver)
     assert stepping.outcomes["r"].usage.levels == [2]
 
 
-def test_a_token_in_flight_has_the_level_at_which_it_was_computed(stepping: Driver) -> None:
+def test_a_token_in_flight_has_the_level_at_which_it_was_computed(
+    stepping: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 60.0)  # all pieces in one step
     stepping.outcomes.clear()
     stepping.engine.start_level(StartLevel(level=0))
     request = {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
