@@ -45,6 +45,9 @@ def main() -> NoReturn:
     limit.enabled = True
     # The Hub's client for xet buffers gigabytes, which are not part of any grant.
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    # transformers imports these if they are installed: hundreds of megabytes, above the limit of a
+    # worker without a grant, and seconds of each load. No model here needs them.
+    sys.modules |= dict.fromkeys(("torch", "tensorflow", "jax", "flax"))  # type: ignore[arg-type]
     status = 0
     try:
         Loop(sock, _engine(arguments.engine)).run()

@@ -78,6 +78,8 @@ class Request:
     dropped: bool = False
     may_return: bool = False
     """Whether it may be restored although it was dropped."""
+    may_vanish: bool = False
+    """Whether its drop failed. That record may be on the disk, and show after a power loss."""
 
 
 class SlowWork(Future[None]):
@@ -180,8 +182,8 @@ class Campaign(RuleBasedStateMachine):
 
     def drop(self, rid: str) -> None:
         request = self.requests[rid]
-        request.dropped = request.may_return = True
-        request.may_return = not self.write(RequestDropped(rid))
+        request.dropped = request.may_return = request.may_vanish = True
+        request.may_return = request.may_vanish = not self.write(RequestDropped(rid))
 
     @rule(seconds=st.sampled_from([30.0, 700.0]))
     def wait(self, seconds: float) -> None:
@@ -366,7 +368,8 @@ class Campaign(RuleBasedStateMachine):
         ended_at = request.first_ended_at
         expired = ended_at is not None and ended_at + KEEP_S <= self.now
         if saved is None:
-            assert request.dropped or expired or not intact, f"{rid} is lost"
+            gone = request.dropped or expired or request.may_vanish
+            assert gone or not intact, f"{rid} is lost"
             request.dropped = True
             return
         assert not request.dropped or request.may_return, f"{rid} was dropped and is back"

@@ -70,9 +70,11 @@ class Hostile:
             self._connection.receive(data[start : start + _PIECE])
 
     def cancel_all(self) -> None:
-        """Cancel what has not ended: a request may ask for more tokens than fit in the time."""
-        ended = {event.id for event in self.events if is_last(event)}
-        for number, target in enumerate({event.id for event in self.events} - ended):
+        """Cancel all requests: one may ask for more tokens than fit in the time.
+
+        Also those with a last event, which may be that of another request with the same id.
+        """
+        for number, target in enumerate({event.id for event in self.events}):
             if not self.closed:
                 self.send(encode_line(messages.Cancel(id=f"fuzzer {number}", target=target)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.worker.fake.model import CRASH_STATUS
-from protocol.worker import LoadModel, Progress, RowFinished, RowTokens, Started, Stop
+from protocol.worker import LoadModel, Progress, Ready, RowFinished, RowTokens, Started, Stop
 from tests.worker.process.peer import Process, alive, submit, wait_until
 
 pytestmark = pytest.mark.process
@@ -163,3 +163,22 @@ def test_an_idle_worker_takes_no_cpu_time(worker):
 def cpu_ticks(pid):
     stat = Path(f"/proc/{pid}/stat").read_text()
     return sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+
+
+@pytest.mark.mlx
+def test_a_worker_imports_no_other_framework(tmp_path, monkeypatch):
+    """PyTorch takes more than a worker without a grant may hold, and seconds of each load."""
+    (tmp_path / "torch").mkdir()
+    module = f"import os; os.mkdir({str(tmp_path / 'imported')!r}); __version__ = '2.11.0'"
+    (tmp_path / "torch" / "__init__.py").write_text(module)
+    (tmp_path / "torch-2.11.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
+    (tmp_path / "torch-2.11.0.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = Process("mlx")
+    try:
+        worker.load("demo")
+        assert worker.of(Ready)
+    finally:
+        worker.close()
+    assert not (tmp_path / "imported").exists()
