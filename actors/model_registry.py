@@ -107,6 +107,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             raise errors.Draining(f"{name} is being unloaded; load it again when that is done")
         else:
             if entry.state == "failed":  # its worker was given up
+                if entry.requested and entry.before is None:
+                    entry.before = entry.known  # requests that wait do not end if this is refused
                 self._announce_load(entry.name, entry.known, patient=False)
                 entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
             if (policy := load.policy) is not None:

@@ -84,6 +84,23 @@ async def test_requests_during_a_refused_load_get_the_known_model():
 
 
 @simulated
+async def test_requests_wait_although_the_load_of_a_model_that_was_given_up_is_refused():
+    crashing = [Script(exit_at_load=1)] * 3
+    async with world({"demo": [BIG], "big": [*crashing, BIG]}, known=known()) as w:
+        client = w.client()
+        first = client.generate("big")
+        assert (await client.end(first, 60)).error.code == "model_failed"
+        await busy(w)
+        load = client.start(messages.Load, model="big", alias="big")
+        await until(lambda: w.state("big") == "loading", 5)
+        waiting = client.generate("big")
+        assert (await client.end(load)).error.code == "insufficient_memory"
+        idle(w)
+
+        assert (await client.end(waiting, 60)).reason == "length"
+
+
+@simulated
 async def test_requests_for_a_broken_model_fail_with_its_error():
     async with world({"big": [BROKEN]}, known=known()) as w:
         client = w.client()
