@@ -161,17 +161,25 @@ def submit(engine: Engine, rid: str = "r", prompt: list[int] = PROMPT) -> None:
     engine.submit(rid, prompt, max_tokens=12, logprobs=2)
 
 
+def begin_to_read(engine: Engine, disk: Disk) -> None:
+    """Submit `PROMPT` and stop in mid-read; on a busy machine one step could read everything."""
+    disk.hang("readv")
+    submit(engine)
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    assert engine.engine._transfers.reading
+    disk.work()
+
+
 # Requests that end, steps that fail, and precision levels, in mid-read.
 
 
 @pytest.mark.parametrize("records", [0, 1, 2, 4])
 def test_pages_of_a_request_that_ended_are_not_written(
-    engine: Engine, plain: Driver, records: int
+    engine: Engine, disk: Disk, plain: Driver, records: int
 ) -> None:
     """Other prompts get its pages, in the same step in which the read would have continued."""
     right = [alone(plain, other) for other in OTHERS]
-    submit(engine)
-    engine.run(until=lambda: engine.engine._transfers.reading)
+    begin_to_read(engine, disk)
     reads = engine.engine._preemption
     for _ in range(records):
         until(lambda: reads.ready)
@@ -187,11 +195,10 @@ def test_pages_of_a_request_that_ended_are_not_written(
 @pytest.mark.parametrize("text", [UNABLE, LATE])
 @pytest.mark.parametrize("at", [1, 3, 7])
 def test_a_step_that_fails_in_mid_read_costs_time_only(
-    engine: Engine, plain: Driver, wanted: Outcome, text: str, at: int
+    engine: Engine, disk: Disk, plain: Driver, wanted: Outcome, text: str, at: int
 ) -> None:
     submit(engine, "other", OTHERS[0])
-    submit(engine)
-    engine.run(until=lambda: engine.engine._transfers.reading)
+    begin_to_read(engine, disk)
     until(lambda: engine.engine._preemption.ready)
     with memory_runs_out(lambda number: number == at, text) as counted:
         engine.run()
@@ -237,9 +244,8 @@ def test_a_prefix_is_not_read_for_a_lower_level(engine: Engine) -> None:
     assert not engine.store.used
 
 
-def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine) -> None:
-    submit(engine)
-    engine.run(until=lambda: engine.engine._transfers.reading)
+def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine, disk: Disk) -> None:
+    begin_to_read(engine, disk)
     engine.reclaim("precision", 1 << 40, level=1)
     engine.run()
     found = engine.outcomes["r"]
@@ -501,10 +507,9 @@ def test_a_prompt_whose_reads_are_always_interrupted_is_prefilled(
 # Disks that are slow.
 
 
-def test_time_without_a_step_does_not_count(engine: Engine, wanted: Outcome) -> None:
+def test_time_without_a_step_does_not_count(engine: Engine, disk: Disk, wanted: Outcome) -> None:
     """Another worker may have the time slice."""
-    submit(engine)
-    engine.run(until=lambda: engine.engine._transfers.reading)
+    begin_to_read(engine, disk)
     until(lambda: engine.engine._preemption.ready)
     engine.engine._clock.now += 100.0
     engine.run()
