@@ -201,12 +201,25 @@ def test_a_wrong_base_in_the_index_is_a_miss(engine: Engine, store: Store, plain
     assert [one.key for one in store.damaged] == [leaf.key]
 
 
-def test_a_cancelled_request_frees_what_was_read(engine: Engine, store: Store) -> None:
+def test_a_cancelled_request_frees_what_was_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = prompt_of(1200, 1)
     kept(engine, prompt)
-    engine.submit("r", prompt, max_tokens=4)
-    while not engine.engine._transfers.reading:
-        engine.step()
+    taken, next_record = [], BackgroundReader.next_record
+
+    def three_records(reader: BackgroundReader) -> object:
+        if len(taken) == 3 or (record := next_record(reader)) is NOT_YET:
+            return NOT_YET
+        taken.append(record)
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundReader, "next_record", three_records)
+        engine.submit("r", prompt, max_tokens=4)
+        while len(taken) < 3:
+            engine.step()
+        assert engine.engine._transfers.reading
     engine.engine.cancel("r")
     engine.run()
     assert engine.outcomes["r"].reason == "cancelled"
