@@ -425,7 +425,7 @@ def test_reads_are_one_after_another(engine: Engine, plain: Driver) -> None:
     while not all(outcome.over for outcome in engine.outcomes.values()):
         engine.step()
         most = max(most, len(threads()))
-    assert most == 1
+    assert most <= 1  # a thread may begin and end within one step
     assert {outcome.cached for outcome in engine.outcomes.values()} == {STORED}
     assert len(engine.store.used) == len(prompts)
 
