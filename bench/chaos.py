@@ -16,9 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -32,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.report import machine, publish
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.errors import NotRunning
 from protocol.messages import Accepted, Done, Event, Tokens
@@ -273,15 +272,12 @@ def main() -> int:
     found = asyncio.run(storm(**asked))
     report = {
         "asked": asked,
-        "machine": {"system": platform.system(), "cores": os.cpu_count()},
+        "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
         "median_back_s": statistics.median(found.back_s) if found.back_s else None,
         **asdict(found),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
+    publish(report, given.out)
     return 1 if found.wrong else 0
 
 

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 from bench.cgroup import Cgroup, NoCgroup, limited
 from bench.chaos import _ORDINARY, Asked, connected, daemon, requests
+from bench.report import machine, publish
 from kvd import demo
 from kvd.client import AsyncClient
 from protocol.errors import KvdError
@@ -254,14 +254,11 @@ def main(words: list[str] | None = None) -> int:
         "asked": asked,
         "limit_mib": given.budget_mib + OVERHEAD_MIB,
         "overhead_mib": OVERHEAD_MIB,
-        "machine": {"system": platform.system(), "cores": os.cpu_count()},
+        "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
         **asdict(found),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
+    publish(report, given.out)
     return 1 if found.wrong else 0
 
 

@@ -4,7 +4,7 @@ A real daemon serves the embedded model with a prefix store. Files are damaged i
 index in three; the worker and the daemon get ``SIGKILL`` at random moments during writes; calls of
 both fail with ``ENOSPC`` or ``EIO`` (`bench/faulty_disk.c`, if there is a C compiler). Every answer
 must have the tokens of the first one, which was computed. After the next start, no incomplete file
-is left, every file is complete and in the index, and no more bytes are stored than allowed.
+is left, every file is complete and in the index, and the stored bytes are within the limit.
 
     python -m bench.prefix_faults --corruptions 500 --kills 50 --out bench/results/…
 
@@ -17,10 +17,8 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import json
 import mmap
 import os
-import platform
 import random
 import shutil
 import signal
@@ -37,6 +35,7 @@ from typing import Any
 import msgspec
 
 from bench.chaos import WORDS, connected
+from bench.report import machine, publish
 from kvd.client import AsyncClient
 from protocol import segment_file
 from protocol.record_file import DamagedFile, RecordWriter
@@ -424,14 +423,11 @@ def main() -> int:
     found = asyncio.run(run(**asked))
     report = {
         "asked": asked,
-        "machine": {"system": platform.system(), "cores": os.cpu_count()},
+        "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
         **asdict(found),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
+    publish(report, given.out)
     return 1 if found.wrong else 0
 
 

@@ -80,7 +80,7 @@ class StoreOpened(Record, frozen=True):
     models: dict[bytes, list[str]]
     """Names of the models that used a space."""
     damaged: list[str]
-    """What was wrong with files that were deleted."""
+    """Reason for the deletion of each damaged file."""
 
 
 class RoomMade(Record, frozen=True):

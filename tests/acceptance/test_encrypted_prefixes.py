@@ -4,10 +4,8 @@ processes reveals prompts or the key."""
 from __future__ import annotations
 
 import base64
-import shutil
 import stat
 import sys
-import tempfile
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvd.client import Client
-from kvd.host.home import Home
 from protocol.segments import PrefixStoreStatus
-from tests.process.helpers import Daemon, wait_for
+from tests.process.helpers import Daemon, configured, wait_for
 
 WORDS = "The amber falcon carries 4821 letters over the quiet harbour of Ystad. "
 CONFIG = """
@@ -32,15 +29,8 @@ encrypt = true
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    root = Path(tempfile.mkdtemp(prefix="kvd-"))
-    daemon = Daemon(Home(root / "h"))
-    daemon.home.create()
-    daemon.home.config.write_text(CONFIG)
-    try:
+    with configured(CONFIG) as daemon:
         yield daemon
-    finally:
-        daemon.end()
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def started(daemon: Daemon) -> None:

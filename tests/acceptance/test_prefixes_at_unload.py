@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvd.client import Client
 from kvd.client.blocking import Completion
-from kvd.host.home import Home
-from tests.process.helpers import Daemon, wait_for
+from tests.process.helpers import Daemon, configured, wait_for
 
 PROMPT = "".join(f"{number}. The amber falcon carries {number} letters. " for number in range(200))
 CONFIG = """
@@ -27,15 +23,8 @@ keep_free = 0
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    root = Path(tempfile.mkdtemp(prefix="kvd-"))
-    daemon = Daemon(Home(root / "h"))
-    daemon.home.create()
-    daemon.home.config.write_text(CONFIG)
-    try:
+    with configured(CONFIG) as daemon:
         yield daemon
-    finally:
-        daemon.end()
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def started(daemon: Daemon) -> None:

@@ -30,11 +30,11 @@ LIMITS = StoreLimits(limit_bytes=4 * MB, daily_bytes=1000 * MB, keep_free_bytes=
 
 
 @asynccontextmanager
-async def store(tmp_path, *, load=("a", "b"), limits=LIMITS, opened=True):
+async def store(tmp_path, *, load=("a", "b"), limits=LIMITS, opened=True, faults=False):
     """A world with a prefix store, whose models have the same weights."""
     disk = SimDisk(tmp_path / "prefixes")
     settings = Settings(segments_folder=str(disk.root), prefix_store=limits)
-    async with world(load=load, settings=settings, segment_disk=disk) as it:
+    async with world(load=load, settings=settings, segment_disk=disk, faults=faults) as it:
         it.disk = disk
         for name in load if opened else ():
             it.spawn.last(name).report(wire.SegmentsOpened(space=SPACE))
@@ -251,11 +251,7 @@ async def test_a_lower_limit_deletes_segments(tmp_path):
 
 @simulated
 async def test_after_a_failure_of_the_actor_the_store_is_off_for_a_while(tmp_path):
-    disk = SimDisk(tmp_path / "prefixes")
-    settings = Settings(segments_folder=str(disk.root), prefix_store=LIMITS)
-    async with world(load=("a",), settings=settings, segment_disk=disk, faults=True) as it:
-        it.disk = disk
-        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+    async with store(tmp_path, load=("a",), faults=True) as it:
         await write(it, "a", info(1))
         await write(it, "a", info(2))
         it.system.prefix_store.machine.index._children[key(1)] = {b"nonsense"}
@@ -508,13 +504,9 @@ async def test_two_workers_of_one_space_do_not_write_the_same_segment(tmp_path):
 @simulated
 async def test_an_offer_is_answered_when_the_actor_fails(tmp_path):
     """Otherwise the worker would wait for ever, and never write again."""
-    disk = SimDisk(tmp_path / "prefixes")
-    settings = Settings(segments_folder=str(disk.root), prefix_store=LIMITS)
-    async with world(load=("a",), settings=settings, segment_disk=disk, faults=True) as it:
-        it.disk = disk
-        it.spawn.last("a").report(wire.SegmentsOpened(space=SPACE))
+    async with store(tmp_path, load=("a",), faults=True) as it:
         await write(it, "a", info(1))
-        disk.hangs = True
+        it.disk.hangs = True
         it.spawn.last("a").report(wire.SegmentOffered(segment=info(2), hits=0))
         await until(lambda: it.system.prefix_store.machine.writes.permissions)
         it.system.prefix_store.machine.index._children[key(1)] = {b"nonsense"}

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,3 +214,16 @@ def source(**options: float | str) -> str:
 
 def folder_mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
+
+
+@contextlib.contextmanager
+def configured(config: str) -> Iterator[Daemon]:
+    """Yield a daemon with a home of its own and this config.toml; it is not started yet."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", ignore_cleanup_errors=True) as root:
+        daemon = Daemon(Home(Path(root) / "h"))
+        daemon.home.create()
+        daemon.home.config.write_text(config)
+        try:
+            yield daemon
+        finally:
+            daemon.end()

@@ -39,7 +39,7 @@ class SegmentFolder:
         self.form: RecordFormat = PLAIN
         """Format of the segments. Those of another one are damaged."""
         self.damaged: list[str] = []
-        """What was wrong with files that `read` deleted, until it is reported."""
+        """Reason for each file that `read` deleted, until it is reported."""
         self._log = structlog.get_logger("kvd.daemon.prefix_store")
 
     def create(self) -> None:

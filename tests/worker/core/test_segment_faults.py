@@ -253,7 +253,7 @@ def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine, disk: Disk) 
     assert found.usage.levels == [0, 1]
     engine.engine.start_level(StartLevel(level=0))
     assert all(one.tokens == STORED for one in engine.store.segments.values())
-    # What was lowered is neither a checkpoint any more nor a segment.
+    # Lowered pages are in no checkpoint, and so they are not written.
     engine.write_all()
     assert engine.engine._prefix_cache.tree.checkpoints() == []
 
