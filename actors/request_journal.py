@@ -16,6 +16,7 @@ from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
+from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
 from protocol.types import ReceivedChoice, TokenLogprob, record_level
 
@@ -115,7 +116,7 @@ class SavedRequest:
             case wire.ChoiceFinished(choice=number, reason=reason):
                 self.choices[number].reason = reason
                 if report.usage is not None:  # the daemon may have ended before the last report
-                    reason = wire.combined_reason([it.reason or reason for it in self.choices])
+                    reason = combined_reason([it.reason or reason for it in self.choices])
                     self.end = wire.RowFinished(rid=report.rid, reason=reason, usage=report.usage)
             case wire.RowFinished() | wire.RowFailed():
                 self.end = report

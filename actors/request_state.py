@@ -20,6 +20,7 @@ from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
+from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
 from protocol.resume import ChoiceProgress
 from protocol.types import ReceivedChoice, TokenLogprob, Usage, record_level
@@ -190,7 +191,7 @@ class RequestState:
             levels=list(self.levels),
         )
         # A worker may have reported the end of every choice, and died before that of the request.
-        reason = wire.combined_reason([choice.reason or "cancelled" for choice in self.choices])
+        reason = combined_reason([choice.reason or "cancelled" for choice in self.choices])
         return [*reports, wire.RowFinished(rid=rid, reason=reason, usage=usage)]
 
     def _apply_prompt(self, index: int, logprobs: list[TokenLogprob]) -> Event | None:

@@ -16,9 +16,11 @@ from protocol.fields import Count, PositiveCount
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.message_base import EventBase, RequestBase, RequestId
+from protocol.parts import PartStart
 from protocol.policy import ModelPolicy
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.settings import Changed, Setting
+from protocol.tools import ChatOptions, Grammar
 from protocol.types import (
     ChatMessage,
     DaemonStatus,
@@ -87,6 +89,10 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     """Conversation, for the model's chat template."""
     tokens: list[fields.TokenId] | None = None
     """Token ids."""
+    chat: ChatOptions = ChatOptions()
+    """Tools, reasoning and further settings of a conversation."""
+    grammar: Grammar | None = None
+    """What the answer must match; absent: it is free."""
     sampling: Sampling = Sampling()
     """Sampling settings."""
     max_tokens: PositiveCount | None = None
@@ -197,6 +203,8 @@ class Tokenize(RequestBase, tag="tokenize", frozen=True, kw_only=True):
     model: fields.Name
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    chat: ChatOptions = ChatOptions()
+    """Settings of the conversation that change its prompt, such as tools."""
     limit: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS
     """Maximum tokens in the reply; 0: only their number."""
     texts: bool = False
@@ -322,6 +330,8 @@ class Tokens(EventBase, tag="tokens", frozen=True, kw_only=True):
     text: str
     choice: int = 0
     """Number of the choice."""
+    parts: list[PartStart] = []
+    """Parts that begin in this text: reasoning, tool calls, and text after them."""
     logprobs: list[TokenLogprob] | None = None
     """One entry per token, if requested."""
 

@@ -17,3 +17,5 @@ class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bytes in UTF-8 of the text that was sent, which may lag behind the tokens."""
     reason: FinishReason | None = None
     """Why the choice ended, if that was reported; absent: it continues."""
+    parts: int = 0
+    """Parts of the text whose beginning was sent."""

@@ -15,6 +15,7 @@ from protocol.errors import ErrorInfo
 from protocol.fields import Count, LogitBias, Penalty, TokenId
 from protocol.kv import KVSpec
 from protocol.segments import PrefixStoreStatus
+from protocol.tools import ToolCall
 
 TimeSlicesMode = Literal["auto", "on", "off"]
 """Whether models with work share the device in time slices; ``auto``: only on accelerators."""
@@ -69,11 +70,19 @@ class TokenLogprob(Alternative, frozen=True, omit_defaults=True):
     """Likeliest tokens, as many as requested; they may include the token itself."""
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a conversation, for the model's chat template."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    reasoning: str = ""
+    """Reasoning of an earlier answer; most templates drop it."""
+    tool_calls: list[ToolCall] = []
+    """Calls of an earlier answer."""
+    tool_call_id: str = ""
+    """For role ``tool``: the call that the message answers."""
+    name: str = ""
+    """For role ``tool``: the tool's name."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -90,6 +99,8 @@ class Usage(msgspec.Struct, frozen=True):
     death. A prompt that was stepped down before the first token counts with its first level. Empty:
     no token was generated.
     """
+    reasoning_tokens: int = 0
+    """Tokens of the completion that are reasoning, with its markers."""
 
 
 def record_level(levels: list[int], level: int) -> None:
@@ -138,6 +149,23 @@ class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Decoder layers computed by kernels entirely, including norms and products."""
 
 
+class ChatAbilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's chat template and vocabulary allow; found out at load by rendering it."""
+
+    tools: str = ""
+    """Form of its tool calls, such as ``json in <tool_call>``; empty: it cannot call tools."""
+    tool_results: bool = False
+    """Whether the template renders messages of role ``tool``."""
+    reasoning: str = ""
+    """Marker that begins its reasoning; empty: it has none."""
+    reasoning_switch: bool = False
+    """Whether reasoning can be turned off."""
+    efforts: list[str] = []
+    """Values of the reasoning effort that change the prompt."""
+    late_system: bool = False
+    """Whether a message of role ``system`` may come after others."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker found out about its model at load."""
 
@@ -169,6 +197,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fused: FusedAttention | None = None
     """Result of checking the kernels; absent on CPUs, and if no attention uses pages."""
     has_chat_template: bool
+    chat: ChatAbilities | None = None
+    """Absent: the model has no chat template."""
     device: str
     """Device such as ``cpu``, ``Apple M4 Max`` or ``NVIDIA H200``."""
     blas: str | None = None
@@ -351,6 +381,8 @@ class ReceivedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of tokens."""
     text_bytes: Count = 0
     """Bytes of text in UTF-8."""
+    parts: Count = 0
+    """Number of parts whose beginning was received."""
 
 
 class Problem(msgspec.Struct, frozen=True):

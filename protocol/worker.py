@@ -7,7 +7,6 @@ sent yet (`kvd.worker.process.outbox`). Reports may be late, but lose no content
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -17,8 +16,10 @@ from protocol.errors import ErrorInfo
 from protocol.fields import Choice, Count, TokenId
 from protocol.kv import KVSpec
 from protocol.messages import FinishReason
+from protocol.parts import PartStart
 from protocol.resume import ChoiceProgress
 from protocol.segments import SegmentInfo
+from protocol.tools import ChatOptions, Grammar
 from protocol.types import (
     ChatMessage,
     ModelInfo,
@@ -74,6 +75,8 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tokens: list[int] | None = None
+    chat: ChatOptions = ChatOptions()
+    grammar: Grammar | None = None
     sampling: Sampling
     """Sampling settings; the seed is always set."""
     max_tokens: int | None = None
@@ -103,6 +106,7 @@ class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
     """Number that the answer repeats."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    chat: ChatOptions = ChatOptions()
     limit: int = 0
     texts: bool = False
 
@@ -338,6 +342,7 @@ class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
     tokens: list[TokenId]
     text: str
     choice: Choice = 0
+    parts: list[PartStart] = []
     logprobs: list[TokenLogprob] | None = None
     level: Count = 0
     """Precision level of the request when the tokens were generated."""
@@ -356,14 +361,6 @@ class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
     choice: Choice
     reason: FinishReason
     usage: Usage | None = None
-
-
-_PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
-
-
-def combined_reason(reasons: Collection[FinishReason]) -> FinishReason:
-    """Return the reason of a request from those of its choices."""
-    return next(reason for reason in _PRECEDENCE if reason in reasons)
 
 
 class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from protocol.errors import DeadlineExceeded, InvalidRequest
+from protocol.finish_reason import combined_reason
 from protocol.messages import FinishReason
 from protocol.types import Usage, record_level
-from protocol.worker import ChoiceFinished, Report, RowFinished, Submit, combined_reason
+from protocol.worker import ChoiceFinished, Report, RowFinished, Submit
 
 
 class Choices:
