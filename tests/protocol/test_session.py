@@ -245,7 +245,7 @@ def test_values_out_of_range_outside_sampling_name_the_field(fields):
         ({"stop": ["x"] * 17}, "stop must have at most 16 items"),
         (
             {"messages": [{"role": "me", "content": ""}]},
-            "messages[0].role must be one of assistant, system, user, not 'me'",
+            "messages[0].role must be one of assistant, system, tool, user, not 'me'",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     ],
