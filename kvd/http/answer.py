@@ -90,6 +90,10 @@ class Answer:
         self.stats = RequestStats(len(wanted.calls), now)
 
     @property
+    def over(self) -> bool:
+        return self.stats.over
+
+    @property
     def usage(self) -> Usage:
         """Tokens of all calls, without those that the answer leaves out."""
         usage = self.stats.usage

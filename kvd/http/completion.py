@@ -5,34 +5,64 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from kvd.http import errors
-from kvd.http.streamed_answer import StreamedAnswer, comment
-from kvd.http.whole_answer import WholeAnswer
 from protocol import messages
 from protocol.errors import KvdError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
-    from kvd.http.answer import Head, Wanted
     from kvd.http.backend import Backend, Call
     from kvd.http.send_buffer import SendBuffer
-    from protocol.messages import Event
+    from protocol.messages import Event, Generate
 
 KEEPALIVE_S = 15.0
-"""Seconds between comments on a stream without data: proxies close idle streams after a minute."""
+"""Seconds until a stream without data gets `Streamed.waiting`: proxies close idle streams."""
+
+
+class Whole(Protocol):
+    """An answer in one piece, from the events of the request's calls."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all calls have ended."""
+
+    def handle(self, number: int, event: Event, now: float) -> None:
+        """Take an event of the call with this number; raises `KvdError` to end the request."""
+
+    def body(self) -> bytes: ...
+
+
+class Streamed(Protocol):
+    """An answer as a stream, from the events of the request's calls.
+
+    Methods return the bytes to send.
+    """
+
+    @property
+    def over(self) -> bool:
+        """Whether all calls have ended."""
+
+    def handle(self, number: int, event: Event, now: float) -> bytes:
+        """Take an event of the call with this number."""
+
+    def waiting(self) -> bytes:
+        """Return what keeps a stream without data open."""
+
+    def failed(self, refusal: errors.Refusal) -> bytes:
+        """Return the end of a stream that an error ends."""
 
 
 class _Completion:
     """The calls of one request."""
 
-    def __init__(self, backend: Backend, wanted: Wanted) -> None:
+    def __init__(self, backend: Backend, requests: Sequence[Generate]) -> None:
         self._backend = backend
-        self._wanted = wanted
+        self._requests = requests
         self._calls: list[Call] = []
         self._loop = asyncio.get_running_loop()
 
@@ -40,7 +70,7 @@ class _Completion:
     def _running(self) -> Iterator[None]:
         """Start all calls; leaving the block cancels those that still run."""
         try:
-            for number, request in enumerate(self._wanted.calls):
+            for number, request in enumerate(self._requests):
                 deliver = partial(self._handle, number)
                 self._calls.append(self._backend.generate(request, deliver))
             yield
@@ -58,9 +88,9 @@ class _Completion:
 class WholeCompletion(_Completion):
     """A request with an answer in one piece."""
 
-    def __init__(self, backend: Backend, head: Head, wanted: Wanted) -> None:
-        super().__init__(backend, wanted)
-        self._answer = WholeAnswer(head, wanted, self._loop.time())
+    def __init__(self, backend: Backend, requests: Sequence[Generate], answer: Whole) -> None:
+        super().__init__(backend, requests)
+        self._answer = answer
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def body(self) -> bytes:
@@ -81,7 +111,7 @@ class WholeCompletion(_Completion):
             self._over.set_exception(error)
             self._cancel()
         else:
-            if self._answer.stats.over:
+            if self._answer.over:
                 self._over.set_result(None)
 
 
@@ -92,9 +122,15 @@ class StreamedCompletion(_Completion):
     that the response gets its status. A later error becomes the last chunk.
     """
 
-    def __init__(self, backend: Backend, head: Head, wanted: Wanted, buffer: SendBuffer) -> None:
-        super().__init__(backend, wanted)
-        self._answer = StreamedAnswer(head, wanted, self._loop.time())
+    def __init__(
+        self,
+        backend: Backend,
+        requests: Sequence[Generate],
+        answer: Streamed,
+        buffer: SendBuffer,
+    ) -> None:
+        super().__init__(backend, requests)
+        self._answer = answer
         self._buffer = buffer
         self._refused: errors.Refusal | None = None
         self._begun = False
@@ -109,7 +145,7 @@ class StreamedCompletion(_Completion):
                 if not data and self._buffer.over:
                     return
                 self._begun = True
-                yield data or comment("waiting")
+                yield data or self._answer.waiting()
 
     def _handle(self, number: int, event: Event) -> None:
         if self._buffer.over:
@@ -118,13 +154,11 @@ class StreamedCompletion(_Completion):
             self._fail(errors.of(event.error))
             return
         data = self._answer.handle(number, event, self._loop.time())
-        if isinstance(event, messages.Accepted):
-            data = data or comment("accepted")
-        if data and not self._buffer.put(data, last=self._answer.stats.over):
+        if data and not self._buffer.put(data, last=self._answer.over):
             self._cancel()
             structlog.get_logger("kvd.http").warning(
                 "slow reader: a client did not read its stream and was disconnected",
-                model=self._answer.head.model,
+                model=self._requests[0].model,
             )
 
     def _fail(self, refusal: errors.Refusal) -> None:
@@ -132,5 +166,5 @@ class StreamedCompletion(_Completion):
             self._refused = refusal
             self._buffer.close()
         else:
-            self._buffer.put(b"data: " + refusal.encoded() + b"\n\n", last=True)
+            self._buffer.put(self._answer.failed(refusal), last=True)
         self._cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import secrets
 import time
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from aiohttp import web
 import kvd
 from kvd.http import errors, models, reading
 from kvd.http.answer import Head, Wanted
-from kvd.http.completion import StreamedCompletion, WholeCompletion
 from kvd.http.formats import ChatFormat, Format, TextFormat
 from kvd.http.requests import ChatRequest, CompletionRequest
-from kvd.http.send_buffer import SendBuffer
+from kvd.http.streamed_answer import StreamedAnswer
+from kvd.http.whole_answer import WholeAnswer
 from protocol.model_source import unknown_model
 
 if TYPE_CHECKING:
@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 
     from kvd.http.backend import Backend, Metrics
     from kvd.http.bodies import Bodies
+    from kvd.http.delivery import Delivery
 
 _JSON = "application/json"
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would buffer the stream
-}
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 """Health checks, which need no API key."""
 
@@ -44,8 +40,7 @@ class Routes:
     bodies: Bodies
     metrics: Metrics | None
     starting: Callable[[], bool]
-    unread_limit: int
-    """Unread bytes of a stream at which its client is disconnected."""
+    delivery: Delivery
     started_at: int
 
     def table(self) -> list[web.RouteDef]:
@@ -99,27 +94,11 @@ class Routes:
     ) -> web.StreamResponse:
         # No variable keeps the body in memory while the answer runs.
         head, wanted = _parsed(await self.bodies.read(request), kind, format_)
+        now = asyncio.get_running_loop().time()
         if wanted.stream:
-            return await self._stream(request, head, wanted)
-        body = await WholeCompletion(self.backend, head, wanted).body()
-        return web.Response(body=body, content_type=_JSON)
-
-    async def _stream(self, request: web.Request, head: Head, wanted: Wanted) -> web.StreamResponse:
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError("the client has disconnected")
-        buffer = SendBuffer(self.unread_limit, transport.get_write_buffer_size, transport.abort)
-        completion = StreamedCompletion(self.backend, head, wanted, buffer)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
-        async with contextlib.aclosing(completion.chunks()) as chunks:
-            async for chunk in chunks:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(chunk)
-        if not response.prepared:  # disconnected before the first chunk
-            raise ConnectionResetError("the client has disconnected")
-        await response.write_eof()
-        return response
+            streamed = StreamedAnswer(head, wanted, now)
+            return await self.delivery.stream(request, wanted.calls, streamed)
+        return await self.delivery.whole(wanted.calls, WholeAnswer(head, wanted, now))
 
 
 async def _later(_: web.Request) -> None:

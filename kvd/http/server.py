@@ -16,6 +16,7 @@ from kvd.host import files, listen
 from kvd.http import errors
 from kvd.http.bodies import Bodies
 from kvd.http.connection import SERVER, Connection, FullConnection, refused
+from kvd.http.delivery import Delivery
 from kvd.http.guard import Guard, single
 from kvd.http.routes import OPEN_PATHS, Routes
 from kvd.http.stalled import aborted_if_stalled
@@ -70,7 +71,8 @@ class Server:
         self._uid_of = uid_of
         self._answered = answered
         bodies = Bodies(settings.body_bytes, settings.idle_timeout_s)
-        routes = Routes(backend, bodies, metrics, starting, unread_limit, int(time.time()))
+        delivery = Delivery(backend, unread_limit)
+        routes = Routes(backend, bodies, metrics, starting, delivery, int(time.time()))
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
         app.on_response_prepare.append(_add_headers)

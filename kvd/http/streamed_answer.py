@@ -13,6 +13,7 @@ from protocol import messages
 from protocol.types import TokenLogprob
 
 if TYPE_CHECKING:
+    from kvd.http.errors import Refusal
     from kvd.http.responses import Choice, Extension, FinishReason
     from protocol.messages import Event
 
@@ -65,6 +66,8 @@ class StreamedAnswer(Answer):
                 return self._choice_finished(number, choice, self.reason(reason))
             case messages.Done(reason=reason):
                 return self._done(number, self.reason(reason))
+            case messages.Accepted():
+                return comment("accepted")
             case messages.Queued(position=position):
                 return comment(f"queued, position {position}")
             case messages.Paused(reason=reason):
@@ -73,6 +76,13 @@ class StreamedAnswer(Answer):
                 return comment("resumed")
             case _:
                 return b""
+
+    def waiting(self) -> bytes:
+        return comment("waiting")
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """Return the last event of a stream that an error ends, without ``[DONE]``."""
+        return b"data: " + refusal.encoded() + b"\n\n"
 
     def _choice(self, number: int, choice: int) -> _Progress:
         return self._choices[number * self.wanted.n + choice]
