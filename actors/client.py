@@ -20,7 +20,6 @@ from actors.prefix_store import PrefixStoreState
 from actors.runtime.actor import Actor, MailboxFull, Ref
 from actors.tokenizing import TokenizeRequests
 from protocol import messages
-from protocol import worker as wire
 from protocol.errors import InternalError, InvalidRequest, KvdError, Overloaded, SlowReader
 from protocol.forecast import Forecast
 from protocol.message_base import VERSION
@@ -214,7 +213,7 @@ class Client(Actor[mail.ClientMail]):
             case messages.Tokenize():
                 self._has_texts = True
                 tokenized = services.tokenizing.tokenize(request, self.ref)
-                self._answer(key, tokenized, lambda report: _tokenized(key, report))
+                self._answer(key, tokenized, lambda reply: reply)
             case Cache():
                 store = services.prefix_store
                 self._send(CacheReply(id=key, store=store.status(), spaces=store.spaces()))
@@ -346,9 +345,3 @@ class Client(Actor[mail.ClientMail]):
 
 def _cancellation(rid: str) -> mail.AdmissionEvent:
     return mail.AdmissionEvent(admission_events.RequestCancelled(rid))
-
-
-def _tokenized(key: str, report: wire.Tokenized) -> Event:
-    if report.error is not None:
-        return messages.Error(id=key, error=report.error)
-    return messages.Tokenized(id=key, count=report.count, tokens=report.tokens, texts=report.texts)

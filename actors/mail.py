@@ -388,7 +388,7 @@ class TokenizeText(Ask[Tokenized], frozen=True):
 
     name: str
     command: TokenizeCommand
-    client: Ref[ClientMail]
+    client: Ref[ClientMail] | None
 
 
 class CancelTokenize(_Message, frozen=True):

@@ -42,7 +42,7 @@ from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.kv import KVSpec
-from protocol.messages import Event, Generate
+from protocol.messages import Event, Generate, Tokenize, Tokenized
 from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
@@ -287,6 +287,12 @@ class System:
             "temporary",
         )
         return Call(self._tree.start(child))
+
+    async def tokenize(self, request: Tokenize) -> Tokenized:
+        """Tokenize a text; loads the model if it must. Raises the request's `KvdError`."""
+        text = asyncio.ensure_future(self._client_services.tokenizing.tokenize(request))
+        text.add_done_callback(lambda it: it.cancelled() or it.exception())
+        return await asyncio.shield(text)  # a cancelled caller's text counts until its reply
 
     async def load(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from actors import mail
 from actors.runtime.actor import Ref
-from protocol import messages
+from protocol import errors, messages
 from protocol import worker as wire
 from protocol.errors import Overloaded
 from protocol.framing import encode_frame
@@ -28,13 +28,17 @@ class TokenizeRequests:
         """Bytes of waiting texts, encoded for a worker."""
 
     async def tokenize(
-        self, request: messages.Tokenize, client: Ref[mail.ClientMail]
-    ) -> wire.Tokenized:
-        """Tokenize a text; raises `Overloaded` if other texts of too many bytes wait."""
+        self, request: messages.Tokenize, client: Ref[mail.ClientMail] | None = None
+    ) -> messages.Tokenized:
+        """Tokenize a text; the text of a ``client`` that disconnects is dropped.
+
+        Raises `Overloaded` if other texts of too many bytes wait, and the worker's errors.
+        """
         command = wire.Tokenize(
             seq=0,
             prompt=request.prompt,
             messages=request.messages,
+            chat=request.chat,
             limit=request.limit,
             texts=request.texts,
         )
@@ -47,6 +51,11 @@ class TokenizeRequests:
             )
         self.bytes += size
         try:
-            return await self._registry.ask(mail.TokenizeText(request.model, command, client))
+            report = await self._registry.ask(mail.TokenizeText(request.model, command, client))
         finally:
             self.bytes -= size
+        if report.error is not None:
+            raise errors.from_info(report.error)
+        return messages.Tokenized(
+            id=request.id, count=report.count, tokens=report.tokens, texts=report.texts
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from protocol.messages import Event, Generate
+from protocol.messages import Event, Generate, Tokenize, Tokenized
 from protocol.types import DaemonStatus
 
 
@@ -24,6 +24,9 @@ class Backend(Protocol):
 
         The last event is always delivered, unless the call is cancelled.
         """
+
+    async def tokenize(self, request: Tokenize) -> Tokenized:
+        """Tokenize a text; loads the model if it must. Raises the request's `KvdError`."""
 
     def status(self) -> DaemonStatus:
         """Return the newest snapshots without waiting."""

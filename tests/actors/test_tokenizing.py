@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from actors.status import KnownModel
 from protocol import messages
-from protocol.errors import Overloaded
+from protocol.errors import Overloaded, UnknownModel
+from protocol.messages import Tokenize
+from protocol.tools import ChatOptions, Tool
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
@@ -85,6 +89,40 @@ async def test_a_text_counts_until_the_process_answers_or_dies() -> None:
         client.start(messages.Tokenize, model="demo", prompt="x" * 1000)
         await until(lambda: held(w) > 1000)
         client.disconnect()
+        await asyncio.sleep(1.0)
+        assert held(w) > 1000
+        w.spawn.last("demo").die(-9)
+        await until(lambda: held(w) == 0)
+
+
+@simulated
+async def test_settings_of_the_conversation_reach_the_worker() -> None:
+    chat = ChatOptions(tools=[Tool("look_up")])
+    async with world() as w:
+        client = w.client()
+        reply = await client.ask(messages.Tokenize, model="demo", prompt="Hi!", chat=chat)
+        assert reply.count == len("Hi!look_up")
+
+
+@simulated
+async def test_a_text_from_inside_the_process() -> None:
+    async with world(SLOW, load=(), known=DEMO) as w:
+        bounded(w)
+        assert (await w.system.tokenize(Tokenize(id="a", model="demo", prompt="Hi!"))).count == 3
+        with pytest.raises(UnknownModel):
+            await w.system.tokenize(Tokenize(id="a", model="nope", prompt="Hi!"))
+        assert held(w) == 0
+
+
+@simulated
+async def test_a_text_whose_caller_is_cancelled_counts_until_the_process_answers() -> None:
+    async with world() as w:
+        bounded(w)
+        w.spawn.last("demo").suspend()
+        request = Tokenize(id="a", model="demo", prompt="x" * 1000)
+        caller = asyncio.ensure_future(w.system.tokenize(request))
+        await until(lambda: held(w) > 1000)
+        caller.cancel()
         await asyncio.sleep(1.0)
         assert held(w) > 1000
         w.spawn.last("demo").die(-9)

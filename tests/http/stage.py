@@ -14,7 +14,7 @@ from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from protocol import messages
 from protocol.errors import KvdError
-from protocol.messages import Event, Generate
+from protocol.messages import Event, Generate, Tokenize, Tokenized
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Usage
 
 Script = Callable[[Generate], Sequence[Event]]
@@ -73,6 +73,9 @@ class Scripted:
         default_factory=lambda: [ModelStatus(name="m", source="fake:", state="ready")]
     )
     unloaded: list[str] = field(default_factory=list)
+    texts: list[Tokenize] = field(default_factory=list)
+    errors: list[KvdError] = field(default_factory=list)
+    """Errors of the next texts to tokenize, one each."""
     state: str = "serving"
 
     def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
@@ -82,6 +85,14 @@ class Scripted:
         for event in script(request):
             asyncio.get_running_loop().call_soon(deliver, event)
         return call
+
+    async def tokenize(self, request: Tokenize) -> Tokenized:
+        """Count characters as tokens."""
+        self.texts.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        texts = [request.prompt or "", *(one.content for one in request.messages or [])]
+        return Tokenized(id=request.id, count=sum(map(len, texts)))
 
     def status(self) -> DaemonStatus:
         return DaemonStatus(

@@ -217,7 +217,8 @@ class FakeProcess:
                 self.report(RowAdmitted(rid=command.rid))
                 self._work.set()
             case Tokenize():
-                self.report(Tokenized(seq=command.seq, count=len(command.prompt or "")))
+                texts = [command.prompt or "", *(tool.name for tool in command.chat.tools)]
+                self.report(Tokenized(seq=command.seq, count=sum(map(len, texts))))
             case CancelRow():
                 if command.rid in self._rows:
                     self._rows[command.rid].cancelled = True
