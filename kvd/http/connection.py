@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import kvd
-from kvd.http import errors
+from kvd.http import error_forms, errors
 from protocol.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -24,10 +24,12 @@ _LINGER_S = 2.0
 _log = structlog.get_logger("kvd.http")
 
 
-def refused(refusal: Refusal) -> web.Response:
+def refused(refusal: Refusal, path: str = "", request_id: str = "") -> web.Response:
+    """Return the answer to a request, in the form of the API to which its path belongs."""
+    status, body = error_forms.encoded(refusal, path, request_id)
     response = web.Response(
-        body=refusal.encoded(),
-        status=refusal.status,
+        body=body,
+        status=status,
         headers=refusal.headers,
         content_type=_JSON,
     )

@@ -63,17 +63,25 @@ class Guard:
             "origin_not_allowed",
         )
 
-    def check_key(self, authorization: str | None) -> str | None:
-        """Refuse a request without a valid key if keys are configured; return the key's name."""
+    def check_key(self, authorization: str | None, api_key: str | None = None) -> str | None:
+        """Refuse a request without a valid key if keys are configured; return the key's name.
+
+        ``api_key`` is the header ``x-api-key`` of Anthropic's clients. Of two keys, one must be
+        valid: clients may send a key of another service as well.
+        """
         if not self.settings.keys:
             return None
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise unauthorized("an API key is required: send the header Authorization: Bearer KEY")
-        owner = keys.owner(key.strip(), self.settings.keys)
-        if owner is None:
-            raise unauthorized("this API key is unknown")
-        return owner
+        scheme, _, bearer = (authorization or "").partition(" ")
+        given = [bearer if scheme.lower() == "bearer" else "", api_key or ""]
+        given = [key for key in map(str.strip, given) if key]
+        if not given:
+            raise unauthorized(
+                "an API key is required: send the header Authorization: Bearer KEY, or x-api-key"
+            )
+        for key in given:
+            if (owner := keys.owner(key, self.settings.keys)) is not None:
+                return owner
+        raise unauthorized("this API key is unknown")
 
 
 def _name(host: str) -> str | None:

@@ -39,7 +39,8 @@ _OPENING_S = 1.0
 """Seconds until an accepted connection appears in aiohttp's list, or has already ended."""
 _SHUTDOWN_S = 1.0
 """Seconds to send the last answers when the daemon ends."""
-_ID_HEADER = "x-request-id"
+_ID_HEADERS = ("x-request-id", "request-id")
+"""Headers with the request's id, of OpenAI's and of Anthropic's clients."""
 _REQUEST_ID = web.RequestKey("request_id", str)
 _ORIGIN = web.RequestKey("origin", str)
 """The foreign origin whose page may read the answer."""
@@ -141,14 +142,15 @@ class Server:
         """Turn errors into OpenAI's error objects, and log the request."""
         request_id = request[_REQUEST_ID] = f"req_{secrets.token_hex(8)}"
         began = time.monotonic()
+        answer = partial(refused, path=request.path, request_id=request_id)
         try:
             response = await handler(request)
         except errors.Refusal as refusal:
-            response = refused(refusal)
+            response = answer(refusal)
         except KvdError as error:
-            response = refused(errors.of(error.info()))
+            response = answer(errors.of(error.info()))
         except web.HTTPException as found:
-            response = refused(errors.plain(found.status, _explained(request, found)))
+            response = answer(errors.plain(found.status, _explained(request, found)))
             if "Allow" in found.headers:
                 response.headers["Allow"] = found.headers["Allow"]
         except ConnectionError:
@@ -158,7 +160,7 @@ class Server:
             if request.get(_BEGUN):
                 raise ConnectionResetError("the stream cannot continue") from None
             failed = InternalError("internal error; the daemon's log has the reason")
-            response = refused(errors.of(failed.info()))
+            response = answer(errors.of(failed.info()))
         self._answered(_route_path(request), response.status)
         _log.debug(
             "http",
@@ -187,7 +189,8 @@ class Server:
         if request.method == "OPTIONS" and origin is not None:
             return _preflight(request)
         if request.path not in OPEN_PATHS:
-            owner = self._guard.check_key(single(request.headers, "Authorization"))
+            keys = [single(request.headers, name) for name in ("Authorization", "x-api-key")]
+            owner = self._guard.check_key(*keys)
             if owner is not None:
                 request[_OWNER] = owner
         return await handler(request)
@@ -215,11 +218,11 @@ def _route_path(request: web.Request) -> str:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request[_BEGUN] = True
     if (request_id := request.get(_REQUEST_ID)) is not None:  # absent if aiohttp refused it itself
-        response.headers[_ID_HEADER] = request_id
+        response.headers.update(dict.fromkeys(_ID_HEADERS, request_id))
     response.headers["Server"] = SERVER
     if (origin := request.get(_ORIGIN)) is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = _ID_HEADER
+        response.headers["Access-Control-Expose-Headers"] = ", ".join(_ID_HEADERS)
         response.headers["Vary"] = "Origin"
 
 

@@ -97,3 +97,15 @@ def test_keys():
         assert caught.value.status == 401
         assert "Bearer" in caught.value.headers["WWW-Authenticate"]
     assert guard().check_key(None) is None
+
+
+def test_the_header_of_anthropics_clients():
+    one = keys.make()
+    it = guard(keys={"laptop": keys.hashed(one)})
+    assert it.check_key(None, one) == "laptop"
+    assert it.check_key("Basic abc", f" {one} ") == "laptop"
+    assert it.check_key("Bearer sk-of-another-service", one) == "laptop"
+    assert it.check_key(f"Bearer {one}", "sk-of-another-service") == "laptop"
+    for wrong in (None, ""), ("Bearer x", "y"), ("Bearer ", " "):
+        with pytest.raises(Refusal):
+            it.check_key(*wrong)

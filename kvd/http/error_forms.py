@@ -1,0 +1,26 @@
+"""The JSON of errors, by the API to which the request's path belongs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.http.messages_api import errors as messages_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.http.errors import Refusal
+
+    Form = Callable[[Refusal, str], tuple[int, bytes]]
+    """Returns the status and the body of a refusal, for a request id that may be empty."""
+
+_FORMS: dict[str, Form] = {"/v1/messages": messages_errors.encoded}
+"""Forms by path, which includes the paths below it. Others have OpenAI's form."""
+
+
+def encoded(refusal: Refusal, path: str, request_id: str) -> tuple[int, bytes]:
+    """Return the status and the body of the answer to a request for this path."""
+    for prefix, form in _FORMS.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return form(refusal, request_id)
+    return refusal.status, refusal.encoded()
