@@ -18,6 +18,7 @@ from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
+from protocol.parts import PartStart
 from protocol.types import ReceivedChoice, TokenLogprob, record_level
 
 EVENT_TOKENS = 512
@@ -80,6 +81,7 @@ class SavedChoice:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: FinishReason | None = None
+    parts: list[PartStart] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +112,7 @@ class SavedRequest:
                 choice = self.choices[number]
                 choice.tokens[report.index :] = report.tokens
                 choice.text += report.text
+                choice.parts += report.parts
                 choice.logprobs += report.logprobs or ()
                 if report.tokens:
                     record_level(self.levels, report.level)
@@ -140,7 +143,13 @@ class SavedRequest:
             replayed=True,
             levels=list(self.levels),
             choices=[
-                SentChoice(array("i", saved.tokens), len(saved.text.encode()), saved.reason, known)
+                SentChoice(
+                    array("i", saved.tokens),
+                    len(saved.text.encode()),
+                    len(saved.parts),
+                    saved.reason,
+                    known,
+                )
                 for saved, known in zip(self.choices, self.received(request), strict=True)
             ],
         )
@@ -198,7 +207,8 @@ def _missing_tokens(
         new_text = choice.text.encode()[received.text_bytes :].decode()
     except UnicodeDecodeError:
         raise split_character(number, received) from None
-    if not (choice.tokens[received.tokens :] or new_text):
+    new_parts = choice.parts[received.parts :]
+    if not (choice.tokens[received.tokens :] or new_text or new_parts):
         return []
     last = max(received.tokens, len(choice.tokens) - 1)
     starts = range(received.tokens, last + 1, EVENT_TOKENS)
@@ -209,6 +219,7 @@ def _missing_tokens(
             tokens=choice.tokens[start : start + EVENT_TOKENS],
             text=new_text if start == starts[-1] else "",
             choice=number,
+            parts=new_parts if start == starts[-1] else [],
             logprobs=choice.logprobs[start : start + EVENT_TOKENS] if choice.logprobs else None,
         )
         for start in starts

@@ -22,6 +22,7 @@ from protocol import worker as wire
 from protocol.errors import InvalidRequest
 from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
+from protocol.parts import PartStart
 from protocol.resume import ChoiceProgress
 from protocol.types import ReceivedChoice, TokenLogprob, Usage, record_level
 
@@ -35,6 +36,8 @@ class SentChoice:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     text_bytes: int = 0
     """Bytes of text in UTF-8."""
+    parts: int = 0
+    """Parts of the text whose beginning was reported."""
     reason: FinishReason | None = None
     received: ReceivedChoice = field(default_factory=ReceivedChoice)
     """What the client had when it attached."""
@@ -42,18 +45,20 @@ class SentChoice:
     split: bool = False
     """Whether what the client had ends inside a character."""
 
-    def take_new(self, report: wire.RowTokens) -> tuple[list[int], str]:
-        """Count a report; return the tokens and the text that the client has not received."""
+    def take_new(self, report: wire.RowTokens) -> tuple[list[int], str, list[PartStart]]:
+        """Count a report; return tokens, text and parts that the client has not received."""
         text = report.text.encode()
         tokens = report.tokens[max(0, self.received.tokens - len(self.tokens)) :]
         new_text = text[max(0, self.received.text_bytes - self.text_bytes) :]
+        parts = report.parts[max(0, self.received.parts - self.parts) :]
         self.tokens.extend(report.tokens)
         self.text_bytes += len(text)
+        self.parts += len(report.parts)
         try:
-            return tokens, new_text.decode()
+            return tokens, new_text.decode(), parts
         except UnicodeDecodeError:
             self.split = True
-            return tokens, ""
+            return tokens, "", parts
 
     def check_received(self, number: int) -> None:
         """Raise `InvalidRequest` if the client claims to have more than this choice has."""
@@ -65,6 +70,12 @@ class SentChoice:
                 f"choice {number} has {len(self.tokens)} tokens and {self.text_bytes} bytes of "
                 f"text, but received says {received.tokens} and {received.text_bytes}; send what "
                 "you have",
+                field="received",
+            )
+        if received.parts > self.parts:
+            raise InvalidRequest(
+                f"choice {number} has {self.parts} parts, but received says {received.parts}; send "
+                "what you have",
                 field="received",
             )
 
@@ -122,7 +133,7 @@ class RequestState:
         if not self.replayed:
             return self.submit
         resume = [
-            ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason)
+            ChoiceProgress(choice.tokens.tolist(), choice.text_bytes, choice.reason, choice.parts)
             for choice in self.choices
         ]
         return replace(
@@ -203,8 +214,8 @@ class RequestState:
     def _apply_tokens(self, report: wire.RowTokens) -> Event | None:
         if report.tokens:  # a report of text alone has no level
             record_level(self.levels, report.level)
-        tokens, text = self.choices[report.choice].take_new(report)
-        if not (tokens or text):
+        tokens, text, parts = self.choices[report.choice].take_new(report)
+        if not (tokens or text or parts):
             return None
         known = len(report.tokens) - len(tokens)
         return messages.Tokens(
@@ -213,6 +224,7 @@ class RequestState:
             tokens=tokens,
             text=text,
             choice=report.choice,
+            parts=parts,
             logprobs=None if report.logprobs is None else report.logprobs[known:],
         )
 

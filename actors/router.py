@@ -30,6 +30,7 @@ from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
+from protocol.json_values import size_of
 from protocol.messages import Event
 
 TOKEN_BYTES = 36
@@ -319,7 +320,12 @@ def _size(submit: wire.Submit) -> int:
     if submit.prompt is not None:
         texts.append(submit.prompt)
     for message in submit.messages or []:
-        texts += (message.role, message.content)
+        texts += (message.role, message.content, message.reasoning)
+        texts += (call.arguments for call in message.tool_calls)
+    grammars = [tool.grammar for tool in submit.chat.tools]
+    texts += (grammar.value for grammar in [submit.grammar, *grammars] if grammar is not None)
+    texts += (tool.description for tool in submit.chat.tools)
+    values = [submit.chat.template, *(tool.parameters for tool in submit.chat.tools)]
     numbers = len(submit.tokens or []) + len(submit.stop_tokens)
     biases = 2 * len(submit.sampling.logit_bias)
-    return sum(map(getsizeof, texts)) + TOKEN_BYTES * (numbers + biases)
+    return sum(map(getsizeof, texts)) + sum(map(size_of, values)) + TOKEN_BYTES * (numbers + biases)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import msgspec
 
 from protocol import errors
+from protocol.chat_checks import check_chat, check_grammar
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
 from protocol.message_base import VERSION, RequestId
-from protocol.messages import Error, Event, Generate, Request, is_last
+from protocol.messages import Error, Event, Generate, Request, Tokenize, is_last
 from protocol.validation import describe_error
 
 OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
@@ -148,6 +149,8 @@ def _parse(line: bytes) -> Request:
         raise _MessageFault(request.id, _version(request.v))
     if isinstance(request, Generate):
         _check_prompt(request)
+    if isinstance(request, Generate | Tokenize):
+        _check_chat(request)
     return request
 
 
@@ -191,3 +194,12 @@ def _check_prompt(request: Generate) -> None:
     if not getattr(request, given[0]):
         empty = errors.EmptyPrompt(f"{given[0]} is empty; give at least one token", field=given[0])
         raise _MessageFault(request.id, empty)
+
+
+def _check_chat(request: Generate | Tokenize) -> None:
+    try:
+        check_chat(request.chat, has_messages=request.messages is not None)
+        if isinstance(request, Generate) and request.grammar is not None:
+            check_grammar(request.grammar)
+    except errors.InvalidRequest as error:
+        raise _MessageFault(request.id, error) from None

@@ -19,6 +19,7 @@ from protocol.errors import (
     PermissionDenied,
     from_info,
 )
+from protocol.parts import PartStart
 from protocol.session import ClientSession
 from protocol.types import ModelStatus, ReceivedChoice, TokenLogprob, Usage
 
@@ -133,6 +134,9 @@ class ChoiceRecord:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    """All text, including reasoning and the arguments of calls."""
+    parts: list[PartStart] = field(default_factory=list)
+    """Where reasoning, calls and further text begin."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One per token, if requested."""
     reason: m.FinishReason | None = None
@@ -167,7 +171,8 @@ class CompletionRecord:
     def attach_request(self, request_id: str) -> m.Attach:
         """Return the request for the events that this record has not received."""
         received = [
-            ReceivedChoice(len(choice.tokens), len(choice.text.encode())) for choice in self.choices
+            ReceivedChoice(len(choice.tokens), len(choice.text.encode()), len(choice.parts))
+            for choice in self.choices
         ]
         return m.Attach(
             id=request_id,
@@ -193,6 +198,7 @@ class CompletionRecord:
                 choice = self._choice(event.choice)
                 choice.tokens += event.tokens
                 choice.text += event.text
+                choice.parts += event.parts
                 choice.logprobs += event.logprobs or ()
             case m.ChoiceFinished(choice=number, reason=reason):
                 self._choice(number).reason = reason

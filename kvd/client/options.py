@@ -13,6 +13,7 @@ from msgspec import inspect
 
 from protocol.errors import InvalidRequest
 from protocol.messages import Generate
+from protocol.tools import ChatOptions, Grammar
 from protocol.types import ChatMessage, Sampling
 
 Messages = Sequence[ChatMessage | tuple[str, str]]
@@ -21,6 +22,8 @@ Messages = Sequence[ChatMessage | tuple[str, str]]
 class Options(TypedDict, total=False):
     """The optional fields of `protocol.messages.Generate` and `protocol.types.Sampling`."""
 
+    chat: ChatOptions
+    grammar: Grammar | None
     max_tokens: int | None
     n: int
     stop: Sequence[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from hypothesis import given
@@ -14,9 +14,25 @@ from kvd.client.exchange import CompletionRecord
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
+from protocol.parts import PartReader, PartStart
 from protocol.types import ReceivedChoice, Sampling, TokenLogprob, Usage
 
 TEXTS = ["a", "é", "", "日本", "🙂", "b c", ""]
+BEGIN: dict[int, list[tuple[Literal["text", "reasoning", "call"], int]]] = {
+    0: [("reasoning", 0)],
+    2: [("text", 3)],
+    3: [("reasoning", 6)],
+    4: [("call", 9), ("call", 13)],
+    6: [("call", 16)],
+}
+"""By position of the token: parts that begin with it, and where. One begins inside its text, one
+has no text, and one begins with a token that has none."""
+PIECES = [
+    ("reasoning", "aé"),
+    ("text", "日"),
+    ("reasoning", "本"),
+    *[("call", ""), ("call", "🙂"), ("call", ""), ("call", "b c"), ("call", "")],
+]
 SUBMIT = wire.Submit(rid="r", prompt="p", sampling=Sampling(seed=1), n=2, prompt_logprobs=0)
 CLIENT = cast(Any, None)  # no message is sent
 
@@ -25,9 +41,12 @@ def logprob(number: int) -> TokenLogprob:
     return TokenLogprob(number, str(number), -1.0)
 
 
-def units(choice: int) -> list[tuple[int, str]]:
-    """Tokens of a choice, each with the text that it completes."""
-    return [(10 * choice + at, text) for at, text in enumerate(TEXTS)]
+def units(choice: int) -> list[tuple[int, str, list[PartStart]]]:
+    """Tokens of a choice, each with the text that it completes and the parts that it begins."""
+    return [
+        (10 * choice + at, text, [PartStart(start, kind) for kind, start in BEGIN.get(at, [])])
+        for at, text in enumerate(TEXTS)
+    ]
 
 
 def reports(sizes: dict[int, list[int]], prompt: list[int]) -> list[wire.RowReport]:
@@ -46,10 +65,11 @@ def reports(sizes: dict[int, list[int]], prompt: list[int]) -> list[wire.RowRepo
                 wire.RowTokens(
                     rid="r",
                     index=at,
-                    tokens=[token for token, _ in part],
-                    text="".join(text for _, text in part),
+                    tokens=[token for token, _, _ in part],
+                    text="".join(text for _, text, _ in part),
                     choice=choice,
-                    logprobs=[logprob(token) for token, _ in part],
+                    parts=[start for _, _, starts in part for start in starts],
+                    logprobs=[logprob(token) for token, _, _ in part],
                 )
             )
             at += size
@@ -98,8 +118,9 @@ def lacking(run: list[wire.RowReport], saved: SavedRequest) -> list[wire.RowRepo
                             rid="r",
                             index=index + known,
                             tokens=tokens[known:],
-                            text="".join(text for _, text in rest),
+                            text="".join(text for _, text, _ in rest),
                             choice=choice,
+                            parts=[start for _, _, starts in rest for start in starts],
                             logprobs=(report.logprobs or [])[known:],
                         )
                     )
@@ -140,9 +161,12 @@ def test_a_client_behind_or_ahead_of_the_journal_ends_with_the_whole_request(
     assert client.prompt_logprobs == [logprob(one) for one in range(6)]
     assert (client.reason, client.usage) == ("length", Usage(6, 14))
     # The next worker, if this one dies, resumes from everything reported.
-    assert [one.tokens for one in state.to_submit().resume] == [
-        choice.tokens for choice in client.choices
+    assert [(one.tokens, one.parts) for one in state.to_submit().resume] == [
+        (choice.tokens, len(choice.parts)) for choice in client.choices
     ]
+    for choice in client.choices:
+        pieces = PartReader().split(choice.text, choice.parts)
+        assert [(one.part.kind, one.text) for one in pieces] == PIECES
 
 
 def test_text_that_ends_inside_a_character_is_refused_at_the_end() -> None:
@@ -157,3 +181,13 @@ def test_text_that_ends_inside_a_character_is_refused_at_the_end() -> None:
     saved.choices[0].text = "aé"
     with pytest.raises(InvalidRequest, match="inside a character"):
         saved.missing_events(messages.Attach(id="a", request="r", received=received))
+
+
+def test_parts_that_the_choice_does_not_have_are_refused() -> None:
+    saved = SavedRequest("m", SUBMIT)
+    run = reports({0: [7], 1: [7]}, [6])
+    for report in run:
+        saved.apply_report(report)
+    received = [ReceivedChoice(7, 16, 6), ReceivedChoice(7, 16, 7)]
+    with pytest.raises(InvalidRequest, match="choice 1 has 6 parts, but received says 7"):
+        saved.to_state(messages.Attach(id="a", request="r", received=received), CLIENT, None)

@@ -12,6 +12,7 @@ from kvd.host.home import Home
 from protocol import errors
 from protocol import messages as m
 from protocol.kv import KVSpec
+from protocol.tools import Grammar
 from protocol.types import Alternative, ChatMessage, Sampling, TokenLogprob, Usage
 from tests.cli.stub import MODEL, daemon_status, stub_daemon, well
 
@@ -313,6 +314,7 @@ def test_all_options_of_a_request_are_sent(home: Home):
         "priority": -1,
         "deadline_s": 60.0,
         "prefix_salt": "mine",
+        "grammar": Grammar("regex", "[a-z]+"),
     }
     drawn = {
         "temperature": 0.5,
@@ -325,7 +327,7 @@ def test_all_options_of_a_request_are_sent(home: Home):
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
     }
-    assert {*reported, *drawn} == set(options.Options.__annotations__)
+    assert {*reported, *drawn, "chat"} == set(options.Options.__annotations__)
     with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
         _ = kvd.generate("demo", "Hi", **reported, **drawn).text
     lists = {"stop": ["x"], "stop_tokens": [3, 4]}

@@ -27,6 +27,7 @@ from kvd.daemon import journal
 from kvd.daemon.journal import DiskJournal
 from kvd.host.journal_file import MARKER, JournalFile, frame
 from protocol.errors import ConfigError
+from protocol.parts import PartStart
 from protocol.types import Sampling, TokenLogprob, Usage
 from protocol.worker import (
     ChoiceFinished,
@@ -45,6 +46,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+CALL = PartStart(3, "call", "look_up", "abcdefghi")
 
 
 def end_of_choices(rid: str) -> ReportReceived:
@@ -96,6 +100,7 @@ def test_all_records_are_read_back(tmp_path: Path) -> None:
         tokens("a", 0, 5, 6, text="é"),
         tokens("a", 0, 7, choice=1),
         ReportReceived("a", RowTokens(rid="a", index=2, tokens=[8], text="!", logprobs=[reported])),
+        ReportReceived("a", RowTokens(rid="a", index=3, tokens=[], text="", parts=[CALL])),
         ReportReceived("a", ChoiceFinished(rid="a", choice=1, reason="length")),
         ask("b"),
         end("b"),
@@ -110,7 +115,7 @@ def test_all_records_are_read_back(tmp_path: Path) -> None:
     assert found["a"].submit.sampling.seed == 3
     assert found["a"].prompt_tokens == 9
     assert found["a"].prompt_logprobs == [reported, reported]
-    assert found["a"].choices[0] == SavedChoice([5, 6, 8], "é!", [reported])
+    assert found["a"].choices[0] == SavedChoice([5, 6, 8], "é!", [reported], parts=[CALL])
     assert found["a"].choices[1] == SavedChoice([7], "", [], "length")
     assert found["b"].end is not None
     assert (tmp_path / "requests").stat().st_mode & 0o777 == 0o600

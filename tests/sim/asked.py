@@ -9,10 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec.structs import replace
+
+from kvd.worker.fake.row import prompt_of
+from kvd.worker.fake.script import script_of
 from kvd.worker.fake.tokens import FakeTokens, word
 from protocol import messages
+from protocol import worker as wire
 from protocol.messages import Event
-from protocol.types import ReceivedChoice, Sampling, Usage
+from protocol.parts import PartStart
+from protocol.tools import ChatOptions, Tool
+from protocol.types import ChatMessage, ReceivedChoice, Sampling, Usage
+
+TOOL = Tool("look_up", parameters={"type": "object", "properties": {"word": {"type": "string"}}})
 
 
 @dataclass
@@ -21,6 +30,7 @@ class Received:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    parts: list[PartStart] = field(default_factory=list)
     reason: str = ""
 
 
@@ -31,6 +41,8 @@ class Expected:
     tokens: list[int]
     text: str
     reason: str
+    parts: list[PartStart]
+    """Without the ids of calls, which depend on the daemon's id of the request."""
 
 
 @dataclass(eq=False)
@@ -47,6 +59,8 @@ class Asked:
     logprobs: int | None = None
     priority: int = 0
     deadline_s: float | None = None
+    tools: bool = False
+    """Whether it is a conversation with tools, whose prompt is ``user: TEXT``."""
     cancelled: bool = False
     disconnected: bool = False
     """Whether the daemon ended the connection of a slow reader, which cancels its requests."""
@@ -75,7 +89,9 @@ class Asked:
         return messages.Generate(
             id=key,
             model=self.model,
-            prompt=self.prompt,
+            prompt=None if self.tools else self.prompt,
+            messages=[self.message] if self.tools else None,
+            chat=self.chat,
             sampling=Sampling(temperature=1.0, seed=self.seed),
             max_tokens=self.max_tokens,
             n=self.n,
@@ -87,11 +103,34 @@ class Asked:
 
     @property
     def received(self) -> list[ReceivedChoice]:
-        return [ReceivedChoice(len(it.tokens), len(it.text.encode())) for it in self.choices]
+        return [
+            ReceivedChoice(len(it.tokens), len(it.text.encode()), len(it.parts))
+            for it in self.choices
+        ]
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage("user", self.prompt.removeprefix("user: ").removesuffix("\n"))
+
+    @property
+    def chat(self) -> ChatOptions:
+        return ChatOptions(tools=[TOOL]) if self.tools else ChatOptions()
+
+    @cached_property
+    def _submit(self) -> wire.Submit:
+        """The worker's request, without the fields that do not affect the answer."""
+        sampling = Sampling(temperature=1.0, seed=self.seed)
+        if self.tools:
+            return wire.Submit(rid="", messages=[self.message], chat=self.chat, sampling=sampling)
+        return wire.Submit(rid="", prompt=self.prompt, sampling=sampling)
+
+    @cached_property
+    def prompt_bytes(self) -> bytes:
+        return prompt_of(self._submit)
 
     @cached_property
     def _source(self) -> FakeTokens:
-        return FakeTokens(self.prompt.encode(), 1 + self.seed)
+        return FakeTokens(self.prompt_bytes, 1 + self.seed)
 
     @cached_property
     def expected(self) -> list[Expected]:
@@ -100,12 +139,22 @@ class Asked:
     def _expected(self, choice: int) -> Expected:
         tokens: list[int] = []
         text = ""
+        parts: list[PartStart] = []
+        script = script_of(self._submit, self.prompt_bytes, 1 + self.seed, choice)
         for position in range(self.max_tokens):
             tokens.append(self._source.token(choice, position))
-            text += " " + word(tokens[-1])
-            if self.stop and self.stop in text:
-                return Expected(tokens, text[: text.index(self.stop)], "stop")
-        return Expected(tokens, text, "length")
+            if script is None:
+                text += " " + word(tokens[-1])
+            else:
+                if (begins := script[position].begins) is not None:
+                    parts.append(PartStart(len(text.encode()), begins.kind, begins.name))
+                text += script[position].text
+            at = text.find(self.stop) if self.stop else -1
+            if at >= 0:
+                return Expected(tokens, text[:at], "stop", parts)
+            if script is not None and position + 1 == len(script):
+                return Expected(tokens, text, "stop", parts)
+        return Expected(tokens, text, "length", parts)
 
     def begin_again(self) -> None:
         """Expect the rest of the answer from another daemon, with the ends of all choices."""
@@ -121,7 +170,7 @@ class Asked:
         assert not self.ended, f"{self}: {event} after its end"
         match event:
             case messages.Accepted():
-                assert event.prompt_tokens == len(self.prompt), f"{self}: {event}"
+                assert event.prompt_tokens == len(self.prompt_bytes), f"{self}: {event}"
                 assert event.seed == self.seed, f"{self}: {event}"
                 self.name, self.accepted = event.request, True
             case messages.Tokens():
@@ -148,6 +197,10 @@ class Asked:
         assert event.index == start, f"{self}: tokens from {event.index} follow {start}"
         choice.tokens += event.tokens
         assert choice.tokens == expected.tokens[: len(choice.tokens)], f"{self}: wrong tokens"
+        for part in event.parts:
+            assert len(part.call) == (9 if part.kind == "call" else 0), f"{self}: {part}"
+            choice.parts.append(replace(part, call=""))
+        assert choice.parts == expected.parts[: len(choice.parts)], f"{self}: wrong parts"
         self.add_text(event.choice, event.text)
         if self.logprobs is not None:
             of = [
@@ -177,6 +230,7 @@ class Asked:
         assert reason == expected.reason, f"{self}: choice {number} ended with {reason}"
         assert choice.text == expected.text, f"{self}: choice {number} lacks text"
         assert not tokens or choice.tokens == expected.tokens, f"{self}: lacks tokens"
+        assert not tokens or choice.parts == expected.parts, f"{self}: lacks parts"
 
     def _done(self, reason: str, usage: Usage) -> None:
         if self.n == 1:
@@ -194,5 +248,5 @@ class Asked:
     def check_usage(self, prompt_tokens: int, completion_tokens: int) -> None:
         count = sum(len(choice.tokens) for choice in self.choices)
         assert completion_tokens == count, f"{self}: {completion_tokens} tokens counted"
-        known = {len(self.prompt)} | ({0} if self.cancelled else set())
+        known = {len(self.prompt_bytes)} | ({0} if self.cancelled else set())
         assert prompt_tokens in known, f"{self}: {prompt_tokens} tokens of prompt counted"

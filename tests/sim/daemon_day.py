@@ -123,18 +123,19 @@ class DaemonDay:
     def _open(self) -> list[SocketClient | HttpClient]:
         return [client for client in (*self.clients, *self.web) if client.link.open]
 
-    def _draw_asked(self, *, chat: bool = False) -> Asked:
+    def _draw_asked(self, *, chat: bool = False, tools: bool = False) -> Asked:
         draw = self.draw
         start = draw.choice(["once upon a time ", f"{draw.random()} "])
         text = start * draw.choice([1, 1, 4, 12])
         asked = Asked(
             number=len(self.asked) + 1,
             model=draw.choice("aaabbc"),
-            prompt=f"user: {text}\n" if chat else text,
+            prompt=f"user: {text}\n" if chat or tools else text,
             seed=draw.randrange(100),
-            max_tokens=draw.choice([1, 3, 8, 8, 20]),
+            max_tokens=draw.choice([3, 8, 20, 60] if tools else [1, 3, 8, 8, 20]),
             n=draw.choice([1, 1, 1, 1, 3]),
-            stop=draw.choice(["", "", "", "a k", "o di"]),
+            stop="" if tools else draw.choice(["", "", "", "a k", "o di"]),
+            tools=tools,
             logprobs=draw.choice([None, None, None, 2]),
             priority=draw.choice([0, 0, 0, 1]),
             deadline_s=draw.choice([None] * 9 + [3.0]),
@@ -143,7 +144,7 @@ class DaemonDay:
         return asked
 
     def ask_socket(self) -> None:
-        asked = self._draw_asked()
+        asked = self._draw_asked(tools=self.draw.random() < 0.3)
         self.note("asked", asked)
         self._client().ask(asked)
 

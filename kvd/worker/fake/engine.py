@@ -2,7 +2,8 @@
 
 Speed, load time, sizes and faults come from the model's name (`kvd.worker.fake.model`). Tokens are
 a function of prompt, seed, choice and position (`kvd.worker.fake.tokens`): logit bias, penalties
-and filters have no effect. Memory requests, queue, prefill and prefix cache work as in the real
+and filters have no effect. Requests with tools, reasoning or grammars get scripted answers
+(`kvd.worker.fake.script`). Memory requests, queue, prefill and prefix cache work as in the real
 engine.
 """
 

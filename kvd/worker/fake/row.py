@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.fake.pages import Pages
+from kvd.worker.fake.script import Begins, ScriptedToken, call_id, script_of
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.stops import StopFilter
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import FinishReason
+from protocol.parts import PartStart
+from protocol.types import ChatMessage
 from protocol.worker import Report, RowPrompt, RowTokens, Submit, Tokenize
 
 _PROMPT_LOGPROBS = 256
@@ -24,7 +27,12 @@ class FakeChoice:
 
     number: int
     stops: StopFilter
+    script: list[ScriptedToken] | None = None
     tokens: int = 0
+    text_bytes: int = 0
+    """Bytes of all text so far, in UTF-8."""
+    new_parts: list[PartStart] = field(default_factory=list)
+    """Parts that begin in the text that is not reported yet."""
     sent_text: SentText = field(default_factory=SentText)
 
 
@@ -50,8 +58,12 @@ class FakeRow:
     resumed_at: int | None = None
 
     def __post_init__(self) -> None:
+        prompt, seed = self.source.prompt, self.source.seed
         self.choices = [
-            FakeChoice(number, StopFilter(self.submit.stop)) for number in range(self.submit.n)
+            FakeChoice(
+                number, StopFilter(self.submit.stop), script_of(self.submit, prompt, seed, number)
+            )
+            for number in range(self.submit.n)
         ]
 
     @property
@@ -70,12 +82,12 @@ class FakeRow:
         """
         reports: list[Report] = []
         for choice, resumed in zip(list(self.choices), self.submit.resume, strict=False):
-            text = ""
             for token in resumed.tokens:
                 choice.tokens += 1
-                text += self._filtered(choice, " " + word(token))
+                self._text(choice, token)
             self.made += choice.tokens
-            choice.sent_text = SentText(resumed.text_bytes - len(text.encode()))
+            choice.sent_text = SentText(resumed.text_bytes - choice.text_bytes)
+            del choice.new_parts[: resumed.parts]
             stopped = choice.stops.stopped or (choice.tokens > 0 and self._at_eos(choice))
             reason: FinishReason | None = "length" if choice.tokens == self.max_new else None
             if reason := resumed.reason or ("stop" if stopped else reason):
@@ -103,7 +115,7 @@ class FakeRow:
         self.made += 1
         if token in ends and choice.tokens > self.submit.min_tokens:
             return self._reports(choice, [], choice.stops.finish()), "stop"
-        text = self._filtered(choice, " " + word(token))
+        text = self._text(choice, token)
         at_eos = self._at_eos(choice)
         over = at_eos or choice.tokens == self.max_new
         reports = self._reports(choice, [token], text + (choice.stops.finish() if over else ""))
@@ -111,10 +123,33 @@ class FakeRow:
             return reports, "stop"
         return reports, "length" if over else None
 
+    def _text(self, choice: FakeChoice, token: int) -> str:
+        """Return the text that the newest token adds; stop strings apply to text for the reader."""
+        if choice.script is None:
+            text = self._filtered(choice, " " + word(token))
+        else:
+            scripted = choice.script[choice.tokens - 1]
+            self.over.reasoning_tokens += scripted.reasoning
+            text = "" if scripted.begins is None else self._begin(choice, scripted.begins)
+            text += self._filtered(choice, scripted.text)
+        choice.text_bytes += len(text.encode())
+        return text
+
+    def _begin(self, choice: FakeChoice, part: Begins) -> str:
+        """Begin a part; return the text before it that was held back."""
+        text = choice.stops.finish()
+        choice.stops = StopFilter(self.submit.stop if part.kind == "text" else ())
+        call = call_id(self.rid, choice.number, part.call) if part.kind == "call" else ""
+        at = choice.text_bytes + len(text.encode())
+        choice.new_parts.append(PartStart(at, part.kind, part.name, call))
+        return text
+
     def _filtered(self, choice: FakeChoice, text: str) -> str:
         return choice.stops.push(text) if choice.tokens > self.submit.min_tokens else text
 
     def _at_eos(self, choice: FakeChoice) -> bool:
+        if choice.script is not None:
+            return choice.tokens == len(choice.script)
         ends = choice.tokens >= max(self.eos_after, self.submit.min_tokens)
         return bool(self.eos_after) and ends and not self.submit.ignore_eos
 
@@ -126,6 +161,7 @@ class FakeRow:
         text = choice.sent_text.remove_from(text)
         if not (tokens or text):
             return []
+        parts, choice.new_parts = choice.new_parts, []
         return [
             RowTokens(
                 rid=self.rid,
@@ -133,6 +169,7 @@ class FakeRow:
                 tokens=tokens,
                 text=text,
                 choice=choice.number,
+                parts=parts,
                 logprobs=logprobs,
                 level=self.over.level,
             )
@@ -151,7 +188,8 @@ def prompt_of(request: Submit | Tokenize) -> bytes:
             Submit(prompt=None, messages=list(messages), tokens=None)
             | Tokenize(prompt=None, messages=list(messages))
         ):
-            found = "".join(f"{one.role}: {one.content}\n" for one in messages).encode()
+            tools = "".join(f"tool: {tool.name}\n" for tool in request.chat.tools)
+            found = (tools + "".join(map(_line, messages))).encode()
         case Submit(prompt=None, messages=None, tokens=list(tokens)):
             if any(not 0 <= token < VOCABULARY for token in tokens):
                 raise InvalidRequest(
@@ -163,3 +201,8 @@ def prompt_of(request: Submit | Tokenize) -> bytes:
     if not found:
         raise EmptyPrompt("the prompt is empty; give at least one token")
     return found
+
+
+def _line(message: ChatMessage) -> str:
+    calls = "".join(f" {call.name} {call.arguments}" for call in message.tool_calls)
+    return f"{message.role}: {message.content}{calls}\n"

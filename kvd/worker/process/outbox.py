@@ -68,14 +68,17 @@ class Outbox:
         earlier = None if number is None else self._waiting[number]
         if not isinstance(earlier, wire.RowTokens):
             logprobs = None if report.logprobs is None else list(report.logprobs)
-            return msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=logprobs)
+            return msgspec.structs.replace(
+                report, tokens=list(report.tokens), parts=list(report.parts), logprobs=logprobs
+            )
         end = earlier.index + len(earlier.tokens)
         if report.index != end:
             raise LocalProtocolError(
                 f"row {report.rid}: tokens from {report.index} follow those from {earlier.index}"
                 f" to {end}"
             )
-        earlier.tokens.extend(report.tokens)  # the outbox's own list: extending it copies nothing
+        earlier.tokens.extend(report.tokens)  # the outbox's own lists: extending copies nothing
+        earlier.parts.extend(report.parts)
         if earlier.logprobs is not None:
             earlier.logprobs.extend(report.logprobs or ())
         return msgspec.structs.replace(earlier, text=earlier.text + report.text)

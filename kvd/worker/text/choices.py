@@ -18,6 +18,8 @@ class Choices:
         self._prompt_tokens = prompt_tokens
         self.cached_tokens = 0
         """Prompt tokens that were found in the prefix cache."""
+        self.reasoning_tokens = 0
+        """Tokens of reasoning in all choices, with its markers."""
         self._completion_tokens = 0
         self._levels = list(request.levels_reported)
         self._reasons: set[FinishReason] = set()
@@ -53,7 +55,11 @@ class Choices:
         if self._running:
             return []
         usage = Usage(
-            self._prompt_tokens, self._completion_tokens, self.cached_tokens, self._levels
+            self._prompt_tokens,
+            self._completion_tokens,
+            self.cached_tokens,
+            self._levels,
+            self.reasoning_tokens,
         )
         return [RowFinished(rid=self.rid, reason=combined_reason(self._reasons), usage=usage)]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from protocol.kv import KVSpec
-from protocol.types import Sampling
+from protocol.tools import ChatOptions, Grammar, Tool
+from protocol.types import ChatMessage, Sampling
 from protocol.worker import (
     ChoiceFinished,
     Reclaim,
@@ -22,6 +24,18 @@ from tests.worker.process.received import Received
 HELD_BACK = ["a#", "e#", "i#", "o#"]
 """Stop strings that begin with a vowel. Text that ends in one is held back, so the end of a row
 often sends text, too."""
+SCHEMA = """{"type": "object",
+"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}"""
+TOOL = Tool("weather", parameters=msgspec.json.decode(SCHEMA))
+
+
+def chat(rid, **fields):
+    options = ChatOptions(tools=[TOOL, Tool("time")])
+    sampling = Sampling(temperature=1.0, seed=5)
+    message = ChatMessage("user", f"hello {rid}")
+    return submit(rid, None, messages=[message], chat=options, sampling=sampling, **fields)
+
+
 REQUESTS = [
     submit("plain", max_tokens=9, logprobs=2),
     submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
@@ -29,6 +43,10 @@ REQUESTS = [
     submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
     submit("held", max_tokens=300, stop=HELD_BACK, stop_tokens=list(range(0, 256, 9))),
     submit("held to the end", max_tokens=5, n=2, stop=HELD_BACK),
+    chat("calls", max_tokens=100, n=2),
+    chat("calls cut", max_tokens=30, logprobs=1),
+    chat("calls and stops", max_tokens=100, stop=["a b", "lo", "l"]),
+    submit("json", max_tokens=100, grammar=Grammar("json_schema", SCHEMA)),
     submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.messages import FinishReason
+from protocol.parts import PartStart
 from protocol.resume import ChoiceProgress
 from protocol.types import Usage, record_level
 from protocol.worker import (
@@ -25,6 +26,7 @@ class Received:
         self.submit = submit
         self.tokens: list[list[int]] = [[] for _ in range(submit.n)]
         self.texts = [""] * submit.n
+        self.parts: list[list[PartStart]] = [[] for _ in range(submit.n)]
         self.logprobs: list[list[object]] = [[] for _ in range(submit.n)]
         self.reasons: list[FinishReason | None] = [None] * submit.n
         self.prompt: list[object] = []
@@ -41,6 +43,7 @@ class Received:
                 if report.tokens:
                     record_level(self.levels, report.level)
                 self.texts[choice] += report.text
+                self.parts[choice] += report.parts
                 self.logprobs[choice] += report.logprobs or []
             case RowPrompt():
                 assert report.index == len(self.prompt)
@@ -56,8 +59,10 @@ class Received:
     def resubmission(self) -> Submit:
         """Return the request that a new worker gets after this one died."""
         resume = [
-            ChoiceProgress(list(tokens), len(text.encode()), reason)
-            for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
+            ChoiceProgress(list(tokens), len(text.encode()), reason, len(parts))
+            for tokens, text, reason, parts in zip(
+                self.tokens, self.texts, self.reasons, self.parts, strict=True
+            )
         ]
         return msgspec.structs.replace(
             self.submit,
@@ -67,4 +72,5 @@ class Received:
         )
 
     def all(self) -> tuple[object, ...]:
-        return (self.tokens, self.texts, self.logprobs, self.reasons, self.prompt, self.end)
+        answer = (self.tokens, self.texts, self.parts, self.logprobs, self.reasons)
+        return (*answer, self.prompt, self.end)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvd.worker.process.outbox import Outbox, _key_of
 from protocol.errors import LocalProtocolError, WorkerDied
 from protocol.framing import FrameDecoder, decode_report
+from protocol.parts import PartStart
 from protocol.types import TokenLogprob, Usage, WorkerStats
 from protocol.worker import (
     ChoiceFinished,
@@ -57,6 +58,12 @@ def taken(outbox, at_least=ALL):
 
 def tokens(rid, index, *numbers):
     return RowTokens(rid=rid, index=index, tokens=list(numbers), text="".join(map(chr, numbers)))
+
+
+def marked(rid, index, *numbers):
+    """Return tokens, of which those divisible by 3 begin a part."""
+    parts = [PartStart(at, "call") for at, number in enumerate(numbers, index) if number % 3 == 0]
+    return msgspec.structs.replace(tokens(rid, index, *numbers), parts=parts)
 
 
 def finished(rid):
@@ -144,7 +151,7 @@ def test_preemptions_and_resumptions_keep_the_last_of_each_and_alternate(outbox)
 def test_put_reports_are_not_changed(outbox):
     first = tokens("a", 0, 65)
     outbox.put(first)
-    outbox.put(tokens("a", 1, 66))
+    outbox.put(marked("a", 1, 66))
     assert first == tokens("a", 0, 65)
 
 
@@ -238,7 +245,7 @@ class Traffic(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(self.open))
         index = sum(isinstance(one, int) for one in self.put_reports[rid])
         self.put_reports[rid] += numbers
-        self.outbox.put(tokens(rid, index, *numbers))
+        self.outbox.put(marked(rid, index, *numbers))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -272,7 +279,7 @@ class Traffic(RuleBasedStateMachine):
                 case RowTokens():
                     reports = self.taken_reports[report.rid]
                     assert report.index == sum(isinstance(one, int) for one in reports)
-                    assert report.text == "".join(map(chr, report.tokens))
+                    assert report == marked(report.rid, report.index, *report.tokens)
                     reports += report.tokens
                 case RowFinished():
                     self.taken_reports[report.rid].append("finished")
