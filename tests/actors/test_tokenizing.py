@@ -11,6 +11,7 @@ from protocol import messages
 from protocol.errors import Overloaded, UnknownModel
 from protocol.messages import Tokenize
 from protocol.tools import ChatOptions, Tool
+from protocol.types import ChatMessage
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
@@ -100,8 +101,10 @@ async def test_settings_of_the_conversation_reach_the_worker() -> None:
     chat = ChatOptions(tools=[Tool("look_up")])
     async with world() as w:
         client = w.client()
-        reply = await client.ask(messages.Tokenize, model="demo", prompt="Hi!", chat=chat)
-        assert reply.count == len("Hi!look_up")
+        reply = await client.ask(
+            messages.Tokenize, model="demo", messages=[ChatMessage("user", "Hi!")], chat=chat
+        )
+        assert reply.count == len("look_up")
 
 
 @simulated
