@@ -12,7 +12,7 @@ from actors import mail
 from actors.machines import admission_events
 from actors.runtime.actor import Actor, MailboxFull, Ref
 from protocol.errors import Draining, KvdError, Overloaded
-from protocol.messages import Error, Event, Generate, is_last
+from protocol.messages import Embed, Error, Event, Generate, is_last
 
 
 class Call:
@@ -32,7 +32,7 @@ class Caller(Actor[mail.ClientMail]):
     def __init__(
         self,
         rid: str,
-        request: Generate,
+        request: Generate | Embed,
         deliver: Callable[[Event], None],
         router: Ref[mail.RouterMail],
     ) -> None:

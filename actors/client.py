@@ -198,7 +198,9 @@ class Client(Actor[mail.ClientMail]):
                 work = services.metrics()
                 self._answer(key, work, lambda text: messages.MetricsReply(id=key, text=text))
             case messages.Generate():
-                self._generate(request)
+                self._run(request, journaled=True)
+            case messages.Embed():
+                self._run(request, journaled=False)
             case messages.Attach():
                 self._attach(request)
             case messages.Cancel(target=target):
@@ -235,10 +237,10 @@ class Client(Actor[mail.ClientMail]):
             case _:
                 assert_never(request)
 
-    def _generate(self, request: messages.Generate) -> None:
+    def _run(self, request: messages.Generate | messages.Embed, *, journaled: bool) -> None:
         self._count += 1
         rid = f"{self._services.rid_prefix}{self._number}.{self._count}"
-        self._services.router.tell(mail.SubmitRequest(rid, request, self.ref))
+        self._services.router.tell(mail.SubmitRequest(rid, request, self.ref, journaled))
         self._rids[request.id] = rid
 
     def _attach(self, request: messages.Attach) -> None:

@@ -22,7 +22,7 @@ from actors.runtime.actor import Ask, Ref
 from actors.status import KnownModel
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.messages import Attach, Event, Generate
+from protocol.messages import Attach, Embed, Event, Generate
 from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus, Reclaimable
 from protocol.worker import (
@@ -74,7 +74,7 @@ class SubmitRequest(_Message, frozen=True):
     """A client's request."""
 
     rid: str
-    request: Generate
+    request: Generate | Embed
     client: Ref[ClientMail]
     journaled: bool = True
 

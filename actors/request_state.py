@@ -235,7 +235,9 @@ class RequestState:
                     choice.check_received(number)
             except InvalidRequest as error:
                 return messages.Error(id=self.id, error=error.info())
-        return messages.Done(id=self.id, reason=report.reason, usage=report.usage)
+        return messages.Done(
+            id=self.id, reason=report.reason, usage=report.usage, embedding=report.embedding
+        )
 
     def _apply_accepted(self, prompt_tokens: int) -> Event | None:
         if self.prompt_tokens is not None:

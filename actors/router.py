@@ -29,9 +29,11 @@ from actors.status import StatusTable
 from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
+from protocol.embedding import EmbedOptions
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
 from protocol.json_values import size_of
 from protocol.messages import Event
+from protocol.types import Sampling
 
 TOKEN_BYTES = 36
 """Bytes of a token id in a list: the integer and the pointer to it."""
@@ -146,11 +148,7 @@ class Router(Actor[mail.RouterMail]):
 
     def _submit(self, message: mail.SubmitRequest) -> None:
         state, rid, request = self._state, message.rid, message.request
-        seed = request.sampling.seed
-        seed = state.draw_seed() if seed is None else seed
-        fields = {name: getattr(request, name) for name in _SHARED_FIELDS}
-        fields["sampling"] = replace(request.sampling, seed=seed)
-        submit = wire.Submit(rid=rid, **fields)
+        submit = _first_submit(rid, request, state.draw_seed)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
         state.requests[rid] = RequestState(
             request.id,
@@ -300,6 +298,27 @@ class Router(Actor[mail.RouterMail]):
         if state.machine.draining or rid in state.saved.saved:
             request.attach_name = ""  # no end is recorded, so that the client may attach again
         self._pass_on(request, wire.RowFailed(rid=rid, error=error))
+
+
+def _first_submit(
+    rid: str, request: messages.Generate | messages.Embed, draw_seed: Callable[[], int]
+) -> wire.Submit:
+    """Return the worker's command for a new request."""
+    if isinstance(request, messages.Embed):
+        return wire.Submit(
+            rid=rid,
+            prompt=request.prompt,
+            tokens=request.tokens,
+            embed=EmbedOptions(request.dimensions),
+            sampling=Sampling(seed=0),
+            max_tokens=1,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+        )
+    seed = request.sampling.seed
+    fields = {name: getattr(request, name) for name in _SHARED_FIELDS}
+    fields["sampling"] = replace(request.sampling, seed=draw_seed() if seed is None else seed)
+    return wire.Submit(rid=rid, **fields)
 
 
 def _to_submit_now(request: RequestState) -> wire.Submit:

@@ -41,8 +41,9 @@ from actors.status import KnownModel, StatusTable
 from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
+from protocol.embedding import EmbeddingsMode
 from protocol.kv import KVSpec
-from protocol.messages import Event, Generate, Tokenize, Tokenized
+from protocol.messages import Embed, Event, Generate, Tokenize, Tokenized
 from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
@@ -63,6 +64,7 @@ class Settings:
     prefill_chunk: int = 256
     attention_scratch: int = 256 * 1024 * 1024
     time_slices: TimeSlicesMode = "auto"
+    embeddings: EmbeddingsMode = "auto"
     max_queue: int = 1024
     """Maximum requests per model, queued and running; more end with ``overloaded``."""
     max_queue_bytes: int = 64 * 1024 * 1024
@@ -272,7 +274,7 @@ class System:
         client = self._tree.start(child)
         return Connection(client, lambda: self._tree.stop(client))
 
-    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+    def generate(self, request: Generate | Embed, deliver: Callable[[Event], None]) -> Call:
         """Run a request from inside this process.
 
         Calls `deliver` with each event on the event loop, never before this method returns. After
@@ -405,6 +407,7 @@ class System:
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
             time_slices=self._settings.time_slices,
+            embeddings=self._settings.embeddings,
             # Hashed, because names may have characters that paths may not.
             swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,

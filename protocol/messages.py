@@ -124,6 +124,26 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
 
 
+class Embed(RequestBase, tag="embed", frozen=True, kw_only=True):
+    """Return the embedding of a text, given as exactly one of ``prompt`` and ``tokens``.
+
+    The model's end token is appended if the model expects it and the text does not end with it.
+    """
+
+    model: fields.Name
+    """Name of a loaded or known embedding model."""
+    prompt: str | None = None
+    """Raw text."""
+    tokens: list[fields.TokenId] | None = None
+    """Token ids."""
+    dimensions: PositiveCount | None = None
+    """Numbers of the vector, at most the model's: its first ones, normalized again; absent: all."""
+    priority: fields.Priority = 0
+    """Priority in the queue; higher values are admitted first."""
+    deadline_s: fields.DeadlineSeconds | None = None
+    """Seconds from arrival after which the request ends with ``deadline_exceeded``."""
+
+
 class Attach(RequestBase, tag="attach", frozen=True, kw_only=True):
     """Continue a request that an earlier daemon accepted and wrote to its journal."""
 
@@ -238,6 +258,7 @@ Request = (
     | Cache
     | CacheDrop
     | Generate
+    | Embed
     | Attach
     | Cancel
     | Drain
@@ -362,6 +383,8 @@ class Done(EventBase, tag="done", frozen=True, kw_only=True):
     ``stop``."""
     usage: Usage
     """Tokens of all choices together; the prompt counts once."""
+    embedding: bytes | None = None
+    """Answers ``embed``: a vector of length 1, float32, little endian; base64 in JSON."""
 
 
 class Pinned(EventBase, tag="pinned", frozen=True, kw_only=True):

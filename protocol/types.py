@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.costs import Costs
+from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.fields import Count, LogitBias, Penalty, TokenId
 from protocol.kv import KVSpec
@@ -199,6 +200,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_chat_template: bool
     chat: ChatAbilities | None = None
     """Absent: the model has no chat template."""
+    embedding: EmbeddingInfo | None = None
+    """Absent: the model gives no embeddings."""
     device: str
     """Device such as ``cpu``, ``Apple M4 Max`` or ``NVIDIA H200``."""
     blas: str | None = None

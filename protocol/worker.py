@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from protocol import fields
+from protocol.embedding import EmbeddingsMode, EmbedOptions
 from protocol.errors import ErrorInfo
 from protocol.fields import Choice, Count, TokenId
 from protocol.kv import KVSpec
@@ -65,6 +66,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     key_file: str | None = None
     """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
+    embeddings: EmbeddingsMode = "auto"
+    """Which models give embeddings."""
 
 
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):
@@ -77,6 +80,8 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     tokens: list[int] | None = None
     chat: ChatOptions = ChatOptions()
     grammar: Grammar | None = None
+    embed: EmbedOptions | None = None
+    """Return an embedding of the prompt instead of a completion."""
     sampling: Sampling
     """Sampling settings; the seed is always set."""
     max_tokens: int | None = None
@@ -368,6 +373,8 @@ class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
 
     reason: FinishReason
     usage: Usage
+    embedding: bytes | None = None
+    """See `protocol.messages.Done`."""
 
 
 class RowFailed(_RowReport, tag="failed", frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from kvd.config.kv import KVText, parse_kv
 from kvd.config.options import Attention
 from kvd.host.memory import nvidia
 from kvd.host.units import MAX_BYTES, parse_bytes
+from protocol.embedding import EmbeddingsMode
 from protocol.errors import ConfigError
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, Alias, PositiveSeconds, Seconds, Source
 from protocol.kv import KVSpec
@@ -141,6 +142,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     all of them."""
     prefix_store: PrefixStoreSettings = PrefixStoreSettings()
     """Prefixes of prompts on disk, which outlive their worker."""
+    embeddings: EmbeddingsMode = "auto"
+    """Which models give embeddings. ``auto``: those that were trained for it, by their
+    `1_Pooling/config.json` or with ``embed`` in their source. ``any``: also chat models."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     http: HttpSettings = HttpSettings()

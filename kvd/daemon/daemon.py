@@ -168,6 +168,7 @@ class Daemon:
             max_rows=settings.max_rows,
             prefill_chunk=settings.chunk,
             time_slices=settings.time_slices,
+            embeddings=settings.embeddings,
             patience=settings.watchdog,
             swap_folder=str(options.home.swap),
             swap_bytes=settings.swap_bytes,

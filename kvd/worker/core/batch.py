@@ -39,8 +39,8 @@ from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.resume import ChoiceProgress
-from protocol.types import TokenLogprob
-from protocol.worker import Report, RowFailed, RowPrompt, RowResumed, RowTokens
+from protocol.types import TokenLogprob, Usage
+from protocol.worker import Report, RowFailed, RowFinished, RowPrompt, RowResumed, RowTokens
 
 
 class Batch:
@@ -134,7 +134,7 @@ class Batch:
 
     def set_level(self, request: Request, level: int) -> None:
         request.level = level
-        request.tracked.lowered = level > 0
+        request.tracked.lowered = level > 0 or request.submit.embed is not None
 
     def step_down(self, request: Request, level: int) -> None:
         if request.begun or request.row is not None:
@@ -168,6 +168,24 @@ class Batch:
             self.reports.append(
                 RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])
             )
+
+    def keep_pooled(self, request: Request, pooled: mx.array) -> None:
+        request.pooled = pooled
+
+    def finish_embedding(self, request: Request, vector: bytes) -> None:
+        """End a request whose prompt is prefilled with its embedding."""
+        tokens = len(request.prompt) - 1  # without the one that would be decoded
+        levels = [request.level]
+        self.reports.append(
+            RowFinished(
+                rid=request.rid,
+                reason="stop",
+                usage=Usage(tokens, 0, levels=levels),
+                embedding=vector,
+            )
+        )
+        for completion in request.live:
+            self._end(request, completion)
 
     # Decode steps.
 

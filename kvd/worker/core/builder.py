@@ -21,7 +21,9 @@ from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.describe import costs_of
+from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
+from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.text import TEMPLATE_BYTES, TEMPLATE_SECONDS, Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
@@ -41,6 +43,7 @@ class Model:
     text: Text
     fingerprint: bytes | None
     """Identifies the weights in `kvd.worker.prefix.space`; None without a prefix store."""
+    embedding_rules: EmbeddingRules
 
 
 def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
@@ -79,7 +82,15 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     )
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)
-    return Model(loaded, served, verdict, native_state, weights_bytes, text, found)
+    rules = find_rules(
+        path,
+        loaded.config,
+        command.source,
+        command.embeddings,
+        splits_head=served.runner.splits_head,
+        appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
+    )
+    return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules)
 
 
 def _limit_template(render: Callable[[], str]) -> str:

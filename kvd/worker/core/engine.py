@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
+from kvd.worker.core.embeddings import Embeddings, end_prompt
 from kvd.worker.core.encryption import segment_cipher, swap_format
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
@@ -124,6 +125,7 @@ class MLXEngine:
         admission, costs = builder.make_admission(command, model, prefix_cache, ask_grant)
         self._runner, self._text, self._prefix_cache = runner, text, prefix_cache
         self._admission, self._scheduler = admission, admission.scheduler
+        self._embedding_rules = model.embedding_rules
         self._weights_bytes = model.weights_bytes
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
         swap = SwapFolder.open(command.swap_folder, command.swap_bytes, swap_format(command))
@@ -134,7 +136,8 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._prompts = Prompts(batch, memory, self._rates)
+        embeddings = Embeddings(batch, model.embedding_rules.info)
+        self._prompts = Prompts(batch, memory, self._rates, embeddings)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         self._loaded = True
@@ -146,6 +149,7 @@ class MLXEngine:
             native=model.native,
             has_chat_template=text.has_chat_template,
             costs=costs,
+            embedding=model.embedding_rules.info,
         )
         self._segments = self._open_segments(command, model, info)
         return info
@@ -179,6 +183,8 @@ class MLXEngine:
     def submit(self, request: Submit) -> int:
         check_resume(request, self._text.vocab_size)
         prompt = array("i", self._text.encode(request))
+        if request.embed is not None:
+            end_prompt(prompt, request.embed, self._embedding_rules, self._text.context_length)
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextTooLong(
@@ -192,7 +198,7 @@ class MLXEngine:
             request.rid,
             prompt,
             request.prefix_salt or "",
-            full_prefill=request.prompt_logprobs is not None,
+            full_prefill=request.prompt_logprobs is not None or request.embed is not None,
         )
         accepted = Request(
             submit=request,
@@ -209,7 +215,7 @@ class MLXEngine:
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
         if self._batch.add(accepted, deadline):
             self._prompt_tokens += len(prompt)
-        return len(prompt)
+        return len(prompt) - (request.embed is not None)
 
     def tokenize(self, request: Tokenize) -> Tokenized:
         return self._text.tokenize(request)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvd.worker.core.batch import Batch
+from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
@@ -26,7 +27,9 @@ from protocol.types import TokenLogprob
 class Prompts:
     """The prompts of one engine."""
 
-    def __init__(self, batch: Batch, memory: MemoryAccount, rates: Rates) -> None:
+    def __init__(
+        self, batch: Batch, memory: MemoryAccount, rates: Rates, embeddings: Embeddings
+    ) -> None:
         self._batch = batch
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
@@ -34,6 +37,7 @@ class Prompts:
         self.segments: SegmentReads | None = None
         """Reads prompts from the prefix store, if there is one."""
         self._rates = rates
+        self._embeddings = embeddings
         self.computed_tokens = 0
 
     def prefill_next(self) -> None:
@@ -83,10 +87,16 @@ class Prompts:
         if plain:
             rows = [request.row for request, _ in plain]
             tokens = [request.prompt[chunk.start : chunk.end].tolist() for request, chunk in plain]
-            self._runner.prefill_group(rows, tokens)
+            if any(request.submit.embed is not None for request, _ in plain):
+                hidden = self._runner.prefill_hidden(rows, tokens)
+                self._embeddings.pool(plain, hidden)
+            else:
+                self._runner.prefill_group(rows, tokens)
         for request, chunk in zip(requests, chunks, strict=True):
             top = request.submit.prompt_logprobs
-            if top is None or self._score(request, chunk, top):
+            if not self._batch.holds(request):
+                self.computed_tokens += chunk.length  # its embedding is done
+            elif top is None or self._score(request, chunk, top):
                 self.computed_tokens += chunk.length
                 self._prefix_cache.prefilled(
                     request.tracked, chunk.end, request.row, self._memory.spare_bytes

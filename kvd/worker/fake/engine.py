@@ -17,6 +17,7 @@ import msgspec
 
 from kvd.worker.core.replay import check_resume
 from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.fake.embedding import check_embed, embedded
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
 from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
@@ -96,6 +97,8 @@ class FakeEngine:
                 context_length=self._model.context,
             )
         check_token_ids(request, VOCABULARY)
+        if request.embed is not None:
+            check_embed(request.embed)
         salt, scored = request.prefix_salt or "", request.prompt_logprobs is not None
         sampling = request.sampling
         seed = 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
@@ -272,6 +275,10 @@ class FakeEngine:
             model.hang(self.sleep)
         if _contains(row, model.nan_on) or row.choices[0].tokens + 1 == model.nan_after:
             self._fail(row, NumericalError("the fake model was asked for bad logits"))
+            return
+        if row.submit.embed is not None:
+            self._report(embedded(row.rid, row.source.prompt, row.submit.embed))
+            self._release(row)
             return
         if not row.made:
             self._reports += row.prompt_reports()

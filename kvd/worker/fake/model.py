@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
+from kvd.worker.fake.embedding import INFO
 from kvd.worker.fake.tokens import VOCABULARY
 from protocol import paths
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
@@ -120,6 +121,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             attention_path="fake",
             attention_error=0.0,
             has_chat_template=True,
+            embedding=INFO,
             device="none",
         )
 

@@ -27,6 +27,7 @@ from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
+from protocol.embedding import EmbeddingInfo
 from protocol.types import FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
 
@@ -86,6 +87,7 @@ def info_of(
     native: str | None,
     has_chat_template: bool,
     costs: Costs | None,
+    embedding: EmbeddingInfo | None,
 ) -> ModelInfo:
     runner, cache = served.runner, served.runner.cache
     features = {"compiled steps": runner.compiled, "grouped prefill": runner.groups}
@@ -113,6 +115,7 @@ def info_of(
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
         native=native,
         costs=costs,
+        embedding=embedding,
     )
 
 

@@ -155,6 +155,19 @@ class Runner:
         self.cache.end_pass()
         self.cache.finish_prefill()
 
+    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
+        """Prefill as `prefill_group` does; return hidden states, ``[rows, width, channels]``.
+
+        Row r has the states of its chunk's tokens, and then padding. Only if `splits_head`.
+        """
+        assert self._head is not None, "the head is not split"
+        tokens = self._begin_prefill(rows, chunks)
+        hidden = self._head.hidden(tokens, cache=self.cache.views(rows))
+        self.cache.end_pass()
+        mx.eval(hidden)  # before the flush, as in `score_parts`
+        self.cache.finish_prefill()
+        return hidden
+
     def split_head(self) -> bool:
         """Compute logits of `score_parts` part by part if they are right; return whether they are.
 

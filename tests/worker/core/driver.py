@@ -51,6 +51,7 @@ class Outcome:
     levels: list[int] = field(default_factory=list, compare=False)
     """Precision level of each token, as reported."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes | None = None
     others: dict[int, Outcome] = field(default_factory=dict)
     """Completions except the first, by choice."""
 
@@ -160,6 +161,7 @@ class Driver:
                 case RowFinished():
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].reason = report.reason
+                    self.outcomes[report.rid].embedding = report.embedding
                     usage = report.usage
                     self.outcomes[report.rid].cached = usage.cached_tokens
                     self.outcomes[report.rid].usage = msgspec.structs.replace(

@@ -1,0 +1,96 @@
+"""Embeddings: pools the hidden states of a prompt while it is prefilled.
+
+A request for an embedding is an ordinary request for one token whose prompt has one more token
+than the text. The prompt is prefilled without its last token, which a decode step would take. The
+request thus ends with the chunk that has the text's last token, and nothing is decoded.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvd.worker.core.batch import Batch
+from kvd.worker.core.request import Request
+from kvd.worker.scheduling.scheduler import Chunk
+from kvd.worker.serving.embedding_rules import EmbeddingRules
+from protocol.embedding import EmbeddingInfo, EmbedOptions, Pooling
+from protocol.errors import ContextTooLong, InvalidRequest
+
+
+def end_prompt(
+    prompt: array[int], options: EmbedOptions, rules: EmbeddingRules, context_length: int
+) -> None:
+    """Append what the embedding of a text needs to its tokens.
+
+    Raises `KvdError` if the model gives no such embedding.
+    """
+    info = rules.check()
+    if options.dimensions is not None and options.dimensions > info.dimensions:
+        raise InvalidRequest(
+            f"dimensions is {options.dimensions}; the model's vectors have {info.dimensions}:"
+            " send at most that",
+            field="dimensions",
+        )
+    if rules.end and tuple(prompt[-len(rules.end) :]) != rules.end:
+        prompt.extend(rules.end)
+    if len(prompt) > context_length - 2:
+        raise ContextTooLong(
+            f"the text has {len(prompt)} tokens with its end token; the model embeds at most"
+            f" {context_length - 2}: send a shorter text",
+            prompt_tokens=len(prompt),
+            context_length=context_length,
+        )
+    prompt.append(prompt[-1])
+
+
+class Embeddings:
+    """The requests for embeddings of one engine."""
+
+    def __init__(self, batch: Batch, info: EmbeddingInfo | None) -> None:
+        """``info``: None if the model gives no embeddings."""
+        self._batch = batch
+        self._pooling: Pooling = "last_token" if info is None else info.pooling
+
+    def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: mx.array) -> None:
+        """Take the hidden states of these chunks, ``[rows, width, channels]``; end what is done.
+
+        Requests without ``embed`` are ignored.
+        """
+        for (request, chunk), states in zip(group, hidden, strict=True):
+            if request.submit.embed is None:
+                continue
+            vector = self._pooled(request, chunk, states[: chunk.length].astype(mx.float32))
+            if vector is None:
+                continue
+            vector = normalized(vector[: request.submit.embed.dimensions])
+            mx.eval(vector)
+            if mx.isfinite(vector).all().item():
+                self._batch.finish_embedding(request, bytes(memoryview(vector)))
+            else:
+                self._batch.fail_untrusted(request)
+
+    def _pooled(self, request: Request, chunk: Chunk, states: mx.array) -> mx.array | None:
+        """Return the pooled vector, ``[channels]`` float32, with the last chunk; else None."""
+        length = len(request.prompt) - 1
+        ended = chunk.end == length
+        if self._pooling == "last_token":
+            return states[-1] if ended else None
+        if self._pooling == "cls":
+            kept = states[0] if chunk.start == 0 else request.pooled
+        else:
+            kept = states.sum(axis=0)
+            kept = kept if chunk.start == 0 else request.pooled + kept
+        mx.eval(kept)
+        self._batch.keep_pooled(request, kept)
+        if not ended:
+            return None
+        return kept / length if self._pooling == "mean" else kept
+
+
+def normalized(vector: mx.array) -> mx.array:
+    """Return a vector of length 1; NaN for zeros, as for values that are not finite."""
+    scaled = vector / mx.abs(vector).max()  # so that no square overflows or vanishes
+    return scaled / mx.linalg.norm(scaled)

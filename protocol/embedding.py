@@ -1,0 +1,49 @@
+"""Embeddings: what a request asks for, what a model offers, and vectors as bytes."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.fields import PositiveCount
+
+Pooling = Literal["last_token", "mean", "cls"]
+"""How the hidden states of a text become one vector: that of its last token, their mean, or that
+of its first token."""
+EmbeddingsMode = Literal["auto", "any"]
+"""Which models give embeddings: ``auto``: those that were trained for it; ``any``: also others."""
+
+
+class EmbedOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request for an embedding asks for, besides its text."""
+
+    dimensions: PositiveCount | None = None
+    """Numbers of the vector: its first ones, normalized again; absent: all."""
+
+
+class EmbeddingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Embeddings that a model gives."""
+
+    pooling: Pooling
+    dimensions: Annotated[int, Meta(ge=1)]
+    """Numbers of a vector."""
+
+
+def vector_bytes(vector: list[float]) -> bytes:
+    """Return a vector as float32, little endian."""
+    return _little_endian(array("f", vector)).tobytes()
+
+
+def vector_of(content: bytes) -> list[float]:
+    """Return the numbers of `vector_bytes`."""
+    return _little_endian(array("f", content)).tolist()
+
+
+def _little_endian(numbers: array[float]) -> array[float]:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
