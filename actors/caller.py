@@ -11,8 +11,9 @@ from typing import assert_never
 from actors import mail
 from actors.machines import admission_events
 from actors.runtime.actor import Actor, MailboxFull, Ref
+from protocol.embedding import Embed
 from protocol.errors import Draining, KvdError, Overloaded
-from protocol.messages import Embed, Error, Event, Generate, is_last
+from protocol.messages import Error, Event, Generate, is_last
 
 
 class Call:

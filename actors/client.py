@@ -20,6 +20,7 @@ from actors.prefix_store import PrefixStoreState
 from actors.runtime.actor import Actor, MailboxFull, Ref
 from actors.tokenizing import TokenizeRequests
 from protocol import messages
+from protocol.embedding import Embed
 from protocol.errors import InternalError, InvalidRequest, KvdError, Overloaded, SlowReader
 from protocol.forecast import Forecast
 from protocol.message_base import VERSION
@@ -199,7 +200,7 @@ class Client(Actor[mail.ClientMail]):
                 self._answer(key, work, lambda text: messages.MetricsReply(id=key, text=text))
             case messages.Generate():
                 self._run(request, journaled=True)
-            case messages.Embed():
+            case Embed():
                 self._run(request, journaled=False)
             case messages.Attach():
                 self._attach(request)
@@ -237,7 +238,7 @@ class Client(Actor[mail.ClientMail]):
             case _:
                 assert_never(request)
 
-    def _run(self, request: messages.Generate | messages.Embed, *, journaled: bool) -> None:
+    def _run(self, request: messages.Generate | Embed, *, journaled: bool) -> None:
         self._count += 1
         rid = f"{self._services.rid_prefix}{self._number}.{self._count}"
         self._services.router.tell(mail.SubmitRequest(rid, request, self.ref, journaled))

@@ -20,9 +20,10 @@ from actors.machines import (
 from actors.ports import Exit, WorkerProcess
 from actors.runtime.actor import Ask, Ref
 from actors.status import KnownModel
+from protocol.embedding import Embed
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.messages import Attach, Embed, Event, Generate
+from protocol.messages import Attach, Event, Generate
 from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus, Reclaimable
 from protocol.worker import (

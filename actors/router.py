@@ -29,7 +29,7 @@ from actors.status import StatusTable
 from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
-from protocol.embedding import EmbedOptions
+from protocol.embedding import Embed, EmbedOptions
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
 from protocol.json_values import size_of
 from protocol.messages import Event
@@ -301,10 +301,10 @@ class Router(Actor[mail.RouterMail]):
 
 
 def _first_submit(
-    rid: str, request: messages.Generate | messages.Embed, draw_seed: Callable[[], int]
+    rid: str, request: messages.Generate | Embed, draw_seed: Callable[[], int]
 ) -> wire.Submit:
     """Return the worker's command for a new request."""
-    if isinstance(request, messages.Embed):
+    if isinstance(request, Embed):
         return wire.Submit(
             rid=rid,
             prompt=request.prompt,

@@ -41,9 +41,9 @@ from actors.status import KnownModel, StatusTable
 from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
-from protocol.embedding import EmbeddingsMode
+from protocol.embedding import Embed, EmbeddingsMode
 from protocol.kv import KVSpec
-from protocol.messages import Embed, Event, Generate, Tokenize, Tokenized
+from protocol.messages import Event, Generate, Tokenize, Tokenized
 from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol import fields
 from protocol.fields import PositiveCount
+from protocol.message_base import RequestBase
 
 Pooling = Literal["last_token", "mean", "cls"]
 """How the hidden states of a text become one vector: that of its last token, their mean, or that
@@ -31,6 +33,26 @@ class EmbeddingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pooling: Pooling
     dimensions: Annotated[int, Meta(ge=1)]
     """Numbers of a vector."""
+
+
+class Embed(RequestBase, tag="embed", frozen=True, kw_only=True):
+    """Return the embedding of a text, given as exactly one of ``prompt`` and ``tokens``.
+
+    The model's end token is appended if the model expects it and the text does not end with it.
+    """
+
+    model: fields.Name
+    """Name of a loaded or known embedding model."""
+    prompt: str | None = None
+    """Raw text."""
+    tokens: list[fields.TokenId] | None = None
+    """Token ids."""
+    dimensions: PositiveCount | None = None
+    """Numbers of the vector, at most the model's: its first ones, normalized again; absent: all."""
+    priority: fields.Priority = 0
+    """Priority in the queue; higher values are admitted first."""
+    deadline_s: fields.DeadlineSeconds | None = None
+    """Seconds from arrival after which the request ends with ``deadline_exceeded``."""
 
 
 def vector_bytes(vector: list[float]) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from protocol import fields
+from protocol.embedding import Embed
 from protocol.errors import ErrorInfo
 from protocol.fields import Count, PositiveCount
 from protocol.forecast import Forecast
@@ -122,26 +123,6 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
-
-
-class Embed(RequestBase, tag="embed", frozen=True, kw_only=True):
-    """Return the embedding of a text, given as exactly one of ``prompt`` and ``tokens``.
-
-    The model's end token is appended if the model expects it and the text does not end with it.
-    """
-
-    model: fields.Name
-    """Name of a loaded or known embedding model."""
-    prompt: str | None = None
-    """Raw text."""
-    tokens: list[fields.TokenId] | None = None
-    """Token ids."""
-    dimensions: PositiveCount | None = None
-    """Numbers of the vector, at most the model's: its first ones, normalized again; absent: all."""
-    priority: fields.Priority = 0
-    """Priority in the queue; higher values are admitted first."""
-    deadline_s: fields.DeadlineSeconds | None = None
-    """Seconds from arrival after which the request ends with ``deadline_exceeded``."""
 
 
 class Attach(RequestBase, tag="attach", frozen=True, kw_only=True):
@@ -379,12 +360,11 @@ class Done(EventBase, tag="done", frozen=True, kw_only=True):
     """The request ended, with all its choices."""
 
     reason: FinishReason
-    """Reason; of several choices' reasons, ``cancelled`` precedes ``length``, which precedes
-    ``stop``."""
+    """Reason; among choices, ``cancelled`` precedes ``length``, which precedes ``stop``."""
     usage: Usage
     """Tokens of all choices together; the prompt counts once."""
     embedding: bytes | None = None
-    """Answers ``embed``: a vector of length 1, float32, little endian; base64 in JSON."""
+    """Vector of length 1, float32, little endian (base64 in JSON); only after ``embed``."""
 
 
 class Pinned(EventBase, tag="pinned", frozen=True, kw_only=True):

@@ -67,7 +67,6 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
     embeddings: EmbeddingsMode = "auto"
-    """Which models give embeddings."""
 
 
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):
@@ -374,7 +373,6 @@ class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
     reason: FinishReason
     usage: Usage
     embedding: bytes | None = None
-    """See `protocol.messages.Done`."""
 
 
 class RowFailed(_RowReport, tag="failed", frozen=True, kw_only=True):

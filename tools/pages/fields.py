@@ -120,6 +120,8 @@ def _scalar(kind: types.Type) -> str:
             text = "number" + _bounds(kind)
         case types.StrType():
             text = _text(kind)
+        case types.BytesType():
+            text = "text in base64"
         case types.LiteralType(values=values):
             text = _either([f"`{json.dumps(value)}`" for value in values])
         case types.AnyType():

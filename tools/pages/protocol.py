@@ -11,6 +11,7 @@ import msgspec
 from msgspec import inspect as types
 
 from protocol import messages as m
+from protocol.embedding import Embed
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
@@ -49,6 +50,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Drain: (m.Drained,),
     m.Shutdown: (m.ShutdownReply,),
 }
+ANSWERS[Embed] = (m.Accepted, m.Queued, m.Paused, m.Resumed, m.Done)
 ANSWERS[m.Attach] = ANSWERS[m.Generate]
 """Events that answer a successful request, the final one last."""
 

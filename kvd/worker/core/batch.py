@@ -39,8 +39,8 @@ from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.resume import ChoiceProgress
-from protocol.types import TokenLogprob, Usage
-from protocol.worker import Report, RowFailed, RowFinished, RowPrompt, RowResumed, RowTokens
+from protocol.types import TokenLogprob
+from protocol.worker import Report, RowFailed, RowPrompt, RowResumed, RowTokens
 
 
 class Batch:
@@ -169,24 +169,6 @@ class Batch:
                 RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])
             )
 
-    def keep_pooled(self, request: Request, pooled: mx.array) -> None:
-        request.pooled = pooled
-
-    def finish_embedding(self, request: Request, vector: bytes) -> None:
-        """End a request whose prompt is prefilled with its embedding."""
-        tokens = len(request.prompt) - 1  # without the one that would be decoded
-        levels = [request.level]
-        self.reports.append(
-            RowFinished(
-                rid=request.rid,
-                reason="stop",
-                usage=Usage(tokens, 0, levels=levels),
-                embedding=vector,
-            )
-        )
-        for completion in request.live:
-            self._end(request, completion)
-
     # Decode steps.
 
     def decode(self, rids: Sequence[str]) -> bool:
@@ -314,12 +296,12 @@ class Batch:
 
     # Requests end.
 
-    def cancel(self, rid: str) -> None:
+    def finish(self, rid: str, reason: FinishReason) -> None:
         """End a request now; the step in flight may still hold its rows."""
         request = self.requests.get(rid)
         if request is not None:
             for completion in request.live:
-                self._finish(request, completion, "cancelled")
+                self._finish(request, completion, reason)
 
     def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
         self.reports += request.choices.finish(completion.key[1], reason, len(completion.tokens))

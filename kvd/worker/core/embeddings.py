@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -16,14 +18,14 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.request import Request
 from kvd.worker.scheduling.scheduler import Chunk
 from kvd.worker.serving.embedding_rules import EmbeddingRules
-from protocol.embedding import EmbeddingInfo, EmbedOptions, Pooling
+from protocol.embedding import EmbeddingInfo, EmbedOptions, Pooling, vector_bytes
 from protocol.errors import ContextTooLong, InvalidRequest
 
 
 def end_prompt(
     prompt: array[int], options: EmbedOptions, rules: EmbeddingRules, context_length: int
-) -> None:
-    """Append what the embedding of a text needs to its tokens.
+) -> int:
+    """Append what the embedding of a text needs; return the number of the text's tokens.
 
     Raises `KvdError` if the model gives no such embedding.
     """
@@ -44,6 +46,7 @@ def end_prompt(
             context_length=context_length,
         )
     prompt.append(prompt[-1])
+    return len(prompt) - 1
 
 
 class Embeddings:
@@ -52,6 +55,8 @@ class Embeddings:
     def __init__(self, batch: Batch, info: EmbeddingInfo | None) -> None:
         """``info``: None if the model gives no embeddings."""
         self._batch = batch
+        self._kept: WeakKeyDictionary[Request, mx.array] = WeakKeyDictionary()
+        """By request: the sum of its hidden states so far, or the first one, as the pooling is."""
         self._pooling: Pooling = "last_token" if info is None else info.pooling
 
     def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: mx.array) -> None:
@@ -68,7 +73,9 @@ class Embeddings:
             vector = normalized(vector[: request.submit.embed.dimensions])
             mx.eval(vector)
             if mx.isfinite(vector).all().item():
-                self._batch.finish_embedding(request, bytes(memoryview(vector)))
+                request.choices.record_level(request.level)
+                request.choices.embedding = _bytes(vector)
+                self._batch.finish(request.rid, "stop")
             else:
                 self._batch.fail_untrusted(request)
 
@@ -79,15 +86,20 @@ class Embeddings:
         if self._pooling == "last_token":
             return states[-1] if ended else None
         if self._pooling == "cls":
-            kept = states[0] if chunk.start == 0 else request.pooled
+            kept = states[0] if chunk.start == 0 else self._kept[request]
         else:
             kept = states.sum(axis=0)
-            kept = kept if chunk.start == 0 else request.pooled + kept
+            kept = kept if chunk.start == 0 else self._kept[request] + kept
         mx.eval(kept)
-        self._batch.keep_pooled(request, kept)
+        self._kept[request] = kept
         if not ended:
             return None
         return kept / length if self._pooling == "mean" else kept
+
+
+def _bytes(vector: mx.array) -> bytes:
+    numbers: Any = vector.tolist()
+    return vector_bytes(numbers)
 
 
 def normalized(vector: mx.array) -> mx.array:

@@ -183,8 +183,11 @@ class MLXEngine:
     def submit(self, request: Submit) -> int:
         check_resume(request, self._text.vocab_size)
         prompt = array("i", self._text.encode(request))
+        prompt_tokens = len(prompt)
         if request.embed is not None:
-            end_prompt(prompt, request.embed, self._embedding_rules, self._text.context_length)
+            prompt_tokens = end_prompt(
+                prompt, request.embed, self._embedding_rules, self._text.context_length
+            )
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextTooLong(
@@ -208,20 +211,20 @@ class MLXEngine:
                 Completion((request.rid, choice), self._text.stream(request, prompt), prompt[-1])
                 for choice in range(request.n)
             ],
-            choices=Choices(request, len(prompt)),
+            choices=Choices(request, prompt_tokens),
             tracked=tracked,
             prompt_reported=request.prompt_reported,
         )
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
         if self._batch.add(accepted, deadline):
-            self._prompt_tokens += len(prompt)
-        return len(prompt) - (request.embed is not None)
+            self._prompt_tokens += prompt_tokens
+        return prompt_tokens
 
     def tokenize(self, request: Tokenize) -> Tokenized:
         return self._text.tokenize(request)
 
     def cancel(self, rid: str) -> None:
-        self._batch.cancel(rid)
+        self._batch.finish(rid, "cancelled")
 
     def granted(self, grant: Grant) -> None:
         self._admission.granted(grant)

@@ -95,8 +95,6 @@ class Request:
     """Its precision level; a step-down may still be requantizing its pages."""
     prompt_reported: int = 0
     """Prompt tokens whose logprobs were reported, also by an earlier worker."""
-    pooled: Any = None
-    """Sum of the hidden states of the prompt's prefilled tokens, for an embedding by their mean."""
     resumed_at: int | None = None
     """Tokens of its longest completion when it was last resumed after preemption."""
 

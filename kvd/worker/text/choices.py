@@ -20,6 +20,8 @@ class Choices:
         """Prompt tokens that were found in the prefix cache."""
         self.reasoning_tokens = 0
         """Tokens of reasoning in all choices, with its markers."""
+        self.embedding: bytes | None = None
+        """See `protocol.worker.RowFinished`."""
         self._completion_tokens = 0
         self._levels = list(request.levels_reported)
         self._reasons: set[FinishReason] = set()
@@ -61,7 +63,8 @@ class Choices:
             self._levels,
             self.reasoning_tokens,
         )
-        return [RowFinished(rid=self.rid, reason=combined_reason(self._reasons), usage=usage)]
+        reason = combined_reason(self._reasons)
+        return [RowFinished(rid=self.rid, reason=reason, usage=usage, embedding=self.embedding)]
 
 
 def check_token_ids(request: Submit, vocabulary: int) -> None:
