@@ -21,6 +21,7 @@ from protocol.messages import Generate
 from protocol.types import ChatMessage, Sampling
 from protocol.validation import describe_error
 
+D = TypeVar("D")
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 TEMPERATURE = 1.0
@@ -31,10 +32,17 @@ _LONGEST_NEUTRAL = 256
 
 
 def read(body: bytes | bytearray, kind: type[R]) -> R:
+    request = decode(body, kind)
+    _check(request)
+    return request
+
+
+def decode(body: bytes | bytearray, kind: type[D]) -> D:
+    """Return a body as a struct; raises `InvalidRequest` with the field."""
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the fields that it skips
-        request = msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         field, text = describe_error(str(error), kind)
         raise InvalidRequest(text, field=field) from None
@@ -42,8 +50,6 @@ def read(body: bytes | bytearray, kind: type[R]) -> R:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
-    _check(request)
-    return request
 
 
 def calls(request: ChatRequest | CompletionRequest) -> list[Generate]:
