@@ -269,6 +269,7 @@ class Daemon:
             self._listeners,
             metrics=self._metrics.answer,
             answered=self._metrics.answered,
+            ignored=self._metrics.ignored,
             unread_limit=self._limits.slow_reader_bytes,
             starting=starting,
         )

@@ -35,5 +35,9 @@ class Backend(Protocol):
 Metrics = Callable[[str], Awaitable[tuple[bytes, str]]]
 """Maps an ``Accept`` header to the exposition for Prometheus and its content type."""
 
+Ignored = Callable[[str, str, int], None]
+"""Called with the route's path, what a request has that kvd ignores (`IGNORED`), and how many."""
+IGNORED = ("field", "item", "reasoning", "tool")
+
 Answered = Callable[[str, int], None]
 """Called after each answer with the route's path (empty if there is no route) and the status."""

@@ -75,6 +75,10 @@ class Bodies:
             self._held[is_unix] -= counted
 
 
+async def expect_later(_: web.Request) -> None:
+    """Send no ``100 Continue`` before access is checked: a route's ``expect_handler``."""
+
+
 async def _expect(request: web.Request) -> None:
     """Send ``100 Continue`` if the client waits for it before it sends the body."""
     expected = request.headers.get("Expect", "").strip().lower()

@@ -31,7 +31,7 @@ class Whole(Protocol):
     def over(self) -> bool:
         """Whether all calls have ended."""
 
-    def handle(self, number: int, event: Event, now: float) -> None:
+    def handle(self, number: int, event: Event, now: float) -> object:
         """Take an event of the call with this number; raises `KvdError` to end the request."""
 
     def body(self) -> bytes: ...

@@ -14,6 +14,7 @@ from aiohttp import web
 import kvd
 from kvd.http import errors, models, reading
 from kvd.http.answer import Head, Wanted
+from kvd.http.bodies import expect_later
 from kvd.http.formats import ChatFormat, Format, TextFormat
 from kvd.http.requests import ChatRequest, CompletionRequest
 from kvd.http.streamed_answer import StreamedAnswer
@@ -51,8 +52,8 @@ class Routes:
             web.get("/metrics", self.exposition),
             web.get("/v1/models", self.list_models),
             web.get(r"/v1/models/{id:.+}", self.show_model),
-            web.post("/v1/chat/completions", self.chat, expect_handler=_later),
-            web.post("/v1/completions", self.complete, expect_handler=_later),
+            web.post("/v1/chat/completions", self.chat, expect_handler=expect_later),
+            web.post("/v1/completions", self.complete, expect_handler=expect_later),
         ]
 
     async def root(self, _: web.Request) -> web.Response:
@@ -99,10 +100,6 @@ class Routes:
             streamed = StreamedAnswer(head, wanted, now)
             return await self.delivery.stream(request, wanted.calls, streamed)
         return await self.delivery.whole(wanted.calls, WholeAnswer(head, wanted, now))
-
-
-async def _later(_: web.Request) -> None:
-    """Send no ``100 Continue`` before access is checked; `kvd.http.bodies` sends it."""
 
 
 def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[Head, Wanted]:

@@ -18,6 +18,9 @@ from kvd.http.bodies import Bodies
 from kvd.http.connection import SERVER, Connection, FullConnection, refused
 from kvd.http.delivery import Delivery
 from kvd.http.guard import Guard, single
+from kvd.http.request_keys import OWNER
+from kvd.http.responses_api.routes import ResponsesRoutes
+from kvd.http.responses_api.store import Store
 from kvd.http.routes import OPEN_PATHS, Routes
 from kvd.http.stalled import aborted_if_stalled
 from protocol.errors import InternalError, KvdError
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from kvd.config.http import HttpSettings
-    from kvd.http.backend import Answered, Backend, Metrics
+    from kvd.http.backend import Answered, Backend, Ignored, Metrics
     from kvd.http.listeners import Listener
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,7 +47,6 @@ _ID_HEADERS = ("x-request-id", "request-id")
 _REQUEST_ID = web.RequestKey("request_id", str)
 _ORIGIN = web.RequestKey("origin", str)
 """The foreign origin whose page may read the answer."""
-_OWNER = web.RequestKey("owner", str)
 _BEGUN = web.RequestKey("begun", bool)
 """The status line is sent, so no other answer can follow."""
 
@@ -63,6 +65,7 @@ class Server:
         unread_limit: int,
         metrics: Metrics | None = None,
         answered: Answered = lambda _path, _status: None,
+        ignored: Ignored = lambda _path, _what, _count: None,
         starting: Callable[[], bool] = lambda: False,
         uid_of: Callable[[socket.socket], int] = listen.peer_uid,
     ) -> None:
@@ -76,6 +79,8 @@ class Server:
         routes = Routes(backend, bodies, metrics, starting, delivery, int(time.time()))
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
+        responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
+        app.add_routes(responses.table())
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
             app,
@@ -167,7 +172,7 @@ class Server:
             method=request.method,
             path=request.path,
             status=response.status,
-            key=request.get(_OWNER),
+            key=request.get(OWNER),
             seconds=round(time.monotonic() - began, 3),
         )
         return response
@@ -192,7 +197,7 @@ class Server:
             keys = [single(request.headers, name) for name in ("Authorization", "x-api-key")]
             owner = self._guard.check_key(*keys)
             if owner is not None:
-                request[_OWNER] = owner
+                request[OWNER] = owner
         return await handler(request)
 
     def _uid(self, request: web.Request) -> int | None:
@@ -241,7 +246,7 @@ def _explained(request: web.Request, found: web.HTTPException) -> str:
 def _preflight(request: web.Request) -> web.Response:
     wanted = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type")
     headers = {
-        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Allow-Headers": wanted,
         "Access-Control-Max-Age": "600",
     }

@@ -362,6 +362,12 @@ HTTP = Metric(
     "HTTP responses by path and status; the label path is empty outside the API",
     "401 and 403: refused clients. 429 and 503: overload",
 )  # fmt: skip
+HTTP_IGNORED = Metric(
+    "kvd_http_ignored_total", "counter", ("path", "what"),
+    "What HTTP requests had and kvd ignored: fields, items, tools, and reasoning of other "
+    "servers",
+    "A rise after a client's update shows that the client uses something that kvd does not have",
+)  # fmt: skip
 FOOTPRINT = Metric(
     "kvd_process_footprint_bytes", "gauge", (),
     "Footprint of the daemon's process, without workers",
@@ -412,7 +418,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         LAUNCHES,
     ),
     "The daemon": (
-        BUILD, DRAINING, LAG, HTTP, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,
+        BUILD, DRAINING, LAG, HTTP, HTTP_IGNORED, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,
     ),
 }  # fmt: skip
 """All metrics, in the order of exposition and documentation."""

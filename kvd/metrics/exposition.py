@@ -53,6 +53,7 @@ class Exposition:
         self._system = system
         self._lag = Lag(lambda: system().busy)
         self._answers: Counter[tuple[str, int]] = Counter()
+        self._ignored: Counter[tuple[str, str]] = Counter()
         self._started_at = time.time()
         self._run_in_thread = run_in_thread
         self._lock = asyncio.Lock()
@@ -67,6 +68,9 @@ class Exposition:
 
     def answered(self, path: str, status: int) -> None:
         self._answers[path, status] += 1
+
+    def ignored(self, path: str, what: str, count: int) -> None:
+        self._ignored[path, what] += count
 
     async def text(self) -> str:
         body, _ = await self.answer()
@@ -83,6 +87,7 @@ class Exposition:
                 counters=self.counters,
                 lag=self._lag.seen,
                 answers=self._answers,
+                ignored=self._ignored,
                 process=process.read(),
                 started_at=self._started_at,
             )

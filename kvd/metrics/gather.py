@@ -33,6 +33,8 @@ class Snapshot:
     lag: Histogram
     answers: Mapping[tuple[str, int], int]
     """HTTP responses by path and status."""
+    ignored: Mapping[tuple[str, str], int]
+    """What HTTP requests had and kvd ignored, by path and kind."""
     process: Process
     started_at: float
     """Start of the daemon in seconds since 1970."""
@@ -63,6 +65,8 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     to.put(c.LAG, _buckets(it.lag))
     for (path, code), count in it.answers.items():
         to.put(c.HTTP, count, path, str(code))
+    for (path, what), count in it.ignored.items():
+        to.put(c.HTTP_IGNORED, count, path, what)
     to.put(c.FOOTPRINT, status.footprint_bytes)
     to.put(c.CPU, process.cpu_s)
     to.put(c.FILES, process.open_files)

@@ -24,6 +24,7 @@ def gathered(fused: FusedAttention | None) -> Samples:
         counters=Counters(lambda _: True),
         lag=Histogram(c.LAG.bounds),
         answers={},
+        ignored={},
         process=Process(cpu_s=1.0, open_files=9, most_files=None),
         started_at=1.0,
     )

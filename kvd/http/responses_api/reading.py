@@ -1,0 +1,209 @@
+"""Decodes a request, checks it, and translates it to the protocol."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Raw
+
+from kvd.http import reading
+from kvd.http.responses_api.items import Conversation, add_all
+from kvd.http.responses_api.objects import Response
+from kvd.http.responses_api.requests import ABSENT, REFUSED, ResponsesRequest
+from kvd.http.responses_api.tools import Tools, read_choice, read_tools
+from protocol.errors import EmptyPrompt, InvalidRequest
+from protocol.messages import Generate
+from protocol.tools import ChatOptions, Grammar
+from protocol.types import Sampling
+from protocol.validation import describe_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvd.http.responses_api.store import Store
+
+_NEUTRAL = (b"null", b"false")
+_SEALED = "reasoning.encrypted_content"
+_FIELDS = {field.encode_name for field in msgspec.structs.fields(ResponsesRequest)}
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, read."""
+
+    call: Generate
+    response: Response
+    """The response before its first event."""
+    tools: Tools
+    summary: bool
+    """Whether reasoning is sent as a summary."""
+    sealed: bool
+    """Whether reasoning items carry ``encrypted_content``."""
+    store: bool
+    stream: bool
+    input: tuple[Raw, ...]
+    """The request's own items, for the store."""
+    ignored: dict[str, int]
+    """Number of ignored fields, items, reasoning items and tools, by these names."""
+
+
+def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: int) -> Wanted:
+    """Read a request; raises `InvalidRequest`, also if the previous response is not stored."""
+    request, unknown = _decoded(body)
+    _check(request)
+    own = _own_items(request)
+    conversation = _conversation(request, own, store, owner)
+    tools = read_tools([*(request.tools or []), *conversation.tools])
+    choice, allowed = read_choice(request.tool_choice, tools)
+    found = conversation.finish()
+    if not found:
+        raise EmptyPrompt("input is empty; it needs at least one message", field="input")
+    reasoning = request.reasoning
+    effort = None if reasoning is None else reasoning.effort
+    call = Generate(
+        id="http",
+        model=request.model,
+        messages=found,
+        chat=ChatOptions(
+            tools=list(allowed.tools),
+            tool_choice=choice,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning=False if effort == "none" else None,
+            effort=None if effort == "none" else effort,
+        ),
+        grammar=_grammar(request),
+        sampling=_sampling(request),
+        max_tokens=request.max_output_tokens,
+        priority=request.priority or 0,
+        deadline_s=request.deadline_s,
+        prefix_salt=request.cache_salt,
+    )
+    return Wanted(
+        call=call,
+        response=_response(request, created_at),
+        tools=tools,
+        summary=reasoning is not None and reasoning.summary not in {None, "none"},
+        sealed=_SEALED in (request.include or []),
+        store=request.store is not False,
+        stream=bool(request.stream),
+        input=tuple(item.copy() for item in own) if request.store is not False else (),
+        ignored={
+            "field": unknown,
+            "item": conversation.ignored_items,
+            "reasoning": conversation.foreign_reasoning,
+            "tool": tools.ignored,
+        },
+    )
+
+
+def _decoded(body: bytes | bytearray) -> tuple[ResponsesRequest, int]:
+    """Return the request, and the number of its fields that kvd does not know."""
+    try:
+        if not body.isascii():
+            str(body, "utf-8")  # msgspec does not validate the fields that it skips
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        request = msgspec.json.decode(body, type=ResponsesRequest)
+    except msgspec.ValidationError as error:
+        field, text = describe_error(str(error), ResponsesRequest)
+        raise InvalidRequest(text, field=field) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    unknown = sum(bytes(fields[name]) != b"null" for name in fields.keys() - _FIELDS)
+    return request, unknown
+
+
+def _check(request: ResponsesRequest) -> None:
+    for name, advice in REFUSED.items():
+        value = getattr(request, name)
+        if value is not ABSENT and bytes(value) not in _NEUTRAL:
+            raise InvalidRequest(f"{name} is not supported; {advice}", field=name)
+
+
+def _own_items(request: ResponsesRequest) -> list[Raw]:
+    if isinstance(request.input, str):
+        message = {"role": "user", "content": request.input}
+        return [Raw(msgspec.json.encode(message))] if request.input else []
+    return request.input
+
+
+def _conversation(
+    request: ResponsesRequest, own: Sequence[Raw], store: Store, owner: str | None
+) -> Conversation:
+    conversation = Conversation(find=lambda item_id: store.item(item_id, owner))
+    if isinstance(request.instructions, str):
+        conversation.add_system(request.instructions)
+    else:
+        add_all(conversation, request.instructions or [], "instructions")
+    if request.previous_response_id is not None:
+        for earlier in store.history(request.previous_response_id, owner):
+            add_all(conversation, earlier, "previous_response_id")
+    add_all(conversation, own, "input")
+    return conversation
+
+
+def _grammar(request: ResponsesRequest) -> Grammar | None:
+    wanted = None if request.text is None else request.text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar("json_object")
+    if wanted.schema is None:
+        raise InvalidRequest("text.format.schema is missing", field="text.format.schema")
+    return Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
+
+
+def _sampling(request: ResponsesRequest) -> Sampling:
+    temperature = reading.TEMPERATURE if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    if top_p == 0.0:  # only the most likely token
+        temperature, top_p = 0.0, 1.0
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        seed=None if request.seed is None else request.seed & _SEED_MASK,
+    )
+
+
+def _kept(instructions: str | list[Raw] | None) -> str | list[Raw] | None:
+    """Return instructions that do not keep the request's body in memory."""
+    if isinstance(instructions, list):
+        return [item.copy() for item in instructions]
+    return instructions
+
+
+def _response(request: ResponsesRequest, created_at: int) -> Response:
+    reasoning = request.reasoning
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if request.text is not None and request.text.format is not None:
+        text = {"format": request.text.format}
+    return Response(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=created_at,
+        model=request.model,
+        instructions=_kept(request.instructions),
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning={
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        safety_identifier=request.safety_identifier,
+        store=request.store is not False,
+        temperature=reading.TEMPERATURE if request.temperature is None else request.temperature,
+        text=text,
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tools=[tool.copy() for tool in request.tools or []],
+        top_p=1.0 if request.top_p is None else request.top_p,
+        user=request.user,
+    )
