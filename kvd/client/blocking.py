@@ -160,6 +160,7 @@ class Client:
     reload = _blocking(_Connection.reload)
     events = _iterating(_Connection.events)
     generate = _blocking(_Connection.generate)
+    embed = _blocking(_Connection.embed)
     attach = _blocking(_Connection.attach)
     cancel = _blocking(_Connection.cancel)
     explain = _blocking(_Connection.explain)

@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar, Unpack
 from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
-from protocol.errors import InvalidRequest, LocalProtocolError
+from protocol.embedding import Embed, vector_of
+from protocol.errors import InvalidRequest, KvdError, LocalProtocolError
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -152,6 +153,44 @@ class Calls(ABC, Generic[C, L]):
         request = generate_request(number, model, prompt, messages, tokens, options)
         await self._send(request)
         return self._completion(number, request.n)
+
+    async def embed(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        tokens: list[int] | None = None,
+        dimensions: int | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> list[float]:
+        """Return the embedding of a text, a vector of length 1.
+
+        ``dimensions``: numbers of the vector; fewer than the model's are its first, normalized.
+        """
+        number = self._exchange.next_id()
+        request = Embed(
+            id=number,
+            model=model,
+            prompt=prompt,
+            tokens=tokens,
+            dimensions=dimensions,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        await self._send(request)
+        try:
+            while not isinstance(event := await self._next(number), m.Done):
+                pass
+        except KvdError:
+            raise
+        except BaseException:  # the caller was interrupted
+            self._forget(number)
+            await self._send_cancel(number)
+            raise
+        if event.embedding is None:
+            raise LocalProtocolError("the request ended without a vector")
+        return vector_of(event.embedding)
 
     async def attach(self, request: str | CompletionRecord, *, choices: int = 1) -> C:
         """Continue a completion whose daemon died; requires ``journal = "disk"``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from protocol.embedding import Embed
 from protocol.messages import Event, Generate, Tokenize, Tokenized
 from protocol.types import DaemonStatus
 
@@ -19,7 +20,7 @@ class Call(Protocol):
 class Backend(Protocol):
     """The daemon behind the routes."""
 
-    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+    def generate(self, request: Generate | Embed, deliver: Callable[[Event], None]) -> Call:
         """Run a request and pass its events to ``deliver`` on the event loop.
 
         The last event is always delivered, unless the call is cancelled.

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 import kvd
-from kvd.http import errors, models, reading
+from kvd.http import embeddings, errors, models, reading
 from kvd.http.answer import Head, Wanted
 from kvd.http.bodies import expect_later
 from kvd.http.formats import ChatFormat, Format, TextFormat
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.http.delivery import Delivery
 
 _JSON = "application/json"
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/readyz", "/ready"})
 """Health checks, which need no API key."""
 
 
@@ -48,12 +48,15 @@ class Routes:
         return [
             web.get("/", self.root),
             web.get("/healthz", self.healthz),
+            web.get("/health", self.healthz),
             web.get("/readyz", self.readyz),
+            web.get("/ready", self.readyz),
             web.get("/metrics", self.exposition),
             web.get("/v1/models", self.list_models),
             web.get(r"/v1/models/{id:.+}", self.show_model),
             web.post("/v1/chat/completions", self.chat, expect_handler=expect_later),
             web.post("/v1/completions", self.complete, expect_handler=expect_later),
+            web.post("/v1/embeddings", self.embed, expect_handler=expect_later),
         ]
 
     async def root(self, _: web.Request) -> web.Response:
@@ -89,6 +92,12 @@ class Routes:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, CompletionRequest, TextFormat())
+
+    async def embed(self, request: web.Request) -> web.Response:
+        asked = reading.decode(await self.bodies.read(request), embeddings.EmbeddingRequest)
+        as_base64 = asked.encoding_format == "base64"
+        vectors = await embeddings.embed(self.backend, asked.calls, as_base64=as_base64)
+        return web.Response(body=embeddings.body(asked.model, vectors), content_type=_JSON)
 
     async def _answer(
         self, request: web.Request, kind: type[reading.R], format_: Format
