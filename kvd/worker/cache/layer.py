@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from kvd.worker.cache.host_copy import Record, copy_pages
 from kvd.worker.cache.packed import Packed, take
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
@@ -162,7 +163,7 @@ class LayerStore:
     def put(self, writes: FlushWrites) -> None:
         """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
         for level, slots, keys, values in writes.pages:
-            self.pools[level].write(mx.array(slots), keys, values)
+            self.pools[level].write(slots, keys, values)
         for slot, tail in writes.tails:
             tokens = tail.keys.shape[1]
             self.tail_keys[slot, :, :tokens] = tail.keys
@@ -177,8 +178,15 @@ class LayerStore:
         # Evaluated first, so that nothing except the write references the pool.
         mx.eval(keys, values)
         pool = self.pools[level]
-        pool.write(mx.array(slots), keys, values)
+        pool.write(slots, keys, values)
         mx.eval(pool.arrays())
+
+    def write_record(self, level: int, slots: Sequence[int | None], record: Record) -> None:
+        """Copy a record of packed pages to ``slots`` of a level's pool; None: it is not needed.
+
+        The device must be idle. Raises `DamagedFile` if the record has another length.
+        """
+        copy_pages(self.pools[level].arrays(), slots, record)
 
     def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
         """Convert pages to another level, or move them to other slots of their level; evaluates."""

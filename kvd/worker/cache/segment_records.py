@@ -17,13 +17,12 @@ The restored sequence equals the snapshot bit for bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
 
 import mlx.core as mx
 import msgspec
 
-from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.host_copy import Record
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
@@ -31,11 +30,10 @@ from kvd.worker.cache.pool_growth import make_room_for
 from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
-from kvd.worker.cache.snapshot_records import array_of, bytes_of, rest_of
+from kvd.worker.cache.snapshot_records import arrays_of, bytes_of, rest_of
 from kvd.worker.cache.store import KVStore
 from protocol.record_file import DamagedFile
 
-Record = bytes | bytearray | memoryview
 Records = Iterator[Record | None]
 """The records of one file. None: the next one is not read yet."""
 
@@ -214,7 +212,7 @@ class SegmentReader:
             for dtype, shape in zip(part.dtypes, shapes, strict=True):
                 if shape is not None:
                     like.append((tuple(shape), dtype))
-        return _arrays(record, like)
+        return arrays_of(record, like)
 
     def _read_pages(self, outline: SegmentOutline, records: Records) -> Iterator[None]:
         (sequence,) = self.sequences
@@ -224,11 +222,14 @@ class SegmentReader:
             for some in _slices(found.pages):
                 if self._is_complete:
                     return
-                wanted = [number if number in missing else None for number in some]
+                slots = [
+                    row.pages[row.index_of(number)].slot if number in missing else None
+                    for number in some
+                ]
                 for layer in store.layers:
                     record = yield from _next(records)
                     if missing.intersection(some):
-                        _write(layer, row, found.level, record, wanted)
+                        layer.write_record(found.level, slots, record)
                         yield
                 missing.difference_update(some)
 
@@ -281,30 +282,3 @@ def _next(records: Records) -> Generator[None, None, Record]:
     except StopIteration:
         raise DamagedFile("a record is missing") from None
     return record
-
-
-def _arrays(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-    """Return a record as arrays of these shapes and dtypes, evaluated."""
-    sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
-    if sum(sizes) != len(record):
-        raise DamagedFile(f"a record has {len(record)} bytes instead of {sum(sizes)}")
-    view, start, arrays = memoryview(record), 0, []
-    for (shape, dtype), size in zip(like, sizes, strict=True):
-        arrays.append(array_of(view[start : start + size], shape, dtype))
-        start += size
-    mx.eval(arrays)
-    return arrays
-
-
-def _write(
-    layer: LayerStore, row: Row, level: int, record: Record, numbers: Sequence[int | None]
-) -> None:
-    """Write a record of pages into a layer; None stands for a page that the row does not need."""
-    pool = layer.pools[level]
-    split, count = len(pool.keys), len(numbers)
-    arrays = _arrays(record, [((count, *like.shape[1:]), like.dtype) for like in pool.arrays()])
-    slots = [row.pages[row.index_of(number)].slot for number in numbers if number is not None]
-    if len(slots) < count:
-        places = mx.array([at for at, number in enumerate(numbers) if number is not None])
-        arrays = [array[places] for array in arrays]
-    layer.write(level, slots, tuple(arrays[:split]), tuple(arrays[split:]))

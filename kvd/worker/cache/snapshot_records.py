@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from kvd.worker.cache.host_copy import Record, expect_bytes
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
@@ -193,21 +194,11 @@ class SnapshotReader:
             raise DamagedFile("the records are from another model")
         return outline
 
-    def _next(self, like: list[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-        """Return the next record as arrays of these shapes and dtypes, evaluated."""
+    def _next(self) -> Record:
         try:
-            record = memoryview(next(self._records))
+            return next(self._records)
         except StopIteration:
             raise DamagedFile("a record is missing") from None
-        sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
-        if sum(sizes) != len(record):
-            raise DamagedFile(f"a record has {len(record)} bytes instead of {sum(sizes)}")
-        arrays, start = [], 0
-        for (shape, dtype), size in zip(like, sizes, strict=True):
-            arrays.append(array_of(record[start : start + size], shape, dtype))
-            start += size
-        mx.eval(arrays)
-        return arrays
 
     def _read_rest(self, outline: SequenceOutline) -> list[mx.array]:
         like: list[tuple[tuple[int, ...], mx.Dtype]] = []
@@ -221,7 +212,7 @@ class SnapshotReader:
             for dtype, shape in zip(part.dtypes, shapes, strict=True):
                 if shape is not None:
                     like.append((tuple(shape), dtype))
-        return self._next(like)
+        return arrays_of(self._next(), like)
 
     def _make(self, outline: Outline, rests: list[list[mx.array]]) -> None:
         """Make the sequences. Their pages have no content yet."""
@@ -249,11 +240,7 @@ class SnapshotReader:
 
     def _write(self, piece: _Piece, pages: _PageIndex) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]
-        pool = layer.pools[piece.level]
-        count, split = len(piece.pages), len(pool.keys)
-        arrays = self._next([((count, *like.shape[1:]), like.dtype) for like in pool.arrays()])
-        keys, values = tuple(arrays[:split]), tuple(arrays[split:])
-        layer.write(piece.level, pages.slots(piece), keys, values)
+        layer.write_record(piece.level, pages.slots(piece), self._next())
 
 
 def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
@@ -287,7 +274,22 @@ def bytes_of(arrays: Sequence[mx.array]) -> bytes:
     return b"".join(memoryview(view) for view in views)
 
 
-def array_of(raw: memoryview, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def arrays_of(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+    """Return a record as arrays of these shapes and dtypes, evaluated.
+
+    Raises `DamagedFile` if it has another length.
+    """
+    sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
+    expect_bytes(record, sum(sizes))
+    view, start, arrays = memoryview(record), 0, []
+    for (shape, dtype), size in zip(like, sizes, strict=True):
+        arrays.append(_array_of(view[start : start + size], shape, dtype))
+        start += size
+    mx.eval(arrays)
+    return arrays
+
+
+def _array_of(raw: memoryview, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     if not raw.nbytes:
         return mx.zeros(shape, dtype)
     flat: Any = raw  # a buffer, which mlx accepts although its stubs do not say so

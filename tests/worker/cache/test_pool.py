@@ -31,7 +31,7 @@ GROUPS = list(itertools.product(K_GROUPS, V_GROUPS))
 def filled(geometry: LayerGeometry, scheme: Scheme, pages: int = 3) -> PagePool:
     pool = PagePool(geometry, scheme, mx.float32)
     pool.grow(pages)
-    pool.write(mx.arange(pages), *pool.pack(*random(geometry, pages)))
+    pool.write(range(pages), *pool.pack(*random(geometry, pages)))
     mx.eval(pool.arrays())
     return pool
 
@@ -113,7 +113,7 @@ def test_converting_changes_only_sides_with_another_packing():
             else:
                 assert [it.shape for it in now] != [it.shape for it in before], (target, side)
         pool.grow(3)
-        pool.write(mx.arange(3), *converted)
+        pool.write(range(3), *converted)
         for got, want in zip(pool.read(mx.arange(3)), source.read(mx.arange(3)), strict=True):
             assert mx.isfinite(got).all()
             assert mx.abs(got - want).mean().item() < 0.12, target
@@ -140,7 +140,7 @@ def test_an_empty_value_side_is_never_quantized(monkeypatch: pytest.MonkeyPatch)
     pool = filled(geometry, Scheme(4, 4))
     lower = PagePool(geometry, Scheme(2, 2), mx.float32)
     lower.grow(2)
-    lower.write(mx.arange(2), *pool.converted(mx.array([0, 2]), lower))
+    lower.write(range(2), *pool.converted(mx.array([0, 2]), lower))
     lower.grow(4)
     lower.cut(1)
     mx.eval(lower.arrays())
