@@ -297,6 +297,7 @@ class MLXEngine:
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
         plan = self._plan()
+        self._prompts.prefetch_head()
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
         start = time.monotonic()
         self._prompts.begin_single_tokens(decode)

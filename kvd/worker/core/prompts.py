@@ -40,6 +40,13 @@ class Prompts:
         self._embeddings = embeddings
         self.computed_tokens = 0
 
+    def prefetch_head(self) -> None:
+        """Prefetch the segments of the head of the queue, unless it is admitted again."""
+        head = self._batch.scheduler.head
+        if self.segments is None or head is None or head.was_admitted or head.level:
+            return
+        self.segments.prefetch(self._batch.requests[head.rid])
+
     def prefill_next(self) -> None:
         scheduler = self._batch.scheduler
         chunks = next_chunks(scheduler, self._has_new_hit, self._begin)

@@ -31,6 +31,9 @@ from protocol.worker import SegmentDamaged, SegmentUsed
 
 _log = logging.getLogger("kvd.worker")
 
+READ_MARGIN = 1.5
+"""A prompt is read if prefill is estimated to take this many times as long. On two busy cores, half
+of 14 reads took 1.4 times as long as estimated, or longer."""
 LEAST_READ_SECONDS = 1.0
 """Seconds of steps that a read may take even if prefill is estimated to take less."""
 RECLAIM_SECONDS = 0.25
@@ -92,15 +95,11 @@ class SegmentReads:
         0: nothing is read, because a checkpoint in memory (``hit``) is as long, because prefill is
         faster, or because the disk hangs. The request is suspended until the end of the read.
         """
-        tracked = request.tracked
-        if tracked.lowered or tracked.full_prefill or not tracked.reads_store or self._files.hangs:
-            return 0
-        chain = self._index.find(tracked.path, above=hit.tokens)
-        chain = [segment for segment in chain if segment.tokens > hit.tokens]
+        chain = self._find(request, hit.tokens)
         if not chain:
             return 0
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
-        if self._rates.seconds("read", _bytes_to_read(chain)) >= prefill_s:
+        if not self._is_faster(chain, prefill_s):
             self._rates.recover("read")
             return 0
         row = self._batch.new_row(request, hit)
@@ -113,6 +112,35 @@ class SegmentReads:
             request.rid, self._run(read), lambda: self._ready(read), lambda: reading.started
         )
         return chain[0].tokens
+
+    def prefetch(self, request: Request) -> None:
+        """Bring the segments that a queued prompt will probably be read from to the page cache.
+
+        Does so once for a request, and while nothing else is read.
+        """
+        tracked = request.tracked
+        if tracked.prefetched or self._batch.transfers.reading or self._files.reads:
+            return
+        tracked.prefetched = True
+        held = self._batch.prefix_cache.peek(tracked.tokens, tracked.salt).tokens
+        chain = self._find(request, held)
+        if chain and self._is_faster(chain, self._rates.seconds("prefill", chain[0].tokens - held)):
+            self._files.prefetch(chain)
+
+    def _find(self, request: Request, held: int) -> list[SegmentInfo]:
+        """Return the segments of the longest stored beginning that is longer than ``held`` tokens.
+
+        Empty if there is none, or if they must not or cannot be read.
+        """
+        tracked = request.tracked
+        if tracked.lowered or tracked.full_prefill or not tracked.reads_store or self._files.hangs:
+            return []
+        chain = self._index.find(tracked.path, above=held)
+        return [segment for segment in chain if segment.tokens > held]
+
+    def _is_faster(self, chain: Sequence[SegmentInfo], prefill_s: float) -> bool:
+        """Whether reading segments is estimated to be clearly faster than prefill."""
+        return READ_MARGIN * self._rates.seconds("read", _bytes_to_read(chain)) < prefill_s
 
     def _ready(self, read: _Read) -> bool:
         """Whether `_run` would do something now."""

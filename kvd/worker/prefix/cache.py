@@ -68,6 +68,8 @@ class TrackedPrompt:
     """Whether it has left the checkpoint for which its request reserves memory."""
     reads_store: bool = True
     """Whether it may continue from a segment; not after a read that failed."""
+    prefetched: bool = False
+    """Whether its segments were requested from the disk, or will not be while it is queued."""
     interrupted: int = 0
     """How often a reclaim has ended its read."""
     trusted: bool = False

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvd.worker.prefix.read_ahead import ReadAhead
 from kvd.worker.prefix.segment_io import (
     END,
     NOT_YET,
@@ -119,8 +120,8 @@ class SegmentFiles:
         self._folder = folder
         self._space = space
         self._form = form
-        self._reader: BackgroundReader | None = None
-        """The reader that was opened last."""
+        self._reader: BackgroundReader | ReadAhead | None = None
+        """What was opened last."""
         self._closed_at: float | None = None
         """When it was closed."""
 
@@ -135,20 +136,30 @@ class SegmentFiles:
         closed_at = self._closed_at
         return closed_at is not None and self.reads and self.clock() >= closed_at + HANG_SECONDS
 
+    def prefetch(self, segments: Sequence[SegmentInfo]) -> None:
+        """Ask the system to read segments into its page cache, until the next `read`.
+
+        No thread may read.
+        """
+        self._closed_at = None
+        self._reader = ReadAhead([segment_path(self._folder, one.key) for one in segments])
+
     def read(self, segments: Sequence[SegmentInfo]) -> Reading:
+        if isinstance(self._reader, ReadAhead):
+            self.close_reader(self._reader)
         return Reading(self, segments)
 
     def open_reader(self, segments: Sequence[SegmentInfo]) -> BackgroundReader:
         self._closed_at = None
         by_path = {segment_path(self._folder, segment.key): segment for segment in segments}
-        self._reader = BackgroundReader(
+        reader = self._reader = BackgroundReader(
             self._folder,
             [segment.key for segment in segments],
             lambda path: segment_file.open_records(path, self._form, by_path[path]),
         )
-        return self._reader
+        return reader
 
-    def close_reader(self, reader: BackgroundReader) -> None:
+    def close_reader(self, reader: BackgroundReader | ReadAhead) -> None:
         """Close a reader; its thread ends once its present I/O does."""
         reader.close()
         if reader is self._reader and self._closed_at is None:

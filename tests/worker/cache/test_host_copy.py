@@ -93,7 +93,7 @@ def pointer(array: mx.array) -> int:
 
 
 def test_pools_stay_in_place_during_and_after_copies() -> None:
-    """A second reference makes the next flush copy the pool; a view that is kept frees no memory."""
+    """A second reference makes the next flush copy the pool. A view that is kept holds memory."""
     geometry = LayerGeometry(2, 64, 64)
     pool = PagePool(geometry, Scheme(8, 8), mx.float32)
     pool.grow(2048)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.core.segment_reads import READ_MARGIN
 from kvd.worker.prefix import segment_files
+from kvd.worker.prefix.read_ahead import PIECE_BYTES
 from kvd.worker.prefix.segment_io import BackgroundWriter
 from protocol.segments import segment_path
 from protocol.worker import Reclaim, SegmentsChanged, StartLevel
@@ -612,3 +614,85 @@ def test_what_memory_may_evict_is_written_while_the_engine_is_busy(engine: Engin
     until(lambda: engine.step() or set(store.segments) > known)
     assert not engine.outcomes["long"].over
     engine.engine.cancel("long")
+
+
+# Prompts that wait in the queue, and reads that are hardly faster than prefill.
+
+
+def wait_in_queue(engine: Engine, disk: Disk, *rids: str) -> None:
+    """Submit requests while other models hold the memory. Asking the system to read ahead hangs."""
+    disk.hang("posix_fadvise")
+    engine.others = engine.budget
+    for rid in rids:
+        engine.submit(rid, PROMPT, max_tokens=15_000)
+    engine.step()
+    assert engine.engine._scheduler.waiting == len(rids)
+
+
+def withdraw(engine: Engine) -> None:
+    """Cancel the requests in the queue; there is memory again."""
+    for rid in engine.outcomes:
+        engine.engine.cancel(rid)
+    engine.step()
+    engine.outcomes.clear()
+    engine.others = 0
+    engine.retry()
+
+
+def test_the_head_of_the_queue_is_prefetched_once(engine: Engine, disk: Disk) -> None:
+    wait_in_queue(engine, disk, "r", "second")
+    for _ in range(3):
+        engine.step()
+    until(lambda: disk.calls)
+    assert len(threads()) == 1
+    disk.work()
+    until(lambda: not threads())
+    calls = disk.calls
+    assert calls >= next(iter(engine.store.segments.values())).nbytes / PIECE_BYTES
+    for _ in range(3):
+        engine.step()
+    assert (disk.calls, threads()) == (calls, [])
+    withdraw(engine)
+
+
+def test_nothing_is_prefetched_that_would_not_be_read(engine: Engine, disk: Disk) -> None:
+    engine.engine._rates._measured["read"] = 1.0
+    wait_in_queue(engine, disk, "r")
+    for _ in range(3):
+        engine.step()
+    assert (disk.calls, threads()) == (0, [])
+    withdraw(engine)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_prompt_waits_a_second_for_the_end_of_a_prefetch(
+    engine: Engine, disk: Disk, wanted: Outcome, hangs: bool
+) -> None:
+    wait_in_queue(engine, disk, "r")
+    until(lambda: disk.calls)
+    withdraw(engine)
+    submit(engine, "now")
+    engine.run(until=lambda: engine.engine._transfers.reading)
+    assert len(threads()) == 1
+    if hangs:
+        engine.engine._clock.now += 1.1
+    else:
+        disk.work()
+    engine.run()
+    assert disk.calls == 1, "the prefetch ends before the read begins"
+    assert engine.outcomes["now"] == wanted
+    assert engine.outcomes["now"].cached == (0 if hangs else STORED)
+
+
+@pytest.mark.parametrize(("times_as_long", "cached"), [(0.95, 0), (1.05, STORED)])
+def test_a_prefix_is_read_if_that_is_clearly_faster(
+    engine: Engine, times_as_long: float, cached: int
+) -> None:
+    """``times_as_long``: duration of prefill, relative to what makes a read worth it."""
+    rates = engine.engine._rates
+    (segment,) = engine.store.segments.values()
+    prefill_s = rates.seconds("prefill", STORED)
+    rates._measured["read"] = times_as_long * READ_MARGIN * segment.nbytes / prefill_s
+    before = rates.seconds("read", 1)
+    assert alone(engine, PROMPT).cached == cached
+    assert rates.seconds("read", 1) < before, "a read that is measured, or the next try is nearer"
