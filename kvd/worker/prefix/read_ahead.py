@@ -30,7 +30,7 @@ class ReadAhead:
 
     @property
     def working(self) -> bool:
-        """Whether the thread has not ended, even if it is told to."""
+        """Whether the thread has not ended, even after `close`."""
         return self._thread.is_alive()
 
     def close(self) -> None:
