@@ -18,7 +18,8 @@ from kvd.http.bodies import Bodies
 from kvd.http.connection import SERVER, Connection, FullConnection, refused
 from kvd.http.delivery import Delivery
 from kvd.http.guard import Guard, single
-from kvd.http.request_keys import OWNER
+from kvd.http.messages_api.routes import MessagesRoutes
+from kvd.http.request_keys import OWNER, REQUEST_ID
 from kvd.http.responses_api.routes import ResponsesRoutes
 from kvd.http.responses_api.store import Store
 from kvd.http.routes import OPEN_PATHS, Routes
@@ -44,7 +45,6 @@ _SHUTDOWN_S = 1.0
 """Seconds to send the last answers when the daemon ends."""
 _ID_HEADERS = ("x-request-id", "request-id")
 """Headers with the request's id, of OpenAI's and of Anthropic's clients."""
-_REQUEST_ID = web.RequestKey("request_id", str)
 _ORIGIN = web.RequestKey("origin", str)
 """The foreign origin whose page may read the answer."""
 _BEGUN = web.RequestKey("begun", bool)
@@ -81,6 +81,7 @@ class Server:
         app.add_routes(routes.table())
         responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
         app.add_routes(responses.table())
+        app.add_routes(MessagesRoutes(backend, bodies, delivery, ignored).table())
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
             app,
@@ -145,7 +146,7 @@ class Server:
     @web.middleware
     async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn errors into OpenAI's error objects, and log the request."""
-        request_id = request[_REQUEST_ID] = f"req_{secrets.token_hex(8)}"
+        request_id = request[REQUEST_ID] = f"req_{secrets.token_hex(8)}"
         began = time.monotonic()
         answer = partial(refused, path=request.path, request_id=request_id)
         try:
@@ -222,7 +223,7 @@ def _route_path(request: web.Request) -> str:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     request[_BEGUN] = True
-    if (request_id := request.get(_REQUEST_ID)) is not None:  # absent if aiohttp refused it itself
+    if (request_id := request.get(REQUEST_ID)) is not None:  # absent if aiohttp refused it itself
         response.headers.update(dict.fromkeys(_ID_HEADERS, request_id))
     response.headers["Server"] = SERVER
     if (origin := request.get(_ORIGIN)) is not None:
