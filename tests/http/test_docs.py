@@ -17,6 +17,7 @@ from msgspec.structs import fields
 import kvd.http.errors
 from kvd.config.config import parse
 from kvd.config.http import DEFAULT_PORT, HttpSettings
+from kvd.http.messages_api.routes import MessagesRoutes
 from kvd.http.requests import UNSUPPORTED, ChatRequest, CompletionRequest, Message
 from kvd.http.responses import Extension
 from kvd.http.routes import OPEN_PATHS, Routes
@@ -81,14 +82,14 @@ def test_every_error_is_described():
 
 
 def test_every_path_is_described():
-    paths = {route.path for route in Routes.table(object.__new__(FakeRoutes))}
+    paths = {
+        route.path
+        for kind in (Routes, MessagesRoutes)
+        for route in kind.table(object.__new__(kind))
+    }
     assert paths - {"/"} == {path.replace("{id}", "{id:.+}") for path in described_paths()}
     for path in OPEN_PATHS:
         assert f"`{path}`" in SECURITY
-
-
-class FakeRoutes(Routes):
-    """Routes without a daemon."""
 
 
 def described_paths() -> set[str]:
@@ -128,7 +129,7 @@ def test_the_curls_run(demo: Live, command):
 
 
 @pytest.mark.mlx
-@pytest.mark.parametrize("code", blocks("python"), ids=["openai", "httpx"])
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.split()[1])
 def test_the_programs_run(demo: Live, code):
     said = subprocess.run(
         [sys.executable, "-c", here(code, demo)],

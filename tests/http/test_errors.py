@@ -114,7 +114,7 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, m
     def breaks(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kvd.http.completion.comment", breaks)
+    monkeypatch.setattr("kvd.http.streamed_answer.comment", breaks)
     monkeypatch.setattr("kvd.http.completion.KEEPALIVE_S", 0.05)
     async with serving(home, hangs(word())) as it:
         with capture_logs() as logs, pytest.raises(httpx.RemoteProtocolError):

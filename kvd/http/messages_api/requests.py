@@ -23,16 +23,18 @@ class Block(msgspec.Struct, frozen=True):
 
     type: str
     text: str | None = None
-    """Of ``text``."""
+
+    # Blocks of type ``thinking``.
     thinking: str = ""
-    """Of ``thinking``."""
     signature: str | None = None
+
+    # Blocks of type ``tool_use``.
     id: str = ""
-    """Of ``tool_use``."""
     name: str = ""
     input: Raw = ABSENT
+
+    # Blocks of type ``tool_result``.
     tool_use_id: str = ""
-    """Of ``tool_result``."""
     content: str | list[Block] | None = None
     is_error: bool | None = None
 

@@ -39,7 +39,9 @@ def asked(**fields) -> dict:
 
 def with_tools(**fields) -> dict:
     messages = [{"role": "user", "content": ASK}]
-    return asked(tools=[WEATHER], thinking=THINKS, messages=messages, extra_body={"seed": 3}) | fields
+    return (
+        asked(tools=[WEATHER], thinking=THINKS, messages=messages, extra_body={"seed": 3}) | fields
+    )
 
 
 def test_an_answer_in_one_piece(ai: anthropic.Anthropic):
@@ -189,7 +191,7 @@ def test_an_unknown_field_is_ignored_and_counted(client: httpx.Client):
 
 
 def ignored(client: httpx.Client) -> float:
-    line = 'kvd_http_ignored_fields_total{path="/v1/messages"} '
+    line = 'kvd_http_ignored_total{path="/v1/messages",what="field"} '
     lines = client.get("/metrics").text.splitlines()
     return sum(float(one.removeprefix(line)) for one in lines if one.startswith(line))
 
