@@ -95,7 +95,7 @@ def test_every_path_is_described():
 def described_paths() -> set[str]:
     table = PAGE.partition("| path | |")[2].partition("\n\n")[0]
     found = re.findall(r"`(?:GET |POST )?(/[^`]*)`", table.replace("`, `", "` `"))
-    return {path for path in found if path in {"/metrics", "/healthz", "/readyz"} or "/v1" in path}
+    return {path for path in found if path in {"/metrics", *OPEN_PATHS} or "/v1" in path}
 
 
 # -- its examples ------------------------------------------------------------------------------
