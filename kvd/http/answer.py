@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvd.http.formats import Format
     from protocol import messages
     from protocol.messages import Generate
+    from protocol.parts import Piece
     from protocol.types import TokenLogprob
 
 _FINGERPRINT = f"kvd-{kvd.__version__}"
@@ -79,6 +80,8 @@ class Wanted:
     stream: bool = False
     prompt_only: bool = False
     """The answer leaves out the generated token."""
+    hides_reasoning: bool = False
+    """The answer leaves out the reasoning."""
 
 
 class Answer:
@@ -101,8 +104,14 @@ class Answer:
             return usage
         return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
 
-    def reason(self, reason: messages.FinishReason) -> FinishReason:
-        return "length" if reason == "length" or self.wanted.prompt_only else "stop"
+    def reason(self, reason: messages.FinishReason, calls: int) -> FinishReason:
+        """Return the reason of a choice with this many calls."""
+        if reason == "length" or self.wanted.prompt_only:
+            return "length"
+        return "tool_calls" if calls and reason == "stop" else "stop"
+
+    def is_hidden(self, piece: Piece) -> bool:
+        return self.wanted.hides_reasoning and piece.part.kind == "reasoning"
 
 
 def text_length(text: str, logprobs: list[TokenLogprob] | None) -> int:

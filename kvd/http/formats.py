@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from itertools import accumulate
 
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from kvd.http import responses
+from kvd.http.answer_parts import Content
 from kvd.http.responses import Choice, FinishReason
 from protocol import types
 from protocol.fields import NO_LOGPROB
+from protocol.parts import PartKind, Piece
 
 Logprobs = list[types.TokenLogprob]
 """Logprobs from the daemon's events, one per token."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a piece of a choice is."""
+
+    offset: int = 0
+    """Characters of the choice before it."""
+    call: int = 0
+    """Number of its call, if it belongs to one."""
 
 
 class Format(ABC):
@@ -24,12 +37,12 @@ class Format(ABC):
     chunk_object: str
 
     @abstractmethod
-    def opening(self, index: int) -> Choice | None:
-        """Return the first chunk of a choice, if the format has one."""
+    def opening(self, index: int, kind: PartKind) -> Choice | None:
+        """Return the first chunk of a choice, if the format has one; its first part follows."""
 
     @abstractmethod
-    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
-        """Return the next piece of a choice; its text begins at ``offset``."""
+    def piece(self, index: int, piece: Piece, logprobs: Logprobs | None, at: Position) -> Choice:
+        """Return the next piece of a choice."""
 
     @abstractmethod
     def ending(self, index: int, reason: FinishReason) -> Choice: ...
@@ -42,7 +55,7 @@ class Format(ABC):
 
     @abstractmethod
     def whole(
-        self, index: int, text: str, logprobs: Raw | None, reason: FinishReason
+        self, index: int, content: Content, logprobs: Raw | None, reason: FinishReason
     ) -> Choice: ...
 
 
@@ -53,12 +66,13 @@ class ChatFormat(Format):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, index: int) -> Choice | None:
-        return responses.ChatDelta(index, responses.Delta(role="assistant", content=""))
+    def opening(self, index: int, kind: PartKind) -> Choice | None:
+        content = None if kind == "call" else ""
+        return responses.ChatDelta(index, responses.Delta(role="assistant", content=content))
 
-    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
-        encoded = None if logprobs is None else self.logprobs(logprobs, offset)
-        return responses.ChatDelta(index, responses.Delta(content=text), encoded)
+    def piece(self, index: int, piece: Piece, logprobs: Logprobs | None, at: Position) -> Choice:
+        encoded = None if logprobs is None else self.logprobs(logprobs, at.offset)
+        return responses.ChatDelta(index, _delta(piece, at.call), encoded)
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
         return responses.ChatDelta(index, responses.Delta(), finish_reason=reason)
@@ -83,8 +97,25 @@ class ChatFormat(Format):
             ]
         )
 
-    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
-        return responses.ChatChoice(index, responses.Message(text), logprobs, reason)
+    def whole(
+        self, index: int, content: Content, logprobs: Raw | None, reason: FinishReason
+    ) -> Choice:
+        text = _decoded(content.text)
+        reasoning = _decoded(content.reasoning) if content.reasoning else UNSET
+        calls = [
+            responses.ToolCall(
+                call.start.call,
+                responses.CalledFunction(_decoded(call.arguments), call.start.name),
+            )
+            for call in content.calls
+        ]
+        message = responses.Message(
+            text if text or not calls else None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=calls or UNSET,
+        )
+        return responses.ChatChoice(index, message, logprobs, reason)
 
 
 class TextFormat(Format):
@@ -93,12 +124,12 @@ class TextFormat(Format):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def opening(self, index: int) -> Choice | None:  # noqa: ARG002 - the first chunk has text
+    def opening(self, index: int, kind: PartKind) -> Choice | None:  # noqa: ARG002 - text follows
         return None
 
-    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
-        encoded = None if logprobs is None else self.logprobs(logprobs, offset)
-        return responses.TextChoice(index, text, encoded)
+    def piece(self, index: int, piece: Piece, logprobs: Logprobs | None, at: Position) -> Choice:
+        encoded = None if logprobs is None else self.logprobs(logprobs, at.offset)
+        return responses.TextChoice(index, piece.text, encoded)
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
         return responses.TextChoice(index, "", finish_reason=reason)
@@ -115,8 +146,29 @@ class TextFormat(Format):
             text_offset=list(starts)[:-1],
         )
 
-    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
-        return responses.TextChoice(index, text, logprobs, reason)
+    def whole(
+        self, index: int, content: Content, logprobs: Raw | None, reason: FinishReason
+    ) -> Choice:
+        return responses.TextChoice(index, _decoded(content.text), logprobs, reason)
+
+
+def _delta(piece: Piece, call: int) -> responses.Delta:
+    match piece.part.kind:
+        case "text":
+            return responses.Delta(content=piece.text)
+        case "reasoning":
+            return responses.Delta(content=None, reasoning_content=piece.text, reasoning=piece.text)
+        case "call" if piece.begins:
+            function = responses.CalledFunction(piece.text, piece.part.name)
+            begun = responses.ToolCallDelta(call, function, piece.part.call, "function")
+            return responses.Delta(content=None, tool_calls=[begun])
+        case "call":
+            more = responses.ToolCallDelta(call, responses.CalledFunction(piece.text))
+            return responses.Delta(content=None, tool_calls=[more])
+
+
+def _decoded(content: bytearray) -> str:
+    return content.decode("utf-8", "replace")
 
 
 def text_of(tokens: Logprobs) -> str:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
+from kvd.http.chat_api.conversation import chat_messages
+from kvd.http.chat_api.options import chat_options
 from kvd.http.requests import (
     ABSENT,
     MOST_PROMPTS,
@@ -14,11 +16,11 @@ from kvd.http.requests import (
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
-    Message,
 )
+from kvd.http.response_format import grammar_of
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
-from protocol.types import ChatMessage, Sampling
+from protocol.types import Sampling
 from protocol.validation import describe_error
 
 D = TypeVar("D")
@@ -55,12 +57,21 @@ def decode(body: bytes | bytearray, kind: type[D]) -> D:
 def calls(request: ChatRequest | CompletionRequest) -> list[Generate]:
     """Return the daemon's requests, one per prompt."""
     if isinstance(request, ChatRequest):
-        return [_generate(request, messages=_chat_messages(request.messages))]
+        messages, chat = chat_messages(request.messages), chat_options(request)
+        return [_generate(request, messages=messages, chat=chat)]
     return [_generate(request, **prompt) for prompt in _prompts(request)]
 
 
 def echoes(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def hides_reasoning(request: ChatRequest | CompletionRequest) -> bool:
+    """Return whether the answer leaves out the reasoning."""
+    if isinstance(request, CompletionRequest):
+        return False
+    excludes = request.reasoning is not None and request.reasoning.exclude
+    return bool(excludes) or request.include_reasoning is False
 
 
 def is_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
@@ -69,24 +80,20 @@ def is_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def _check(request: ChatRequest | CompletionRequest) -> None:
-    _check_supported(asdict(request), "")
+    _check_supported(asdict(request))
     if request.stream_options is not None and not request.stream:
         raise _invalid("stream_options", "requires stream: true")
     if is_prompt_only(request) and not echoes(request):
         raise _invalid("max_tokens", "must be at least 1, except with echo")
-    if isinstance(request, ChatRequest):
-        if request.top_logprobs and not request.logprobs:
-            raise _invalid("top_logprobs", "requires logprobs: true")
-        for number, message in enumerate(request.messages):
-            if message.tool_calls is not ABSENT or message.function_call is not ABSENT:
-                _check_supported(asdict(message), f"messages[{number}].")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise _invalid("top_logprobs", "requires logprobs: true")
 
 
-def _check_supported(fields: dict[str, Any], place: str) -> None:
+def _check_supported(fields: dict[str, Any]) -> None:
     for name in fields.keys() & UNSUPPORTED.keys():
         reason, neutral = UNSUPPORTED[name]
         if fields[name] is not ABSENT and not _is_one_of(fields[name], neutral):
-            raise InvalidRequest(f"{place}{name} is not supported: {reason}", field=place + name)
+            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
 
 
 def _is_one_of(encoded: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
@@ -102,29 +109,6 @@ def _is_one_of(encoded: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
 
 def _invalid(field: str, text: str) -> InvalidRequest:
     return InvalidRequest(f"{field} {text}", field=field)
-
-
-def _chat_messages(messages: list[Message]) -> list[ChatMessage]:
-    return [
-        ChatMessage("system" if m.role == "developer" else m.role, _text(m, f"messages[{i}]"))
-        for i, m in enumerate(messages)
-    ]
-
-
-def _text(message: Message, place: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant":
-            return ""
-        raise _invalid(f"{place}.content", "is missing")
-    for number, part in enumerate(content):
-        if part.type != "text":
-            raise _invalid(f"{place}.content[{number}].type", "must be text; kvd accepts only text")
-        if part.text is None:
-            raise _invalid(f"{place}.content[{number}].text", "is missing")
-    return "\n".join(part.text or "" for part in content)
 
 
 def _prompts(request: CompletionRequest) -> list[dict[str, Any]]:
@@ -161,6 +145,7 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
     return Generate(
         id="http",
         model=request.model,
+        grammar=grammar_of(request),
         sampling=_sampling(request),
         max_tokens=1 if is_prompt_only(request) else max_tokens,
         n=request.n or 1,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from kvd.http.responses import Extension, PromptDetails, Usage
+from kvd.http.responses import CompletionDetails, Extension, PromptDetails, Usage
 from protocol import messages
 from protocol.messages import Event
 from protocol.types import Usage as CallUsage
@@ -68,7 +68,9 @@ class RequestStats:
         prompt = sum(usage.prompt_tokens for usage in usages)
         completion = sum(usage.completion_tokens for usage in usages)
         cached = sum(usage.cached_tokens for usage in usages)
-        return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+        reasoning = sum(usage.reasoning_tokens for usage in usages)
+        details = CompletionDetails(reasoning) if reasoning else UNSET
+        return Usage(prompt, completion, prompt + completion, PromptDetails(cached), details)
 
     @property
     def extension(self) -> Extension:

@@ -6,11 +6,14 @@ Unknown fields are refused, as OpenAI does, because a silently ignored field is 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
+from kvd.http.chat_api.conversation import Message
+from kvd.http.chat_api.options import Reasoning, ToolChoice, Tools
+from kvd.http.response_format import Choices, ResponseFormat, Schema, StructuredOutputs
 from protocol import fields
 from protocol.fields import MAX_INT, MAX_LOGPROBS, TokenId
 
@@ -47,6 +50,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     presence_penalty: fields.Penalty | None = None
     frequency_penalty: fields.Penalty | None = None
     logit_bias: fields.LogitBias | None = None
+    response_format: ResponseFormat | None = None
 
     # Extensions.
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
@@ -58,6 +62,11 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority: fields.Priority | None = None
     deadline_s: fields.DeadlineSeconds | None = None
     cache_salt: fields.Salt | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: Choices | None = None
 
     # Without effect on kvd.
     user: Raw = ABSENT
@@ -71,27 +80,6 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # See UNSUPPORTED.
     use_beam_search: Raw = ABSENT
     include_stop_str_in_output: Raw = ABSENT
-    response_format: Raw = ABSENT
-
-
-class Part(msgspec.Struct, frozen=True):
-    """A part of a message; only text is supported."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One message of a chat.
-
-    Unknown fields are ignored, because clients send back earlier answers unchanged, with fields
-    such as ``refusal``.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
-    tool_calls: Raw = ABSENT
-    function_call: Raw = ABSENT
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,16 +91,24 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    # Extensions.
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
     prediction: Raw = ABSENT  # ignored: it affects only the speed
 
-    tools: Raw = ABSENT
-    tool_choice: Raw = ABSENT
-    parallel_tool_calls: Raw = ABSENT
     functions: Raw = ABSENT
     function_call: Raw = ABSENT
     modalities: Raw = ABSENT
     audio: Raw = ABSENT
-    reasoning_effort: Raw = ABSENT
     verbosity: Raw = ABSENT
     web_search_options: Raw = ABSENT
 
@@ -130,21 +126,14 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
     best_of: Raw = ABSENT
 
 
-_NO_GRAMMAR = "kvd has no constrained decoding yet"
-_NO_TOOLS = "kvd has no tool calls yet"
+_OLD_TOOLS = "it is deprecated; use tools, tool_choice and tool_calls"
 _TEXT_ONLY = "kvd generates only text"
 _NO_SETTING = "models have no such setting; use the system message"
 UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
-    "tools": (_NO_TOOLS, ([],)),
-    "tool_choice": (_NO_TOOLS, ("none", "auto")),
-    "parallel_tool_calls": (_NO_TOOLS, (True, False)),
-    "functions": (_NO_TOOLS, ([],)),
-    "function_call": (_NO_TOOLS, ("none", "auto")),
-    "tool_calls": (_NO_TOOLS, ([],)),
+    "functions": (_OLD_TOOLS, ([],)),
+    "function_call": (_OLD_TOOLS, ("none", "auto")),
     "modalities": (_TEXT_ONLY, (["text"],)),
     "audio": (_TEXT_ONLY, ()),
-    "reasoning_effort": (_NO_SETTING, ()),
     "verbosity": (_NO_SETTING, ("medium",)),
     "web_search_options": ("kvd has no web search", ()),
     "suffix": ("kvd generates only from left to right", ("",)),

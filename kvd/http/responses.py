@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -43,19 +43,53 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a call. In chunks after the first one there is no name."""
+
+    arguments: str
+    """JSON as a text, or the next piece of it."""
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, in one piece."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call, in a chunk. Only the first chunk has id, type and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Message(msgspec.Struct, frozen=True):
     """A chat answer."""
 
-    content: str
+    content: str | None
+    """None if the answer has only calls."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as ``reasoning_content``, since clients read one or the other."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of a chat answer in one chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """None in chunks of reasoning and of calls."""
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -96,6 +130,12 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Details of the completion tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request."""
 
@@ -103,6 +143,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """Absent without reasoning."""
 
 
 class Extension(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -121,6 +121,7 @@ def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[He
         include_usage=options is not None and bool(options.include_usage),
         stream=bool(request.stream),
         prompt_only=reading.is_prompt_only(request),
+        hides_reasoning=reading.hides_reasoning(request),
     )
     return Head(secrets.token_hex(12), int(time.time()), request.model, format_), wanted
 

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET, UnsetType
 
 from kvd.http.answer import Answer, Head, Wanted, text_length
-from kvd.http.formats import text_of
+from kvd.http.answer_parts import PartCounter
+from kvd.http.formats import Position, text_of
 from protocol import messages
+from protocol.parts import TEXT, Piece
 from protocol.types import TokenLogprob
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.http.errors import Refusal
     from kvd.http.responses import Choice, Extension, FinishReason
     from protocol.messages import Event
+    from protocol.parts import PartKind
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,6 +43,7 @@ class _Progress:
 
     index: int
     begun: bool = False
+    parts: PartCounter = field(default_factory=PartCounter)
     length: int = 0
     """Characters sent, as `text_length` counts them."""
     reason: FinishReason | None = None
@@ -63,9 +69,9 @@ class StreamedAnswer(Answer):
                 self._prompts[number].logprobs += logprobs
                 return b""
             case messages.ChoiceFinished(choice=choice, reason=reason):
-                return self._choice_finished(number, choice, self.reason(reason))
+                return self._choice_finished(number, choice, reason)
             case messages.Done(reason=reason):
-                return self._done(number, self.reason(reason))
+                return self._done(number, reason)
             case messages.Accepted():
                 return comment("accepted")
             case messages.Queued(position=position):
@@ -89,40 +95,62 @@ class StreamedAnswer(Answer):
 
     def _tokens(self, number: int, event: messages.Tokens) -> bytes:
         choice = self._choice(number, event.choice)
-        opening = self._open(number, choice)
-        if self.wanted.prompt_only or (not event.text and event.logprobs is None):
-            return opening  # the token may begin a stop text, or end within a character
-        piece = self.head.format.piece(choice.index, event.text, event.logprobs, choice.length)
-        choice.length += text_length(event.text, event.logprobs)
-        return opening + self._chunk([piece])
+        pieces = [it for it in choice.parts.split(event) if not self.is_hidden(it[0])]
+        if not pieces and event.logprobs is not None:
+            pieces = [(self._empty(choice), choice.parts.calls - 1)]
+        opening = self._open(number, choice, pieces[0][0].part.kind if pieces else "text")
+        if self.wanted.prompt_only:
+            return opening
+        # Without pieces, the token may begin a stop text, or end within a character.
+        return opening + b"".join(self._pieces(choice, pieces, event))
 
-    def _open(self, number: int, choice: _Progress) -> bytes:
-        """Return the chunks before the first token: the role, or the echoed prompt."""
+    def _empty(self, choice: _Progress) -> Piece:
+        empty = Piece(choice.parts.part, "", begins=False)
+        return Piece(TEXT, "", begins=False) if self.is_hidden(empty) else empty
+
+    def _pieces(
+        self, choice: _Progress, pieces: list[tuple[Piece, int]], event: messages.Tokens
+    ) -> Iterator[bytes]:
+        """Yield the chunks of an event, the first one with the logprobs of all its tokens."""
+        logprobs = event.logprobs
+        for piece, call in pieces:
+            at = Position(choice.length, call)
+            yield self._chunk([self.head.format.piece(choice.index, piece, logprobs, at)])
+            logprobs = None
+        choice.length += text_length(event.text, event.logprobs)
+
+    def _open(self, number: int, choice: _Progress, kind: PartKind = "text") -> bytes:
+        """Return the chunks before the first token: the role, or the echoed prompt.
+
+        ``kind``: of the part that follows.
+        """
         if choice.begun:
             return b""
         choice.begun = True
-        opening = self.head.format.opening(choice.index)
+        opening = self.head.format.opening(choice.index, kind)
         pieces = [] if opening is None else [opening]
         if self.wanted.echo:
             prompt = self._prompts[number]
             has_logprobs = self.wanted.calls[number].logprobs is not None
             logprobs = prompt.logprobs if has_logprobs else None
-            pieces.append(self.head.format.piece(choice.index, prompt.echo, logprobs, 0))
+            echo = Piece(TEXT, prompt.echo, begins=True)
+            pieces.append(self.head.format.piece(choice.index, echo, logprobs, Position()))
             choice.length = text_length(prompt.echo, logprobs)
         return b"".join(self._chunk([piece]) for piece in pieces)
 
-    def _choice_finished(self, number: int, choice: int, reason: FinishReason) -> bytes:
+    def _choice_finished(self, number: int, index: int, reason: messages.FinishReason) -> bytes:
         """Return the ending of a choice; nothing for a call's last choice, which `_done` ends."""
-        self._choice(number, choice).reason = reason
+        choice = self._choice(number, index)
+        choice.reason = self.reason(reason, choice.parts.calls)
         if len(self._running(number)) == 1:
             return b""
-        return self._end(self._choice(number, choice), number, UNSET)
+        return self._end(choice, number, UNSET)
 
-    def _done(self, number: int, reason: FinishReason) -> bytes:
+    def _done(self, number: int, reason: messages.FinishReason) -> bytes:
         over = self.stats.over
         data = b""
         for choice in (running := self._running(number)):
-            choice.reason = choice.reason or reason
+            choice.reason = choice.reason or self.reason(reason, choice.parts.calls)
             last = over and choice is running[-1]
             data += self._end(choice, number, self.stats.extension if last else UNSET)
         if not over:

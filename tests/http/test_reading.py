@@ -179,7 +179,7 @@ WRONG_CHATS = [
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "at most max_tokens, 3"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "requires stream"),
     ({"messages": []}, "messages", "must not be empty"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "must be one of"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -193,12 +193,11 @@ WRONG_CHATS = [
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls",
-        "not supported",
+        "messages[0].tool_calls[0].function",
+        "is missing",
     ),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "use tools"),
 ]
 
 
@@ -241,7 +240,7 @@ def test_the_error_for_an_invalid_completion_field_names_it(fields, field):
 def test_unsupported_fields_are_accepted_with_values_that_have_no_effect():
     fields = {f.encode_name for f in msgspec.structs.fields(ChatRequest)}
     harmless = {k: v for k, (_, values) in UNSUPPORTED.items() for v in values if k in fields}
-    assert harmless.keys() >= {"tools", "tool_choice", "response_format"}
+    assert harmless.keys() >= {"functions", "function_call", "modalities"}
     assert chat(**harmless) == chat()
     assert chat(user="me", metadata={"a": "b"}, store=True, service_tier="auto") == chat()
 
@@ -262,8 +261,8 @@ def test_ignored_fields_are_not_decoded_into_objects(field):
 
 @pytest.mark.parametrize("value", [b"1e999", b'"' + b"x" * 1000 + b'"'], ids=["huge", "long"])
 def test_unsupported_fields_are_refused_without_decoding_them(value):
-    body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"tools":%b}'
-    with pytest.raises(InvalidRequest, match="tools is not supported"):
+    body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"functions":%b}'
+    with pytest.raises(InvalidRequest, match="functions is not supported"):
         read(body % value, ChatRequest)
 
 

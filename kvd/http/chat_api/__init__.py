@@ -1,0 +1,1 @@
+"""What only Chat Completions have: conversations, tools and reasoning."""
