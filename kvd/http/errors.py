@@ -7,6 +7,7 @@ absent if HTTP itself refuses the request.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,8 +76,20 @@ _FORMS = {
 
 _PLAIN_CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
-_FIELDS = {"tokens": "prompt", "stop_tokens": "stop_token_ids", "sampling.logit_bias": "logit_bias"}
+_FIELDS = {
+    "tokens": "prompt",
+    "stop_tokens": "stop_token_ids",
+    "sampling.logit_bias": "logit_bias",
+    "grammar": "response_format",
+    "chat": "messages",
+    "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.effort": "reasoning_effort",
+    "chat.max_reasoning_tokens": "thinking_budget",
+    "chat.template": "chat_template_kwargs",
+}
 """Protocol fields that have a different name in HTTP requests, with that name."""
+_FIELD = re.compile(r"[a-z_.]+")
 _NO_RETRY = frozenset({"deadline_exceeded"})
 """Errors that clients must not retry automatically, since the client's own deadline has passed."""
 
@@ -92,9 +105,9 @@ def of(info: ErrorInfo) -> Refusal:
         headers["retry-after-ms"] = str(round(1000 * wait_s))  # OpenAI's clients prefer it
     param: str | None = info.detail.get("field")
     message = info.message
-    if param in _FIELDS:
-        message = message.replace(f"{param} ", f"{_FIELDS[param]} ", 1)
-        param = _FIELDS[param]
+    if (found := _FIELD.match(param or "")) and (name := found[0]) in _FIELDS:
+        message = re.sub(rf"\b{re.escape(name)}(?=[ [])", _FIELDS[name], message, count=1)
+        param = _FIELDS[name] + (param or "").removeprefix(name)
     if info.code == "unknown_model":
         param = "model"
     return Refusal(form.status, message, form.type, form.code or info.code, param, headers, info)

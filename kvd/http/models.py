@@ -23,13 +23,21 @@ def listed(status: DaemonStatus, created: int) -> ModelList:
 
 def _model(status: ModelStatus, created: int) -> Model:
     info = status.info
+    context_length = UNSET if info is None else info.context_length
     extension = ModelExtension(
         state=status.state,
-        context_length=UNSET if info is None else info.context_length,
+        context_length=context_length,
         kv=UNSET if info is None else info.kv_scheme,
         source=status.source,
+        chat=UNSET if info is None else info.chat,
     )
-    return Model(status.name, created, extension)
+    return Model(
+        status.name,
+        created,
+        extension,
+        context_length=context_length,
+        max_model_len=context_length,
+    )
 
 
 def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, Any]]:

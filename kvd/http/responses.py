@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from protocol.types import ChatAbilities
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -184,6 +186,10 @@ class Model(msgspec.Struct, frozen=True):
     kvd: ModelExtension
     object: Literal["model"] = "model"
     owned_by: str = "kvd"
+    context_length: int | UnsetType = UNSET
+    """Maximum tokens of prompt and completion; absent until the model is loaded."""
+    max_model_len: int | UnsetType = UNSET
+    """The same, under vLLM's name."""
 
 
 class ModelExtension(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,6 +201,8 @@ class ModelExtension(msgspec.Struct, frozen=True, omit_defaults=True):
     kv: str | UnsetType = UNSET
     """The KV scheme of new rows, such as ``k8v8``."""
     source: str | UnsetType = UNSET
+    chat: ChatAbilities | UnsetType | None = UNSET
+    """What the model's chat template allows; None: it has no template."""
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -116,13 +116,9 @@ def test_openais_errors(ai: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as long:
         ai.completions.create(model="fast", prompt="x", max_tokens=10**6)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as tools:
-        ai.chat.completions.create(
-            model="fast",
-            messages=HELLO,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
-        )
-    assert tools.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as audio:
+        ai.chat.completions.create(model="fast", messages=HELLO, modalities=["audio"])
+    assert audio.value.param == "modalities"
     with pytest.raises(openai.NotFoundError):
         ai.embeddings.create(model="fast", input="x")
 

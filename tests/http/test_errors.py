@@ -63,6 +63,8 @@ async def test_the_field_of_an_error_becomes_param(home: Home):
         ("tokens", "token 9 at 0 is", "prompt", "token 9 at 0 is"),
         ("stop_tokens", "stop_tokens names token 9", "stop_token_ids", "stop_token_ids names"),
         ("sampling.logit_bias", "sampling.logit_bias names", "logit_bias", "logit_bias names"),
+        ("chat.tools[2]", "chat.tools[2] has", "tools[2]", "tools[2] has"),
+        ("grammar", "grammar is too large", "response_format", "response_format is too large"),
     ],
 )
 async def test_errors_of_workers_name_fields_of_http(home: Home, field, said, param, reported):

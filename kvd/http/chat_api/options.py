@@ -10,6 +10,7 @@ from msgspec import Meta
 from protocol.chat_checks import NAMED, check_chat
 from protocol.errors import InvalidRequest
 from protocol.fields import Count
+from protocol.json_values import find_fault
 from protocol.tools import MAX_TOOLS, ChatOptions, Tool, ToolName
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def chat_options(request: ChatRequest) -> ChatOptions:
     """Return the settings of a request; raises `InvalidRequest`."""
     template = dict(request.chat_template_kwargs or {})
+    if fault := find_fault(template):
+        raise InvalidRequest(f"chat_template_kwargs {fault}", field="chat_template_kwargs")
     nested = request.reasoning or Reasoning()
     switch = template.pop(_SWITCH, request.enable_thinking)
     if switch is not None and not isinstance(switch, bool):

@@ -20,7 +20,7 @@ from protocol import paths
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
 from protocol.kv import KVSpec
 from protocol.pages import PAGE_TOKENS
-from protocol.types import KVPart, ModelInfo
+from protocol.types import ChatAbilities, KVPart, ModelInfo
 
 CRASH_STATUS = 70  # EX_SOFTWARE
 _LOAD_STAGES = 10
@@ -121,6 +121,13 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             attention_path="fake",
             attention_error=0.0,
             has_chat_template=True,
+            chat=ChatAbilities(
+                tools="scripted",
+                tool_results=True,
+                reasoning="scripted",
+                reasoning_switch=True,
+                late_system=True,
+            ),
             embedding=INFO,
             device="none",
         )
