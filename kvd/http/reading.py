@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from kvd.http.chat_api.conversation import chat_messages
 from kvd.http.chat_api.options import chat_options
+from kvd.http.grammars import grammar_of
 from kvd.http.requests import (
     ABSENT,
     MOST_PROMPTS,
@@ -17,7 +18,6 @@ from kvd.http.requests import (
     ChatRequest,
     CompletionRequest,
 )
-from kvd.http.response_format import grammar_of
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
 from protocol.types import Sampling

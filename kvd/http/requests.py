@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvd.http.chat_api.conversation import Message
-from kvd.http.chat_api.options import Reasoning, ToolChoice, Tools
+from kvd.http.chat_api.fields import Reasoning, ToolChoice, Tools
 from kvd.http.response_format import Choices, ResponseFormat, Schema, StructuredOutputs
 from protocol import fields
 from protocol.fields import MAX_INT, MAX_LOGPROBS, TokenId

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta
-
+from kvd.http.chat_api.fields import FunctionTool, NamedTool, Reasoning, ToolChoice
 from protocol.chat_checks import NAMED, check_chat
 from protocol.errors import InvalidRequest
-from protocol.fields import Count
 from protocol.json_values import find_fault
-from protocol.tools import MAX_TOOLS, ChatOptions, Tool, ToolName
+from protocol.tools import ChatOptions, Tool
 
 if TYPE_CHECKING:
     from kvd.http.requests import ChatRequest
@@ -19,50 +16,6 @@ if TYPE_CHECKING:
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """OpenAI's meaning of a function without ``parameters``."""
 _SWITCH = "enable_thinking"
-
-
-class Function(msgspec.Struct, frozen=True):
-    """A function that the model may call. Unknown fields are ignored."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    """Without effect: arguments always match the schema."""
-
-
-class FunctionTool(msgspec.Struct, frozen=True):
-    """A tool. Unknown fields are ignored, since clients mark tools for their own caches."""
-
-    type: str
-    function: Function | None = None
-
-
-class FunctionName(msgspec.Struct, frozen=True):
-    """The name of a function that must be called."""
-
-    name: str
-
-
-class NamedTool(msgspec.Struct, frozen=True):
-    """A ``tool_choice`` that names a function."""
-
-    function: FunctionName
-    type: Literal["function"] = "function"
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    """Settings of reasoning in one object. Unknown fields are ignored."""
-
-    effort: str | None = None
-    max_tokens: Count | None = None
-    enabled: bool | None = None
-    exclude: bool | None = None
-    """Whether the answer leaves out the reasoning."""
-
-
-Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def chat_options(request: ChatRequest) -> ChatOptions:
