@@ -79,7 +79,7 @@ class Message(msgspec.Struct, frozen=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same as ``reasoning_content``, since clients read one or the other."""
+    """Repeats ``reasoning_content``, since clients read one or the other."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -189,7 +189,7 @@ class Model(msgspec.Struct, frozen=True):
     context_length: int | UnsetType = UNSET
     """Maximum tokens of prompt and completion; absent until the model is loaded."""
     max_model_len: int | UnsetType = UNSET
-    """The same, under vLLM's name."""
+    """Repeats ``context_length`` under vLLM's name."""
 
 
 class ModelExtension(msgspec.Struct, frozen=True, omit_defaults=True):
