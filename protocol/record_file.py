@@ -23,7 +23,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -35,6 +35,8 @@ from protocol.segments import PART_SUFFIX
 _HEAD = struct.Struct("<QQ")
 _END = 1 << 63
 _MAPPED_BYTES = 8 * 1024 * 1024
+
+Allocate = Callable[[int], memoryview]
 
 
 class DamagedFile(Exception):
@@ -125,11 +127,18 @@ class RecordReader:
     regular file, not complete or of another format. Each record is checked before it is returned:
     iterating raises ``damaged`` or `OSError`. Records are read with one copy. Files are not mapped
     into memory, because a bad sector would then end the process by SIGBUS.
+
+    ``allocate(nbytes)`` returns the memory for a record, with any content.
     """
 
     def __init__(
-        self, path: Path, form: RecordFormat, damaged: type[DamagedFile] = DamagedFile
+        self,
+        path: Path,
+        form: RecordFormat,
+        damaged: type[DamagedFile] = DamagedFile,
+        allocate: Allocate | None = None,
     ) -> None:
+        self._allocate = allocate or _memory
         self._path = path
         self._damaged = damaged
         self._count = 0
@@ -176,7 +185,7 @@ class RecordReader:
             raise StopIteration
         if self._length > self.nbytes - self._at - CHECK_BYTES - _HEAD.size:
             raise self._damage("ends within a record")
-        content = _memory(self._length)
+        content = self._allocate(self._length)
         for piece in _pieces(content):
             self._read_into(piece)
             opening.open(piece)

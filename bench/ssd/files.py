@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from kvd.worker.prefix.segment_io import uninitialized_memory
 from protocol import segment_file
 from protocol.record_format import PLAIN
 from protocol.segments import SUFFIX
@@ -57,8 +58,9 @@ class Files:
     def _check(self) -> float:
         start = time.perf_counter()
         for path in self._paths:
-            for _ in segment_file.read_records(path, PLAIN):
-                pass
+            with segment_file.open_records(path, PLAIN, None, uninitialized_memory) as records:
+                for _ in records:
+                    pass
         return time.perf_counter() - start
 
     def delete_all(self) -> None:

@@ -374,6 +374,20 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, form: RecordFormat
             list(reader)
 
 
+def test_records_are_read_into_memory_with_any_content(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form)
+    given: list[memoryview] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        given.append(memoryview(bytearray(b"\xa5" * nbytes)))
+        return given[-1]
+
+    with segment_file.open_records(path, form, None, allocate) as reader:
+        found = list(reader)
+    assert [bytes(record) for record in found] == list(RECORDS)
+    assert all(one is other for one, other in zip(found, given[1:], strict=True))
+
+
 def test_files_are_closed(tmp_path: Path, form: RecordFormat) -> None:
     path = write(tmp_path, form)
     damaged = write(tmp_path, form, OTHER)

@@ -14,6 +14,7 @@ from kvd.worker.prefix.segment_io import (
     BackgroundWriter,
     Failed,
     SegmentRecord,
+    uninitialized_memory,
 )
 from protocol import segment_file
 from protocol.record_file import DamagedFile
@@ -155,7 +156,9 @@ class SegmentFiles:
         reader = self._reader = BackgroundReader(
             self._folder,
             [segment.key for segment in segments],
-            lambda path: segment_file.open_records(path, self._form, by_path[path]),
+            lambda path: segment_file.open_records(
+                path, self._form, by_path[path], uninitialized_memory
+            ),
         )
         return reader
 

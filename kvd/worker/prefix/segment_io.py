@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+
 from kvd.worker.prefix.staging import Staging
 from protocol.record_file import DamagedFile, RecordReader
 from protocol.segments import segment_path
@@ -235,6 +237,11 @@ class BackgroundReader:
                 if content is None:
                     return
                 self._staging.offer(SegmentRecord(key, content), content.nbytes)
+
+
+def uninitialized_memory(nbytes: int) -> memoryview:
+    """Return memory for a record. With zeroed memory, reads of 2 MiB take 1.4 times as long."""
+    return np.empty(nbytes, np.uint8).data
 
 
 def _start(run: Callable[[], None], name: str) -> threading.Thread | None:
