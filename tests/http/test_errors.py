@@ -87,7 +87,7 @@ async def test_an_error_in_the_middle_of_a_stream_ends_it(home: Home):
 
 async def test_unknown_paths_and_methods(home: Home):
     async with serving(home) as it:
-        missing = await get(it.url, "/v1/embeddings")
+        missing = await get(it.url, "/v1/rerank")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         wrong = await get(it.url, "/v1/chat/completions")
         assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
