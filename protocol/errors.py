@@ -198,6 +198,10 @@ class ServiceError(KvdError, code="service_error"):
     """The service manager, launchd or systemd, is missing or failed."""
 
 
+class AgentError(KvdError, code="agent_error"):
+    """A program that `kvctl launch` starts is missing or does not start."""
+
+
 class InternalError(KvdError, code="internal"):
     """A bug in kvd; the log has the traceback."""
 

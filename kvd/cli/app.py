@@ -48,6 +48,7 @@ COMMANDS = (
     LazyCommand("explain", "kvd.cli.explain:explain", _MODELS),
     LazyCommand("generate", "kvd.cli.generate:generate", _TEXT),
     LazyCommand("chat", "kvd.cli.chat:chat", _TEXT),
+    LazyCommand("launch", "kvd.cli.launch:launch", _TEXT),
     LazyCommand("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
     LazyCommand("attach", "kvd.cli.generate:attach", _TEXT),
     LazyCommand("config", "kvd.cli.config:config", _DAEMON),

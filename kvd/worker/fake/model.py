@@ -62,6 +62,8 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pages: int = 64
     """Pages of the first grant."""
     context: int = 16_384
+    tools: bool = True
+    """Whether the model can call tools."""
 
     def crash(self) -> NoReturn:
         os._exit(CRASH_STATUS)
@@ -94,6 +96,16 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise from_info(ErrorInfo(self.load_error, "the fake model was asked not to load"))
         progress("ready", 1.0)
 
+    @property
+    def chat(self) -> ChatAbilities:
+        return ChatAbilities(
+            tools="scripted" if self.tools else "",
+            tool_results=self.tools,
+            reasoning="scripted",
+            reasoning_switch=True,
+            late_system=True,
+        )
+
     def info(self, kv: KVSpec) -> ModelInfo:
         size, token_bytes = kv.max_kv_size, self.page_bytes // PAGE_TOKENS
         keep = f" keep {kv.keep}" if kv.keep else ""
@@ -121,13 +133,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             attention_path="fake",
             attention_error=0.0,
             has_chat_template=True,
-            chat=ChatAbilities(
-                tools="scripted",
-                tool_results=True,
-                reasoning="scripted",
-                reasoning_switch=True,
-                late_system=True,
-            ),
+            chat=self.chat,
             embedding=INFO,
             device="none",
         )
