@@ -58,8 +58,6 @@ class NamedBody:
     """Text between name and arguments."""
     numbered: bool = False
     """Whether ``:`` and the number of the call, from 0, follow the name."""
-    after: str = ""
-    """Text after the arguments."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""Answers in each form, and what they contain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvd.worker.answer import forms
+from kvd.worker.answer.forms import AnswerForms
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    forms: AnswerForms
+    text: str
+    parts: list
+    """``(kind, text)``, or ``("call", name, arguments)``."""
+    extra: tuple = ()
+    """Further special tokens."""
+
+
+PARIS = ("call", "get_weather", {"city": "Paris", "days": 2})
+ROME = ("call", "get_weather", {"city": "Rome"})
+_P = '{"city": "Paris", "days": 2}'
+_R = '{"city": "Rome"}'
+
+
+def _of(call, reasoning=forms.THINK):
+    return AnswerForms(reasoning, call)
+
+
+SAMPLES = {
+    "qwen": Sample(
+        _of(forms.QWEN),
+        f'<think>\nHm, two.\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments":'
+        f' {_P}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", "arguments": {_R}}}\n</tool_call>',
+        [("reasoning", "Hm, two."), ("text", "I look."), PARIS, ROME],
+    ),
+    "qwen text after": Sample(
+        _of(forms.QWEN),
+        f'<tool_call>{{"arguments": {_R}, "name": "get_weather"}}</tool_call>\nDone. ',
+        [ROME, ("text", "Done. ")],
+    ),
+    "arguments as a string": Sample(
+        _of(forms.QWEN),
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>',
+        [ROME],
+    ),
+    "no arguments": Sample(
+        _of(forms.QWEN),
+        '<tool_call>\n{"name": "get_weather"}\n</tool_call>',
+        [("call", "get_weather", {})],
+    ),
+    "qwen coder": Sample(
+        _of(forms.QWEN_CODER),
+        "<think>a</think>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        [("reasoning", "a"), PARIS, ROME],
+    ),
+    "glm": Sample(
+        _of(forms.GLM),
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n"
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+        [PARIS, ROME],
+    ),
+    "minimax": Sample(
+        _of(forms.MINIMAX),
+        'Yes.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
+        '</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="get_weather">'
+        '\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
+        [("text", "Yes."), PARIS, ROME],
+    ),
+    "mistral": Sample(
+        _of(forms.MISTRAL, None),
+        f"Yes.[TOOL_CALLS]get_weather[ARGS]{_P}[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{_R}",
+        [("text", "Yes."), PARIS, ROME],
+        ("[ARGS]", "[CALL_ID]"),
+    ),
+    "mistral list": Sample(
+        _of(forms.MISTRAL_LIST, None),
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_P}, "id": "a"}},'
+        f' {{"name": "get_weather", "arguments": {_R}}}]',
+        [PARIS, ROME],
+    ),
+    "kimi": Sample(
+        _of(forms.KIMI),
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        f"<|tool_call_argument_begin|>{_P}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1"
+        f"<|tool_call_argument_begin|>{_R}<|tool_call_end|><|tool_calls_section_end|>",
+        [("text", "I look."), PARIS, ROME],
+        ("<|tool_call_argument_begin|>",),
+    ),
+    "llama": Sample(
+        _of(forms.LLAMA, None),
+        f'{{"name": "get_weather", "parameters": {_P}}}; {{"type": "function", "name":'
+        f' "get_weather", "parameters": {_R}}}',
+        [PARIS, ROME],
+    ),
+    "llama json": Sample(
+        _of(forms.LLAMA, None), '{"city": "Paris"}', [("text", '{"city": "Paris"}')]
+    ),
+    "granite": Sample(
+        _of(forms.GRANITE, None),
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {_P}}}]',
+        [PARIS],
+    ),
+    "pythonic": Sample(
+        _of(forms.PYTHONIC, None),
+        '<|tool_call_start|>[get_weather(city="Paris", days=2), get_weather(city="Rome")]'
+        "<|tool_call_end|>Wait.",
+        [PARIS, ROME, ("text", "Wait.")],
+    ),
+    "gemma": Sample(
+        _of(forms.GEMMA, forms.REASONING[5]),
+        '<|channel>thought\nHm.<channel|><|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}'
+        "<tool_call|>",
+        [("reasoning", "Hm."), PARIS],
+        ('<|"|>',),
+    ),
+    "xtml": Sample(
+        _of(forms.KIMI_K3, None),
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument'
+        ' key="city" type="string"<|sep|>Rome<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>",
+        [ROME],
+    ),
+    "harmony": Sample(
+        AnswerForms(harmony=forms.HARMONY),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I"
+        " look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        f"<|constrain|>json<|message|>{_P}<|call|>",
+        [("reasoning", "Hm."), ("text", "I look."), PARIS],
+    ),
+    "harmony recipient first": Sample(
+        AnswerForms(harmony=forms.HARMONY),
+        f"<|start|>assistant to=functions.get_weather<|channel|>analysis<|message|>{_R}<|call|>",
+        [ROME],
+    ),
+    "harmony text": Sample(
+        AnswerForms(harmony=forms.HARMONY),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.\n",
+        [("reasoning", "Hm."), ("text", "Hi.\n")],
+    ),
+    "text": Sample(_of(forms.QWEN), "  A\n\nb \n", [("text", "  A\n\nb \n")]),
+    "only reasoning": Sample(_of(forms.QWEN), "<think>\nabc", [("reasoning", "abc")]),
+    "empty reasoning": Sample(_of(None), "<think>\n\n</think>\n\nHi", [("text", "Hi")]),
+}  # fmt: skip
