@@ -165,6 +165,8 @@ class RequestState:
                 return self._apply_accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
+            case wire.RowNote():
+                return None
             case wire.RowAdmitted():
                 self.running = True
                 return None

@@ -222,6 +222,9 @@ class Router(Actor[mail.RouterMail]):
             case wire.RowTokens() if request.awaits_tokens:
                 request.awaits_tokens = False
                 self._handle(admission_events.RequestProgressed(rid))
+            case wire.RowNote(reason=reason):
+                model = self._state.machine.requests[rid].model
+                self._state.events.record("malformed_call", model, f"request {rid}: {reason}")
             case wire.RowAdmitted():
                 self._observe(request.timing.observe_admission(_now()))
             case wire.RowQueued() if not request.queued_in_worker:

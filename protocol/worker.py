@@ -352,6 +352,13 @@ class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
     """Precision level of the request when the tokens were generated."""
 
 
+class RowNote(_RowReport, tag="note", frozen=True, kw_only=True):
+    """Something in an answer for the event log: a text looks like a tool call, and is none."""
+
+    reason: str
+    """Why the text is no call; it was sent as text."""
+
+
 class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
     """Logprobs of a part of the prompt; sent before the first tokens."""
 
@@ -471,6 +478,7 @@ RowReport = (
     | RowResumed
     | RowPrompt
     | RowTokens
+    | RowNote
     | ChoiceFinished
     | RowFinished
     | RowFailed

@@ -101,7 +101,7 @@ class HarmonyAnswer:
             if ended:
                 check_object(body or "{}")
         except Malformed as error:
-            self.parts.notes.append(str(error))
+            self.parts.note(str(error))
             if not self._begun:
                 self.parts.text("text", body)
             return

@@ -74,11 +74,10 @@ class MarkedAnswer:
         self._tentative: list[FoundCall] = []
         """Calls inside reasoning."""
         self._tentative_text = ""
-        self._by_token = {
-            marker.token: marker
-            for marker in _markers(forms.reasoning, self._form)
-            if marker.token is not None
-        }
+        markers = [*_markers(forms.reasoning, self._form)]
+        self._by_token = {one.token: one for one in markers if one.token is not None}
+        self._composed = [one for one in markers if one and one.token is None]
+        """Markers of several tokens, some of which may be special tokens."""
 
     @property
     def reasoning(self) -> bool:
@@ -108,8 +107,11 @@ class MarkedAnswer:
         if self._call is not None:
             self._push_call(symbol)
             return
-        if self._push_prose(symbol.text):
-            self._push_call(Symbol("", symbol.literal, symbol.marker))
+        text, literal = symbol.text, symbol.literal
+        if symbol.marker is None and any(literal in marker.text for marker in self._composed):
+            text, literal = text + literal, ""
+        if self._push_prose(text):
+            self._push_call(Symbol("", literal, symbol.marker))
         elif symbol.marker is not None:
             pending, self._pending = self._pending, ""
             self._emit(pending)
@@ -279,7 +281,7 @@ class MarkedAnswer:
         """Pass on a malformed call as text: read it again, without its opening marker."""
         self._call = None
         if call.has_text:
-            self.parts.notes.append(reason)
+            self.parts.note(reason)
         self._unmarked = False
         self._drops_space = False
         self._emit(call.opening)

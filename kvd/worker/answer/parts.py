@@ -8,6 +8,8 @@ from typing import Protocol
 from kvd.worker.answer.scanner import FoundCall
 from protocol.parts import PartKind
 
+_MAX_NOTES = 4
+
 
 @dataclass(frozen=True)
 class Begin:
@@ -26,8 +28,15 @@ class Parts:
         self._kind: PartKind = "text"
         self.empty = True
         """Whether nothing was found yet."""
+        self._noted = 0
         self.notes: list[str] = []
         """Why texts that look like calls are not."""
+
+    def note(self, reason: str) -> None:
+        """Record why a text is no call; a few are enough."""
+        if self._noted < _MAX_NOTES:
+            self._noted += 1
+            self.notes.append(reason)
 
     def text(self, kind: PartKind, text: str) -> None:
         if not text:
@@ -60,8 +69,11 @@ class AnswerReader(Protocol):
     """Splits the tokens of one completion into parts."""
 
     parts: Parts
-    reasoning: bool
-    """Whether the newest token belongs to reasoning."""
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the newest token belongs to reasoning."""
+        ...
 
     def push(self, token: int, text: str, literal: str) -> None:
         """Read a token.

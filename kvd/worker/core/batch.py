@@ -40,7 +40,7 @@ from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.resume import ChoiceProgress
 from protocol.types import TokenLogprob
-from protocol.worker import Report, RowFailed, RowPrompt, RowResumed, RowTokens
+from protocol.worker import Report, RowFailed, RowNote, RowPrompt, RowResumed, RowTokens
 
 
 class Batch:
@@ -118,7 +118,11 @@ class Batch:
         completion.tokens = array("i", resumed.tokens)
         completion.known = len(resumed.tokens)
         text = "".join([stream.push(token) for token in resumed.tokens])
-        completion.sent_text = SentText(resumed.text_bytes - len(text.encode()))
+        parts = stream.take_parts()
+        sent = completion.sent_text = SentText(
+            resumed.text_bytes - len(text.encode()), resumed.parts - len(parts)
+        )
+        stream.take_notes()
         reason = resumed.reason
         if reason is None:  # the last token may have ended it without a report
             is_full = len(completion.tokens) == request.max_new
@@ -126,10 +130,12 @@ class Batch:
         if reason is None:
             return []
         request.completions.remove(completion)
-        rest = "" if stream.stopped else completion.sent_text.remove_from(stream.finish())
+        rest = "" if stream.stopped else sent.remove_from(stream.finish())
+        parts = sent.remove_parts(stream.take_parts())
         choice = completion.key[1]
+        request.choices.reasoning_tokens += stream.reasoning_tokens
         return finish_replayed(
-            request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest
+            request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest, parts=parts
         )
 
     def set_level(self, request: Request, level: int) -> None:
@@ -273,7 +279,9 @@ class Batch:
         if over and not stream.stopped:
             text += stream.finish()
         text = completion.sent_text.remove_from(text)
-        if tokens or text:
+        parts = completion.sent_text.remove_parts(stream.take_parts())
+        self.reports += [RowNote(rid=request.rid, reason=note) for note in stream.take_notes()]
+        if tokens or text or parts:
             logprobs = None
             if (scored := drawn.scored) is not None:
                 logprobs = [
@@ -287,6 +295,7 @@ class Batch:
                     tokens=tokens,
                     text=text,
                     choice=choice,
+                    parts=parts,
                     logprobs=logprobs,
                     level=request.choices.level,
                 )
@@ -304,6 +313,7 @@ class Batch:
                 self._finish(request, completion, reason)
 
     def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
+        request.choices.reasoning_tokens += completion.stream.reasoning_tokens
         self.reports += request.choices.finish(completion.key[1], reason, len(completion.tokens))
         self._end(request, completion)
 

@@ -24,7 +24,8 @@ from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.text.end_tokens import end_tokens
-from kvd.worker.text.text import TEMPLATE_BYTES, TEMPLATE_SECONDS, Text
+from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
+from kvd.worker.text.text import Text
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import LoadModel
@@ -79,6 +80,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         vocab_size=loaded.vocab_size,
         context_length=loaded.context_length,
         limit_template=_limit_template,
+        name=f"the model {command.source}",
     )
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)

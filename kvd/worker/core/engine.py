@@ -148,6 +148,7 @@ class MLXEngine:
             model.verdict,
             native=model.native,
             has_chat_template=text.has_chat_template,
+            chat=text.abilities if text.has_chat_template else None,
             costs=costs,
             embedding=model.embedding_rules.info,
         )
@@ -208,7 +209,9 @@ class MLXEngine:
             prompt=prompt,
             max_new=request.max_tokens or min(room, DEFAULT_MAX_TOKENS),
             completions=[
-                Completion((request.rid, choice), self._text.stream(request, prompt), prompt[-1])
+                Completion(
+                    (request.rid, choice), self._text.stream(request, prompt, choice), prompt[-1]
+                )
                 for choice in range(request.n)
             ],
             choices=Choices(request, prompt_tokens),

@@ -15,15 +15,20 @@ from protocol.worker import RowTokens
 if TYPE_CHECKING:
     from kvd.worker.text.choices import Choices
     from protocol.messages import FinishReason
+    from protocol.parts import PartStart
     from protocol.resume import ChoiceProgress
     from protocol.worker import Report, Submit
 
 
 class SentText:
-    """The first ``nbytes`` UTF-8 bytes of a completion's coming text, which the client has."""
+    """What the client has of a completion's coming text.
 
-    def __init__(self, nbytes: int = 0) -> None:
+    ``nbytes``: the first bytes in UTF-8. ``parts``: the first parts that begin in it.
+    """
+
+    def __init__(self, nbytes: int = 0, parts: int = 0) -> None:
         self._nbytes = nbytes
+        self._parts = max(0, parts)
 
     def remove_from(self, text: str) -> str:
         """Return the part of the next text that the client does not have."""
@@ -34,6 +39,14 @@ class SentText:
         self._nbytes = max(0, self._nbytes - len(content))
         return new
 
+    def remove_parts(self, parts: list[PartStart]) -> list[PartStart]:
+        """Return the parts whose beginning the client does not have."""
+        if not self._parts:
+            return parts
+        sent = min(self._parts, len(parts))
+        self._parts -= sent
+        return parts[sent:]
+
 
 def finish_replayed(
     choices: Choices,
@@ -43,11 +56,12 @@ def finish_replayed(
     *,
     stopped: bool,
     rest: str,
+    parts: list[PartStart] | None = None,
 ) -> list[Report]:
     """Count a completion that has ended; return the reports that the daemon lacks.
 
     ``stopped``: whether the tokens that were sent contain its end. ``rest``: text that was not
-    sent.
+    sent. ``parts``: the parts that begin in it.
     """
     count = len(resumed.tokens)
     if resumed.reason is not None:
@@ -55,8 +69,12 @@ def finish_replayed(
         count += reason == "stop" and not stopped
         return [*choices.finish_reported(choice, reason, count)]
     reports: list[Report] = []
-    if rest:
-        reports.append(RowTokens(rid=choices.rid, index=count, tokens=[], text=rest, choice=choice))
+    if rest or parts:
+        reports.append(
+            RowTokens(
+                rid=choices.rid, index=count, tokens=[], text=rest, choice=choice, parts=parts or []
+            )
+        )
     return reports + choices.finish(choice, reason, count)
 
 

@@ -14,7 +14,7 @@ from kvd.worker.core.replay import SentText
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
-from kvd.worker.text.text import TextStream
+from kvd.worker.text.stream import TextStream
 from protocol.worker import Submit
 
 Key = tuple[str, int]

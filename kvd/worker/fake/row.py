@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvd.worker.answer.call_ids import call_id
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.fake.pages import Pages
-from kvd.worker.fake.script import Begins, ScriptedToken, call_id, script_of
+from kvd.worker.fake.script import Begins, ScriptedToken, script_of
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.text.choices import Choices

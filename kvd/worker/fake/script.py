@@ -65,13 +65,6 @@ def script_of(request: Submit, prompt: bytes, seed: int, choice: int) -> list[Sc
     return list(_tokens(request, chat, draw))
 
 
-def call_id(rid: str, choice: int, number: int) -> str:
-    """Return the id of a call: nine letters and digits."""
-    digest = hashlib.blake2b(f"{rid} {choice} {number}".encode(), digest_size=8).digest()
-    value, letters = int.from_bytes(digest, "big"), "0123456789abcdefghijklmnopqrstuvwxyz"
-    return "".join(letters[value // 36**place % 36] for place in range(9))
-
-
 def _tokens(request: Submit, chat: ChatOptions, draw: random.Random) -> Iterator[ScriptedToken]:
     reasons = chat.reasoning is not False and (
         chat.tools or chat.reasoning or chat.effort or chat.max_reasoning_tokens

@@ -28,7 +28,7 @@ from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
 from protocol.embedding import EmbeddingInfo
-from protocol.types import FusedAttention, ModelInfo
+from protocol.types import ChatAbilities, FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
@@ -86,6 +86,7 @@ def info_of(
     *,
     native: str | None,
     has_chat_template: bool,
+    chat: ChatAbilities | None,
     costs: Costs | None,
     embedding: EmbeddingInfo | None,
 ) -> ModelInfo:
@@ -111,6 +112,7 @@ def info_of(
         kv_schemes=describe.schemes(cache),
         kv_calibrated=None if calibrated is None else calibrated.lowest,
         has_chat_template=has_chat_template,
+        chat=chat,
         device="cpu" if on_cpu() else str(mx.device_info().get("device_name", "gpu")),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
         native=native,

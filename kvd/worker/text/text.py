@@ -7,73 +7,28 @@ completion continues a raw prompt, so that both can be joined; after messages it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from kvd.worker.text.abilities import abilities_of, forms_of
 from kvd.worker.text.choices import check_token_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
 from kvd.worker.text.failures import is_failure, one_line
-from kvd.worker.text.stops import StopFilter
+from kvd.worker.text.splitting import Splitting
+from kvd.worker.text.stream import TextStream
+from kvd.worker.text.template import ChatTemplate, Limit
 from kvd.worker.text.token_texts import TokenTexts
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
+from protocol.tools import ChatOptions
 from protocol.types import ChatMessage, TokenLogprob
 from protocol.worker import Submit, Tokenize, Tokenized
 
 _PROBE_CHARS = 4
 """Characters per token of the context length. Tokens of longer texts are counted first, in pieces,
 because tokenizing takes up to 240 bytes per character (measured)."""
-TEMPLATE_BYTES = 128 * 1024 * 1024
-"""Bytes that rendering the messages of a request may take."""
-TEMPLATE_SECONDS = 5.0
-"""Seconds of CPU time that rendering may take. Measured: 0.7 s for 100,000 short messages."""
 _PIECE_CHARS = 1 << 16
 _PIECE_SLACK = 64
 """Tokens that a piece may have in addition because its ends are cut."""
-
-
-class TextStream:
-    """The text of one completion.
-
-    Call `push` for each sampled token. Once `stopped`, the completion is over. If it ends for
-    another reason, `finish` returns the rest. The first ``min_tokens`` tokens cannot end it, and
-    their text is not part of a stop string (as in vLLM).
-    """
-
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        *,
-        stops: Iterable[str] = (),
-        ends: frozenset[int] = frozenset(),
-        min_tokens: int = 0,
-    ) -> None:
-        self.ends = ends
-        """Tokens that end the completion; their text is not sent."""
-        self.ended = False
-        self._detokenizer = detokenizer
-        self._filter = StopFilter(stops)
-        self._free = min_tokens
-
-    @property
-    def stopped(self) -> bool:
-        return self.ended or self._filter.stopped
-
-    def push(self, token: int) -> str:
-        """Append a token and return the text that may be sent now."""
-        if self._free:
-            self._free -= 1
-            return self._detokenizer.push(token)
-        if token in self.ends:
-            self.ended = True
-            return self.finish()
-        return self._filter.push(self._detokenizer.push(token))
-
-    def finish(self) -> str:
-        """Return the text that was held back; text after a stop string is never returned."""
-        text = self._filter.push(self._detokenizer.finish())
-        return text + self._filter.finish()
 
 
 class Text:
@@ -85,15 +40,17 @@ class Text:
         *,
         vocab_size: int,
         context_length: int,
-        limit_template: Callable[[Callable[[], str]], str] = lambda render: render(),
+        limit_template: Limit = lambda render: render(),
+        name: str = "this model",
     ) -> None:
-        """``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+        """Find out what the model's template and vocabulary allow.
+
+        ``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
 
         ``limit_template`` calls a function. It raises ``MemoryError`` beyond `TEMPLATE_BYTES`, and
-        ``TimeoutError`` beyond `TEMPLATE_SECONDS`.
+        ``TimeoutError`` beyond `TEMPLATE_SECONDS`. ``name``: the model in errors.
         """
-        self._limit_template = limit_template
-        self._wrapper = tokenizer
+        self._name = name
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -102,10 +59,15 @@ class Text:
         self._prefix = _prefix_of(self._tokenizer)
         self._token_texts = TokenTexts(self._tokenizer, self._table, self._special)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
+        self.template = ChatTemplate(tokenizer, limit_template)
+        forms = forms_of(tokenizer, self.template)
+        self._split = Splitting(self._tokenizer, forms)
+        self.abilities = abilities_of(self.template, forms)
+        """What the chat template and the vocabulary allow."""
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._wrapper.has_chat_template)
+        return self.template.exists
 
     def encode(self, request: Submit) -> list[int]:
         """Return the prompt's tokens: at least one, and fewer than the context length."""
@@ -133,7 +95,8 @@ class Text:
         texts = [self._token_texts.of(token)[0] for token in first] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
 
-    def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
+    def stream(self, request: Submit, prompt: Sequence[int], choice: int = 0) -> TextStream:
+        """Return the stream of a choice; only answers to messages are split into parts."""
         after = () if request.messages is not None else prompt
         if self._table is None:
             detokenizer: Detokenizer = ContextDecoder(self._tokenizer, self._special, after)
@@ -145,6 +108,7 @@ class Text:
             stops=request.stop,
             ends=eos_ids | frozenset(request.stop_tokens),
             min_tokens=request.min_tokens,
+            split=None if request.messages is None else self._split.of(request, prompt, choice),
         )
 
     def token_logprob(
@@ -157,13 +121,27 @@ class Text:
 
     def _encode_text(self, request: Submit | Tokenize) -> list[int]:
         if request.prompt is None:
-            return self._encode_messages(request.messages or [])
+            return self._encode_messages(request.messages or [], request.chat)
         tokens = self._tokens_of(request.prompt, "prompt")
         if tokens and self._prefix and tokens[: len(self._prefix)] != self._prefix:
             tokens = self._prefix + tokens
         return tokens
 
-    def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
+    def _check_tools(self, chat: ChatOptions) -> None:
+        if chat.tools and chat.tool_choice != "none" and not self.abilities.tools:
+            raise InvalidRequest(
+                f"{self._name} cannot call tools: {self._lacks_tools}; remove tools, set "
+                "tool_choice to none, or use a model that can (kvctl status MODEL lists it)",
+                field="chat.tools",
+            )
+
+    @property
+    def _lacks_tools(self) -> str:
+        if not self.template.lists_tools:
+            return "its chat template lists no tools"
+        return "the form of its calls is not known"
+
+    def _encode_messages(self, messages: list[ChatMessage], chat: ChatOptions) -> list[int]:
         if not messages:
             return []
         if not self.has_chat_template:
@@ -171,28 +149,8 @@ class Text:
                 "this model has no chat template; send prompt instead of messages",
                 field="messages",
             )
-
-        def render() -> str:
-            text: str = self._wrapper.apply_chat_template(
-                msgspec.to_builtins(messages), add_generation_prompt=True, tokenize=False
-            )
-            return text
-
-        try:
-            text = self._limit_template(render)
-        except (MemoryError, TimeoutError) as error:
-            took = f"{TEMPLATE_BYTES >> 20} MiB"
-            if isinstance(error, TimeoutError):
-                took = f"{TEMPLATE_SECONDS:g} s of CPU time"
-            raise InvalidRequest(
-                f"the model's chat template takes more than {took} for these messages; send"
-                " fewer, or use a model with another template",
-                field="messages",
-            ) from error
-        except Exception as error:  # templates raise any error, mostly about roles
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", field="messages"
-            ) from error
+        self._check_tools(chat)
+        text = self.template.render(messages, chat)
         return self._tokens_of(text, "messages")
 
     def _tokens_of(self, text: str, field: str) -> list[int]:

@@ -31,8 +31,9 @@ def _of(call, reasoning=forms.THINK):
 SAMPLES = {
     "qwen": Sample(
         _of(forms.QWEN),
-        f'<think>\nHm, two.\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments":'
-        f' {_P}}}\n</tool_call>\n<tool_call>\n{{"name": "get_weather", "arguments": {_R}}}\n</tool_call>',
+        "<think>\nHm, two.\n</think>\n\nI look.\n"
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {_P}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {_R}}}\n</tool_call>',
         [("reasoning", "Hm, two."), ("text", "I look."), PARIS, ROME],
     ),
     "qwen text after": Sample(

@@ -1,0 +1,54 @@
+"""What a model can do in a conversation, from its template and vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.worker.answer.find import find_forms
+from kvd.worker.answer.forms import AnswerForms
+from kvd.worker.text.failures import is_failure
+from kvd.worker.text.template import ChatTemplate
+from protocol.types import ChatAbilities
+
+
+def forms_of(wrapper: Any, template: ChatTemplate) -> AnswerForms:
+    """Return the forms of a model's answers; none without a chat template.
+
+    ``wrapper``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+    """
+    if not template.exists:
+        return AnswerForms()
+    tokenizer = wrapper._tokenizer  # noqa: SLF001 - as in `Text`
+    vocabulary = tokenizer.get_vocab()
+
+    def token_of(text: str) -> int | None:
+        if text not in vocabulary:
+            return None
+        try:
+            found = list(tokenizer.encode(text, add_special_tokens=False))
+        except BaseException as error:  # tokenizers raise any type
+            if not is_failure(error):
+                raise
+            return None
+        return int(found[0]) if found == [vocabulary[text]] else None
+
+    parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
+    return find_forms(
+        token_of, source=template.source, rendered_call=template.rendered_call, parser=parser
+    )
+
+
+def abilities_of(template: ChatTemplate, forms: AnswerForms) -> ChatAbilities:
+    reasoning = ""
+    if forms.harmony is not None:
+        reasoning = f"{forms.harmony.channel.text}{forms.harmony.reasoning}"
+    elif forms.reasoning is not None:
+        reasoning = forms.reasoning.begin.text
+    return ChatAbilities(
+        tools=forms.calls if template.lists_tools else "",
+        tool_results=template.tool_results,
+        reasoning=reasoning,
+        reasoning_switch=template.switch is not None,
+        efforts=template.efforts,
+        late_system=template.late_system,
+    )

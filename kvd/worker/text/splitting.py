@@ -1,0 +1,52 @@
+"""Which parts the answers of a model have, for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.worker.answer.forms import AnswerForms, opened_by_prompt
+from kvd.worker.answer.harmony import HarmonyAnswer
+from kvd.worker.answer.marked import CallOptions, MarkedAnswer
+from kvd.worker.answer.parts import AnswerReader
+from kvd.worker.text.stream import AnswerSplit
+from protocol.worker import Submit
+
+_PROMPT_END = 64
+"""Tokens at the end of a prompt that may begin the answer's first part."""
+
+
+class Splitting:
+    """The forms of one model, applied to requests."""
+
+    def __init__(self, tokenizer: Any, forms: AnswerForms) -> None:
+        """``tokenizer``: a tokenizer of transformers."""
+        self.forms = forms
+        self.streams_calls = False
+        """Whether a grammar keeps arguments valid, so that they are passed on as they arrive."""
+        self._tokenizer = tokenizer
+        self._literals = {
+            token: content.content
+            for token, content in tokenizer.added_tokens_decoder.items()
+            if forms.has_reasoning or forms.has_calls
+        }
+
+    def of(self, request: Submit, prompt: Sequence[int], choice: int) -> AnswerSplit | None:
+        """Return how a choice is split; None: it is one text."""
+        forms, chat = self.forms, request.chat
+        tools = () if chat.tool_choice == "none" else tuple(chat.tools)
+        if not forms.has_reasoning and not (tools and forms.has_calls):
+            return None
+        options = CallOptions(tools, self.streams_calls)
+        end = self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False)
+        if forms.harmony is not None:
+            opening = end.rpartition(forms.harmony.start.text)[2]
+            reader: AnswerReader = HarmonyAnswer(forms.harmony, options, opening)
+        else:
+            reader = MarkedAnswer(
+                forms,
+                options,
+                in_reasoning=forms.reasoning is not None and opened_by_prompt(forms.reasoning, end),
+                holds_space=bool(tools) and not request.stop,
+            )
+        return AnswerSplit(reader, request.rid, choice, self._literals)
