@@ -293,11 +293,6 @@ class RowResumed(_RowReport, tag="resumed", frozen=True, kw_only=True):
     """The request continues."""
 
 
-LONG_STEP_S = 0.05
-"""Length of a time slice at weight 1, in seconds. Workers whose steps together take less time need
-no time slices: waiting for one step of every other worker is shorter than waiting for a slice."""
-
-
 class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_only=True):
     """The worker has work, and has begun it unless the last `TimeSlice` forbids that.
 
@@ -319,8 +314,7 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
     step_s: float | None = None
     """See `TimeSliceRequested`."""
     left_s: float = 0.0
-    """Estimated seconds of one more step, which the worker runs after this report. `used_s` of its
-    next slice includes the measured time."""
+    """Estimated seconds of one more step after this report; its time counts in the next slice."""
 
 
 class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
@@ -353,10 +347,9 @@ class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
 
 
 class RowNote(_RowReport, tag="note", frozen=True, kw_only=True):
-    """Something in an answer for the event log: a text looks like a tool call, and is none."""
+    """A text that looks like a tool call was sent as text; ``reason`` is for the event log."""
 
     reason: str
-    """Why the text is no call; it was sent as text."""
 
 
 class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
@@ -449,8 +442,7 @@ class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
     tokens: int
     """Tokens that were read, those of its bases included."""
     seconds: float
-    """Seconds of I/O or of copies into the pools, whichever took longer. Other rows' steps do not
-    count, as in ``prefill_s``."""
+    """Seconds of I/O or of copies into the pools, whichever took longer, without others' steps."""
     prefill_s: float
     """Seconds that prefill would have taken at this worker's measured rate."""
     nbytes: int = 0

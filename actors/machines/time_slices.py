@@ -22,7 +22,7 @@ import math
 import msgspec
 
 from actors.machines.machine import ModelRecord, Record
-from protocol.worker import LONG_STEP_S
+from protocol.time_slices import LONG_STEP_S
 
 SLICE_S = LONG_STEP_S
 """A slice at weight 1: long compared to the cost of a switch, too short for a reader to notice."""

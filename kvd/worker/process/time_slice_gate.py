@@ -13,8 +13,9 @@ daemon decides which worker gets a slice, and how long it is (`actors.machines.t
 
 from __future__ import annotations
 
+from protocol.time_slices import LONG_STEP_S
 from protocol.types import TimeSlicesMode
-from protocol.worker import LONG_STEP_S, TimeSlice, TimeSliceOver, TimeSliceRequested
+from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceRequested
 
 SHORT_S = 0.01
 """Seconds of the longest step before which a slice is ended: a few times as long as the messages

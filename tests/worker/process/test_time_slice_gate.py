@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
+from protocol.time_slices import LONG_STEP_S
 from protocol.worker import (
-    LONG_STEP_S,
     CancelRow,
     PhaseChanged,
     RowTokens,
