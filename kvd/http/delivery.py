@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvd.http.completion import Streamed, Whole
     from protocol.messages import Generate
 
+_EVENTS = "text/event-stream; charset=utf-8"
 _STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would buffer the stream
 }
@@ -38,14 +38,18 @@ class Delivery:
         return web.Response(body=body, content_type="application/json")
 
     async def stream(
-        self, request: web.Request, calls: Sequence[Generate], answer: Streamed
+        self,
+        request: web.Request,
+        calls: Sequence[Generate],
+        answer: Streamed,
+        content_type: str = _EVENTS,
     ) -> web.StreamResponse:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the client has disconnected")
         buffer = SendBuffer(self.unread_limit, transport.get_write_buffer_size, transport.abort)
         completion = StreamedCompletion(self.backend, calls, answer, buffer)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers=_STREAM_HEADERS | {"Content-Type": content_type})
         async with contextlib.aclosing(completion.chunks()) as chunks:
             async for chunk in chunks:
                 if not response.prepared:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.http.messages_api import errors as messages_errors
+from kvd.http.ollama_api import errors as ollama_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     Form = Callable[[Refusal, str], tuple[int, bytes]]
     """Returns the status and the body of a refusal, for a request id that may be empty."""
 
-_FORMS: dict[str, Form] = {"/v1/messages": messages_errors.encoded}
+_FORMS: dict[str, Form] = {
+    "/v1/messages": messages_errors.encoded,
+    "/api": ollama_errors.encoded,
+}
 """Forms by path, which includes the paths below it. Others have OpenAI's form."""
 
 

@@ -18,6 +18,7 @@ from kvd.http.bodies import expect_later
 from kvd.http.formats import ChatFormat, Format, TextFormat
 from kvd.http.requests import ChatRequest, CompletionRequest
 from kvd.http.streamed_answer import StreamedAnswer
+from kvd.http.tokenizing import TokenizeReply, TokenizeRequest
 from kvd.http.whole_answer import WholeAnswer
 from protocol.model_source import unknown_model
 
@@ -57,10 +58,15 @@ class Routes:
             web.post("/v1/chat/completions", self.chat, expect_handler=expect_later),
             web.post("/v1/completions", self.complete, expect_handler=expect_later),
             web.post("/v1/embeddings", self.embed, expect_handler=expect_later),
+            web.post("/v1/tokenize", self.tokenize, expect_handler=expect_later),
+            web.post("/tokenize", self.tokenize, expect_handler=expect_later),
         ]
 
     async def root(self, _: web.Request) -> web.Response:
-        return web.Response(text=f"kvd {kvd.__version__} is running; OpenAI's API is at /v1\n")
+        return web.Response(
+            text=f"kvd {kvd.__version__} is running; OpenAI's API is at /v1\n"
+            "Ollama is running: kvd serves its API at /api\n"  # what its clients look for
+        )
 
     async def healthz(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -98,6 +104,20 @@ class Routes:
         as_base64 = asked.encoding_format == "base64"
         vectors = await embeddings.embed(self.backend, asked.calls, as_base64=as_base64)
         return web.Response(body=embeddings.body(asked.model, vectors), content_type=_JSON)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        asked = reading.decode(await self.bodies.read(request), TokenizeRequest)
+        found = await self.backend.tokenize(asked.call)
+        models_ = self.backend.status().models
+        infos = [model.info for model in models_ if model.name == asked.model]
+        return _json(
+            TokenizeReply(
+                count=found.count,
+                max_model_len=infos[0].context_length if infos and infos[0] else None,
+                tokens=found.tokens,
+                token_strs=found.texts if asked.return_token_strs else None,
+            )
+        )
 
     async def _answer(
         self, request: web.Request, kind: type[reading.R], format_: Format

@@ -19,6 +19,7 @@ from kvd.http.connection import SERVER, Connection, FullConnection, refused
 from kvd.http.delivery import Delivery
 from kvd.http.guard import Guard, single
 from kvd.http.messages_api.routes import MessagesRoutes
+from kvd.http.ollama_api.routes import OllamaRoutes
 from kvd.http.request_keys import OWNER, REQUEST_ID
 from kvd.http.responses_api.routes import ResponsesRoutes
 from kvd.http.responses_api.store import Store
@@ -76,12 +77,14 @@ class Server:
         self._answered = answered
         bodies = Bodies(settings.body_bytes, settings.idle_timeout_s)
         delivery = Delivery(backend, unread_limit)
-        routes = Routes(backend, bodies, metrics, starting, delivery, int(time.time()))
+        started_at = int(time.time())
+        routes = Routes(backend, bodies, metrics, starting, delivery, started_at)
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
         responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
         app.add_routes(responses.table())
         app.add_routes(MessagesRoutes(backend, bodies, delivery, ignored).table())
+        app.add_routes(OllamaRoutes(backend, bodies, delivery, started_at).table())
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
             app,

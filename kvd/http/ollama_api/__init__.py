@@ -1,0 +1,1 @@
+"""Ollama's API, as far as its clients need it: ``/api/...``."""
