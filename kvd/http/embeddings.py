@@ -60,13 +60,13 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def calls(
-    model: str, texts: str | list[str | int | list[int]], field: str, **options: Any
+    model: str, texts: str | Sequence[str | int | list[int]], field: str, **options: Any
 ) -> list[Embed]:
     """Return one call per text; raises `InvalidRequest` that names the field."""
-    if isinstance(texts, list) and all(isinstance(one, int) for one in texts):
+    if not isinstance(texts, str) and all(isinstance(one, int) for one in texts):
         items: list[Any] = [texts]
     else:
-        items = texts if isinstance(texts, list) else [texts]
+        items = [texts] if isinstance(texts, str) else list(texts)
     if len({type(item) for item in items}) > 1:
         raise _invalid(field, "must be a list of texts, tokens or token lists, not a mixture")
     if len(items) > MOST_TEXTS:

@@ -18,6 +18,7 @@ import kvd.http.errors
 from kvd.config.config import parse
 from kvd.config.http import DEFAULT_PORT, HttpSettings
 from kvd.http.messages_api.routes import MessagesRoutes
+from kvd.http.ollama_api.routes import OllamaRoutes
 from kvd.http.requests import UNSUPPORTED, ChatRequest, CompletionRequest, Message
 from kvd.http.responses import Extension
 from kvd.http.routes import OPEN_PATHS, Routes
@@ -84,7 +85,7 @@ def test_every_error_is_described():
 def test_every_path_is_described():
     paths = {
         route.path
-        for kind in (Routes, MessagesRoutes)
+        for kind in (Routes, MessagesRoutes, OllamaRoutes)
         for route in kind.table(object.__new__(kind))
     }
     assert paths - {"/"} == {path.replace("{id}", "{id:.+}") for path in described_paths()}
@@ -94,8 +95,9 @@ def test_every_path_is_described():
 
 def described_paths() -> set[str]:
     table = PAGE.partition("| path | |")[2].partition("\n\n")[0]
-    found = re.findall(r"`(?:GET |POST )?(/[^`]*)`", table.replace("`, `", "` `"))
-    return {path for path in found if path in {"/metrics", *OPEN_PATHS} or "/v1" in path}
+    found = re.findall(r"`(?:GET |POST |DELETE )?(/[^`]*)`", table.replace("`, `", "` `"))
+    others = {"/metrics", "/tokenize", *OPEN_PATHS}
+    return {path for path in found if path in others or path.startswith(("/v1/", "/api/"))}
 
 
 # -- its examples ------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def weather(city: str, days: int) -> str:
 
 @pytest.fixture
 def ai(live: Live):
-    return ollama.Client(host=live.url)
+    with ollama.Client(host=live.url) as client:
+        yield client
 
 
 def test_chat_whole_and_streamed(ai: ollama.Client):
@@ -64,10 +65,10 @@ def test_the_same_tokens_as_on_the_socket(live: Live, ai: ollama.Client):
 
 
 async def test_the_async_client(live: Live):
-    ai = ollama.AsyncClient(host=live.url)
     text = ""
-    async for piece in await ai.chat(model="fast:latest", messages=HELLO, stream=True):
-        text += piece.message.content
+    async with ollama.AsyncClient(host=live.url) as ai:
+        async for piece in await ai.chat(model="fast:latest", messages=HELLO, stream=True):
+            text += piece.message.content
     assert text
 
 
@@ -76,17 +77,15 @@ def test_generate(ai: ollama.Client):
     whole = ai.generate(model="fast", prompt="Hi", system="Be brief", options=options)
     assert whole.response
     assert whole.done_reason == "length"
-    stream = ai.generate(
-        model="fast", prompt="Hi", system="Be brief", options=options, stream=True
-    )
+    stream = ai.generate(model="fast", prompt="Hi", system="Be brief", options=options, stream=True)
     assert "".join(piece.response for piece in stream) == whole.response
     raw = ai.generate(model="fast", prompt="Hi", raw=True, options=options)
-    assert (raw.prompt_eval_count, whole.prompt_eval_count) == (2, 27)
+    assert (raw.prompt_eval_count, whole.prompt_eval_count) == (2, 26)
 
 
 def test_tool_calls_are_objects_and_results_go_back(ai: ollama.Client):
-    told = [{"role": "user", "content": 'call weather {"city": "Paris", "days": 2}'}]
-    answer = ai.chat(model="fast", messages=told, tools=[weather], options={"seed": 4})
+    question = [{"role": "user", "content": 'call weather {"city": "Paris", "days": 2}'}]
+    answer = ai.chat(model="fast", messages=question, tools=[weather], options={"seed": 4})
     (call,) = answer.message.tool_calls
     assert (call.function.name, call.function.arguments) == (
         "weather",
@@ -94,7 +93,7 @@ def test_tool_calls_are_objects_and_results_go_back(ai: ollama.Client):
     )
     assert answer.done_reason == "stop"
     result = {"role": "tool", "tool_name": "weather", "content": weather("Paris", 2)}
-    more = ai.chat(model="fast", messages=[*told, answer.message, result], tools=[weather])
+    more = ai.chat(model="fast", messages=[*question, answer.message, result], tools=[weather])
     assert more.message.content
     assert not more.message.tool_calls
 
@@ -135,9 +134,7 @@ def test_format(ai: ollama.Client):
 
 def test_logprobs(ai: ollama.Client):
     options = {"num_predict": 3}
-    answer = ai.chat(
-        model="fast", messages=HELLO, logprobs=True, top_logprobs=2, options=options
-    )
+    answer = ai.chat(model="fast", messages=HELLO, logprobs=True, top_logprobs=2, options=options)
     assert len(answer.logprobs) == 3
     assert all(len(one.top_logprobs) == 2 for one in answer.logprobs)
 
@@ -169,24 +166,24 @@ def test_models(ai: ollama.Client):
 
 
 def test_a_request_without_messages_loads_the_model(live_alone: Live):
-    ai = ollama.Client(host=live_alone.url)
-    assert ai.generate(model="on-demand").done_reason == "load"
-    assert live_alone.model("on-demand").state == "ready"
-    assert ai.chat(model="on-demand", messages=[]).done_reason == "load"
-    assert ai.generate(model="on-demand", keep_alive=0).done_reason == "unload"
+    with ollama.Client(host=live_alone.url) as ai:
+        assert ai.generate(model="on-demand").done_reason == "load"
+        assert live_alone.model("on-demand").state == "ready"
+        assert ai.chat(model="on-demand", messages=[]).done_reason == "load"
+        assert ai.generate(model="on-demand", keep_alive=0).done_reason == "unload"
     assert live_alone.model("on-demand").state == "ready"  # the budget decides
 
 
 def test_errors_have_ollamas_form(ai: ollama.Client):
-    with pytest.raises(ollama.ResponseError, match="^no model named nope") as missing:
+    with pytest.raises(ollama.ResponseError, match=r"^there is no model 'nope'") as missing:
         ai.chat(model="nope", messages=HELLO)
     assert missing.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="no model named nope") as unknown:
+    with pytest.raises(ollama.ResponseError, match="there is no model 'nope'") as unknown:
         ai.show("nope")
     assert unknown.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match=r"^options\.temperature must be at most"):
         ai.chat(model="fast", messages=HELLO, options={"temperature": 99})
-    with pytest.raises(ollama.ResponseError, match='^format must be "json" or a JSON schema'):
+    with pytest.raises(ollama.ResponseError, match=r'^format must be "json" or a JSON schema'):
         httpx_error(ai, "/api/chat", {"model": "fast", "messages": HELLO, "format": "xml"})
 
 
