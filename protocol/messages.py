@@ -97,7 +97,7 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     """Sampling settings."""
     max_tokens: PositiveCount | None = None
-    """Maximum tokens of each choice; absent: what fits the context, at most 512."""
+    """Maximum tokens of each choice; absent: what is left of the context."""
     n: fields.Choices = 1
     """Number of choices; choice 0 is the same as with n = 1."""
     stop: fields.StopTexts = []

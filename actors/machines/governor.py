@@ -15,9 +15,10 @@ On every event, in this order:
    for them wait in the daemon until their current ones are finished and the models are idle.
 
 **No starvation.** Every request that can be granted at all becomes the first one after the older
-ones. From then on no other model grows, running rows finish (their memory was reserved at the
-start), and models that replace finished rows by new ones are held. So all other models become idle
-and their memory can be reclaimed. **No aborts**: no command of the governor ends a request.
+ones. From then on no other model grows. Running rows finish within their reservations, or their
+worker preempts them when they need more. Models that replace finished rows by new ones are held. So
+all other models become idle, or run no row, and their memory can be reclaimed. **No aborts**: no
+command of the governor ends a request.
 """
 
 from __future__ import annotations

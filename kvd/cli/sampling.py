@@ -20,7 +20,7 @@ def sampling_options(*, temperature: float) -> Decorator:
         option(
             "--max-tokens",
             "N",
-            "Maximum tokens of a completion (default: 512, or what fits).",
+            "Maximum tokens of a completion (default: what is left of the context).",
             type=Tokens(),
         ),
         _option("--temperature", "T", "0 is greedy.", default=temperature),

@@ -26,8 +26,6 @@ from protocol.worker import (
 if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
 
-DEFAULT_MAX_TOKENS = 512
-
 ReportProgress = Callable[[str, float], None]
 """``(stage, fraction)``: fraction is 0 to 1 of the whole load.
 

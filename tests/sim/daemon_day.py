@@ -127,13 +127,14 @@ class DaemonDay:
         draw = self.draw
         start = draw.choice(["once upon a time ", f"{draw.random()} "])
         text = start * draw.choice([1, 1, 4, 12])
+        n, most = draw.choice([1, 1, 1, 1, 3]), draw.choice([1, 3, 8, 8, 20, 20, 300, 500])
         asked = Asked(
             number=len(self.asked) + 1,
             model=draw.choice("aaabbc"),
             prompt=f"user: {text}\n" if chat or tools else text,
             seed=draw.randrange(100),
-            max_tokens=draw.choice([3, 8, 20, 60] if tools else [1, 3, 8, 8, 20]),
-            n=draw.choice([1, 1, 1, 1, 3]),
+            max_tokens=draw.choice([3, 8, 20, 60]) if tools else max(1, most // n),
+            n=n,
             stop="" if tools else draw.choice(["", "", "", "a k", "o di"]),
             tools=tools,
             logprobs=draw.choice([None, None, None, 2]),

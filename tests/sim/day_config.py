@@ -83,6 +83,7 @@ def draw_models(draw: random.Random) -> dict[str, dict[str, Any]]:
             "weights": draw.choice([16, 24, 40]) * MIB,
             "page_bytes": PAGE,
             "pages": draw.randint(1, 3),
+            "ahead": draw.choice([64, 128, 512]),
         }
         if draw.random() < 0.05:
             fields["load_error"] = "invalid_model"

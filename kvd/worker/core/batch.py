@@ -94,6 +94,8 @@ class Batch:
         replayed = zip(list(request.completions), request.submit.resume, strict=False)
         for completion, resumed in replayed:
             reports += self._replay(request, completion, resumed)
+        if request.submit.resume:
+            request.resumed_at = request.longest
         request.submit = replace(request.submit, prompt=None, messages=None, tokens=None, resume=[])
         if request.completions:
             self.admission.submit(
@@ -104,6 +106,8 @@ class Batch:
                 deadline=deadline,
                 choices=len(request.completions),
                 path=() if request.tracked.full_prefill else request.tracked.path,
+                open_ended=request.submit.max_tokens is None,
+                generated=request.longest,
             )
             self.requests[request.rid] = request
             self.prefix_cache.enqueue(request.tracked)
@@ -163,7 +167,8 @@ class Batch:
     def take_row(self, request: Request, row: Row, tokens: int) -> None:
         """Give a request a row that holds the first ``tokens`` of its prompt."""
         request.row = row
-        if request.resumed_at is None:
+        if not request.started:
+            request.started = True
             request.choices.cached_tokens = tokens
 
     def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
@@ -210,6 +215,7 @@ class Batch:
         mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
             completion.launched += 1
+            self.scheduler.note_generated(completion.key[0], completion.launched)
         self.max_rows = max(self.max_rows, len(rows))
         return step
 

@@ -35,13 +35,14 @@ from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
+from kvd.worker.core.refusal import refuse
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.core.segment_store import SegmentStore
 from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.swap import SwapFolder, Transfers
-from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.space import space_of
@@ -207,7 +208,7 @@ class MLXEngine:
         accepted = Request(
             submit=request,
             prompt=prompt,
-            max_new=request.max_tokens or min(room, DEFAULT_MAX_TOKENS),
+            max_new=request.max_tokens or room,
             completions=[
                 Completion(
                     (request.rid, choice), self._text.stream(request, prompt, choice), prompt[-1]
@@ -344,8 +345,10 @@ class MLXEngine:
         result = self._admit()
         if result.evict_pages and self._evict(result.evict_pages):
             result = self._admit()
-        if result.plan.missing_pages and self._free_spare_pools():
+        if result.plan.missing_pages and self._free_spare_pools(result.plan.growing):
             result = self._admit()
+        if result.stalled is not None:
+            self._preemption.make_room(result.stalled, result.plan.missing_pages)
         self._request_checkpoint_memory()
         return result.plan
 
@@ -356,7 +359,7 @@ class MLXEngine:
         self._batch.reports += result.queue_positions
         if result.refused is not None:
             rid, error = result.refused
-            self._batch.fail(self._batch.requests[rid], error)
+            refuse(self._batch, self._batch.requests[rid], error)
         for rid in result.plan.admitted:
             self._batch.set_level(self._batch.requests[rid], self._scheduler.find(rid).level)
             if rid not in result.plan.resumed:
@@ -377,7 +380,7 @@ class MLXEngine:
 
     def _request_checkpoint_memory(self) -> None:
         """Request memory for coming checkpoints, unless requests wait or start below level 0."""
-        if self._scheduler.start_level or self._scheduler.waiting:
+        if self._scheduler.start_level or self._scheduler.waiting or self._scheduler.states.stalled:
             return
         if wanted := self._prefix_cache.wanted_bytes:
             pages = 2 + wanted // self._admission.budget.page_bytes  # rounded up, and one to spare
@@ -392,12 +395,13 @@ class MLXEngine:
         self._runner.cache.compact(self._memory.needed_pages)
         return True
 
-    def _free_spare_pools(self) -> bool:
+    def _free_spare_pools(self, growing: str | None) -> bool:
         """Shrink pools to what rows have reserved; return whether that freed memory.
 
-        They are shrunk only if they exceed what is needed with the head of the queue admitted:
-        otherwise the head gains nothing, and the pools would have to grow again. With no rows
-        left, the tail buffers are freed as well, because the head may need that memory for pages.
+        They are shrunk only if they exceed what is needed with ``growing`` extended, or else with
+        the head of the queue admitted: otherwise nothing is gained, and the pools would have to
+        grow again. With no rows left, the tail buffers are freed as well, because the head may need
+        that memory for pages.
         """
         cache = self._runner.cache
         if not cache.sequences and cache.tail_slots and not self._reclaiming.active:
@@ -405,9 +409,12 @@ class MLXEngine:
             cache.shrink()
             return True
         needed = self._memory.needed_pages
-        head = self._scheduler.head
-        needed_with_head = needed + (head.missing_pages if head else 0)
-        if self._reclaiming.active or self._memory.charged_pages <= needed_with_head:
+        scheduler, head = self._scheduler, self._scheduler.head
+        if growing is not None:
+            wanted = scheduler.growth.extra_pages(scheduler.find(growing))
+        else:
+            wanted = head.missing_pages if head else 0
+        if self._reclaiming.active or self._memory.charged_pages <= needed + wanted:
             return False
         self._batch.synchronize()
         self._enter_phase("pools")

@@ -125,19 +125,41 @@ class Preemption:
         a piece of work. After the last one, the caller shrinks the pools, returns the memory and
         calls `requeue`.
         """
+        wanted = -(-wanted_bytes // self._batch.admission.budget.page_bytes)
+        yield from self._free(wanted, self._batch.scheduler.victims(), can_preempt)
+
+    def make_room(self, rid: str, pages: int) -> None:
+        """Free pages for a stalled request during the next steps; it is the last one preempted.
+
+        Meanwhile nothing is reserved: the pages are for this request alone.
+        """
+        if self._jobs:
+            return
+        victims = self._batch.scheduler.victims()
+        self._batch.admission.closed = True
+        self.start(rid, self._make_room(pages, victims[: victims.index(rid) + 1]))
+
+    def _make_room(self, pages: int, victims: list[str]) -> Iterator[None]:
+        yield from self._free(pages, victims, lambda _request: True)
+        self._batch.admission.closed = False
+        self.requeue()
+
+    def _free(
+        self, wanted: int, victims: list[str], may_preempt: Callable[[Request], bool]
+    ) -> Iterator[None]:
+        """Free ``wanted`` pages: snapshots in memory first, then ``victims`` in their order."""
         batch = self._batch
-        wanted = -(-wanted_bytes // batch.admission.budget.page_bytes)
         for request in self._in_memory():
             if wanted <= 0:
                 return
             wanted -= request.kept_pages
             yield from self._move_out(request)
-        for rid in batch.scheduler.victims():
+        for rid in victims:
             if wanted <= 0:
                 return
             batch.finish_step()  # requests may end
             running = batch.requests.get(rid)
-            if running is not None and can_preempt(running):
+            if running is not None and may_preempt(running):
                 wanted -= yield from self._preempt(running, wanted)
 
     def _in_memory(self) -> list[Request]:

@@ -86,6 +86,8 @@ class Request:
     """Pages of the budget that its snapshots take while it is preempted."""
     begun: bool = False
     """Whether its completions have rows, or had them when it was preempted."""
+    started: bool = False
+    """Whether it ever had a row."""
     swapped: SwappedRows | None = None
     mixed_levels: bool = False
     """Whether it was stepped down with tokens in its rows: recomputed rows would differ."""
@@ -96,7 +98,8 @@ class Request:
     prompt_reported: int = 0
     """Prompt tokens whose logprobs were reported, also by an earlier worker."""
     resumed_at: int | None = None
-    """Tokens of its longest completion when it was last resumed after preemption."""
+    """Tokens of its longest completion when it was last resumed, by this worker after preemption or
+    after an earlier worker."""
 
     @property
     def rid(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvd.worker.core.replay import check_resume
-from kvd.worker.engine import DEFAULT_MAX_TOKENS, AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.fake.embedding import check_embed, embedded
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
@@ -71,7 +71,11 @@ class FakeEngine:
             model.weights, model.page_bytes, grant.total_bytes, grant.seq, grant.limit_bytes
         )
         self._scheduler = Scheduler(
-            max_rows=command.max_rows, chunk=command.prefill_chunk, group=True, sizes=sizes_of(kv)
+            max_rows=command.max_rows,
+            chunk=command.prefill_chunk,
+            group=True,
+            sizes=sizes_of(kv),
+            ahead=model.ahead,
         )
         self._admission = Admission(self._scheduler, budget, row_pages=0, idle_pages=model.pages)
         self._pages = FakePages(model.page_bytes)
@@ -104,8 +108,8 @@ class FakeEngine:
         seed = 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
         row = FakeRow(
             request,
-            request.max_tokens or min(room, DEFAULT_MAX_TOKENS),
-            self._model.eos_after,
+            request.max_tokens or room,
+            self._model.ends_at(request.max_tokens),
             FakeTokens(prompt, seed),
             self._prefix_cache.track(request.rid, prompt, salt, full_prefill=scored),
             self._pages.of(prompt, salt),
@@ -122,6 +126,8 @@ class FakeEngine:
                 deadline=None if request.deadline_s is None else self.clock() + request.deadline_s,
                 choices=len(row.choices),
                 path=() if scored else row.tracked.path,
+                open_ended=request.max_tokens is None,
+                generated=row.longest,
             )
             self._rows[row.rid] = row
             self._prefix_cache.enqueue(row.tracked)
@@ -196,9 +202,7 @@ class FakeEngine:
         plan = result.plan
         self._request_memory(result.memory_request)
         self._reports += result.queue_positions
-        if result.refused is not None:
-            rid, error = result.refused
-            self._fail(self._rows[rid], error)
+        self._end_or_preempt(result)
         for rid in plan.resumed:
             self._reclaiming.resume(rid)
         if plan.group:
@@ -207,7 +211,8 @@ class FakeEngine:
             self._on_phase("decode")
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
-            self._decode(self._rows[rid])
+            if self._scheduler.is_admitted(rid):  # not preempted for a stalled request
+                self._decode(self._rows[rid])
         self._request_memory(self._admission.give_back_idle(self._held.cached))
         return self.take_reports()
 
@@ -283,6 +288,7 @@ class FakeEngine:
         if not row.made:
             self._reports += row.prompt_reports()
         row.over.record_level(self._scheduler.find(row.rid).level)
+        self._scheduler.note_generated(row.rid, row.longest + 1)
         for choice in list(row.choices):
             self._generated_tokens += 1
             reports, reason = row.decode(choice)
@@ -301,6 +307,22 @@ class FakeEngine:
     def _fail(self, row: FakeRow, error: KvdError) -> None:
         self._report(wire.RowFailed(rid=row.rid, error=error.info()))
         self._release(row)
+
+    def _end_or_preempt(self, result: AdmissionResult) -> None:
+        if result.refused is not None:
+            rid, error = result.refused
+            self._refuse(self._rows[rid], error)
+        if result.stalled is not None:
+            self._reclaiming.make_room(result.stalled, result.plan.missing_pages)
+
+    def _refuse(self, row: FakeRow, error: KvdError) -> None:
+        """End a request that the budget is too small for, as `kvd.worker.core.refusal` does."""
+        if row.submit.max_tokens is not None or not row.made:
+            self._fail(row, error)
+            return
+        for choice in list(row.choices):
+            self._reports += row.held_back(choice)
+            self._finish(row, choice, "length")
 
     def _release(self, row: FakeRow) -> None:
         if row.holds_pages:

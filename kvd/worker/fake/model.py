@@ -16,6 +16,7 @@ import msgspec
 
 from kvd.worker.fake.embedding import INFO
 from kvd.worker.fake.tokens import VOCABULARY
+from kvd.worker.scheduling.request import RESERVED_TOKENS
 from protocol import paths
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
 from protocol.kv import KVSpec
@@ -57,6 +58,9 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows whose prompt contains this text have invalid logits."""
     eos_after: int = 0
     """Token at which each row ends on its own. 0: never."""
+    open_end: int = 512
+    """Token at which rows without ``max_tokens`` end on their own, unless `eos_after` is given.
+    0: never."""
     weights: int = 64 * 1024 * 1024
     page_bytes: int = 64 * 1024
     pages: int = 64
@@ -64,6 +68,12 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int = 16_384
     tools: bool = True
     """Whether the model can call tools."""
+    ahead: int = RESERVED_TOKENS
+    """Tokens up to which a reservation is extended (`kvd.worker.scheduling.growth`)."""
+
+    def ends_at(self, max_tokens: int | None) -> int:
+        """Return the token at which a row ends on its own. 0: it does not."""
+        return self.eos_after or (self.open_end if max_tokens is None else 0)
 
     def crash(self) -> NoReturn:
         os._exit(CRASH_STATUS)

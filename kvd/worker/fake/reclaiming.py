@@ -98,17 +98,32 @@ class FakeReclaiming:
                 self._admission.step_down(rid, level)
 
     def _preempt(self, wanted_bytes: int) -> list[str]:
-        admission = self._admission
         preempted = []
-        for rid in admission.scheduler.victims():
+        for rid in self._admission.scheduler.victims():
             if wanted_bytes <= 0 or not can_preempt(self._rows[rid]):
                 continue
-            nbytes = admission.scheduler.find(rid).pages * admission.budget.page_bytes
-            wanted_bytes -= nbytes
-            admission.preempt(rid)
-            self._report(RowPreempted(rid=rid, nbytes=nbytes, where=self._where))
+            wanted_bytes -= self._preempt_one(rid)
             preempted.append(rid)
         return preempted
+
+    def _preempt_one(self, rid: str) -> int:
+        """Preempt a request; return the bytes that this frees."""
+        admission = self._admission
+        nbytes = admission.scheduler.find(rid).pages * admission.budget.page_bytes
+        admission.preempt(rid)
+        self._report(RowPreempted(rid=rid, nbytes=nbytes, where=self._where))
+        return nbytes
+
+    def make_room(self, stalled: str, pages: int) -> None:
+        """Preempt requests for a stalled one, the least valuable first, itself at last."""
+        wanted_bytes = pages * self._admission.budget.page_bytes
+        for rid in self._admission.scheduler.victims():
+            if wanted_bytes <= 0:
+                break
+            wanted_bytes -= self._preempt_one(rid)
+            self._admission.requeue_preempted(rid)
+            if rid == stalled:
+                break
 
     def resume(self, rid: str) -> None:
         self._rows[rid].resumed_at = self._rows[rid].longest

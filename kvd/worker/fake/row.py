@@ -87,6 +87,7 @@ class FakeRow:
                 choice.tokens += 1
                 self._text(choice, token)
             self.made += choice.tokens
+            self.resumed_at = self.longest
             choice.sent_text = SentText(resumed.text_bytes - choice.text_bytes)
             del choice.new_parts[: resumed.parts]
             stopped = choice.stops.stopped or (choice.tokens > 0 and self._at_eos(choice))
@@ -144,6 +145,10 @@ class FakeRow:
         at = choice.text_bytes + len(text.encode())
         choice.new_parts.append(PartStart(at, part.kind, part.name, call))
         return text
+
+    def held_back(self, choice: FakeChoice) -> list[Report]:
+        """Return the text that could have been the beginning of a stop string, as a report."""
+        return self._reports(choice, [], choice.stops.finish())
 
     def _filtered(self, choice: FakeChoice, text: str) -> str:
         return choice.stops.push(text) if choice.tokens > self.submit.min_tokens else text

@@ -1,7 +1,16 @@
 """Admission of queued requests under the worker's grant. Pure.
 
-The grant covers the worst case of every admitted request until it ends or is preempted. Memory for
-the head of the queue is sought in this order:
+The grant covers the reservation of every admitted request (`growth`) until it ends or is preempted.
+Memory for a larger reservation of a running request is sought in this order:
+
+1. spare memory of the grant;
+2. a larger grant, while the request still has reserved tokens left;
+3. once it is stalled and the grant was denied: the pages of cached prefixes
+   (`AdmissionResult.evict_pages`), and then those of the least valuable requests, which are
+   preempted (`AdmissionResult.stalled`). That may be the stalled request itself.
+
+Then no request is admitted before the running one has its memory. Memory for the head of the queue
+is sought in this order:
 
 1. a larger grant for all queued requests for which rows are free, or else for the head alone;
 2. if that is denied: the pages of cached prefixes (`AdmissionResult.evict_pages`);
@@ -11,8 +20,8 @@ the head of the queue is sought in this order:
 5. otherwise the head waits. The daemon remembers the denied memory request and grants it when other
    workers give memory back.
 
-A request is refused only if it exceeds the whole budget at the lowest precision level: when it is
-submitted, or when the budget becomes smaller.
+A request is refused only if what it was promised exceeds the whole budget at the lowest precision
+level: when it is submitted, or when the budget becomes smaller.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from msgspec.structs import replace
 
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.queue_positions import QueuePositions
+from kvd.worker.scheduling.request import ScheduledRequest
 from kvd.worker.scheduling.scheduler import Plan, Scheduler
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested, RowQueued
@@ -51,11 +61,14 @@ class AdmissionResult:
     plan: Plan
     memory_request: MemoryRequested | None = None
     refused: tuple[str, InsufficientMemory] | None = None
-    """A request that can never run. It stays scheduled until `Admission.finish`."""
+    """A request that can never run or continue. It stays scheduled until `Admission.finish`."""
     evict_pages: int = 0
     """Pages of cached prefixes to evict before `Admission.admit` is called again."""
     swap_out_kept: bool = False
     """Whether pages that preempted requests keep must leave memory, because the head needs them."""
+    stalled: str | None = None
+    """A request that cannot continue unless requests are preempted: it lacks
+    `Plan.missing_pages`."""
     queue_positions: tuple[RowQueued, ...] = ()
 
 
@@ -97,6 +110,7 @@ class Admission:
         return bool(
             self.scheduler.states.active
             or self.may_admit
+            or self._may_grow
             or self._reports_positions
             or self._can_give_back_idle
         )
@@ -105,6 +119,12 @@ class Admission:
     def may_admit(self) -> bool:
         """Whether `admit` may admit a queued request; False if it has just failed to."""
         return self.scheduler.waiting > 0 and self._changed and not self.closed
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether `admit` can do something for a stalled request now."""
+        may_ask = not self.closed and self.budget.open_bytes is None
+        return may_ask and self.scheduler.states.stalled
 
     @property
     def _reports_positions(self) -> bool:
@@ -127,10 +147,16 @@ class Admission:
         deadline: float | None = None,
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
+        open_ended: bool = False,
+        generated: int = 0,
     ) -> None:
-        """Queue a request. Raises `InsufficientMemory` if the budget never suffices for it."""
+        """Queue a request: see `Scheduler.submit`.
+
+        Raises `InsufficientMemory` if the budget never suffices for what is promised to it.
+        """
         sizes = self.scheduler.sizes
-        first, further = sizes.of(prompt_len, max_new, sizes.lowest_level)
+        promised = self.scheduler.promised(max_new, open_ended=open_ended)
+        first, further = sizes.of(prompt_len, promised, sizes.lowest_level)
         pages = first + (choices - 1) * further
         if self._too_large(pages, choices):
             raise self.budget.refusal(pages + choices * self.row_pages)
@@ -142,6 +168,8 @@ class Admission:
             deadline=deadline,
             choices=choices,
             path=path,
+            open_ended=open_ended,
+            generated=generated,
         )
         self._positions.stale = True
         head = self.scheduler.head
@@ -220,26 +248,56 @@ class Admission:
         if self.closed:
             return AdmissionResult(self.scheduler.plan(None))
         self._changed = False
-        plan = self.scheduler.plan(lambda pages, rows: self.missing_pages(pages, rows, held))
+        scheduler = self.scheduler
+        outgrown = scheduler.growth.outgrown
+        if outgrown is not None:
+            return AdmissionResult(scheduler.plan(None), refused=self._refusal(outgrown))
+        plan = scheduler.plan(lambda pages, rows: self.missing_pages(pages, rows, held))
         if plan.admitted:
             self._positions.stale = True
         if not plan.missing_pages:
             return AdmissionResult(plan)
-        budget, head = self.budget, self.scheduler.head
-        assert head is not None, "missing pages are those of the head"
-        if self._too_large(head.pages, head.choices):
-            refusal = budget.refusal(head.pages + head.choices * self.row_pages)
-            return AdmissionResult(plan, budget.withdraw(), (head.rid, refusal))
-        request = budget.request(plan.queue_missing_pages) or budget.request(plan.missing_pages)
-        if request is not None:  # 1
-            request = replace(request, resuming=head.was_admitted)
-        if request is not None or not budget.is_denied(plan.missing_pages):
-            return AdmissionResult(plan, request)
+        if plan.growing is not None:
+            return self._seek_for_growth(plan, scheduler.find(plan.growing), held)
+        assert scheduler.head is not None, "the head lacks the missing pages"
+        return self._seek_for_head(plan, scheduler.head, held)
+
+    def _seek_for_growth(
+        self, plan: Plan, request: ScheduledRequest, held: Held
+    ) -> AdmissionResult:
+        asked = self._request(plan, resuming=True)
+        if asked is not None or not self.budget.is_denied(plan.missing_pages):
+            return AdmissionResult(plan, asked)
+        if not request.stalled:
+            return AdmissionResult(plan)  # there is time until it needs the memory
+        if held.cached:
+            return self._evict(plan, held)
+        return AdmissionResult(plan, stalled=request.rid)
+
+    def _seek_for_head(self, plan: Plan, head: ScheduledRequest, held: Held) -> AdmissionResult:
+        scheduler = self.scheduler
+        if not scheduler.growth.fits(head, head.least_new, head.level):
+            return AdmissionResult(plan, self.budget.withdraw(), self._refusal(head))
+        asked = self._request(plan, resuming=head.was_admitted)  # 1
+        if asked is not None or not self.budget.is_denied(plan.missing_pages):
+            return AdmissionResult(plan, asked)
         if held.cached:  # 2
-            self._changed = True
-            return AdmissionResult(plan, evict_pages=min(held.cached, plan.missing_pages))
-        states = self.scheduler.states
+            return self._evict(plan, held)
+        states = scheduler.states
         return AdmissionResult(plan, swap_out_kept=not states.rows and states.kept_behind_head > 0)
+
+    def _request(self, plan: Plan, *, resuming: bool) -> MemoryRequested | None:
+        budget = self.budget
+        asked = budget.request(plan.queue_missing_pages) or budget.request(plan.missing_pages)
+        return None if asked is None else replace(asked, resuming=resuming)
+
+    def _evict(self, plan: Plan, held: Held) -> AdmissionResult:
+        self._changed = True
+        return AdmissionResult(plan, evict_pages=min(held.cached, plan.missing_pages))
+
+    def _refusal(self, request: ScheduledRequest) -> tuple[str, InsufficientMemory]:
+        pages = self.scheduler.growth.pages(request, request.least_new, request.level)
+        return request.rid, self.budget.refusal(pages + request.choices * self.row_pages)
 
     def give_back(self, pages: int, held: Held) -> tuple[MemoryRequested | None, int]:
         """Give back the grant beyond ``pages``, as far as it is neither held nor reserved.

@@ -8,6 +8,13 @@ from typing import NamedTuple
 
 from kvd.worker.cache.scheme import full_pages
 
+RESERVED_TOKENS = 512
+"""Tokens of a completion that are reserved at admission, and up to which a reservation is extended.
+
+It is extended when less than half is left. The other half, 256 tokens, takes a second or more to
+decode, which is enough for the daemon to free memory; and most answers fit the first 512.
+"""
+
 
 class QueueKey(NamedTuple):
     """Sort key of a request among all others; the smallest is first."""
@@ -35,8 +42,9 @@ class Chunk:
 class ScheduledRequest:
     """A request in any state.
 
-    An admitted request has ``choices`` rows and reserves `pages`. Any other request has no rows. If
-    it was preempted and stays in memory, it holds ``kept_pages``.
+    An admitted request has ``choices`` rows and reserves `pages`: enough for ``reserved_new``
+    tokens of each choice (`growth`). Any other request has no rows. If it was preempted and stays
+    in memory, it holds ``kept_pages``.
     """
 
     rid: str
@@ -48,8 +56,14 @@ class ScheduledRequest:
     """Absolute time in seconds, on the caller's clock."""
     choices: int
     """Choices that have not finished."""
+    promised_new: int = 0
+    """Tokens of each choice that must fit into the budget: the request is refused otherwise."""
+    reserved_new: int = 0
+    """Tokens of each choice for which pages are reserved."""
+    generated: int = 0
+    """Most decode steps of a choice so far, each of which generates one token."""
     first_choice_pages: int = 0
-    """Pages that one choice fills at most, the prompt's pages included."""
+    """Pages that one choice fills with ``reserved_new`` tokens, the prompt's pages included."""
     further_choice_pages: int = 0
     level: int = 0
     """Precision level at which the request runs or will start, and at which pages are counted."""
@@ -77,8 +91,23 @@ class ScheduledRequest:
         return self.prefill_end - self.prefilled
 
     @property
+    def ahead(self) -> int:
+        """Tokens that each choice can still generate within the reservation."""
+        return self.reserved_new - self.generated
+
+    @property
+    def least_new(self) -> int:
+        """Tokens of each choice that must fit into the budget for the request to go on."""
+        return max(self.promised_new, min(self.generated + 1, self.max_new))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a decoding request needs a larger reservation for its next token."""
+        return self.ahead <= 0 and self.generated < self.max_new and not self.remaining
+
+    @property
     def pages(self) -> int:
-        """Pages reserved while admitted: the worst case, so that no admitted row waits for memory.
+        """Pages reserved while admitted: what its rows fill at most within ``reserved_new`` tokens.
 
         During a step down they are still counted at the level that the request comes from.
         """

@@ -35,9 +35,15 @@ import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from kvd.worker.scheduling.growth import Growth, MissingPages, value_of
 from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.queue import RequestQueue
-from kvd.worker.scheduling.request import Chunk, ReservationSizes, ScheduledRequest
+from kvd.worker.scheduling.request import (
+    RESERVED_TOKENS,
+    Chunk,
+    ReservationSizes,
+    ScheduledRequest,
+)
 from kvd.worker.scheduling.shared_prompts import shares_next_chunk, without_waiting
 from kvd.worker.scheduling.states import RequestStates
 from protocol.errors import InvalidRequest, LocalProtocolError
@@ -59,20 +65,23 @@ class Plan:
     decode: tuple[str, ...]
     """Requests that decode: one token for each of their running choices."""
     missing_pages: int
-    """Pages that the head of the queue lacks. 0 if the queue is empty or lacks only rows."""
+    """Pages that ``growing`` lacks, or else the head of the queue. 0 if only rows are lacking."""
     queue_missing_pages: int = 0
-    """Pages lacking to admit the head and as many requests behind it as there are free rows for."""
+    """Pages lacking for all growth, for the head and for as many requests as there are free rows.
+    """
     resumed: tuple[str, ...] = ()
     """The requests of ``admitted`` that were preempted before."""
+    growing: str | None = None
+    """The most valuable request whose reservation could not be extended."""
 
 
 class Scheduler:
     """Call `plan`, run it, call `mark_prefilled` for each chunk and `finish` for ended requests.
 
     ``max_rows``: rows for running choices. ``chunk``: the grid of prefill chunks, in tokens.
-    ``sizes``: pages that requests fill at most. ``budget``: decoded and prefilled tokens of a step;
+    ``sizes``: pages that requests fill. ``budget``: decoded and prefilled tokens of a step;
     the default is one chunk plus all rows. ``group``: whether the engine can prefill several
-    requests in one pass (`prefill_order`). ``age``: see `queue`.
+    requests in one pass (`prefill_order`). ``age``: see `queue`. ``ahead``: see `growth`.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Scheduler:
         budget: int | None = None,
         group: bool = False,
         age: int = AGE,
+        ahead: int = RESERVED_TOKENS,
     ) -> None:
         budget = chunk + max_rows if budget is None else budget
         if max_rows < 1 or chunk < 1 or age < 1:
@@ -100,9 +110,9 @@ class Scheduler:
         self.sizes = sizes or ReservationSizes()
         self.start_level = 0
         """Level at which new requests start, unless they are too large for it."""
-        self._too_large: Callable[[int, int], bool] = lambda _pages, _rows: False
         self._queue = RequestQueue(age)
         self.states = RequestStates(self._queue)
+        self.growth = Growth(self.states, self.sizes, ahead)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
         self._decoding = 0
         """Tokens that the planned step decodes."""
@@ -178,11 +188,14 @@ class Scheduler:
         deadline: float | None = None,
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
+        open_ended: bool = False,
+        generated: int = 0,
     ) -> None:
         """Queue a request. ``deadline`` is an absolute time in seconds (see `expired`).
 
-        ``path``: see `ScheduledRequest.path`. Raises `InvalidRequest` for more choices than
-        ``max_rows``.
+        ``open_ended``: whether the first reservation is all that must fit into the budget, instead
+        of ``max_new``. ``generated``: tokens that an earlier worker generated. ``path``: see
+        `ScheduledRequest`. Raises `InvalidRequest` for more choices than ``max_rows``.
         """
         if rid in self.states.requests:
             raise LocalProtocolError(f"request {rid} is scheduled already")
@@ -197,12 +210,26 @@ class Scheduler:
                 " raise max_rows",
                 field="n",
             )
-        key = self._queue.new_key(prompt_len + choices * max_new, priority)
+        promised = self.promised(max_new, open_ended=open_ended)
+        key = self._queue.new_key(prompt_len + choices * promised, priority)
         request = ScheduledRequest(
-            rid, prompt_len, max_new, key, priority, deadline, choices, path=path
+            rid,
+            prompt_len,
+            max_new,
+            key,
+            priority,
+            deadline,
+            choices,
+            promised,
+            generated=generated,
+            path=path,
         )
         self._choose_level(request)
         self.states.add(request)
+
+    def promised(self, max_new: int, *, open_ended: bool) -> int:
+        """Return `ScheduledRequest.promised_new`."""
+        return min(max_new, self.growth.ahead) if open_ended else max_new
 
     def finish(self, rid: str) -> None:
         self.states.remove(self.find(rid))
@@ -230,17 +257,17 @@ class Scheduler:
         A request that is too large for this level starts lower. ``too_large(pages, rows)``:
         whether this many exceed the whole budget.
         """
-        self.start_level, self._too_large = level, too_large
+        self.start_level, self.growth.too_large = level, too_large
         for request in self._queue:
             if not request.was_admitted:
                 self._choose_level(request)
 
     def _choose_level(self, request: ScheduledRequest) -> None:
         for level in range(self.start_level, self.sizes.levels):
-            first, further = self._sizes_of(request, level)
-            pages = first + (request.choices - 1) * further
-            if level == self.sizes.lowest_level or not self._too_large(pages, request.choices):
-                self.states.resize(request, level, first, further)
+            fits = self.growth.fits(request, request.promised_new, level)
+            if level == self.sizes.lowest_level or fits:
+                request.level, request.reserved_new = level, 0
+                self.growth.extend(request)
                 return
 
     def step_down(self, rid: str, level: int) -> None:
@@ -259,40 +286,59 @@ class Scheduler:
         return request.pages - first - (request.choices - 1) * further
 
     def _sizes_of(self, request: ScheduledRequest, level: int) -> tuple[int, int]:
-        return self.sizes.of(request.prompt_len, request.max_new, level)
+        return self.growth.sizes_of(request, request.reserved_new, level)
 
     # A step.
 
-    def plan(self, missing_pages: Callable[[int, int], int] | None) -> Plan:
-        """Admit requests from the head of the queue as memory and rows allow; choose what runs.
+    def plan(self, missing_pages: MissingPages | None) -> Plan:
+        """Extend reservations, admit requests as memory and rows allow, and choose what runs.
 
         ``missing_pages(pages, rows)`` returns the pages that the grant lacks to reserve this many;
-        0 or less means that they fit. With None, no request is admitted.
+        0 or less means that they fit. With None, nothing more is reserved.
         """
+        grown = self.growth.grow(missing_pages)
         admitted: list[str] = []
         resumed: list[str] = []
-        missing = queue_missing = 0
-        while missing_pages and (head := self._queue.head) is not None:
+        missing, queue_missing = grown.missing_pages, 0
+        if missing_pages and grown.lacking is not None:
+            queue_missing = self._queue_missing(missing_pages, grown.pages)
+        while missing_pages and grown.lacking is None and (head := self._queue.head) is not None:
             rows = self.reserved_rows + head.choices
             if rows > self._max_rows:
                 break
-            missing = max(0, missing_pages(self.reserved_pages + head.missing_pages, rows))
+            ahead = self.growth.pages_ahead
+            pages = self.reserved_pages + ahead + head.missing_pages
+            missing = max(0, missing_pages(pages, rows))
             if missing:
-                queue_missing = self._queue_missing(missing_pages)
+                queue_missing = self._queue_missing(missing_pages, ahead)
                 break
+            if ahead:
+                self.growth.extend_all()
             if head.was_admitted:
                 resumed.append(head.rid)
             elif head.level:
                 head.path = ()  # below level 0 a request neither leaves nor uses checkpoints
             self.states.admit(head)
             admitted.append(head.rid)
-        decode = {rid: one for rid, one in self.states.decoding.items() if not one.suspended}
+        decode = {
+            rid: one
+            for rid, one in self.states.decoding.items()
+            if not (one.suspended or one.stalled)
+        }
         self._decoding = sum(one.choices for one in decode.values())
-        group = self.next_group()
-        return Plan(tuple(admitted), group, tuple(decode), missing, queue_missing, tuple(resumed))
+        growing = None if grown.lacking is None else grown.lacking.rid
+        return Plan(
+            tuple(admitted),
+            self.next_group(),
+            tuple(decode),
+            missing,
+            queue_missing,
+            tuple(resumed),
+            growing,
+        )
 
-    def _queue_missing(self, missing_pages: Callable[[int, int], int]) -> int:
-        pages, rows = self.reserved_pages, self.reserved_rows
+    def _queue_missing(self, missing_pages: MissingPages, ahead: int) -> int:
+        pages, rows = self.reserved_pages + ahead, self.reserved_rows
         for request in itertools.islice(self._queue, self._max_rows):
             if rows + request.choices > self._max_rows:
                 break
@@ -335,6 +381,11 @@ class Scheduler:
         request.prompt_started = True
         self.states.advance(request, position)
 
+    def note_generated(self, rid: str, generated: int) -> None:
+        """Note that a choice of a decoding request has run this many decode steps."""
+        request = self.find(rid)
+        request.generated = max(request.generated, generated)
+
     def mark_prefilled(self, rid: str, end: int) -> None:
         """Note that a planned chunk ran, to ``end``. A group's first chunk also counts its pass."""
         chunk = self._planned.get(rid)
@@ -354,11 +405,7 @@ class Scheduler:
 
     def victims(self) -> list[str]:
         """Return the admitted requests in preemption order: low priority, then late arrival."""
-        requests = sorted(
-            self.states.admitted,
-            key=lambda request: (request.priority, -request.queue_key.arrival),
-        )
-        return [request.rid for request in requests]
+        return [request.rid for request in sorted(self.states.admitted, key=value_of)]
 
     def suspend(self, rid: str, *, reads_prompt: bool = False) -> None:
         """Give an admitted request no tokens until `resume`. It keeps its rows and memory.
@@ -375,6 +422,7 @@ class Scheduler:
     def preempt(self, rid: str, kept_pages: int = 0) -> None:
         """Free a request's rows and pages; it keeps its progress and ``kept_pages``."""
         self.states.preempt(rid, kept_pages)
+        self.growth.extend(self.find(rid))
         self._planned.pop(rid, None)
 
     def restart_prefill(self, rid: str) -> None:

@@ -47,8 +47,13 @@ class RequestStates:
 
     @property
     def active(self) -> int:
-        """Number of admitted requests that are not suspended."""
-        return sum(not request.suspended for request in self.admitted)
+        """Number of admitted requests that are neither suspended nor stalled."""
+        return sum(not (one.suspended or one.stalled) for one in self.admitted)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a decoding request waits for a larger reservation."""
+        return any(one.stalled and not one.suspended for one in self.decoding.values())
 
     @property
     def kept_behind_head(self) -> int:
