@@ -151,7 +151,7 @@ class DaemonDay:
 
     def ask_http(self) -> None:
         chat, stream = self.draw.random() < 0.5, self.draw.random() < 0.6
-        asked = self._draw_asked(chat=chat)
+        asked = self._draw_asked(chat=chat, tools=chat and self.draw.random() < 0.5)
         self.note("asked over HTTP", asked)
         self.web.append(HttpClient(self.daemon.connect_http, asked, chat=chat, stream=stream))
 

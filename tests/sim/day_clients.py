@@ -11,8 +11,9 @@ import msgspec
 
 from protocol import messages
 from protocol.messages import Event, Request, is_last
+from protocol.parts import PartStart
 from protocol.session import ClientSession
-from tests.sim.asked import Asked
+from tests.sim.asked import TOOL, Asked
 from tests.sim.network import Link
 from tests.sim.sim_daemon import UNREAD_BYTES
 
@@ -151,6 +152,9 @@ class HttpClient:
         }
         if self._chat:
             body["messages"] = [{"role": "user", "content": asked.prompt[6:-1]}]
+            if asked.tools:
+                function = {"name": TOOL.name, "parameters": TOOL.parameters}
+                body["tools"] = [{"type": "function", "function": function}]
         else:
             body["prompt"] = asked.prompt
         if asked.stop:
@@ -208,31 +212,50 @@ class HttpClient:
                 asked.ended = chunk["error"]["kvd"]["code"]
                 continue
             for choice in chunk["choices"]:
-                self._check_choice(
-                    choice, choice["delta"].get("content", "") if self._chat else choice["text"]
-                )
+                self._check_choice(choice, "delta")
             if chunk.get("usage"):
                 self._check_usage(chunk["usage"])
 
     def _check_body(self, body: dict[str, Any]) -> None:
         asked = self.asked
         for choice in body["choices"]:
-            self._check_choice(
-                choice, choice["message"]["content"] if self._chat else choice["text"]
-            )
+            self._check_choice(choice, "message")
         assert all(it.reason for it in asked.choices), f"{asked}: lacks choices"
         self._check_usage(body["usage"])
         asked.ended = "length"
 
-    def _check_choice(self, choice: dict[str, Any], text: str) -> None:
+    def _check_choice(self, choice: dict[str, Any], key: str) -> None:
         asked, number = self.asked, choice["index"]
         received = asked.choices[number]
         assert not received.reason, f"{asked}: more of choice {number} after its end"
-        asked.add_text(number, text)
+        if self._chat:
+            self._add(number, choice[key])
+        else:
+            asked.add_text(number, choice["text"])
         if (reason := choice["finish_reason"]) is not None:
             received.reason = reason
-            asked.check_whole(number, reason, tokens=False)
+            self._check_end(number, reason)
             received.tokens = list(asked.expected[number].tokens)
+
+    def _add(self, number: int, message: dict[str, Any]) -> None:
+        """Add what a message or a delta has; its order is that of the parts."""
+        asked, received = self.asked, self.asked.choices[number]
+        asked.add_text(number, message.get("reasoning_content") or "")
+        asked.add_text(number, message.get("content") or "")
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                name = call["function"]["name"]
+                received.parts.append(PartStart(len(received.text.encode()), "call", name))
+            asked.add_text(number, call["function"]["arguments"])
+
+    def _check_end(self, number: int, reason: str) -> None:
+        asked, expected = self.asked, self.asked.expected[number]
+        calls = [part for part in expected.parts if part.kind == "call"]
+        if calls and expected.reason == "stop":
+            assert reason == "tool_calls", f"{asked}: ended with {reason}"
+            reason = "stop"
+        asked.check_whole(number, reason, tokens=False)
+        assert asked.choices[number].parts == (calls if self._chat else []), f"{asked}: calls"
 
     def _check_usage(self, usage: dict[str, int]) -> None:
         self.asked.check_usage(usage["prompt_tokens"], usage["completion_tokens"])
