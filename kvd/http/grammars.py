@@ -50,7 +50,7 @@ def _of_format(response_format: ResponseFormat) -> Grammar | None:
             field = "response_format.json_schema"
             raise InvalidRequest(f"{field} is missing", field=field)
         case ResponseFormat(json_schema=JsonSchema(schema=dict(schema))):
-            return _of_schema(schema, "response_format.json_schema.schema")
+            return of_schema(schema, "response_format.json_schema.schema")
         case _:
             return Grammar("json_object")
 
@@ -58,7 +58,7 @@ def _of_format(response_format: ResponseFormat) -> Grammar | None:
 def _of_outputs(outputs: StructuredOutputs, place: str) -> dict[str, Grammar | None]:
     found: dict[str, Grammar | None] = {}
     if outputs.json is not None:
-        found[f"{place}json"] = _of_schema(outputs.json, f"{place}json")
+        found[f"{place}json"] = of_schema(outputs.json, f"{place}json")
     if outputs.regex is not None:
         found[f"{place}regex"] = Grammar("regex", outputs.regex)
     if outputs.grammar is not None:
@@ -70,7 +70,8 @@ def _of_outputs(outputs: StructuredOutputs, place: str) -> dict[str, Grammar | N
     return found
 
 
-def _of_schema(schema: str | Schema, field: str) -> Grammar:
+def of_schema(schema: str | Schema, field: str) -> Grammar:
+    """Return the grammar of a schema; raises `InvalidRequest` if the protocol cannot hold it."""
     if isinstance(schema, dict):
         if fault := find_fault(schema):
             raise InvalidRequest(f"{field} {fault}", field=field)

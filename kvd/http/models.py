@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from kvd.http.responses import Model, ModelExtension, ModelList
+from kvd.http.responses_api.codex import catalogue
 
 if TYPE_CHECKING:
     from protocol.types import DaemonStatus, ModelStatus
@@ -18,7 +19,8 @@ def listed(status: DaemonStatus, created: int) -> ModelList:
     """Return all models that a request may name, including unloaded ones."""
     loaded = [_model(model, created) for model in status.models]
     unloaded = [Model(name, created, ModelExtension("unloaded")) for name in status.unloaded]
-    return ModelList(sorted([*loaded, *unloaded], key=lambda model: model.id))
+    models = sorted([*loaded, *unloaded], key=lambda model: model.id)
+    return ModelList(models, catalogue(status))
 
 
 def _model(status: ModelStatus, created: int) -> Model:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from kvd.http.responses_api.codex import CatalogueModel
 from protocol.types import ChatAbilities
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -209,4 +210,6 @@ class ModelList(msgspec.Struct, frozen=True):
     """The body of ``GET /v1/models``."""
 
     data: list[Model]
+    models: list[CatalogueModel]
+    """Catalogue for Codex."""
     object: Literal["list"] = "list"

@@ -10,24 +10,27 @@ import msgspec
 from msgspec import Raw
 
 from kvd.http import reading
+from kvd.http.grammars import of_schema
 from kvd.http.responses_api.items import Conversation, add_all
 from kvd.http.responses_api.objects import Response
 from kvd.http.responses_api.requests import ABSENT, REFUSED, ResponsesRequest
 from kvd.http.responses_api.tools import Tools, read_choice, read_tools
+from kvd.http.unknown_fields import count_unknown
+from protocol.chat_checks import check_chat, check_grammar
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
 from protocol.tools import ChatOptions, Grammar
 from protocol.types import Sampling
-from protocol.validation import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.http.responses_api.store import Store
 
+PATH = "/v1/responses"
+
 _NEUTRAL = (b"null", b"false")
 _SEALED = "reasoning.encrypted_content"
-_FIELDS = {field.encode_name for field in msgspec.structs.fields(ResponsesRequest)}
 _SEED_MASK = 2**63 - 1
 
 
@@ -53,7 +56,7 @@ class Wanted:
 
 def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: int) -> Wanted:
     """Read a request; raises `InvalidRequest`, also if the previous response is not stored."""
-    request, unknown = _decoded(body)
+    request = reading.decode(body, ResponsesRequest)
     _check(request)
     own = _own_items(request)
     conversation = _conversation(request, own, store, owner)
@@ -64,17 +67,19 @@ def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: i
         raise EmptyPrompt("input is empty; it needs at least one message", field="input")
     reasoning = request.reasoning
     effort = None if reasoning is None else reasoning.effort
+    chat = ChatOptions(
+        tools=list(allowed.tools),
+        tool_choice=choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning=False if effort == "none" else None,
+        effort=None if effort == "none" else effort,
+    )
+    check_chat(chat, has_messages=True, place="")
     call = Generate(
         id="http",
         model=request.model,
         messages=found,
-        chat=ChatOptions(
-            tools=list(allowed.tools),
-            tool_choice=choice,
-            parallel_tool_calls=request.parallel_tool_calls is not False,
-            reasoning=False if effort == "none" else None,
-            effort=None if effort == "none" else effort,
-        ),
+        chat=chat,
         grammar=_grammar(request),
         sampling=_sampling(request),
         max_tokens=request.max_output_tokens,
@@ -92,30 +97,12 @@ def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: i
         stream=bool(request.stream),
         input=tuple(item.copy() for item in own) if request.store is not False else (),
         ignored={
-            "field": unknown,
+            "field": count_unknown(body, ResponsesRequest, PATH),
             "item": conversation.ignored_items,
             "reasoning": conversation.foreign_reasoning,
             "tool": tools.ignored,
         },
     )
-
-
-def _decoded(body: bytes | bytearray) -> tuple[ResponsesRequest, int]:
-    """Return the request, and the number of its fields that kvd does not know."""
-    try:
-        if not body.isascii():
-            str(body, "utf-8")  # msgspec does not validate the fields that it skips
-        fields = msgspec.json.decode(body, type=dict[str, Raw])
-        request = msgspec.json.decode(body, type=ResponsesRequest)
-    except msgspec.ValidationError as error:
-        field, text = describe_error(str(error), ResponsesRequest)
-        raise InvalidRequest(text, field=field) from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    unknown = sum(bytes(fields[name]) != b"null" for name in fields.keys() - _FIELDS)
-    return request, unknown
 
 
 def _check(request: ResponsesRequest) -> None:
@@ -155,7 +142,9 @@ def _grammar(request: ResponsesRequest) -> Grammar | None:
         return Grammar("json_object")
     if wanted.schema is None:
         raise InvalidRequest("text.format.schema is missing", field="text.format.schema")
-    return Grammar("json_schema", msgspec.json.encode(wanted.schema).decode())
+    grammar = of_schema(wanted.schema, "text.format.schema")
+    check_grammar(grammar, "text.format.schema")
+    return grammar
 
 
 def _sampling(request: ResponsesRequest) -> Sampling:

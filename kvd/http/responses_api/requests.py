@@ -12,6 +12,7 @@ from msgspec import Meta, Raw
 
 from protocol import fields
 from protocol.fields import MAX_INT
+from protocol.tools import MAX_GRAMMAR_CHARS
 
 ABSENT = Raw()
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -125,7 +126,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] = "lark"
-    definition: str = ""
+    definition: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
 
 
 class RequestTool(msgspec.Struct, frozen=True):

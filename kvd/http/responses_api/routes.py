@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from kvd.http.responses_api.reading import Wanted
     from kvd.http.responses_api.store import Store
 
-PATH = "/v1/responses"
-
 
 @dataclass(frozen=True)
 class ResponsesRoutes:
@@ -38,9 +36,9 @@ class ResponsesRoutes:
 
     def table(self) -> list[web.RouteDef]:
         return [
-            web.post(PATH, self.create, expect_handler=expect_later),
-            web.get(f"{PATH}/{{id}}", self.show),
-            web.delete(f"{PATH}/{{id}}", self.delete),
+            web.post(reading.PATH, self.create, expect_handler=expect_later),
+            web.get(f"{reading.PATH}/{{id}}", self.show),
+            web.delete(f"{reading.PATH}/{{id}}", self.delete),
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
@@ -49,7 +47,7 @@ class ResponsesRoutes:
         wanted = self._read(await self.bodies.read(request), owner)
         for name, count in wanted.ignored.items():
             if count:
-                self.ignored(PATH, name, count)
+                self.ignored(reading.PATH, name, count)
         keep = partial(self._keep, wanted, owner) if wanted.store else None
         kind = ResponseAnswer if wanted.stream else WholeResponse
         answer = kind(wanted, asyncio.get_running_loop().time(), _now, keep)

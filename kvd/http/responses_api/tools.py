@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from kvd.http.responses_api.requests import Kind, RequestTool
+from protocol.chat_checks import NAMED
 from protocol.errors import InvalidRequest
-from protocol.tools import TOOL_NAME_PATTERN, Grammar, Tool
+from protocol.tools import MAX_TOOLS, TOOL_NAME_PATTERN, Grammar, Tool
 from protocol.validation import describe_error
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 _KINDS = frozenset({"function", "custom", "namespace"})
 _NAME = re.compile(TOOL_NAME_PATTERN)
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""OpenAI's meaning of a function without ``parameters``."""
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -74,10 +77,10 @@ def read_tools(encoded: Iterable[Raw]) -> Tools:
                 f"{place}.name is {shown!r}; a tool's name has 1 to 128 letters, digits and _.:/-",
                 field=f"{place}.name",
             )
-        if shown in names:
-            raise InvalidRequest(f"{place}.name: two tools are named {shown!r}; rename one")
         names[shown] = name
         tools.append(_custom(shown, tool) if name.custom else _function(shown, tool))
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must have at most {MAX_TOOLS} tools", field="tools")
     return Tools(tuple(tools), names, ignored)
 
 
@@ -99,7 +102,8 @@ def _flattened(
 
 
 def _function(name: str, tool: RequestTool) -> Tool:
-    return Tool(name, tool.description or "", tool.parameters or {})
+    parameters = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    return Tool(name, tool.description or "", parameters)
 
 
 def _custom(name: str, tool: RequestTool) -> Tool:
@@ -113,42 +117,34 @@ def _custom(name: str, tool: RequestTool) -> Tool:
 
 
 def read_choice(choice: str | dict[str, Any] | None, tools: Tools) -> tuple[str, Tools]:
-    """Return the protocol's ``tool_choice``, and the tools that may be called."""
+    """Return the protocol's ``tool_choice``, not checked yet, and the tools that may be called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
-        if mode not in {"auto", "none", "required"}:
-            raise _wrong(f"must be auto, none, required or an object, not {mode!r}")
-        return _checked(mode, tools), tools
+        if mode.startswith(NAMED):
+            raise _wrong("must be auto, none, required, or an object that names a tool")
+        return mode, tools
     kind = choice.get("type")
     if kind in {"function", "custom"}:
-        return f"name:{_chosen(choice, tools)}", tools
+        return NAMED + _chosen(choice), tools
     if kind != "allowed_tools":  # a tool of a kind that kvd does not have
         return "auto", tools
     listed = choice.get("tools")
     allowed = [
-        _chosen(one, tools)
+        _chosen(one)
         for one in (listed if isinstance(listed, list) else [])
         if isinstance(one, dict) and one.get("type") in {"function", "custom"}
     ]
+    if unknown := [name for name in allowed if name not in tools.names]:
+        raise _wrong(f"allows {unknown[0]!r}, which is not in tools; add it there")
     mode = choice.get("mode", "auto")
     if mode == "required" and len(allowed) == 1:
-        return f"name:{allowed[0]}", tools
+        return NAMED + allowed[0], tools
     kept = tuple(tool for tool in tools.tools if tool.name in allowed)
-    fewer = Tools(kept, tools.names, tools.ignored)
-    return _checked("required" if mode == "required" else "auto", fewer), fewer
+    return "required" if mode == "required" else "auto", replace(tools, tools=kept)
 
 
-def _chosen(choice: dict[str, Any], tools: Tools) -> str:
-    name = flat_name(str(choice.get("name")), choice.get("namespace"))
-    if name not in tools.names:
-        raise _wrong(f"names the tool {name!r}, which is not in tools; add it, or choose another")
-    return name
-
-
-def _checked(mode: str, tools: Tools) -> str:
-    if mode == "required" and not tools.tools:
-        raise _wrong("is required, but the request has no function or custom tool; add one")
-    return mode
+def _chosen(choice: dict[str, Any]) -> str:
+    return flat_name(str(choice.get("name")), choice.get("namespace"))
 
 
 def _wrong(text: str) -> InvalidRequest:
