@@ -75,6 +75,9 @@ class _FileCipher:
     def open_next(self, head: bytes) -> Opening:
         return _Decryption(self._next().decryptor(), head)
 
+    def skip_next(self, check: bytes) -> None:  # noqa: ARG002
+        next(self._numbers)
+
     def _next(self) -> Cipher[GCM]:
         return Cipher(self._aes, GCM(next(self._numbers).to_bytes(_NONCE_BYTES, "big")))
 

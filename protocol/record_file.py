@@ -183,19 +183,36 @@ class RecordReader:
         if self._length & _END:
             self._check_end(opening)
             raise StopIteration
-        if self._length > self.nbytes - self._at - CHECK_BYTES - _HEAD.size:
-            raise self._damage("ends within a record")
+        self._expect_record()
         content = self._allocate(self._length)
         for piece in _pieces(content):
             self._read_into(piece)
             opening.open(piece)
+        if not opening.verify(self._go_on()):
+            raise self._damage(f"has a wrong check of record {self._count - 1}")
+        return content
+
+    def skip(self) -> None:
+        """Pass over the next record, which is neither read nor checked.
+
+        Raises ``damaged`` or `OSError`. Call it only if `next_nbytes` is above 0.
+        """
+        self._expect_record()
+        self._seek(self._at + self._length)
+        self._format.skip_next(self._go_on())
+
+    def _expect_record(self) -> None:
+        """Raise ``damaged`` if the file ends before the next record does."""
+        if self._length > self.nbytes - self._at - CHECK_BYTES - _HEAD.size:
+            raise self._damage("ends within a record")
+
+    def _go_on(self) -> bytes:
+        """Read up to the next content; return the check of the present one."""
         after = self._read(CHECK_BYTES + _HEAD.size)
-        if not opening.verify(after[:CHECK_BYTES]):
-            raise self._damage(f"has a wrong check of record {self._count}")
         self._count += 1
         self._head = after[CHECK_BYTES:]
         self._length = self._parse(self._head)
-        return content
+        return after[:CHECK_BYTES]
 
     def _check_end(self, opening: Opening) -> None:
         at_end = self._at == self.nbytes - CHECK_BYTES and self._length == _END | self._count

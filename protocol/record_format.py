@@ -47,6 +47,9 @@ class FileFormat(Protocol):
     def open_next(self, head: bytes) -> Opening:
         """Begin the next record, or the end mark, that is read."""
 
+    def skip_next(self, check: bytes) -> None:
+        """Pass over the next record, which is not read. ``check``: the record's check."""
+
 
 class RecordFormat(Protocol):
     """How the records of a file become bytes."""
@@ -73,6 +76,9 @@ class _Checksums:
 
     open_next = seal_next
 
+    def skip_next(self, check: bytes) -> None:
+        self.seed = _seed_of(check)
+
 
 class _Checksum:
     """Leaves the pieces as they are."""
@@ -90,11 +96,15 @@ class _Checksum:
 
     def check(self) -> bytes:
         check = self._hash.digest()
-        self._file.seed = int.from_bytes(check[:8], "little")
+        self._file.seed = _seed_of(check)
         return check
 
     def verify(self, check: bytes) -> bool:
         return self.check() == check
+
+
+def _seed_of(check: bytes) -> int:
+    return int.from_bytes(check[:8], "little")
 
 
 class _Plain:

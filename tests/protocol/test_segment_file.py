@@ -4,6 +4,7 @@ is complete."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import stat
@@ -386,6 +387,42 @@ def test_records_are_read_into_memory_with_any_content(tmp_path: Path, form: Rec
         found = list(reader)
     assert [bytes(record) for record in found] == list(RECORDS)
     assert all(one is other for one, other in zip(found, given[1:], strict=True))
+
+
+def test_records_are_skipped_unread(tmp_path: Path, form: RecordFormat) -> None:
+    """The check of a skipped record is what the next one depends on."""
+    records = [bytes([letter]) * 1000 for letter in b"abcdef"]
+    for skipped in itertools.chain.from_iterable(
+        itertools.combinations(range(6), count) for count in range(7)
+    ):
+        path = write(tmp_path, form, records=records)
+        data = bytearray(path.read_bytes())
+        for number in skipped:  # damage there is not noticed
+            data[len(data) - 32 - (6 - number) * 1032 + 500] ^= 1
+        path.write_bytes(data)
+        found = []
+        with segment_file.open_records(path, form) as reader:
+            for number in range(6):
+                if number in skipped:
+                    reader.skip()
+                else:
+                    found.append(bytes(next(reader)))
+            assert next(reader, None) is None
+        assert found == [one for number, one in enumerate(records) if number not in skipped]
+
+
+def test_damage_after_a_skipped_record_is_found(tmp_path: Path, form: RecordFormat) -> None:
+    path = write(tmp_path, form, records=[b"a" * 1000, b"b" * 1000])
+    data = bytearray(path.read_bytes())
+    for back, check in ((32 + 1032 + 12, "the first check"), (32 + 500, "the second content")):
+        path.write_bytes(data[:-back] + bytes([data[-back] ^ 1]) + data[len(data) - back + 1 :])
+        with segment_file.open_records(path, form) as reader:
+            reader.skip()
+            if check == "the first check" and form is not PLAIN:
+                assert bytes(next(reader)) == b"b" * 1000, "nonces do not depend on it"
+                continue
+            with pytest.raises(DamagedFile):
+                next(reader)
 
 
 def test_files_are_closed(tmp_path: Path, form: RecordFormat) -> None:

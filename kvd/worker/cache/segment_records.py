@@ -17,7 +17,8 @@ The restored sequence equals the snapshot bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 
 import mlx.core as mx
 import msgspec
@@ -121,12 +122,19 @@ class SegmentReader:
     ``segments``: the records of each, the last segment first, then its base, and so on.
     ``sequence`` holds the prompt's beginning, or nothing, and must run no step before the last
     record. Call `forget` if a record is missing or damaged: it frees the sequence.
+    ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
+    they may be empty.
     """
 
     def __init__(
-        self, cache: ModelCache, sequence: SequenceRow, segments: Sequence[Records]
+        self,
+        cache: ModelCache,
+        sequence: SequenceRow,
+        segments: Sequence[Records],
+        skip: Callable[[int, Container[int]], None] = lambda _index, _numbers: None,
     ) -> None:
         self._cache = cache
+        self._skip = skip
         self._segments = segments
         self.sequences = [sequence]
         self.reading = 0
@@ -143,10 +151,13 @@ class SegmentReader:
         for index, records in enumerate(self._segments):
             self.reading = index
             outline = self._outline((yield from _next(records)))
+            if index:
+                self._skip(index, self._unneeded(outline))
             rest = yield from _next(records)
             if index == 0:
                 yield from self._make_room(outline)
                 self._extend(outline, rest)
+                self._skip(index, self._unneeded(outline))
             yield from self._read_pages(outline, records)
             if self._is_complete:
                 return  # the rest is of a longer prefix
@@ -174,6 +185,22 @@ class SegmentReader:
         if len(outline.rows) != len(self._cache.stores):
             raise DamagedFile("the segment is from another model")
         return outline
+
+    def _unneeded(self, outline: SegmentOutline) -> set[int]:
+        """Return the numbers of the records without a missing page. The outline has the number 0.
+
+        The rest is among them: the row has those of the last segment.
+        """
+        numbers = itertools.count(2)
+        unneeded = {1}
+        for store, found, missing in zip(
+            self._cache.stores, outline.rows, self._missing, strict=True
+        ):
+            for some in _slices(found.pages):
+                records = list(itertools.islice(numbers, len(store.layers)))
+                if missing.isdisjoint(some):
+                    unneeded.update(records)
+        return unneeded
 
     def _make_room(self, outline: SegmentOutline) -> Iterator[None]:
         """Grow pools for the pages that the sequence lacks."""

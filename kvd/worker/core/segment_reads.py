@@ -104,7 +104,7 @@ class SegmentReads:
             return 0
         row = self._batch.new_row(request, hit)
         reading = self._files.read(chain)
-        reader = SegmentReader(self._batch.cache, row, reading.segments)
+        reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip)
         read = _Read(request, hit.tokens, chain, reading, reader, prefill_s)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from kvd.worker.prefix.read_ahead import ReadAhead
@@ -75,6 +75,11 @@ class Reading:
     def seconds(self) -> float:
         """Seconds of I/O so far."""
         return 0.0 if self._reader is None else self._reader.seconds
+
+    def skip(self, index: int, numbers: Container[int]) -> None:
+        """Skip records of a segment that are not read yet: they are returned without content."""
+        if self._reader is not None:
+            self._reader.skip(self._segments[index].key, numbers)
 
     def close(self) -> None:
         if self._reader is not None:

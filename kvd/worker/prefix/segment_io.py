@@ -8,9 +8,10 @@ hangs delays neither the engine nor the end of the process.
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -148,11 +149,12 @@ END: Final = Signal.END
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """A record that was read and checked."""
+    """A record that was read and checked, or skipped."""
 
     key: bytes
     """The segment."""
     content: memoryview
+    """Empty if the record was skipped."""
 
 
 class BackgroundReader:
@@ -173,6 +175,7 @@ class BackgroundReader:
         self._keys = tuple(keys)
         self._open = open_records
         self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(staging_bytes)
+        self._skipped: dict[bytes, Container[int]] = {}
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
         self.seconds = 0.0
@@ -195,6 +198,10 @@ class BackgroundReader:
             else:
                 return item
         return self._last
+
+    def skip(self, key: bytes, numbers: Container[int]) -> None:
+        """Skip records of a segment that are not read yet. The first record has the number 0."""
+        self._skipped[key] = numbers
 
     @property
     def ready(self) -> bool:
@@ -230,9 +237,15 @@ class BackgroundReader:
         start = time.monotonic()
         with self._open(segment_path(self._folder, key)) as records:
             self.seconds += time.monotonic() - start
-            while self._staging.wait_for_room(records.next_nbytes):
+            for number in itertools.count():
+                if not self._staging.wait_for_room(records.next_nbytes):
+                    return
                 start = time.monotonic()
-                content = next(records, None)
+                content: memoryview | None = memoryview(b"")
+                if records.next_nbytes and number in self._skipped.get(key, ()):
+                    records.skip()
+                else:
+                    content = next(records, None)
                 self.seconds += time.monotonic() - start
                 if content is None:
                     return

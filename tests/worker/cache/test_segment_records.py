@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 import pytest
 
+from kvd.worker.cache import segment_records
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
 from kvd.worker.serving import probe
@@ -136,6 +138,75 @@ def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> N
     (found,) = decode(runner, [row], MORE[:SOME])
     np.testing.assert_array_equal(found, want)
     cache.free(row)
+
+
+class Skipping:
+    """Segments whose skipped records are empty."""
+
+    def __init__(self, segments: Iterable[Iterator[bytes]]) -> None:
+        self._skipped: dict[int, Container[int]] = {}
+        self.read_bytes = 0
+        self.segments = [self._records(index, one) for index, one in enumerate(segments)]
+
+    def skip(self, index: int, numbers: Container[int]) -> None:
+        self._skipped[index] = numbers
+
+    def _records(self, index: int, records: Iterator[bytes]) -> Iterator[bytes]:
+        for number, record in enumerate(records):
+            found = b"" if number in self._skipped.get(index, ()) else record
+            self.read_bytes += len(found)
+            yield found
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_the_rests_of_bases_are_skipped(name: str, how: str) -> None:
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files, bases, want = written(runner)
+    row = cache.new_row()
+    segments = Skipping(chain(files, bases, ENDS[-1]))
+    for _ in SegmentReader(cache, row, segments.segments, segments.skip).run():
+        pass
+    (found,) = decode(runner, [row], MORE[:SOME])
+    np.testing.assert_array_equal(found, want[:SOME])
+    cache.free(row)
+    if (name, how) == ("qwen3", "plain"):
+        total = sum(len(record) for records in files.values() for record in records)
+        rests = sum(len(files[end][1]) for end in ENDS[:-1])
+        assert segments.read_bytes == total - rests
+
+
+@pytest.mark.parametrize(("name", "how"), [("qwen3", "plain"), ("gpt_oss", "plain")])
+@pytest.mark.parametrize(("held", "end", "slices"), [(384, 704, 3), (0, 384, 3), (192, 384, 2)])
+def test_slices_without_a_missing_page_are_skipped(
+    name: str, how: str, held: int, end: int, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages in memory, and those of a longer base that lie beyond the prompt."""
+    monkeypatch.setattr(segment_records, "SLICE_PAGES", 2)
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files = []
+    row = cache.new_row()
+    for length, base in [(end, 704), (704, 0)][end == 704 :]:
+        source = cache.new_row()
+        prefill(runner, source, 0, length)
+        snapshot = cache.snapshots.take(source)
+        files.append(list(SegmentRecords(cache, snapshot, base)))
+        cache.snapshots.drop(snapshot)
+        if length == end:
+            (want,) = decode(runner, [source], MORE[:SOME])
+        cache.free(source)
+    prefill(runner, row, 0, held)
+    segments = Skipping(map(iter, files))
+    for _ in SegmentReader(cache, row, segments.segments, segments.skip).run():
+        pass
+    (found,) = decode(runner, [row], MORE[:SOME])
+    np.testing.assert_array_equal(found, want)
+    cache.free(row)
+    if name == "qwen3":
+        needed = sum(map(len, files[0][:2])) + len(files[1][0] if files[1:] else b"")
+        pages = sum(map(len, files[-1][2:]))
+        assert segments.read_bytes == needed + pages * slices // 5
 
 
 @pytest.mark.parametrize("cut", range(6))

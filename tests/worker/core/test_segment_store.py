@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
 from protocol.key_file import create_key
@@ -102,6 +104,25 @@ def test_memory_disk_and_prefill_each_give_a_part(
     use = engine.engine._prefix_cache.usage
     found_tokens = use.hit_tokens - before[0], use.disk_tokens - before[1]
     assert found_tokens == (512, 1280 - 512)
+
+
+def test_half_of_a_segment_is_read_if_memory_has_the_other_half(
+    engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread reads one record ahead, so it learns in time what is not needed."""
+    reader = functools.partial(BackgroundReader, staging_bytes=1)
+    monkeypatch.setattr(segment_files, "BackgroundReader", reader)
+    prompt = prompt_of(4700, 5)
+    kept(engine, prompt)
+    (segment,) = store.segments.values()
+    assert segment.tokens == 4608
+    engine.alone(prompt[:3700], max_tokens=2)  # leaves a checkpoint at 3584
+    del store.used[:]
+    found = engine.alone(prompt, max_tokens=12, logprobs=2)
+    assert found == alone(plain, prompt)
+    (used,) = store.used
+    assert used.tokens == 1024
+    assert used.nbytes < 0.4 * segment.nbytes
 
 
 def test_prompts_that_end_near_a_stored_end(engine: Engine, store: Store, plain: Driver) -> None:
