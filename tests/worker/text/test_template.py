@@ -1,0 +1,184 @@
+"""What a model's template can do, and how requests are adapted to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.worker.answer import forms
+from kvd.worker.text.text import Text
+from protocol.errors import InvalidRequest
+from protocol.tools import ChatOptions, Tool, ToolCall
+from protocol.types import ChatAbilities, ChatMessage, Sampling
+from protocol.worker import Submit
+from tests.worker.text import templates
+from tests.worker.text.tokenizers_zoo import byte_level, wrap
+
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+HARMONY = tuple(f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end"))
+TOOL = Tool(name="find", parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
+CALL = ChatMessage("assistant", "", tool_calls=[ToolCall("find", '{"n": 3}', "abcdefgh1")])
+RESULT = ChatMessage("tool", "it is 4", tool_call_id="abcdefgh1", name="find")
+ASKED = ChatMessage("user", "question")
+
+
+def text_of(template, *added):
+    wrapper = wrap(byte_level(*added), template=template)
+    return Text(wrapper, vocab_size=2000, context_length=4096, name="the model m")
+
+
+def rendered(text, messages, **chat):
+    return text.template.render(messages, ChatOptions(**chat))
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "form"),
+    [
+        ("QWEN", MARKERS, forms.QWEN),
+        ("CODER", MARKERS, forms.QWEN_CODER),
+        ("LLAMA", (), forms.LLAMA),
+        ("MISTRAL", ("[TOOL_CALLS]", "[ARGS]"), forms.MISTRAL),
+        ("TEXT_ARGUMENTS", MARKERS, forms.QWEN),
+    ],
+)
+def test_the_form_of_calls_is_the_one_that_the_template_shows(template, added, form):
+    text = text_of(getattr(templates, template), *added)
+    assert text.abilities.tools == form.name
+    call = text._split.forms.call
+    assert call.body == form.body
+    assert (call.begin.token is not None) == (form.begin.text in added)
+
+
+def test_abilities_of_qwen():
+    assert text_of(templates.QWEN, *MARKERS).abilities == ChatAbilities(
+        tools="json in <tool_call>",
+        tool_results=True,
+        reasoning="<think>",
+        reasoning_switch=True,
+        late_system=True,
+    )
+
+
+def test_abilities_of_llama_and_gemma():
+    assert text_of(templates.LLAMA).abilities == ChatAbilities(tools="json", tool_results=True)
+    assert text_of(templates.GEMMA).abilities == ChatAbilities()
+
+
+def test_abilities_of_gpt_oss():
+    text = text_of(templates.GPT_OSS, *HARMONY, "<|call|>")
+    assert text.abilities == ChatAbilities(
+        tools="harmony",
+        tool_results=True,
+        reasoning="<|channel|>analysis",
+        efforts=["low", "medium", "high"],
+        late_system=True,
+    )
+
+
+def test_a_model_without_a_template_can_do_nothing():
+    assert text_of(None).abilities == ChatAbilities()
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [("low", "low"), ("high", "xhigh"), ("max", "xhigh"), ("none", "low"), ("extreme", "medium")],
+)
+def test_an_effort_that_the_template_rejects_is_mapped_to_the_nearest(asked, used):
+    text = text_of(templates.STRICT_EFFORT)
+    assert text.abilities.efforts == ["low", "medium", "xhigh"]
+    assert f"effort {used}" in rendered(text, [ASKED], effort=asked)
+
+
+def test_an_effort_is_ignored_by_a_template_without_efforts():
+    text = text_of(templates.QWEN, *MARKERS)
+    assert rendered(text, [ASKED], effort="xhigh") == rendered(text, [ASKED])
+    assert rendered(text, [ASKED], effort="none").endswith("</think>\n\n")
+
+
+def test_reasoning_is_switched_off():
+    text = text_of(templates.QWEN, *MARKERS)
+    assert rendered(text, [ASKED]).endswith("assistant\n")
+    assert rendered(text, [ASKED], reasoning=False).endswith("<think>\n\n</think>\n\n")
+
+
+def test_calls_and_results_are_rendered():
+    text = text_of(templates.CODER, *MARKERS)
+    found = rendered(text, [ASKED, CALL, RESULT], tools=[TOOL])
+    assert "<function=find>\n<parameter=n>\n3\n</parameter>\n</function>" in found
+    assert "it is 4" in found
+
+
+def test_arguments_are_text_if_the_template_wants_text():
+    text = text_of(templates.TEXT_ARGUMENTS, *MARKERS)
+    assert '"arguments": {"n": 3}}' in rendered(text, [ASKED, CALL])
+
+
+def test_arguments_that_were_cut_off_are_rendered():
+    text = text_of(templates.CODER, *MARKERS)
+    cut = ChatMessage("assistant", "", tool_calls=[ToolCall("find", '{"n": ', "a")])
+    assert '{"n": ' in rendered(text, [ASKED, cut, RESULT])
+
+
+def test_results_are_notes_of_the_user_if_the_template_has_no_tool_role():
+    text = text_of(templates.GEMMA)
+    answered = ChatMessage("assistant", "I look.")
+    assert "Result of find: it is 4" in rendered(text, [ASKED, answered, RESULT])
+
+
+def test_a_late_system_message_stays_in_its_place():
+    messages = [ASKED, ChatMessage("assistant", "a"), ChatMessage("system", "be brief")]
+    for template in (templates.QWEN, templates.LLAMA, templates.MISTRAL, templates.GEMMA):
+        text = text_of(template, *MARKERS)
+        before = rendered(text, [ASKED])
+        found = rendered(text, [*messages, ChatMessage("user", "again")])
+        assert found.startswith(before[: before.index("question")])
+        assert found.index("question") < found.index("be brief") < found.index("again")
+
+
+def test_a_late_system_message_leaves_the_prefix_of_the_next_turn_unchanged():
+    text = text_of(templates.LLAMA)
+    first = [ASKED, ChatMessage("assistant", "a"), ChatMessage("system", "be brief")]
+    before = rendered(text, first)
+    after = rendered(text, [*first, ChatMessage("user", "again")])
+    assert after.startswith(before[: before.index("be brief") + len("be brief")])
+
+
+def test_a_system_message_is_a_note_where_the_template_has_no_system_role():
+    text = text_of(templates.GEMMA)
+    found = rendered(text, [ChatMessage("system", "be brief"), ASKED])
+    assert "<start>user\nbe brief\n\nquestion<end>" in found
+
+
+def submit(**fields):
+    return Submit(rid="r", sampling=Sampling(), **fields)
+
+
+def test_tools_are_refused_by_a_model_that_cannot_call_them():
+    text = text_of(templates.GEMMA)
+    with pytest.raises(InvalidRequest, match=r"the model m cannot call tools: .* lists no tools"):
+        text.encode(submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL])))
+    none = ChatOptions(tools=[TOOL], tool_choice="none")
+    assert text.encode(submit(messages=[ASKED], chat=none)) == text.encode(submit(messages=[ASKED]))
+
+
+def test_tools_whose_form_is_unknown_are_refused():
+    text = text_of("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="form of its calls is not known"):
+        text.encode(submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL])))
+
+
+def test_template_arguments_reach_the_template_except_those_that_kvd_sets():
+    text = text_of("{{ colour }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert rendered(text, [ASKED], template={"colour": "red"}) == "redquestion"
+    with pytest.raises(InvalidRequest, match="'chat_template', which kvd sets itself"):
+        rendered(text, [ASKED], template={"chat_template": "x"})
+
+
+def test_reasoning_that_the_prompt_began_is_reasoning():
+    text = text_of(templates.CODER, *MARKERS)
+    request = submit(messages=[ASKED])
+    stream = text.stream(request, text.encode(request))
+    answer = text._tokenizer.encode("Hm.</think>\n\nYes", add_special_tokens=False)
+    got = "".join(stream.push(token) for token in answer) + stream.finish()
+    assert got == "Hm.Yes"
+    assert [(part.at, part.kind) for part in stream.take_parts()] == [(0, "reasoning"), (3, "text")]
+    assert stream.reasoning_tokens == answer.index(text._tokenizer.get_vocab()["</think>"]) + 1
