@@ -160,6 +160,14 @@ class AnswerForms:
         return self.call is not None or self.harmony is not None
 
     @property
+    def end_of_reasoning(self) -> str:
+        """Text that ends the reasoning and begins the answer's text."""
+        if (form := self.harmony) is not None:
+            start = f"{form.end.text}{form.start.text}{form.role}"
+            return f"{start}{form.channel.text}{form.text}{form.message.text}"
+        return "" if self.reasoning is None else self.reasoning.end.text
+
+    @property
     def calls(self) -> str:
         """Description of the form of calls; empty: the model has none."""
         if self.harmony is not None:

@@ -24,6 +24,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.core.decode_step import DecodeStep, draw_tokens, input_tokens
+from kvd.worker.core.forced import forced_token, push_forced
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
@@ -127,18 +128,19 @@ class Batch:
             resumed.text_bytes - len(text.encode()), resumed.parts - len(parts)
         )
         stream.take_notes()
+        forced = push_forced(request, completion, self.text)
         reason = resumed.reason
         if reason is None:  # the last token may have ended it without a report
             is_full = len(completion.tokens) == request.max_new
             reason = "stop" if stream.stopped else "length" if is_full else None
         if reason is None:
-            return []
+            return forced
         request.completions.remove(completion)
         rest = "" if stream.stopped else sent.remove_from(stream.finish())
         parts = sent.remove_parts(stream.take_parts())
         choice = completion.key[1]
         request.choices.reasoning_tokens += stream.reasoning_tokens
-        return finish_replayed(
+        return forced + finish_replayed(
             request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest, parts=parts
         )
 
@@ -248,6 +250,8 @@ class Batch:
         """Drop the step in flight after a failure, and release completions that have ended."""
         self._step = None
         for request in list(self.requests.values()):
+            for completion in request.completions:
+                completion.dropped = False
             for completion in [one for one in request.completions if one.ended]:
                 self._release(request, completion)
 
@@ -267,13 +271,17 @@ class Batch:
                 if not request.tracked.trusted:
                     request.tracked.trusted = True
                     self.prefix_cache.trust(request.tracked)
-                self._deliver(request, completion, drawn, step.levels[request.rid])
+                if completion.dropped:
+                    completion.dropped = False
+                else:
+                    self._deliver(request, completion, drawn, step.levels[request.rid])
             else:
                 self.fail_untrusted(request)
 
     def _deliver(
         self, request: Request, completion: Completion, drawn: SampledToken, level: int
     ) -> None:
+        """Append a token, and those that the stream forces after it; report them."""
         stream = completion.stream
         text = stream.push(drawn.token)
         tokens = [] if stream.ended else [drawn.token]
@@ -308,6 +316,13 @@ class Batch:
             )
         if over:
             self._finish(request, completion, "stop" if stream.stopped else "length")
+        elif stream.forced:
+            # The first one replaces the token that the step in flight draws.
+            completion.dropped |= completion.launched > len(completion.tokens)
+            self._deliver(request, completion, forced_token(request, stream.forced[0]), level)
+            completion.known = len(completion.tokens)
+            if completion.row is not None:  # the dropped token was counted
+                self._sampler.restart(completion.key, request.prompt, completion.tokens)
 
     # Requests end.
 

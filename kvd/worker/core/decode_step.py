@@ -62,8 +62,12 @@ def input_tokens(previous: DecodeStep | None, completions: list[Completion]) -> 
     if previous is None or previous.draw is None:
         return mx.array(known, mx.int32)
     tokens: mx.array = previous.draw.tokens
-    if completions == previous.drawing:
+    has_known = any(one.launched <= len(one.tokens) for one in completions)
+    if completions == previous.drawing and not has_known:
         return tokens
     size = len(previous.drawing)
-    index = [previous.positions.get(one.key, size + at) for at, one in enumerate(completions)]
+    index = [
+        size + at if one.launched <= len(one.tokens) else previous.positions.get(one.key, size + at)
+        for at, one in enumerate(completions)
+    ]
     return mx.concatenate([tokens, mx.array(known, mx.int32)])[mx.array(index)]

@@ -37,6 +37,8 @@ class Completion:
     """Decode steps launched; each produces one token."""
     known: int = 0
     """Tokens drawn before a replay or recomputation: their steps run again without a draw."""
+    dropped: bool = False
+    """Whether the token that the step in flight draws is replaced by one that the stream forces."""
     sent_text: SentText = field(default_factory=SentText)
     tokens: array[int] = field(default_factory=lambda: array("i"))
     """Tokens that were drawn and read, including one that ended the completion."""

@@ -162,6 +162,12 @@ class Sampler:
         if row.penalized or key in self._keys:
             self._parts = None  # a row with the same key may be added
 
+    def restart(self, key: Hashable, prompt: Sequence[int], produced: Sequence[int]) -> None:
+        """Continue a row after other tokens than those that were drawn."""
+        settings = self._rows[key].settings
+        self.remove(key)
+        self.add(key, settings, prompt, produced)
+
     def draw(
         self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
     ) -> SamplerOutput:

@@ -31,6 +31,12 @@ class Splitting:
             if forms.has_reasoning or forms.has_calls
         }
 
+        self._end_reasoning: list[int] = (
+            list(tokenizer.encode(forms.end_of_reasoning, add_special_tokens=False))
+            if forms.has_reasoning
+            else []
+        )
+
     def of(self, request: Submit, prompt: Sequence[int], choice: int) -> AnswerSplit | None:
         """Return how a choice is split; None: it is one text."""
         forms, chat = self.forms, request.chat
@@ -49,4 +55,11 @@ class Splitting:
                 in_reasoning=forms.reasoning is not None and opened_by_prompt(forms.reasoning, end),
                 holds_space=bool(tools) and not request.stop,
             )
-        return AnswerSplit(reader, request.rid, choice, self._literals)
+        return AnswerSplit(
+            reader,
+            request.rid,
+            choice,
+            self._literals,
+            chat.max_reasoning_tokens,
+            self._end_reasoning,
+        )

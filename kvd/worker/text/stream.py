@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvd.worker.answer.call_ids import call_id
@@ -21,6 +21,10 @@ class AnswerSplit:
     choice: int = 0
     literals: Mapping[int, str] = field(default_factory=dict)
     """Texts of markers and special tokens, by id."""
+    max_reasoning: int | None = None
+    """Tokens of reasoning after which ``end_reasoning`` is forced; None: no limit."""
+    end_reasoning: Sequence[int] = ()
+    """Tokens that end the reasoning."""
 
 
 class TextStream:
@@ -47,6 +51,8 @@ class TextStream:
         self.ended = False
         self.reasoning_tokens = 0
         """Tokens of reasoning, with its markers."""
+        self.forced: list[int] = []
+        """The next tokens of the completion, which must be pushed instead of drawn ones."""
         self._detokenizer = detokenizer
         self._stops = list(stops)
         self._filter = StopFilter(self._stops)
@@ -54,6 +60,8 @@ class TextStream:
         self._split = split
         self._parts: list[PartStart] = []
         self._calls = 0
+        self._inside = 0
+        """Tokens of reasoning without its markers."""
         self._bytes = 0
 
     @property
@@ -77,6 +85,7 @@ class TextStream:
         was_reasoning = reader.reasoning
         reader.push(token, text, literal)
         self.reasoning_tokens += was_reasoning or reader.reasoning
+        self._limit_reasoning(self._split, token, inside=was_reasoning and reader.reasoning)
         return self._collect(reader, free=free)
 
     def finish(self) -> str:
@@ -105,6 +114,15 @@ class TextStream:
         notes = self._split.reader.parts.notes
         found, notes[:] = list(notes), []
         return found
+
+    def _limit_reasoning(self, split: AnswerSplit, token: int, *, inside: bool) -> None:
+        if self.forced:
+            if token == self.forced[0]:
+                del self.forced[0]
+            return
+        self._inside += inside
+        if inside and self._inside == split.max_reasoning:
+            self.forced = list(split.end_reasoning)
 
     def _collect(self, reader: AnswerReader, *, free: bool = False) -> str:
         pieces: list[str] = []

@@ -62,7 +62,7 @@ CODER = """\
 {% endif %}"""
 LLAMA = """\
 {%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}
 [{{ 'ipython' if m.role == 'tool' else m.role }}]
 {%- if loop.first and tools %} Functions: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}
