@@ -55,8 +55,9 @@ class Embeddings:
     def __init__(self, batch: Batch, info: EmbeddingInfo | None) -> None:
         """``info``: None if the model gives no embeddings."""
         self._batch = batch
-        self._kept: WeakKeyDictionary[Request, mx.array] = WeakKeyDictionary()
-        """By request: the sum of its hidden states so far, or the first one, as the pooling is."""
+        self._kept: WeakKeyDictionary[Request, dict[int, mx.array]] = WeakKeyDictionary()
+        """By request, and by the length before and after its newest chunk: the sum of the hidden
+        states so far, or the first one, as the pooling is. A failed step repeats its chunks."""
         self._pooling: Pooling = "last_token" if info is None else info.pooling
 
     def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: mx.array) -> None:
@@ -85,13 +86,12 @@ class Embeddings:
         ended = chunk.end == length
         if self._pooling == "last_token":
             return states[-1] if ended else None
-        if self._pooling == "cls":
-            kept = states[0] if chunk.start == 0 else self._kept[request]
-        else:
-            kept = states.sum(axis=0)
-            kept = kept if chunk.start == 0 else self._kept[request] + kept
+        before = self._kept.get(request, {}).get(chunk.start) if chunk.start else None
+        kept = states[0] if self._pooling == "cls" else states.sum(axis=0)
+        if before is not None:
+            kept = before if self._pooling == "cls" else before + kept
         mx.eval(kept)
-        self._kept[request] = kept
+        self._kept[request] = {chunk.end: kept} | ({} if before is None else {chunk.start: before})
         if not ended:
             return None
         return kept / length if self._pooling == "mean" else kept

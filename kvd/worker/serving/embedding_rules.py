@@ -58,6 +58,7 @@ def find_rules(
     ``splits_head``: whether its hidden states can be computed. ``appended``: tokens that the
     tokenizer appends to a text. Without any, a model that pools the last token gets its end token.
     """
+    name = source.rpartition("/")[2].lower()
     try:
         pooling = _pooling(folder)
         if _is_bidirectional(config):
@@ -68,7 +69,7 @@ def find_rules(
             )
     except (ValueError, OSError) as error:
         return EmbeddingRules(None, str(error))
-    if pooling is None and ("embed" in source.lower() or mode == "any"):
+    if pooling is None and ("embed" in name or mode == "any"):
         pooling = "last_token"
     if pooling is None:
         return EmbeddingRules(

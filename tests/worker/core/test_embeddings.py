@@ -8,12 +8,14 @@ import random
 import mlx.core as mx
 import pytest
 
+from kvd.worker.core import out_of_memory
 from kvd.worker.text.end_tokens import end_tokens
 from protocol.embedding import EmbedOptions, vector_of
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.kv import KVSpec
 from tests.worker import tiny_model
 from tests.worker.core.driver import Driver
+from tests.worker.core.faults import memory_runs_out
 
 pytestmark = pytest.mark.mlx
 END = 2
@@ -210,6 +212,8 @@ def test_a_chat_model_is_refused_with_the_reason_unless_the_operator_allows_it(t
 def test_a_model_is_an_embedding_model_by_its_name(tmp_path):
     driver = Driver(str(save(tmp_path / "Tiny-Embedding-4bit")))
     assert driver.info.embedding.pooling == "last_token"
+    other = Driver(str(save(tmp_path / "embeddings" / "Tiny-Chat")))
+    assert other.info.embedding is None
 
 
 @pytest.mark.parametrize(
@@ -235,3 +239,37 @@ def test_a_model_that_attends_in_both_directions_is_refused(tmp_path):
     driver = Driver(str(folder))
     with pytest.raises(InvalidRequest, match="attends to later tokens"):
         embed(driver, text_of(3))
+
+
+def mean_pooled(tmp_path, **load) -> Driver:
+    folder = save(tmp_path / "tiny", {"pooling_mode_mean_tokens": True})
+    return Driver(str(folder), kv=KVSpec(k_bits=16, v_bits=16), prefill_chunk=64, **load)
+
+
+def test_a_step_without_memory_counts_no_chunk_twice(tmp_path):
+    """Whatever evaluation fails for good: the step is rolled back, and its chunks run again."""
+    driver = mean_pooled(tmp_path)
+    texts = {f"e{number}": text_of(150 + 7 * number, number) for number in range(3)}
+
+    def serve() -> dict[str, bytes]:
+        for rid, text in texts.items():
+            driver.submit(rid, text, embed=EmbedOptions(), max_tokens=1)
+        driver.run()
+        found, driver.outcomes = driver.outcomes, {}
+        assert {rid: outcome.error for rid, outcome in found.items()} == dict.fromkeys(texts)
+        return {rid: vector_of(outcome.embedding) for rid, outcome in found.items()}
+
+    wanted = serve()
+    with memory_runs_out(lambda _: False) as counted:
+        assert serve() == wanted
+    for rid, text in texts.items():
+        plain = expected(driver, text, "mean")
+        assert mx.linalg.norm(mx.array(wanted[rid]) - plain).item() < 1e-5
+    assert counted.count > 10
+    for first in range(1, counted.count - 2):
+        driver.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
+        with memory_runs_out(lambda number, first=first: first <= number < first + 3) as failing:
+            found = serve()
+        assert failing.failed == 3, first
+        for rid, vector in found.items():
+            assert vector == pytest.approx(wanted[rid], abs=1e-6), (first, rid)
