@@ -191,8 +191,9 @@ class SavedRequest:
             if len(self.choices) > 1 and (reason := choice.reason) is not None:
                 events.append(messages.ChoiceFinished(id=request.id, choice=number, reason=reason))
         match self.end:
-            case wire.RowFinished(reason=reason, usage=usage):
-                events.append(messages.Done(id=request.id, reason=reason, usage=usage))
+            case wire.RowFinished(reason=reason, usage=usage, stop_text=stop):
+                done = messages.Done(id=request.id, reason=reason, usage=usage, stop_text=stop)
+                events.append(done)
             case wire.RowFailed(error=error):
                 events.append(messages.Error(id=request.id, error=error))
             case None:

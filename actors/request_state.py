@@ -238,7 +238,11 @@ class RequestState:
             except InvalidRequest as error:
                 return messages.Error(id=self.id, error=error.info())
         return messages.Done(
-            id=self.id, reason=report.reason, usage=report.usage, embedding=report.embedding
+            id=self.id,
+            reason=report.reason,
+            usage=report.usage,
+            stop_text=report.stop_text,
+            embedding=report.embedding,
         )
 
     def _apply_accepted(self, prompt_tokens: int) -> Event | None:

@@ -115,8 +115,7 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     priority: fields.Priority = 0
     """Priority in the queue; higher values are admitted first."""
     deadline_s: fields.DeadlineSeconds | None = None
-    """Seconds from arrival after which the request ends with ``deadline_exceeded``, even if it is
-    still queued."""
+    """Seconds from arrival until the request ends with ``deadline_exceeded``, queued or running."""
     prefix_salt: fields.Salt | None = None
     """Isolation key: prompts share cached prefixes only with prompts of the same salt."""
 
@@ -196,10 +195,7 @@ class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
 
 
 class Tokenize(RequestBase, tag="tokenize", frozen=True, kw_only=True):
-    """Return the tokens of a text as ``generate`` would use them, without running anything.
-
-    The text is exactly one of ``prompt`` and ``messages``.
-    """
+    """Return the tokens of exactly one of ``prompt`` and ``messages``, without running anything."""
 
     model: fields.Name
     prompt: str | None = None
@@ -363,6 +359,8 @@ class Done(EventBase, tag="done", frozen=True, kw_only=True):
     """Reason; among choices, ``cancelled`` precedes ``length``, which precedes ``stop``."""
     usage: Usage
     """Tokens of all choices together; the prompt counts once."""
+    stop_text: str = ""
+    """Text of ``stop`` that ended the only choice; empty: none did, or there are several."""
     embedding: bytes | None = None
     """Vector of length 1, float32, little endian (base64 in JSON); only after ``embed``."""
 

@@ -372,6 +372,7 @@ class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
 
     reason: FinishReason
     usage: Usage
+    stop_text: str = ""
     embedding: bytes | None = None
 
 
@@ -407,8 +408,7 @@ class SegmentsOpened(_Report, tag="segments_opened", frozen=True, kw_only=True):
     """The worker can read and write segments of this space; answered by `SegmentsChanged`."""
 
     space: bytes
-    """16 bytes: a digest of the weights, the KV schemes and layout, the prefill chunk and the file
-    format. Equal spaces share segments, whatever the models' names."""
+    """Digest (16 bytes) of weights, KV schemes, layout, chunk and format, whatever the names."""
 
 
 class SegmentOffered(_Report, tag="segment_offered", frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from actors.status import KnownModel
 from actors.system import Settings
 from protocol import errors, messages
 from protocol.types import ReceivedChoice, Sampling, Usage
-from protocol.worker import ChoiceFinished, RowAccepted, RowReport, RowTokens, Submit
+from protocol.worker import ChoiceFinished, RowAccepted, RowFinished, RowReport, RowTokens, Submit
 from tests.sim import fakes
 from tests.sim.fakes import SLOW
 from tests.sim.loop import run, simulated, until
@@ -279,6 +279,24 @@ def test_a_cancel_after_the_end_of_all_choices_does_not_change_the_reason() -> N
             ends = [it for it in client.events[key] if isinstance(it, messages.ChoiceFinished)]
             assert [(it.choice, it.reason) for it in ends] == [(0, "length"), (1, "stop")]
             assert (done.reason, done.usage.completion_tokens) == ("length", 1)
+
+    scene()
+
+
+def test_the_end_names_the_stop_text_again() -> None:
+    submit = Submit(rid="1", prompt="hello", sampling=Sampling(seed=SEED), stop=["END"])
+    reports: list[RowReport] = [
+        RowAccepted(rid="1", prompt_tokens=5),
+        RowFinished(rid="1", reason="stop", usage=Usage(5, 3), stop_text="END"),
+    ]
+    records = [RequestReceived("1", "demo", submit), *(ReportReceived("1", it) for it in reports)]
+    journal = MemoryJournal(records)
+
+    @simulated
+    async def scene() -> None:
+        async with world(saved_requests=SavedRequests(journal, journal.saved())) as w:
+            client = w.client()
+            assert (await client.end(attach(client, "1"))).stop_text == "END"
 
     scene()
 

@@ -62,9 +62,11 @@ class _Answer:
         reason = "end_turn"
         if done.reason == "length":
             reason = "max_tokens"
+        elif done.stop_text:
+            reason = "stop_sequence"
         elif done.reason == "stop" and self._blocks.has_calls:
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": None}
+        return {"stop_reason": reason, "stop_sequence": done.stop_text or None}
 
 
 class StreamedMessage(_Answer):

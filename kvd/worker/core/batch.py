@@ -140,6 +140,7 @@ class Batch:
         parts = sent.remove_parts(stream.take_parts())
         choice = completion.key[1]
         request.choices.reasoning_tokens += stream.reasoning_tokens
+        request.choices.stop_text = stream.stop_text
         return forced + finish_replayed(
             request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest, parts=parts
         )
@@ -335,6 +336,7 @@ class Batch:
 
     def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
         request.choices.reasoning_tokens += completion.stream.reasoning_tokens
+        request.choices.stop_text = completion.stream.stop_text
         self.reports += request.choices.finish(completion.key[1], reason, len(completion.tokens))
         self._end(request, completion)
 

@@ -297,6 +297,7 @@ class FakeEngine:
                 self._finish(row, choice, reason)
 
     def _finish(self, row: FakeRow, choice: FakeChoice, reason: FinishReason) -> None:
+        row.over.stop_text = choice.stops.found
         self._reports += row.over.finish(choice.number, reason, choice.tokens)
         row.choices.remove(choice)
         if row.choices:

@@ -95,6 +95,7 @@ class FakeRow:
             if reason := resumed.reason or ("stop" if stopped else reason):
                 self.choices.remove(choice)
                 rest = choice.sent_text.remove_from(choice.stops.finish())
+                self.over.stop_text = choice.stops.found
                 reports += finish_replayed(
                     self.over, choice.number, resumed, reason, stopped=stopped, rest=rest
                 )

@@ -20,6 +20,8 @@ class Choices:
         """Prompt tokens that were found in the prefix cache."""
         self.reasoning_tokens = 0
         """Tokens of reasoning in all choices, with its markers."""
+        self.stop_text = ""
+        """Stop string that ended the choice that ended last."""
         self.embedding: bytes | None = None
         """See `protocol.worker.RowFinished`."""
         self._completion_tokens = 0
@@ -63,8 +65,15 @@ class Choices:
             self._levels,
             self.reasoning_tokens,
         )
-        reason = combined_reason(self._reasons)
-        return [RowFinished(rid=self.rid, reason=reason, usage=usage, embedding=self.embedding)]
+        return [
+            RowFinished(
+                rid=self.rid,
+                reason=combined_reason(self._reasons),
+                usage=usage,
+                stop_text="" if self._several else self.stop_text,
+                embedding=self.embedding,
+            )
+        ]
 
 
 def check_token_ids(request: Submit, vocabulary: int) -> None:

@@ -60,10 +60,14 @@ class StopFilter:
     """Filters the text of one completion: call `push` for each piece, then `finish`."""
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
-        self.stopped = False
-        """Whether a stop string was found. Then no more text is returned."""
+        self.found = ""
+        """The stop string that was found. Then no more text is returned."""
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.found)
 
     def push(self, text: str) -> str:
         """Append a piece and return the text that may be sent now."""
@@ -74,10 +78,11 @@ class StopFilter:
         for at, char in enumerate(text):
             complete = [m.matched for m in self._matchers if m.push(char)]
             if complete:
-                self.stopped = True
                 pending = self._held + text[: at + 1]
                 self._held = ""
-                return pending[: len(pending) - max(complete)]
+                cut = len(pending) - max(complete)
+                self.found = pending[cut:]
+                return pending[:cut]
         pending = self._held + text
         cut = len(pending) - max(m.matched for m in self._matchers)
         self._held = pending[cut:]

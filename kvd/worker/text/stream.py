@@ -68,6 +68,11 @@ class TextStream:
     def stopped(self) -> bool:
         return self.ended or self._filter.stopped
 
+    @property
+    def stop_text(self) -> str:
+        """The stop string that ended the completion; empty if something else did."""
+        return self._filter.found
+
     def push(self, token: int) -> str:
         """Append a token and return the text that may be sent now."""
         free = self._free > 0

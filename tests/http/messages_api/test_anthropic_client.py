@@ -66,6 +66,20 @@ def test_thinking_text_and_a_call(ai: anthropic.Anthropic):
     assert answer.usage.output_tokens_details.thinking_tokens > 0
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_sequence_is_named(ai: anthropic.Anthropic, streamed):
+    fields = asked(max_tokens=40, extra_body={"seed": 4})
+    words = ai.messages.create(**fields).content[0].text.split()
+    fields |= {"stop_sequences": ["never", words[-1]]}
+    if streamed:
+        with ai.messages.stream(**fields) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = ai.messages.create(**fields)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", words[-1])
+    assert words[-1] not in "".join(block.text for block in answer.content)
+
+
 def test_streams_add_up_to_the_answer_in_one_piece(ai: anthropic.Anthropic):
     whole = ai.messages.create(**with_tools())
     with ai.messages.stream(**with_tools()) as stream:

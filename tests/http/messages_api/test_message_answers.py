@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvd.http import errors
 from kvd.http.messages_api.answers import Head, StreamedMessage, WholeMessage
@@ -187,6 +188,8 @@ def test_reasons():
     hello = events_of([("text", "Hello")])
     assert whole(ACCEPTED, *hello, done())["stop_reason"] == "end_turn"
     assert whole(ACCEPTED, *hello, done("length"))["stop_reason"] == "max_tokens"
+    stopped = whole(ACCEPTED, *hello, replace(done(), stop_text="END"))
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_an_answer_without_text_has_no_blocks():

@@ -52,6 +52,7 @@ class Outcome:
     """Precision level of each token, as reported."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     embedding: bytes | None = None
+    stop_text: str = ""
     others: dict[int, Outcome] = field(default_factory=dict)
     """Completions except the first, by choice."""
 
@@ -162,6 +163,7 @@ class Driver:
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].reason = report.reason
                     self.outcomes[report.rid].embedding = report.embedding
+                    self.outcomes[report.rid].stop_text = report.stop_text
                     usage = report.usage
                     self.outcomes[report.rid].cached = usage.cached_tokens
                     self.outcomes[report.rid].usage = msgspec.structs.replace(

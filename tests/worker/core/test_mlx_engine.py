@@ -14,6 +14,7 @@ from kvd.worker.native import build
 from kvd.worker.sampling import sampler
 from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, InvalidRequest
 from protocol.kv import KVSpec
+from protocol.resume import ChoiceProgress
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.worker.core.driver import GIB, Driver
@@ -115,6 +116,11 @@ def test_stop_string_ends_the_text_before_it(demo: Driver) -> None:
 
     assert outcome.reason == "stop"
     assert outcome.text == whole.text[: whole.text.index(stop)]
+    assert (outcome.stop_text, whole.stop_text) == (stop, "")
+
+    sent = ChoiceProgress(outcome.tokens, len(outcome.text.encode()))
+    replayed = demo.alone(WORDS, max_tokens=60, stop=[stop], resume=[sent])
+    assert (replayed.reason, replayed.stop_text, replayed.text) == ("stop", stop, "")
 
 
 def test_the_text_is_the_decoded_tokens(demo: Driver) -> None:
