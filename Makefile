@@ -1,6 +1,7 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
 # make test-NAME  one package's tests without the slow ones, such as `make test-cache`
+# make test-clients  install agents with npm, and run the tests with them
 # make check  lint, types, import contracts, structure and wording
 # make docs   write the generated parts of docs/
 # make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
@@ -27,7 +28,7 @@ PROSE := kvd actors protocol tests bench tools deploy docs README.md CONTRIBUTIN
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
-.PHONY: run test check docs bench format clean
+.PHONY: run test test-clients check docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
@@ -38,6 +39,13 @@ test: check
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
 test-%: $(VENV)/.dev
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
+
+# Agents that the tests marked `clients` run. Other test runs skip those where they are missing.
+CLIENTS := @openai/codex@0.169.0
+
+test-clients: $(VENV)/.dev
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(CLIENTS)
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m clients $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
