@@ -10,7 +10,15 @@ from kvd.cli import status_page
 from kvd.cli.tables import fixed_column, headed, named_values, text_column
 from kvd.host.units import format_bytes
 from protocol.kv import KVSpec
-from protocol.types import FusedAttention, KVPart, MemoryUse, ModelInfo, ModelStatus, PrefixUse
+from protocol.types import (
+    ChatAbilities,
+    FusedAttention,
+    KVPart,
+    MemoryUse,
+    ModelInfo,
+    ModelStatus,
+    PrefixUse,
+)
 
 
 def page(value: ModelStatus) -> RenderableType:
@@ -20,6 +28,7 @@ def page(value: ModelStatus) -> RenderableType:
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
         if info.fused:
             lines.append(("", _kernels(info.fused)))
+        lines += zip(("chat", ""), _abilities(info.chat), strict=False)
     lines.append(("KV cache", _settings(value.kv, info)))
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
@@ -52,6 +61,23 @@ def _kernels(fused: FusedAttention) -> str:
     if fused.call_ms is not None and fused.reference_ms is not None:
         text += f", {fused.call_ms:.2g} ms per layer instead of {fused.reference_ms:.2g} ms"
     return text
+
+
+def _abilities(chat: ChatAbilities | None) -> list[str]:
+    """Return what a model can do in a conversation, in one or two lines."""
+    if chat is None:
+        return ["no chat template: prompts only"]
+    results = "" if chat.tool_results else ", results as notes of the user"
+    first = f"tool calls as {chat.tools}{results}" if chat.tools else "no tool calls"
+    if not chat.late_system:
+        first += "; late system messages as notes of the user"
+    if not chat.reasoning and not chat.efforts:
+        return [first]
+    second = f"reasoning after {chat.reasoning}" if chat.reasoning else "reasoning"
+    second += ", can be switched off" if chat.reasoning_switch else ""
+    if chat.efforts:
+        second += f", efforts {', '.join(chat.efforts)}"
+    return [first, second]
 
 
 def _pairs(lines: list[tuple[str, str]]) -> Table:

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvd.cli import model_page, status_page
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.types import FusedAttention, KVPart, ModelStatus, PrefixUse
+from protocol.types import ChatAbilities, FusedAttention, KVPart, ModelStatus, PrefixUse
 from tests.cli.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(
@@ -142,3 +142,40 @@ def test_the_use_of_kernels_is_shown():
     timed = {"call_ms": 0.1234, "reference_ms": 1.4}
     assert "kernels, 0.12 ms per layer instead of 1.4 ms" in text(used=True, **timed)
     assert "without kernels: switched off KV cache" in text(used=False, reason="switched off")
+
+
+@pytest.mark.parametrize(
+    ("chat", "lines"),
+    [
+        (None, ["chat no chat template: prompts only"]),
+        (ChatAbilities(), ["chat no tool calls; late system messages as notes of the user"]),
+        (
+            ChatAbilities(
+                tools="harmony",
+                reasoning="<|channel|>analysis",
+                efforts=["low", "high"],
+                late_system=True,
+            ),
+            [
+                "chat tool calls as harmony, results as notes of the user",
+                "reasoning after <|channel|>analysis, efforts low, high",
+            ],
+        ),
+        (
+            ChatAbilities(
+                tools="json in <tool_call>",
+                tool_results=True,
+                reasoning="<think>",
+                reasoning_switch=True,
+                late_system=True,
+            ),
+            [
+                "chat tool calls as json in <tool_call>",
+                "reasoning after <think>, can be switched off",
+            ],
+        ),
+    ],
+)
+def test_abilities_in_a_conversation(chat: ChatAbilities | None, lines: list[str]):
+    value = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, chat=chat))
+    assert " ".join(lines) in " ".join(shown(value, 120).split())

@@ -160,6 +160,23 @@ class AnswerForms:
         return self.call is not None or self.harmony is not None
 
     @property
+    def call_markers(self) -> list[Marker]:
+        """Markers of the form of calls; none for harmony, whose markers have several uses."""
+        if self.call is None:
+            return []
+        return [self.call.begin, self.call.end, *(self.call.section or ())]
+
+    @property
+    def markers(self) -> list[Marker]:
+        """All markers."""
+        found = self.call_markers
+        if self.reasoning is not None:
+            found += [self.reasoning.begin, self.reasoning.end]
+        if (form := self.harmony) is not None:
+            found += [form.start, form.channel, form.message, form.constrain, form.end, form.call]
+        return found
+
+    @property
     def end_of_reasoning(self) -> str:
         """Text that ends the reasoning and begins the answer's text."""
         if (form := self.harmony) is not None:

@@ -15,7 +15,6 @@ from kvd.worker.answer.forms import (
     JsonBody,
     Marker,
     NamedBody,
-    ReasoningForm,
     XmlBody,
 )
 from kvd.worker.answer.json_calls import JsonCalls, NamedCalls
@@ -74,7 +73,7 @@ class MarkedAnswer:
         self._tentative: list[FoundCall] = []
         """Calls inside reasoning."""
         self._tentative_text = ""
-        markers = [*_markers(forms.reasoning, self._form)]
+        markers = AnswerForms(forms.reasoning, self._form).markers
         self._by_token = {one.token: one for one in markers if one.token is not None}
         self._composed = [one for one in markers if one and one.token is None]
         """Markers of several tokens, some of which may be special tokens."""
@@ -249,7 +248,7 @@ class MarkedAnswer:
         self._take_calls(call)
         if call.over:
             self._call = None
-            self._drops_space = True
+            self._drops_space = not self._tentative
             self._push_all(call.left)
 
     def _push_all(self, symbols: Iterable[Symbol]) -> None:
@@ -300,13 +299,6 @@ class MarkedAnswer:
             self._push_all(call.symbols)
         else:
             self._fail(call, "the answer ends inside a call")
-
-
-def _markers(reasoning: ReasoningForm | None, call: CallForm | None) -> Iterable[Marker]:
-    if reasoning is not None:
-        yield from (reasoning.begin, reasoning.end)
-    if call is not None:
-        yield from (call.begin, call.end, *(call.section or ()))
 
 
 def as_openai(tool: Tool) -> dict[str, object]:

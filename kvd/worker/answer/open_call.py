@@ -86,7 +86,15 @@ class OpenCall:
         self._rest += text
         while not self.over and self._step():
             pass
+        if self.over:
+            self._consumed += self._text_before(self._rest)
+            self.symbols = []
         return self.over
+
+    def _text_before(self, rest: str) -> str:
+        """Return the text of the symbols without its end ``rest``."""
+        read = "".join(symbol.text + symbol.literal for symbol in self.symbols)
+        return read[: len(read) - len(rest)]
 
     def _in_section(self) -> bool:
         """Read what precedes a call; return whether another step may be possible."""
@@ -127,8 +135,7 @@ class OpenCall:
         if found:
             self.found += found
             del self._scanner.calls[: len(found)]
-            read = "".join(symbol.text + symbol.literal for symbol in self.symbols)
-            self._consumed += self.opening + read[: len(read) - len(rest)]
+            self._consumed += self.opening + self._text_before(rest)
             self.opening, self.symbols = "", [Symbol(rest)] if rest else []
         if self._scanner.done:
             self._step = self._at_end
@@ -140,6 +147,7 @@ class OpenCall:
             self._rest = text[len(end) :]
         elif end and end.startswith(text):
             return False
+        self._consumed += self._text_before(self._rest)
         self.symbols = [Symbol(self._rest)] if self._rest else []
         self._scanner = self._new_scanner()
         if self._form.section is None and self._form.opening:

@@ -9,6 +9,7 @@ from kvd.worker.answer.forms import AnswerForms, opened_by_prompt
 from kvd.worker.answer.harmony import HarmonyAnswer
 from kvd.worker.answer.marked import CallOptions, MarkedAnswer
 from kvd.worker.answer.parts import AnswerReader
+from kvd.worker.text.detokenizer import special_ids
 from kvd.worker.text.stream import AnswerSplit
 from protocol.worker import Submit
 
@@ -25,12 +26,9 @@ class Splitting:
         self.streams_calls = False
         """Whether a grammar keeps arguments valid, so that they are passed on as they arrive."""
         self._tokenizer = tokenizer
-        self._literals = {
-            token: content.content
-            for token, content in tokenizer.added_tokens_decoder.items()
-            if forms.has_reasoning or forms.has_calls
-        }
-
+        added = tokenizer.added_tokens_decoder
+        special = special_ids(tokenizer)
+        self._special = {token: one.content for token, one in added.items() if token in special}
         self._end_reasoning: list[int] = (
             list(tokenizer.encode(forms.end_of_reasoning, add_special_tokens=False))
             if forms.has_reasoning
@@ -43,6 +41,7 @@ class Splitting:
         tools = () if chat.tool_choice == "none" else tuple(chat.tools)
         if not forms.has_reasoning and not (tools and forms.has_calls):
             return None
+        markers = [one for one in forms.markers if tools or one not in forms.call_markers]
         options = CallOptions(tools, self.streams_calls)
         end = self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False)
         if forms.harmony is not None:
@@ -59,7 +58,7 @@ class Splitting:
             reader,
             request.rid,
             choice,
-            self._literals,
+            self._special | {one.token: one.text for one in markers if one.token is not None},
             chat.max_reasoning_tokens,
             self._end_reasoning,
         )

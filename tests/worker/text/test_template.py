@@ -182,3 +182,26 @@ def test_reasoning_that_the_prompt_began_is_reasoning():
     assert got == "Hm.Yes"
     assert [(part.at, part.kind) for part in stream.take_parts()] == [(0, "reasoning"), (3, "text")]
     assert stream.reasoning_tokens == answer.index(text._tokenizer.get_vocab()["</think>"]) + 1
+
+
+def test_without_tools_the_markers_of_calls_are_text():
+    text = text_of(templates.QWEN, *MARKERS)
+    request = submit(messages=[ASKED])
+    stream = text.stream(request, text.encode(request))
+    answer = text._tokenizer.encode("a <tool_call>{}</tool_call>", add_special_tokens=False)
+    got = "".join(stream.push(token) for token in answer) + stream.finish()
+    assert got == "a <tool_call>{}</tool_call>"
+    assert stream.take_parts() == []
+
+
+def test_a_call_in_an_answer_of_a_model_has_its_part():
+    text = text_of(templates.QWEN, *MARKERS)
+    request = submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL]))
+    stream = text.stream(request, text.encode(request))
+    written = '<tool_call>\n{"name": "find", "arguments": {"n": 3}}\n</tool_call>'
+    answer = text._tokenizer.encode(f"I look.\n{written}", add_special_tokens=False)
+    got = "".join(stream.push(token) for token in answer) + stream.finish()
+    assert got == 'I look.{"n": 3}'
+    assert [(part.at, part.kind, part.name) for part in stream.take_parts()] == [
+        (7, "call", "find")
+    ]
