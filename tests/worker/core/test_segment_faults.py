@@ -620,9 +620,9 @@ def test_what_memory_may_evict_is_written_while_the_engine_is_busy(engine: Engin
 
 
 def wait_in_queue(engine: Engine, disk: Disk, *rids: str) -> None:
-    """Submit requests while other models hold the memory. Asking the system to read ahead hangs."""
+    """Submit requests while none is admitted. Asking the system to read ahead hangs."""
     disk.hang("posix_fadvise")
-    engine.others = engine.budget
+    engine.engine._admission.closed = True
     for rid in rids:
         engine.submit(rid, PROMPT, max_tokens=15_000)
     engine.step()
@@ -630,13 +630,12 @@ def wait_in_queue(engine: Engine, disk: Disk, *rids: str) -> None:
 
 
 def withdraw(engine: Engine) -> None:
-    """Cancel the requests in the queue; there is memory again."""
+    """Cancel the requests in the queue; others are admitted again."""
     for rid in engine.outcomes:
         engine.engine.cancel(rid)
     engine.step()
     engine.outcomes.clear()
-    engine.others = 0
-    engine.retry()
+    engine.engine._admission.closed = False
 
 
 def test_the_head_of_the_queue_is_prefetched_once(engine: Engine, disk: Disk) -> None:
