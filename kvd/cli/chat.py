@@ -175,8 +175,11 @@ class Chat:
             elif error.retryable:
                 print_message("[dim]hint:[/] ask again: {}", text)
             return
-        if completion.text_so_far:
-            self._messages.append(ChatMessage("assistant", completion.text_so_far))
+        choice = completion.choices[0]
+        if text := choice.text_of("text"):
+            self._messages.append(
+                ChatMessage("assistant", text, reasoning=choice.text_of("reasoning"))
+            )
         else:
             self._messages.pop()  # chat templates expect user and assistant to alternate
 
@@ -196,6 +199,7 @@ class Chat:
                 stream.show(event)
         if self._common.json:
             return
+        stream.end_aside()
         write("\n")
         if completion.reason == "stop" and not completion.text_so_far:
             print_message("[dim]an empty reply[/]")

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from rich.text import Text
+
 from kvd.cli.console import print_message, stderr_console, stdout_console, write
 from kvd.cli.word_wrap import WordWrap
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Tokens
+from protocol.parts import Piece
 
 
 class Stream:
@@ -23,6 +26,7 @@ class Stream:
         self._completion = completion
         self._wrap = wrap
         completion.on_silence = _report_silence
+        self._aside = Aside()
         self._last = ""
         """The last character written."""
 
@@ -39,17 +43,58 @@ class Stream:
         self._completion.cancel()
 
     def show(self, event: Event) -> None:
-        """Write an event's text at once; before the first text, print why the request waits."""
-        if isinstance(event, Tokens) and event.text:
-            write(self._wrap.add(event.text) if self._wrap else event.text)
-            self._last = event.text[-1]
+        """Write an event's text at once; before the first text, print why the request waits.
+
+        Reasoning and calls go to stderr.
+        """
+        if isinstance(event, Tokens) and (event.text or event.parts):
+            for piece in self._completion.choices[event.choice].newest:
+                if piece.part.kind == "text":
+                    self._aside.end()
+                    write(self._wrap.add(piece.text) if self._wrap else piece.text)
+                    self._last = piece.text[-1]
+                else:
+                    self._aside.show(piece)
         elif not self._last:
             _report_wait(event)
 
+    def end_aside(self) -> None:
+        """End a line of reasoning or of a call."""
+        self._aside.end()
+
     def end_line(self) -> None:
         """End the last line on a terminal; a pipe gets only the completion."""
+        self._aside.end()
         if sys.stdout.isatty() and self._last not in {"", "\n"}:
             write("\n")
+
+
+class Aside:
+    """Reasoning and calls of an answer, dimmed on stderr."""
+
+    def __init__(self) -> None:
+        self._open = False
+        """Whether a line has begun."""
+
+    def show(self, piece: Piece) -> None:
+        if piece.begins:
+            self.end()
+        if piece.begins and piece.part.kind == "call":
+            self._write(f"call {piece.part.name} ")
+        self._write(piece.text)
+
+    def end(self) -> None:
+        if self._open:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self._open = False
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._open = True
+            stderr_console().print(
+                Text(text), style="dim", end="", soft_wrap=True, highlight=False, markup=False
+            )
 
 
 class WholeChoices(Stream):
@@ -77,7 +122,14 @@ class WholeChoices(Stream):
         reason = choice.reason or "incomplete"
         title = f"choice {number}  {reason}, {len(choice.tokens)} token{plural}"
         stdout_console().print(("\n" if self._written else "") + title, style="bold")
-        write(choice.text + "\n")
+        for piece in choice.pieces():
+            if piece.part.kind == "text":
+                self._aside.end()
+                write(piece.text)
+            else:
+                self._aside.show(piece)
+        self._aside.end()
+        write("\n")
         self._written = number + 1
 
 

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvd.host.home import check_socket_path, locate
 from protocol import messages as m
 from protocol.errors import (
@@ -19,8 +21,9 @@ from protocol.errors import (
     PermissionDenied,
     from_info,
 )
-from protocol.parts import PartStart
+from protocol.parts import PartKind, PartReader, PartStart, Piece
 from protocol.session import ClientSession
+from protocol.tools import ToolCall
 from protocol.types import ModelStatus, ReceivedChoice, TokenLogprob, Usage
 
 QUICK_S = 10.0
@@ -134,13 +137,43 @@ class ChoiceRecord:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    """All text, including reasoning and the arguments of calls."""
+    """All text, including reasoning and the arguments of calls; `pieces` splits it."""
     parts: list[PartStart] = field(default_factory=list)
     """Where reasoning, calls and further text begin."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One per token, if requested."""
     reason: m.FinishReason | None = None
     """None while the choice runs."""
+    newest: list[Piece] = field(default_factory=list, compare=False)
+    """Pieces that the newest event added."""
+    _reader: PartReader = field(default_factory=PartReader, compare=False)
+
+    def pieces(self) -> list[Piece]:
+        """Return all parts so far, one piece each."""
+        return list(PartReader().split(self.text, self.parts))
+
+    def text_of(self, kind: PartKind) -> str:
+        """Return the text of all parts of a kind."""
+        return "".join(piece.text for piece in self.pieces() if piece.part.kind == kind)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Calls so far; arguments of a call that was cut are no valid JSON."""
+        found: list[ToolCall] = []
+        for piece in self.pieces():
+            if piece.part.kind != "call":
+                continue
+            if piece.begins:
+                found.append(ToolCall(piece.part.name, "", piece.part.call))
+            found[-1] = replace(found[-1], arguments=found[-1].arguments + piece.text)
+        return found
+
+    def add(self, event: m.Tokens) -> None:
+        self.tokens += event.tokens
+        self.text += event.text
+        self.parts += event.parts
+        self.logprobs += event.logprobs or ()
+        self.newest = list(self._reader.split(event.text, event.parts))
 
 
 class CompletionRecord:
@@ -195,11 +228,7 @@ class CompletionRecord:
             case m.PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs
             case m.Tokens():
-                choice = self._choice(event.choice)
-                choice.tokens += event.tokens
-                choice.text += event.text
-                choice.parts += event.parts
-                choice.logprobs += event.logprobs or ()
+                self._choice(event.choice).add(event)
             case m.ChoiceFinished(choice=number, reason=reason):
                 self._choice(number).reason = reason
             case m.Done(reason=reason, usage=usage):
