@@ -19,9 +19,12 @@ from kvd.cli.logprobs import probabilities
 from kvd.cli.options import Tokens
 from kvd.cli.sampling import logit_bias_option, sampling_options
 from kvd.cli.stream import Stream, WholeChoices
+from kvd.cli.structured import structured_options
 from kvd.client import Completion
 from kvd.host.exits import Exit
 from protocol.errors import NotRunning
+from protocol.tools import ChatOptions, Grammar, Tool
+from protocol.types import ChatMessage
 
 _END_PANEL = "When generation ends"
 _end_option = functools.partial(option, panel=_END_PANEL)
@@ -52,6 +55,7 @@ _output_option = functools.partial(option, panel="Logprobs and scheduling")
     "--ignore-eos", is_flag=True, help="Continue past the model's end token.", panel=_END_PANEL
 )
 @_end_option("--deadline", "SECONDS", "Fail if it takes longer.", name="deadline_s", type=float)
+@structured_options()
 @_output_option(
     "--logprobs",
     "N",
@@ -64,11 +68,27 @@ _output_option = functools.partial(option, panel="Logprobs and scheduling")
     "--prefix-salt", "TEXT", "Share cached prompts only with requests that have this salt."
 )
 @common_options()
-def generate(common: CommonOptions, model: str, prompt: str, **options: Any) -> None:
+def generate(
+    common: CommonOptions,
+    model: str,
+    prompt: str,
+    *,
+    grammar: Grammar | None,
+    json_schema: Grammar | None,
+    tools: list[Tool] | None,
+    **options: Any,
+) -> None:
     """Complete a prompt; stdout gets only the completion, token by token."""
+    if grammar is not None and json_schema is not None:
+        raise click.UsageError("--grammar and --json-schema exclude each other")
     with common.connected() as client:
         text = read_stdin() if prompt == "-" else prompt
-        _show(client.generate(model, text, **options), common)
+        options["grammar"] = grammar or json_schema
+        if tools is None:
+            _show(client.generate(model, text, **options), common)
+        else:
+            messages, chat = [ChatMessage("user", text)], ChatOptions(tools=tools)
+            _show(client.generate(model, messages=messages, chat=chat, **options), common)
 
 
 @click.command()

@@ -13,7 +13,7 @@ from kvd.cli.console import print_message, stderr_console, stdout_console, write
 from kvd.cli.word_wrap import WordWrap
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Tokens
-from protocol.parts import Piece
+from protocol.parts import PartReader, Piece
 
 
 class Stream:
@@ -26,6 +26,7 @@ class Stream:
         self._completion = completion
         self._wrap = wrap
         completion.on_silence = _report_silence
+        self._reader = PartReader()
         self._aside = Aside()
         self._last = ""
         """The last character written."""
@@ -48,7 +49,7 @@ class Stream:
         Reasoning and calls go to stderr.
         """
         if isinstance(event, Tokens) and (event.text or event.parts):
-            for piece in self._completion.choices[event.choice].newest:
+            for piece in self._reader.split(event.text, event.parts):
                 if piece.part.kind == "text":
                     self._aside.end()
                     write(self._wrap.add(piece.text) if self._wrap else piece.text)

@@ -144,9 +144,6 @@ class ChoiceRecord:
     """One per token, if requested."""
     reason: m.FinishReason | None = None
     """None while the choice runs."""
-    newest: list[Piece] = field(default_factory=list, compare=False)
-    """Pieces that the newest event added."""
-    _reader: PartReader = field(default_factory=PartReader, compare=False)
 
     def pieces(self) -> list[Piece]:
         """Return all parts so far, one piece each."""
@@ -167,13 +164,6 @@ class ChoiceRecord:
                 found.append(ToolCall(piece.part.name, "", piece.part.call))
             found[-1] = replace(found[-1], arguments=found[-1].arguments + piece.text)
         return found
-
-    def add(self, event: m.Tokens) -> None:
-        self.tokens += event.tokens
-        self.text += event.text
-        self.parts += event.parts
-        self.logprobs += event.logprobs or ()
-        self.newest = list(self._reader.split(event.text, event.parts))
 
 
 class CompletionRecord:
@@ -228,7 +218,11 @@ class CompletionRecord:
             case m.PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs
             case m.Tokens():
-                self._choice(event.choice).add(event)
+                choice = self._choice(event.choice)
+                choice.tokens += event.tokens
+                choice.text += event.text
+                choice.parts += event.parts
+                choice.logprobs += event.logprobs or ()
             case m.ChoiceFinished(choice=number, reason=reason):
                 self._choice(number).reason = reason
             case m.Done(reason=reason, usage=usage):
