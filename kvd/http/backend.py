@@ -17,6 +17,13 @@ class Call(Protocol):
         """Cancel the completion within a step; no further events are delivered. Idempotent."""
 
 
+class Completions(Protocol):
+    """Runs requests for completions."""
+
+    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+        """Run a request, as `Backend.generate` does."""
+
+
 class Backend(Protocol):
     """The daemon behind the routes."""
 

@@ -16,7 +16,7 @@ from protocol.errors import KvdError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
-    from kvd.http.backend import Backend, Call
+    from kvd.http.backend import Call, Completions
     from kvd.http.send_buffer import SendBuffer
     from protocol.messages import Event, Generate
 
@@ -60,7 +60,7 @@ class Streamed(Protocol):
 class _Completion:
     """The calls of one request."""
 
-    def __init__(self, backend: Backend, requests: Sequence[Generate]) -> None:
+    def __init__(self, backend: Completions, requests: Sequence[Generate]) -> None:
         self._backend = backend
         self._requests = requests
         self._calls: list[Call] = []
@@ -88,7 +88,7 @@ class _Completion:
 class WholeCompletion(_Completion):
     """A request with an answer in one piece."""
 
-    def __init__(self, backend: Backend, requests: Sequence[Generate], answer: Whole) -> None:
+    def __init__(self, backend: Completions, requests: Sequence[Generate], answer: Whole) -> None:
         super().__init__(backend, requests)
         self._answer = answer
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -124,7 +124,7 @@ class StreamedCompletion(_Completion):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Completions,
         requests: Sequence[Generate],
         answer: Streamed,
         buffer: SendBuffer,

@@ -14,7 +14,7 @@ from kvd.http.send_buffer import SendBuffer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.http.backend import Backend
+    from kvd.http.backend import Completions
     from kvd.http.completion import Streamed, Whole
     from protocol.messages import Generate
 
@@ -29,7 +29,7 @@ _STREAM_HEADERS = {
 class Delivery:
     """Sends whole and streamed answers; both raise a `Refusal` before the answer begins."""
 
-    backend: Backend
+    backend: Completions
     unread_limit: int
     """Unread bytes of a stream at which its client is disconnected."""
 

@@ -18,6 +18,7 @@ from kvd.http.bodies import Bodies
 from kvd.http.connection import SERVER, Connection, FullConnection, refused
 from kvd.http.delivery import Delivery
 from kvd.http.guard import Guard, single
+from kvd.http.messages_api.fitting import Fitting
 from kvd.http.messages_api.routes import MessagesRoutes
 from kvd.http.ollama_api.routes import OllamaRoutes
 from kvd.http.request_keys import OWNER, REQUEST_ID
@@ -83,7 +84,8 @@ class Server:
         app.add_routes(routes.table())
         responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
         app.add_routes(responses.table())
-        app.add_routes(MessagesRoutes(backend, bodies, delivery, ignored).table())
+        fitting = Delivery(Fitting(backend), unread_limit)
+        app.add_routes(MessagesRoutes(backend, bodies, fitting, ignored).table())
         app.add_routes(OllamaRoutes(backend, bodies, delivery, started_at).table())
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(

@@ -61,7 +61,9 @@ class _Answer:
         """Return why the answer ended."""
         reason = "end_turn"
         if done.reason == "length":
-            reason = "max_tokens"
+            limit = self._wanted.call.max_tokens
+            is_full = limit is None or done.usage.completion_tokens < limit
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif done.stop_text:
             reason = "stop_sequence"
         elif done.reason == "stop" and self._blocks.has_calls:

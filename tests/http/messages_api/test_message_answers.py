@@ -21,7 +21,7 @@ from protocol.parts import PartStart
 from protocol.types import Usage
 
 HEAD = Head("msg_1", "m", "req_1")
-CALL = Generate(id="http", model="m", messages=[])
+CALL = Generate(id="http", model="m", messages=[], max_tokens=5)
 ACCEPTED = messages.Accepted(id="http", prompt_tokens=10, seed=7)
 Parts = list[tuple[str, str]]
 """Kind and text of each part."""
@@ -188,6 +188,8 @@ def test_reasons():
     hello = events_of([("text", "Hello")])
     assert whole(ACCEPTED, *hello, done())["stop_reason"] == "end_turn"
     assert whole(ACCEPTED, *hello, done("length"))["stop_reason"] == "max_tokens"
+    early = messages.Done(id="http", reason="length", usage=Usage(10, 4))
+    assert whole(ACCEPTED, *hello, early)["stop_reason"] == "model_context_window_exceeded"
     stopped = whole(ACCEPTED, *hello, replace(done(), stop_text="END"))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "END")
 
