@@ -21,6 +21,8 @@ from kvd.http.messages_api.routes import MessagesRoutes
 from kvd.http.ollama_api.routes import OllamaRoutes
 from kvd.http.requests import UNSUPPORTED, ChatRequest, CompletionRequest, Message
 from kvd.http.responses import Extension
+from kvd.http.responses_api.requests import ResponsesRequest
+from kvd.http.responses_api.routes import ResponsesRoutes
 from kvd.http.routes import OPEN_PATHS, Routes
 from tests.http.live import Live
 
@@ -51,6 +53,10 @@ def test_every_field_of_a_request_is_described():
     assert names(refused) >= UNSUPPORTED.keys()
     assert rows(section("Requests")) == known - UNSUPPORTED.keys()
     assert {"role", "content"} <= {f.encode_name for f in fields(Message)}
+
+
+def test_every_field_of_a_response_request_is_described():
+    assert rows(section("Responses API")) == {f.encode_name for f in fields(ResponsesRequest)}
 
 
 def test_every_key_of_the_answers_is_described():
@@ -85,7 +91,7 @@ def test_every_error_is_described():
 def test_every_path_is_described():
     paths = {
         route.path
-        for kind in (Routes, MessagesRoutes, OllamaRoutes)
+        for kind in (Routes, MessagesRoutes, OllamaRoutes, ResponsesRoutes)
         for route in kind.table(object.__new__(kind))
     }
     assert paths - {"/"} == {path.replace("{id}", "{id:.+}") for path in described_paths()}

@@ -37,8 +37,8 @@ class ResponsesRoutes:
     def table(self) -> list[web.RouteDef]:
         return [
             web.post(reading.PATH, self.create, expect_handler=expect_later),
-            web.get(f"{reading.PATH}/{{id}}", self.show),
-            web.delete(f"{reading.PATH}/{{id}}", self.delete),
+            web.get(f"{reading.PATH}/{{id:.+}}", self.show),
+            web.delete(f"{reading.PATH}/{{id:.+}}", self.delete),
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
