@@ -25,10 +25,10 @@ def page(value: ModelStatus) -> RenderableType:
     lines: list[tuple[str, str]] = [("source", value.source)]
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {status_page.model_facts(info)}"))
+        lines += zip(("chat", ""), _abilities(info.chat), strict=False)
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
         if info.fused:
             lines.append(("", _kernels(info.fused)))
-        lines += zip(("chat", ""), _abilities(info.chat), strict=False)
     lines.append(("KV cache", _settings(value.kv, info)))
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
