@@ -19,7 +19,7 @@ class Symbol(NamedTuple):
 
 
 class OpenCall:
-    """Reads calls until their form says that they are over."""
+    """Reads calls up to the end that their form defines."""
 
     def __init__(
         self, form: CallForm, new_scanner: Callable[[], Scanner], opening: str, *, in_section: bool

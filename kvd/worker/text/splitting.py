@@ -23,8 +23,6 @@ class Splitting:
     def __init__(self, tokenizer: Any, forms: AnswerForms) -> None:
         """``tokenizer``: a tokenizer of transformers."""
         self.forms = forms
-        self.streams_calls = False
-        """Whether a grammar keeps arguments valid, so that they are passed on as they arrive."""
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         special = special_ids(tokenizer)
@@ -35,14 +33,19 @@ class Splitting:
             else []
         )
 
-    def of(self, request: Submit, prompt: Sequence[int], choice: int) -> AnswerSplit | None:
-        """Return how a choice is split; None: it is one text."""
+    def of(
+        self, request: Submit, prompt: Sequence[int], choice: int, *, streams: bool
+    ) -> AnswerSplit | None:
+        """Return how a choice is split; None: it is one text.
+
+        ``streams``: whether the arguments of calls are passed on as they arrive.
+        """
         forms, chat = self.forms, request.chat
         tools = () if chat.tool_choice == "none" else tuple(chat.tools)
         if not forms.has_reasoning and not (tools and forms.has_calls):
             return None
         markers = [one for one in forms.markers if tools or one not in forms.call_markers]
-        options = CallOptions(tools, self.streams_calls)
+        options = CallOptions(tools, streams)
         end = self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False)
         if forms.harmony is not None:
             opening = end.rpartition(forms.harmony.start.text)[2]

@@ -95,20 +95,34 @@ class Text:
         texts = [self._token_texts.of(token)[0] for token in first] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
 
-    def stream(self, request: Submit, prompt: Sequence[int], choice: int = 0) -> TextStream:
-        """Return the stream of a choice; only answers to messages are split into parts."""
+    def stream(
+        self,
+        request: Submit,
+        prompt: Sequence[int],
+        choice: int = 0,
+        *,
+        has_valid_calls: bool = False,
+    ) -> TextStream:
+        """Return the stream of a choice; only answers to messages are split into parts.
+
+        ``has_valid_calls``: whether a grammar keeps calls valid. Then their arguments are sent as
+        they arrive; otherwise a call is sent once it is complete.
+        """
         after = () if request.messages is not None else prompt
         if self._table is None:
             detokenizer: Detokenizer = ContextDecoder(self._tokenizer, self._special, after)
         else:
             detokenizer = self._table.stream(after)
+        split = None
+        if request.messages is not None:
+            split = self._split.of(request, prompt, choice, streams=has_valid_calls)
         eos_ids = frozenset[int]() if request.ignore_eos else self.eos_ids
         return TextStream(
             detokenizer,
             stops=request.stop,
             ends=eos_ids | frozenset(request.stop_tokens),
             min_tokens=request.min_tokens,
-            split=None if request.messages is None else self._split.of(request, prompt, choice),
+            split=split,
         )
 
     def token_logprob(

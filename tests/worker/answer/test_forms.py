@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.worker.answer import forms
+from tests.pages import ROOT
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,13 @@ def test_markers_of_a_section_and_of_harmony_get_ids():
     assert known.harmony.call == forms.Marker("<|call|>", 8)
     assert known.calls == "harmony"
     assert known.has_reasoning
+
+
+def test_the_page_of_models_lists_all_forms():
+    page = (ROOT / "docs" / "models.md").read_text().replace("\\|", "|")
+    rows = [line for line in page.splitlines() if line.endswith(("arrive |", "whole |"))]
+    listed = {line.split("`")[1]: line.endswith("whole |") for line in rows}
+    assert listed == {"harmony": False} | {
+        form.name: isinstance(form.body, forms.WholeBody) for form in forms.CALLS
+    }
+    assert all(form.begin.text in page for form in forms.REASONING[:5])
