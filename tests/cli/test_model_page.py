@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvd.cli import model_page, status_page
+from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.types import ChatAbilities, FusedAttention, KVPart, ModelStatus, PrefixUse
@@ -101,6 +102,15 @@ def test_the_prefix_cache_s_hits_are_shown(use: PrefixUse, text: str):
     assert f"prompts {text} " in " ".join(shown(value, 80).split()) + " "
     without = msgspec.structs.replace(value, kv=KVSpec(prefix_cache=0))
     assert "found in the cache" not in shown(without, 80)
+
+
+def test_an_embedding_model_shows_its_pooling():
+    assert "embeddings" not in shown(MODEL, 80)
+    embedding = EmbeddingInfo(pooling="last_token", dimensions=1024)
+    value = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, embedding=embedding))
+    assert "embeddings 1024 dimensions, pooled by the last token" in " ".join(
+        shown(value, 80).split()
+    )
 
 
 def test_a_calibrated_model_shows_its_remaining_levels_and_quality_floor():
