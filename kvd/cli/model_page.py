@@ -9,6 +9,7 @@ from rich.text import Text
 from kvd.cli import status_page
 from kvd.cli.tables import fixed_column, headed, named_values, text_column
 from kvd.host.units import format_bytes
+from protocol.embedding import EmbeddingInfo
 from protocol.kv import KVSpec
 from protocol.types import (
     ChatAbilities,
@@ -26,6 +27,7 @@ def page(value: ModelStatus) -> RenderableType:
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {status_page.model_facts(info)}"))
         lines += zip(("chat", ""), _abilities(info.chat), strict=False)
+        lines += [("embeddings", text) for text in _embeddings(info.embedding)]
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
         if info.fused:
             lines.append(("", _kernels(info.fused)))
@@ -52,6 +54,13 @@ def page(value: ModelStatus) -> RenderableType:
     if value.error:
         parts += [Text(), status_page.error(value)]
     return Group(*parts)
+
+
+def _embeddings(info: EmbeddingInfo | None) -> list[str]:
+    if info is None:
+        return []
+    pooled = {"last_token": "the last token", "mean": "the mean", "cls": "the first token"}
+    return [f"{info.dimensions} dimensions, pooled by {pooled[info.pooling]}"]
 
 
 def _kernels(fused: FusedAttention) -> str:

@@ -1,7 +1,7 @@
 """Raw bytes over TCP and the Unix socket to a real daemon that answers HTTP.
 
-Every error that comes back has the form of its API, none is a bug of the daemon, and a valid request on
-another connection is answered after each input.
+Every error that comes back has the form of its API, none is a bug of the daemon, and a valid
+request on another connection is answered after each input.
 """
 
 from __future__ import annotations
