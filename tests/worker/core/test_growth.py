@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvd.worker.core import memory_account
+from protocol.resume import ChoiceProgress
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import periodic_prompt
@@ -123,3 +125,17 @@ def test_without_max_tokens_the_answer_ends_where_the_context_ends(tmp_path: Pat
 
     assert driver.outcomes["long"].reason == "length"
     assert len(driver.outcomes["long"].tokens) == 600
+
+
+def test_a_request_from_an_earlier_worker_is_not_preempted_before_it_has_new_tokens(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 10)
+    resume = [ChoiceProgress([], 0)]
+    prompt = periodic_prompt(200, 1)
+    driver.submit("old", prompt, WARM, max_tokens=40, ignore_eos=True, resume=resume)
+    driver.run(until=lambda: len(driver.outcomes["old"].tokens) > 4)
+    assert driver.engine.stats().reclaimable.preempt == 0
+    driver.run(until=lambda: len(driver.outcomes["old"].tokens) > 14)
+    assert driver.engine.stats().reclaimable.preempt > 0
+    driver.run()

@@ -8,7 +8,9 @@ import pytest
 
 from kvd.worker.core import memory_account
 from protocol.kv import KVSpec
+from protocol.resume import ChoiceProgress
 from protocol.worker import (
+    Grant,
     MemoryRequested,
     Reclaim,
     Reclaimed,
@@ -150,3 +152,50 @@ def run_alone(rid):
     engine = loaded("tps=0", prefill_chunk=256)
     engine.submit(submit(rid, rid * 1024, max_tokens=640))
     return run(engine)
+
+
+def test_a_request_from_an_earlier_worker_is_not_preempted_before_it_has_new_tokens(monkeypatch):
+    """Two models that unload each other both progress."""
+    monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 20)
+    engine = loaded("tps=0")
+    engine.submit(submit("old", "a" * 200, max_tokens=400, resume=[ChoiceProgress([1] * 9, 0)]))
+    for _ in range(5):
+        step(engine)
+    assert engine.stats().reclaimable.preempt == 0
+    _, reports = reclaim(engine, "preempt", PAGE)
+    assert not [one for one in reports if isinstance(one, RowPreempted)]
+    for _ in range(30):
+        step(engine)
+    assert engine.stats().reclaimable.preempt > 0
+
+
+def test_long_answers_share_memory_that_is_too_small_for_all():
+    """One is preempted while the others grow; all have their own tokens."""
+    engine = loaded("tps=0,pages=1,ahead=128")
+    budget = (64 << 20) + 22 * PAGE
+    for rid in "abc":
+        engine.submit(submit(rid, rid * 100, max_tokens=600))
+    reports = []
+    for _ in range(20_000):
+        if not engine.has_work:
+            break
+        made = engine.step()
+        for report in made:
+            if isinstance(report, MemoryRequested):
+                engine.granted(grant_within(engine, report, budget))
+        reports += made
+    alone = loaded("tps=0")
+    for rid in "abc":
+        alone.submit(submit(rid, rid * 100, max_tokens=600))
+    wanted = run(alone)
+    assert all(tokens_of(reports, rid) == tokens_of(wanted, rid) for rid in "abc")
+    preempted = [one.rid for one in reports if isinstance(one, RowPreempted)]
+    assert preempted
+    assert "a" not in preempted
+
+
+def grant_within(engine, report, budget):
+    """Grant a memory request up to a budget."""
+    granted = report.total_bytes <= budget
+    total = report.total_bytes if granted else engine._admission.budget.granted_bytes
+    return Grant(seq=report.seq, total_bytes=total, granted=granted, limit_bytes=budget)
