@@ -1,8 +1,8 @@
 """A simulated worker that keeps the governor's contract, without tensors and without a process.
 
-It reserves the worst case of each row before the row runs, requests memory before it grows, gives
-back what the governor reclaims, preempts rows and resumes them. It counts bytes and tokens, and has
-no clock. `tests.sim.day` simulates pages, pools and prompts.
+It reserves a part of each row before the row runs, extends that while the row decodes, requests
+memory before it grows, gives back what the governor reclaims, preempts rows and resumes them. It
+counts bytes and tokens, and has no clock. `tests.sim.day` simulates pages, pools and prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from protocol.types import Reclaimable
 MIN_TOKENS = 256
 """Tokens that a row must generate before it can be preempted again."""
 MAX_PREFIXES = 120
+AHEAD = 512
+"""Tokens up to which a reservation is extended, when less than half of them are left."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,48 @@ class SimRequest:
     preemptions: int = 0
     ended: str = ""
     started: float | None = None
+    position: int = 0
+    """Tokens generated until now; updated by the simulation around the worker."""
+    reserved_tokens: int = 0
+    """Tokens of the answer for which memory is reserved."""
+    continued: bool = False
+    """Whether it was preempted, or an earlier worker had it."""
+    planned_until: int = 0
+    """Tokens of the answer until which the simulation has planned events."""
+    stalled_at: float | None = None
+    """When the reservation was used up, if the row waits for more."""
 
-    def size(self, level: int) -> int:
+    def size(self, level: int, tokens: int) -> int:
+        """Return the size of a row with so many generated tokens."""
         per_1000 = self.model.per_1000
-        return -(-(self.prompt + self.length) * per_1000[min(level, len(per_1000) - 1)] // 1000)
+        return -(-(self.prompt + tokens) * per_1000[min(level, len(per_1000) - 1)] // 1000)
+
+    def worst_case(self, level: int) -> int:
+        return self.size(level, self.length)
+
+    def restart(self) -> None:
+        """Continue in the next worker, which protects the row as if it had been preempted."""
+        self.reserved_tokens, self.position, self.stalled_at = 0, self.generated, None
+        if self.started is not None:
+            self.continued, self.since_preempted = True, 0
+
+    @property
+    def target(self) -> int:
+        return min(self.length, self.position + AHEAD)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the reservation is to be extended."""
+        left = self.reserved_tokens - self.position
+        return left <= AHEAD // 2 and self.reserved_tokens < self.length
+
+    def extra(self, level: int) -> int:
+        """Return what extending the reservation takes."""
+        return self.size(level, self.target) - self.size(level, self.reserved_tokens)
 
     @property
     def reserved(self) -> int:
-        return self.size(self.level)
+        return self.size(self.level, self.reserved_tokens)
 
 
 @dataclass
@@ -95,14 +131,14 @@ class SimWorker:
         lowest = len(self.model.per_1000)
         levels, before = [], [row.reserved for row in self.running]
         for level in range(1, lowest):
-            after = [row.size(max(row.level, level)) for row in self.running]
+            after = [row.size(max(row.level, level), row.reserved_tokens) for row in self.running]
             levels.append(sum(before) - sum(after))
             before = after
         return Reclaimable(
             spare=self.spare,
             prefixes=self.prefixes,
             levels=tuple(levels),
-            preempt=sum(row.size(lowest - 1) for row in self._preemptible()),
+            preempt=sum(row.size(lowest - 1, row.reserved_tokens) for row in self._preemptible()),
             rows=len(self.running),
             waiting=len(self.queue),
             level=self.level,
@@ -117,12 +153,18 @@ class SimWorker:
     def admit(self) -> list[SimRequest]:
         """Start queued requests in order and return them. If one lacks memory, request it."""
         started: list[SimRequest] = []
-        while self.queue and len(self.running) < self.model.max_rows:
+        grown = self._grow()
+        while grown and self.queue and len(self.running) < self.model.max_rows:
             head = self.queue[0]
-            missing = self.held + head.size(self.level) - self.grant
-            if missing > 0 and not self._find(missing):
+            ahead = sum(row.extra(row.level) for row in self.running)
+            needed = ahead + head.size(self.level, head.target)
+            missing = self.held + needed - self.grant
+            resuming = head.number in self.preempted
+            if missing > 0 and not self._find(missing, needed, resuming=resuming):
                 break
             self.queue.pop(0)
+            for row in [*self.running, head]:
+                row.reserved_tokens = row.target
             head.level = self.level
             self.preempted.discard(head.number)
             self.running.append(head)
@@ -131,12 +173,42 @@ class SimWorker:
             self._give_back_idle()
         return started
 
+    def _grow(self) -> bool:
+        """Extend the reservations that are due, the oldest first; return whether all were."""
+        for row in sorted(self.running, key=lambda row: row.number):
+            if not row.is_due:
+                continue
+            needed = row.extra(row.level)
+            missing = self.held + needed - self.grant
+            if missing > 0:
+                allowed = row.stalled_at is not None
+                if not self._find(missing, needed, resuming=True, drop_prefixes=allowed):
+                    return False
+            row.reserved_tokens = row.target
+        return True
+
+    def make_room(self) -> list[SimRequest]:
+        """Preempt rows for the oldest stalled one, the youngest first; return them."""
+        stalled = [row for row in self.running if row.stalled_at is not None]
+        if not stalled or self.open_total is not None or self._grow():
+            return []
+        oldest = min(stalled, key=lambda row: row.number)
+        if self.open_total is not None:
+            return []
+        preempted = []
+        for row in sorted(self.running, key=lambda row: -row.number):
+            if self.held + oldest.extra(oldest.level) <= self.grant:
+                break
+            self._take_out(row)
+            preempted.append(row)
+        return preempted
+
     def hopeless(self) -> SimRequest | None:
         """Return the head of the queue if the whole budget is too small for it."""
         if not self.queue or self.denied is None:
             return None
         head = self.queue[0]
-        needed = self.model.base + head.size(len(self.model.per_1000) - 1)
+        needed = self.model.base + head.worst_case(len(self.model.per_1000) - 1)
         return head if needed > self.budget and head.started is None else None
 
     def finish(self, request: SimRequest) -> None:
@@ -147,13 +219,15 @@ class SimWorker:
     def drop(self, request: SimRequest) -> None:
         self.queue.remove(request)
 
-    def _find(self, missing: int) -> bool:
+    def _find(
+        self, missing: int, needed: int, *, resuming: bool, drop_prefixes: bool = True
+    ) -> bool:
         total = self.grant + missing
         if self.open_total is None and (self.denied is None or total != self.denied):
-            self.request(total, resuming=self.queue[0].number in self.preempted)
-        elif self.denied == total and self.prefixes:
+            self.request(total, resuming=resuming)
+        elif self.denied == total and self.prefixes and drop_prefixes:
             self.prefixes -= min(self.prefixes, missing)
-            return self.held + self.queue[0].size(self.level) <= self.grant
+            return self.held + needed <= self.grant
         return False
 
     # Memory.
@@ -216,11 +290,15 @@ class SimWorker:
             if freed >= wanted:
                 break
             freed += row.reserved
-            self.running.remove(row)
-            self.queue.insert(0, row)
-            self.preempted.add(row.number)
-            row.preemptions += 1
-            row.since_preempted = 0
+            self._take_out(row)
             preempted.append(row)
         self._give_back(freed)
         return preempted
+
+    def _take_out(self, row: SimRequest) -> None:
+        self.running.remove(row)
+        self.queue.insert(0, row)
+        self.preempted.add(row.number)
+        row.preemptions += 1
+        row.continued, row.since_preempted = True, 0
+        row.stalled_at = None

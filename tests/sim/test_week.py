@@ -28,7 +28,15 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
         counts.update(week.counts)
     for method in ("spare", "prefixes", "precision", "preempt"):
         assert counts[f"reclaim {method}"] > 0, f"nothing was reclaimed by {method}"
-    for event in ("evicted", "held", "requeued", "preempted", "crashed", "start level"):
+    for event in (
+        "evicted",
+        "held",
+        "requeued",
+        "preempted",
+        "preempted for growth",
+        "crashed",
+        "start level",
+    ):
         assert counts[event] > 0, f"nothing was {event}"
     for kind in ("tight", "calm", "budget", "excess", "first"):
         assert counts[f"event {kind}"] > 0, f"no event {kind}"

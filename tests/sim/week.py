@@ -28,7 +28,7 @@ from actors.machines import governor_events
 from actors.machines.governor import Governor
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from protocol.policy import ModelPolicy
-from tests.sim.sim_worker import MIN_TOKENS, SimModel, SimRequest, SimWorker
+from tests.sim.sim_worker import AHEAD, MIN_TOKENS, SimModel, SimRequest, SimWorker
 
 HOUR, DAYS = 3600.0, 7
 BUDGET = 6000
@@ -144,7 +144,7 @@ class Week:
     def _request(self, name: str) -> None:
         draw, entry = self.draw, self.entries[name]
         prompt = draw.choice([20, 200, 1000, 4000, 12_000])
-        length = draw.choice([20, 100, 400, 2000])
+        length = draw.choice([20, 100, 400, 2000, 8000])
         request = SimRequest(len(self.requests), entry.model, prompt, length, self.now)
         self.requests.append(request)
         entry.queue.append(request)
@@ -297,6 +297,8 @@ class Week:
             assert crashed or worker.idle or requeue, "requests in flight were aborted"
             assert not (requeue and worker.running), "a running row had to start again"
             lost = [*worker.running, *worker.queue]
+            for row in lost:
+                row.restart()
             entry.queue = [*sorted(lost, key=lambda it: it.number), *entry.queue]
         entry.state = "unloaded"
         self._apply(WorkerExited(entry.model.name))
@@ -404,9 +406,7 @@ class Week:
     def _reclaim(self, entry: ModelEntry, life: int, command: governor_events.Reclaim) -> None:
         if entry.worker is None or entry.life != life:
             return
-        for row in entry.worker.running:
-            if row.preemptions:
-                row.since_preempted = self._generated_since_start(row)
+        self._update_positions(entry.worker)
         preempted = entry.worker.reclaim(command)
         self.counts["preempted"] += len(preempted)
         for request in preempted:
@@ -420,13 +420,23 @@ class Week:
         if worker is None:
             return
         while (head := worker.hopeless()) is not None:
-            least = head.model.base + head.size(2)
+            least = head.model.base + head.worst_case(2)
             assert least > self.governor.limit_of(head.model.name) or self.counts["event budget"]
             worker.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
-        for request in worker.admit():
-            self._start_row(entry, request)
+        self._update_positions(worker)
+        started = worker.admit()
+        for request in worker.make_room():
+            self.counts["preempted for growth"] += 1
+            self._note_preempted(request)
+            self.later(0.0, lambda: self._advance(entry))
+        for request in started:
+            if request in worker.running:
+                self._start_row(entry, request)
+        for request in worker.running:
+            if request not in started:
+                self._continue_row(entry, request)
         self._update_serving(entry)
         self._schedule_report(entry)
         self._end_if_drained(entry)
@@ -437,28 +447,82 @@ class Week:
             entry.serving = busy
             self._apply(governor_events.ServingChanged(entry.model.name, busy))
 
+    def _update_positions(self, worker: SimWorker) -> None:
+        for row in worker.running:
+            done = self._generated_since_start(row)
+            row.position = min(row.generated + done, row.reserved_tokens)
+            if row.continued:
+                row.since_preempted = done
+
     def _start_row(self, entry: ModelEntry, request: SimRequest) -> None:
         request.started = self.now
-        life, preemptions = entry.life, request.preemptions
-        decode_s = (request.length - request.generated) / request.model.tokens_per_s
-        self.later(
-            decode_s + request.prompt / 2000,
-            lambda: self._finish(entry, life, request, preemptions),
-        )
+        request.planned_until = 0
+        self._continue_row(entry, request)
+
+    def _continue_row(self, entry: ModelEntry, request: SimRequest) -> None:
+        """Schedule what the row does next within its reservation, after it began or grew."""
+        if request.planned_until == request.reserved_tokens:
+            return
+        if request.stalled_at is not None:
+            assert request.started is not None
+            request.started += self.now - request.stalled_at
+            request.stalled_at = None
+        request.planned_until = end = request.reserved_tokens
+        if end == request.length:
+            self._at_token(entry, request, end, self._finish)
+        else:
+            self.counts["grew"] += 1
+            self._at_token(entry, request, end - AHEAD // 2, self._row_is_due)
+            self._at_token(entry, request, end, self._row_is_due)
+
+    def _at_token(
+        self,
+        entry: ModelEntry,
+        request: SimRequest,
+        token: int,
+        act: Callable[[ModelEntry, SimRequest], None],
+    ) -> None:
+        """Act when a row has so many tokens, unless its process ends or it is preempted first."""
+        life, preemptions, planned = entry.life, request.preemptions, request.planned_until
+        started = request.started or self.now
+        decode_s = (token - request.generated) / request.model.tokens_per_s
+        when = started + request.prompt / 2000 + decode_s
+
+        def due() -> None:
+            same = (entry.life, request.preemptions, request.planned_until)
+            if same == (life, preemptions, planned) and entry.worker is not None:
+                act(entry, request)
+
+        self.at(max(self.now, when), due)
+
+    def _row_is_due(self, entry: ModelEntry, request: SimRequest) -> None:
+        """Extend a row's reservation; the row stalls if that is used up."""
+        assert entry.worker is not None
+        self._update_positions(entry.worker)
+        if self._at_end(request) and request.stalled_at is None:
+            request.position = request.reserved_tokens
+            request.stalled_at = self.now
+        self._advance(entry)
+
+    def _at_end(self, request: SimRequest) -> bool:
+        done = (self.now - (request.started or 0) - request.prompt / 2000) + 1e-6
+        return request.generated + done * request.model.tokens_per_s >= request.reserved_tokens
 
     def _note_preempted(self, request: SimRequest) -> None:
         """Count the tokens that a row generated before it was preempted."""
-        most = request.length - 1 - request.generated
-        request.generated += min(most, self._generated_since_start(request))
+        most = min(request.length - 1, request.reserved_tokens)
+        done = request.generated + self._generated_since_start(request)
+        request.generated = request.position = max(request.generated, min(most, done))
+        request.reserved_tokens = 0
 
     def _generated_since_start(self, request: SimRequest) -> int:
         """Return the tokens of a running row since it started, or was resumed last."""
-        ran_s = self.now - (request.started or self.now) - request.prompt / 2000
-        return max(0, int(ran_s * request.model.tokens_per_s))
+        now = self.now if request.stalled_at is None else request.stalled_at
+        ran_s = now - (request.started or now) - request.prompt / 2000
+        return max(0, int(ran_s * request.model.tokens_per_s + 1e-6))
 
-    def _finish(self, entry: ModelEntry, life: int, request: SimRequest, preemptions: int) -> None:
-        if entry.life != life or request.preemptions != preemptions or entry.worker is None:
-            return
+    def _finish(self, entry: ModelEntry, request: SimRequest) -> None:
+        assert entry.worker is not None
         request.generated, request.ended = request.length, "finished"
         self.longest = max(self.longest, self.now - request.arrived)
         self.counts["finished"] += 1
