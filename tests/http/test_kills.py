@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvd import demo as embedded
 from tests.http.live import Live
 from tests.process.helpers import source, wait_for
 
@@ -48,6 +51,11 @@ def deltas(client: httpx.Client, body: dict[str, Any], kill: Any = None) -> list
     return found
 
 
+def is_new(live: Live, name: str, pid: int) -> bool:
+    """Return whether the model has another worker than this one."""
+    return live.model(name).worker_pid not in {pid, None}
+
+
 def joined(found: list[dict[str, Any]]) -> tuple[Any, ...]:
     calls = [call for delta in found for call in delta.get("tool_calls", ()) if "id" in call]
     names = [(call["index"], call["function"]["name"]) for call in calls]
@@ -84,8 +92,79 @@ def test_streams_continue_to_the_byte_after_a_kill_9(
                     os.kill(pid, signal.SIGKILL)
 
             assert joined(deltas(client, body | fields, kill)) == expected
-            wait_for("the next worker", lambda pid=pid: live.worker_pid("m") not in {pid, None})
+            wait_for("the next worker", lambda pid=pid: is_new(live, "m", pid))
             if kind != "reasoning":
                 text = expected[3 if kind == "json" else 4]
                 assert json.JSONDecoder().raw_decode(text)[0].keys() == SCHEMA["properties"].keys()
     assert killed == KILLS
+
+
+TEMPLATE = """\
+{%- if tools -%}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+Call a tool with <tool_call>
+{"name": "NAME", "arguments": {}}
+</tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking -%}<think>
+{% endif -%}{%- endif -%}"""
+"""Qwen's forms of tools and reasoning, for the embedded model."""
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The embedded model with a template that has tools and reasoning."""
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.mark.mlx
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("reasoning", THINKING | {"max_tokens": 24}),
+    ],
+)
+def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(
+    demo: Live, model: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    name = f"parts-{kind}"
+    demo.load(str(model), name)
+    with httpx.Client(base_url=demo.url, timeout=120) as client:
+        body = fields | {"model": name, "seed": 3, "messages": [{"role": "user", "content": "Hi"}]}
+        found = deltas(client, body)
+        expected = joined(found)
+        pieces = sum(bool(text_of(delta, kind)) for delta in found)
+        assert pieces > 4, expected
+        for left in (1, pieces // 3, pieces // 2):
+            pid = demo.worker_pid(name)
+            seen = 0
+
+            def kill(delta: dict[str, Any], pid: int = pid, left: int = left) -> None:
+                nonlocal seen
+                seen += bool(text_of(delta, kind))
+                if seen == left and text_of(delta, kind):
+                    os.kill(pid, signal.SIGKILL)
+
+            assert joined(deltas(client, body, kill)) == expected
+            wait_for("the next worker", lambda pid=pid: is_new(demo, name, pid))
+    with demo.client() as kvd:
+        kvd.unload(name)
