@@ -20,6 +20,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from kvd.host.home import Home
 from kvd.http.requests import ChatRequest, CompletionRequest
+from kvd.http.responses_api.requests import Item, ResponsesRequest
 from tests.fuzz.mutations import edited_bytes, edited_json, either
 from tests.fuzz.target import Check, Target
 from tests.http.live import Live, stopped
@@ -27,7 +28,12 @@ from tests.process.helpers import source, write_config
 
 _QUIET_S = 0.03
 """Seconds without an answer after which an input counts as incomplete."""
-_NAMES = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__]
+_NAMES = [
+    *ChatRequest.__struct_fields__,
+    *CompletionRequest.__struct_fields__,
+    *ResponsesRequest.__struct_fields__,
+    *Item.__struct_fields__,
+]
 _PIECES = [
     b"\r\n\r\n", b"\n\n", b" ", b"\t", b"\r\n ", b"\x0b", b"HTTP/1.0", b"HTTP/2.0", b"GET ",
     b"HEAD ", b"POST ", b"OPTIONS ", b"CONNECT ", b"TRACE ", b"* ", b"http://evil.example/", b"//",
