@@ -21,6 +21,7 @@ from kvd.worker.answer.json_calls import JsonCalls, NamedCalls
 from kvd.worker.answer.open_call import OpenCall, Symbol
 from kvd.worker.answer.parts import Parts
 from kvd.worker.answer.scanner import FoundCall, Malformed, Scanner
+from kvd.worker.answer.tools import as_openai, parameters_of
 from kvd.worker.answer.whole_calls import WholeCalls
 from kvd.worker.answer.xml_calls import XmlCalls
 from protocol.parts import PartKind
@@ -148,8 +149,11 @@ class MarkedAnswer:
         """
         text, cut = self._pending, len(self._pending)
         first: tuple[int, Marker] | None = None
+        begin = None if self._reasoning_form is None else self._reasoning_form.begin
         for marker in self._textual():
             at = text.find(marker.text)
+            if marker == begin and text[: max(at, 0)].strip():
+                continue  # it counts only at the beginning
             if at >= 0 and (first is None or at < first[0]):
                 first = at, marker
             for size in range(min(len(marker.text) - 1, len(text)), 0, -1):
@@ -217,7 +221,7 @@ class MarkedAnswer:
         form, tools = self._form, self._options.tools
         assert form is not None
         body = form.body
-        names = {tool.name: tool.parameters for tool in tools}
+        names = {tool.name: parameters_of(tool) for tool in tools}
         if isinstance(body, JsonBody):
             return JsonCalls(body, None if form.opening else names.__contains__)
         if isinstance(body, NamedBody):
@@ -299,9 +303,3 @@ class MarkedAnswer:
             self._push_all(call.symbols)
         else:
             self._fail(call, "the answer ends inside a call")
-
-
-def as_openai(tool: Tool) -> dict[str, object]:
-    """Return a tool in OpenAI's form, which templates and parsers read."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}

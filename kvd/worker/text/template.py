@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvd.worker.answer.find import PROBE_ARGUMENTS, PROBE_TOOL
-from kvd.worker.answer.marked import as_openai
+from kvd.worker.answer.tools import as_openai
 from kvd.worker.text import system_notes
 from kvd.worker.text.efforts import find_efforts, nearest_effort
 from protocol.errors import InvalidRequest
@@ -50,6 +50,8 @@ class ChatTemplate:
         self._limit = limit
         self.exists = bool(wrapper.has_chat_template)
         self.source = str(wrapper.chat_template or "")
+        self._too_slow = False
+        """Whether a trial conversation took too long or too much memory: then no other is tried."""
         self._names_thinking = "thinking" in self.source and "reasoning_content" not in self.source
         plain = self._try([_ASKED])
         self.wants_text = False
@@ -147,10 +149,13 @@ class ChatTemplate:
 
     def _try(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Return a rendered conversation; empty if the template refuses it."""
-        if not self.exists:
+        if not self.exists or self._too_slow:
             return ""
         try:
             return self._limit(lambda: self._apply(messages, arguments))
+        except (MemoryError, TimeoutError):
+            self._too_slow = True
+            return ""
         except Exception:  # noqa: BLE001 - templates raise any error
             return ""
 

@@ -12,8 +12,8 @@ from kvd.worker.answer.marked import CallOptions, MarkedAnswer
 from kvd.worker.text.detokenizer import BytesTable
 from kvd.worker.text.stream import AnswerSplit, TextStream
 from protocol.parts import PartStart
-from protocol.tools import Tool
-from tests.worker.answer.reading import TOOLS, WRITE, calls, joined, read_text, reader_of
+from protocol.tools import Grammar, Tool
+from tests.worker.answer.reading import TOOLS, calls, joined, read_text, reader_of
 
 QWEN = AnswerForms(forms.THINK, forms.QWEN)
 CODER = AnswerForms(forms.THINK, forms.QWEN_CODER)
@@ -248,7 +248,14 @@ def test_a_replay_at_any_token_continues_in_the_middle_of_an_argument():
         assert (sent + rest, marks + more) == (whole, parts)
 
 
-def test_a_tool_with_a_grammar_takes_its_input_as_it_is():
-    assert WRITE.grammar is None
-    text = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin\\n"}}</tool_call>'
-    assert calls(read_text(QWEN, text)) == [("patch", {"input": "*** Begin\n"})]
+def test_the_input_of_a_tool_with_a_grammar_is_text():
+    tool = Tool(name="patch", grammar=Grammar("regex", ".*"))
+    text = "<tool_call>patch<arg_key>input</arg_key><arg_value>5</arg_value></tool_call>"
+    found = read_text(AnswerForms(call=forms.GLM), text, tools=(tool,))
+    assert calls(found) == [("patch", {"input": "5"})]
+
+
+def test_a_marker_that_is_no_token_begins_reasoning_only_at_the_beginning():
+    for size in (1, 50):
+        found = read_text(QWEN, "{<think>a", size=size, by_token=False)
+        assert found == [("text", "", "{<think>a")]

@@ -7,7 +7,7 @@ import pytest
 from kvd.worker.answer import forms
 from kvd.worker.text.text import Text
 from protocol.errors import InvalidRequest
-from protocol.tools import ChatOptions, Tool, ToolCall
+from protocol.tools import ChatOptions, Grammar, Tool, ToolCall
 from protocol.types import ChatAbilities, ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.worker.text import templates
@@ -205,3 +205,22 @@ def test_a_call_in_an_answer_of_a_model_has_its_part():
     assert [(part.at, part.kind, part.name) for part in stream.take_parts()] == [
         (7, "call", "find")
     ]
+
+
+def test_a_template_that_takes_too_long_is_tried_once_at_load():
+    tried = []
+
+    def too_slow(_render):
+        tried.append(1)
+        raise TimeoutError
+
+    wrapper = wrap(byte_level(*MARKERS), template=templates.QWEN)
+    text = Text(wrapper, vocab_size=2000, context_length=100, limit_template=too_slow)
+    assert text.abilities.tools == ""
+    assert tried == [1]
+
+
+def test_a_tool_with_a_grammar_has_one_argument_in_the_prompt():
+    text = text_of(templates.QWEN, *MARKERS)
+    tool = Tool(name="patch", grammar=Grammar("regex", ".*"))
+    assert '"required": ["input"]' in rendered(text, [ASKED], tools=[tool])
