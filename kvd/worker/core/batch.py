@@ -12,6 +12,10 @@ request's life::
 Decode steps are pipelined: `decode` launches a step from the lazy tokens of the previous one, and
 reads the previous one while the device computes. A completion that ends in step n therefore still
 runs in step n+1. Its row is freed when step n+1 is read.
+
+If a row has a grammar, its mask depends on the previous token. Then the forward pass is launched
+first, the previous step is read, and the tokens are drawn last: the host computes the masks while
+the device computes the logits.
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.core.decode_step import DecodeStep, draw_tokens, input_tokens
-from kvd.worker.core.forced import forced_token, push_forced
+from kvd.worker.core.decode_step import DecodeStep, input_tokens
+from kvd.worker.core.delivery import report_rest, report_text
+from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
+from kvd.worker.core.masks import draw_masked
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
+from kvd.worker.grammar.matcher import MaskFiller
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.tree import Hit
@@ -40,8 +47,7 @@ from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
 from protocol.resume import ChoiceProgress
-from protocol.types import TokenLogprob
-from protocol.worker import Report, RowFailed, RowNote, RowPrompt, RowResumed, RowTokens
+from protocol.worker import Report, RowFailed, RowResumed
 
 
 class Batch:
@@ -74,6 +80,7 @@ class Batch:
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size)
+        self._mask_filler = MaskFiller()
         self._step: DecodeStep | None = None
 
     @property
@@ -123,6 +130,9 @@ class Batch:
         completion.tokens = array("i", resumed.tokens)
         completion.known = len(resumed.tokens)
         text = "".join([stream.push(token) for token in resumed.tokens])
+        if completion.matcher is not None:
+            for token in resumed.tokens:
+                completion.matcher.push(token)
         parts = stream.take_parts()
         sent = completion.sent_text = SentText(
             resumed.text_bytes - len(text.encode()), resumed.parts - len(parts)
@@ -132,7 +142,7 @@ class Batch:
         reason = resumed.reason
         if reason is None:  # the last token may have ended it without a report
             is_full = len(completion.tokens) == request.max_new
-            reason = "stop" if stream.stopped else "length" if is_full else None
+            reason = completion.reason if stream.stopped or is_full else None
         if reason is None:
             return forced
         request.completions.remove(completion)
@@ -174,15 +184,6 @@ class Batch:
             request.started = True
             request.choices.cached_tokens = tokens
 
-    def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
-        """Report the logprobs of prompt tokens from ``index`` on, except those reported before."""
-        skipped = max(0, request.prompt_reported - index)
-        if skipped < len(logprobs):
-            request.prompt_reported = index + len(logprobs)
-            self.reports.append(
-                RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])
-            )
-
     # Decode steps.
 
     def decode(self, rids: Sequence[str]) -> bool:
@@ -190,12 +191,18 @@ class Batch:
 
         Return whether there was a previous one.
         """
-        previous, self._step = self._step, self._launch(rids)
-        if previous is None:
-            return False
-        self.enter_phase("decode")
-        self._read_step(previous)
-        return True
+        previous, step = self._step, self._launch(rids)
+        self._step = step
+        if previous is not None:
+            self.enter_phase("decode")
+            self._read_step(previous)
+        if step is not None and step.has_grammars:
+            size = self.text.vocab_size
+            over = draw_masked(step, self._sampler, self._mask_filler, self.requests, size)
+            mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
+            for completion, error in over:
+                self._end_by_grammar(completion, error)
+        return previous is not None
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
         live: list[Completion] = []
@@ -214,7 +221,9 @@ class Batch:
         self.enter_phase("decode")
         logits = self.runner.decode(rows, input_tokens(self._step, live))
         levels = {rid: self.requests[rid].level for rid in rids}
-        step = draw_tokens(self._sampler, logits, live, rows, levels)
+        step = DecodeStep.of(logits, live, rows, levels)
+        if not step.has_grammars:
+            step.draw_tokens(self._sampler)
         mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
             completion.launched += 1
@@ -288,42 +297,27 @@ class Batch:
         tokens = [] if stream.ended else [drawn.token]
         index = len(completion.tokens)
         completion.tokens.append(drawn.token)
+        if completion.matcher is not None:
+            completion.matcher.push(drawn.token)
         self.generated_tokens += 1
         request.choices.record_level(level, request.prompt_level)
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
-            text += stream.finish()
-        text = completion.sent_text.remove_from(text)
-        parts = completion.sent_text.remove_parts(stream.take_parts())
-        self.reports += [RowNote(rid=request.rid, reason=note) for note in stream.take_notes()]
-        if tokens or text or parts:
-            logprobs = None
-            if (scored := drawn.scored) is not None:
-                logprobs = [
-                    self.text.token_logprob(token, scored.logprob, scored.top) for token in tokens
-                ]
-            rid, choice = completion.key
-            self.reports.append(
-                RowTokens(
-                    rid=rid,
-                    index=index,
-                    tokens=tokens,
-                    text=text,
-                    choice=choice,
-                    parts=parts,
-                    logprobs=logprobs,
-                    level=request.choices.level,
-                )
-            )
+            text += stream.finish(ended=completion.complete)
+        logprobs = None
+        if (scored := drawn.scored) is not None:
+            logprobs = [
+                self.text.token_logprob(token, scored.logprob, scored.top) for token in tokens
+            ]
+        self.reports += report_text(request, completion, index, tokens, text, logprobs)
         if over:
-            self._finish(request, completion, "stop" if stream.stopped else "length")
+            self._finish(request, completion, completion.reason)
         elif stream.forced:
             # The first one replaces the token that the step in flight draws.
             completion.dropped |= completion.launched > len(completion.tokens)
             self._deliver(request, completion, forced_token(request, stream.forced[0]), level)
             completion.known = len(completion.tokens)
-            if completion.row is not None:  # the dropped token was counted
-                self._sampler.restart(completion.key, request.prompt, completion.tokens)
+            restart_sampling(self._sampler, request, completion)
 
     # Requests end.
 
@@ -351,6 +345,17 @@ class Batch:
         self.on_untrusted(request.tracked.path)
         error = NumericalError("the model's logits for this request are constant or not finite")
         self.fail(request, error)
+
+    def _end_by_grammar(self, completion: Completion, error: KvdError | None) -> None:
+        """End a completion whose grammar allows no further token; ``error``: why it fails."""
+        request = self.requests[completion.key[0]]
+        if completion.ended:  # another completion of the request has failed
+            return
+        if error is not None:
+            self.fail(request, error)
+            return
+        self.reports += report_rest(request, completion, ended=True)
+        self._finish(request, completion, "stop")
 
     def _end(self, request: Request, completion: Completion) -> None:
         completion.ended = True

@@ -11,46 +11,60 @@ from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodeStep:
     """A decode step that was launched and not read yet."""
 
     drawing: list[Completion]
     replaying: list[Completion]
     """Completions whose next token is known."""
-    draw: SamplerOutput | None
-    """None if no completion draws."""
+    logits: mx.array | None
+    """Logits of the rows that draw, ``[rows, vocabulary]``, lazy; of all rows if none draws. None
+    once the tokens are drawn, to free their memory."""
+    lengths: list[int]
+    """Tokens of these rows: the positions that are drawn."""
     positions: dict[Key, int]
-    """Positions in ``draw`` by completion."""
+    """Positions in ``drawing`` by completion."""
     levels: dict[str, int]
     """Precision level at which the step was launched, by request id."""
-    arrays: list[mx.array]
-    """Lazy results; evaluate them together with the cache's arrays."""
+    draw: SamplerOutput | None = None
+    """None if no completion draws, and until `draw_tokens`."""
+
+    @staticmethod
+    def of(
+        logits: mx.array, completions: list[Completion], rows: list[Row], levels: dict[str, int]
+    ) -> DecodeStep:
+        """Return a step that has not drawn; ``logits``: ``[rows, vocabulary]``."""
+        drawing = [at for at, one in enumerate(completions) if one.launched >= one.known]
+        replaying = [one for one in completions if one.launched < one.known]
+        if drawing and replaying:
+            logits = logits[mx.array(drawing)]
+        drawn = [completions[at] for at in drawing]
+        lengths = [rows[at].length for at in drawing]
+        positions = {one.key: at for at, one in enumerate(drawn)}
+        return DecodeStep(drawn, replaying, logits, lengths, positions, levels)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Lazy results; evaluate them together with the cache's arrays."""
+        if self.draw is not None:
+            return self.draw.arrays()
+        return [] if self.logits is None else [self.logits]
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a row's next token depends on the text of the previous one."""
+        return any(one.matcher is not None for one in self.drawing)
 
     def includes(self, completion: Completion) -> bool:
         return completion.key in self.positions or completion in self.replaying
 
-
-def draw_tokens(
-    sampler: Sampler,
-    logits: mx.array,
-    completions: list[Completion],
-    rows: list[Row],
-    levels: dict[str, int],
-) -> DecodeStep:
-    """Draw the next token of each row lazily, except for rows whose next token is known."""
-    drawing = [at for at, one in enumerate(completions) if one.launched >= one.known]
-    replaying = [one for one in completions if one.launched < one.known]
-    if not drawing:
-        return DecodeStep([], replaying, None, {}, levels, [logits])
-    if replaying:
-        logits = logits[mx.array(drawing)]
-        completions = [completions[at] for at in drawing]
-        rows = [rows[at] for at in drawing]
-    keys = [completion.key for completion in completions]
-    draw = sampler.draw(logits, keys, [row.length for row in rows])
-    positions = {key: at for at, key in enumerate(keys)}
-    return DecodeStep(completions, replaying, draw, positions, levels, draw.arrays())
+    def draw_tokens(self, sampler: Sampler, masks: mx.array | None = None) -> None:
+        """Draw the next token of each row lazily; ``masks``: see `Sampler.draw`."""
+        if self.drawing:
+            keys = [completion.key for completion in self.drawing]
+            self.draw = sampler.draw(self.logits, keys, self.lengths, masks)
+            self.logits = None
 
 
 def input_tokens(previous: DecodeStep | None, completions: list[Completion]) -> mx.array:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
-from kvd.worker.core.embeddings import Embeddings, end_prompt
+from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.encryption import segment_cipher, swap_format
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
@@ -36,11 +35,10 @@ from kvd.worker.core.rates import Rates
 from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.refusal import refuse
-from kvd.worker.core.replay import check_resume
-from kvd.worker.core.request import Completion, Request
 from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.core.segment_store import SegmentStore
 from kvd.worker.core.step_clock import StepClock
+from kvd.worker.core.submissions import Submissions
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.prefix.segment_files import SegmentFiles
@@ -50,8 +48,7 @@ from kvd.worker.process import shortage
 from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
-from kvd.worker.text.choices import Choices, deadline_exceeded
-from protocol.errors import ContextTooLong
+from kvd.worker.text.choices import deadline_exceeded
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.record_format import PLAIN
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
@@ -107,7 +104,6 @@ class MLXEngine:
         self._step_clock = StepClock(clock)
         self._rates = Rates()
         self._steps = 0
-        self._prompt_tokens = 0
         self._loaded = False
         self._segments: SegmentStore | None = None
 
@@ -126,7 +122,6 @@ class MLXEngine:
         admission, costs = builder.make_admission(command, model, prefix_cache, ask_grant)
         self._runner, self._text, self._prefix_cache = runner, text, prefix_cache
         self._admission, self._scheduler = admission, admission.scheduler
-        self._embedding_rules = model.embedding_rules
         self._weights_bytes = model.weights_bytes
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
         swap = SwapFolder.open(command.swap_folder, command.swap_bytes, swap_format(command))
@@ -137,6 +132,7 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
+        self._submissions = Submissions(text, batch, model.embedding_rules)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         self._prompts = Prompts(batch, memory, self._rates, embeddings)
         self._preemption, self._reclaiming = preemption, reclaiming
@@ -183,52 +179,14 @@ class MLXEngine:
     # Requests.
 
     def submit(self, request: Submit) -> int:
-        check_resume(request, self._text.vocab_size)
-        prompt = array("i", self._text.encode(request))
-        prompt_tokens = len(prompt)
-        if request.embed is not None:
-            prompt_tokens = end_prompt(
-                prompt, request.embed, self._embedding_rules, self._text.context_length
-            )
-        room = self._text.context_length - len(prompt)
-        if request.max_tokens is not None and request.max_tokens > room:
-            raise ContextTooLong(
-                f"prompt and completion take {len(prompt)} + {request.max_tokens} tokens, the"
-                f" model's context is {self._text.context_length}: max_tokens can be {room}",
-                prompt_tokens=len(prompt),
-                max_tokens=request.max_tokens,
-                context_length=self._text.context_length,
-            )
-        tracked = self._prefix_cache.track(
-            request.rid,
-            prompt,
-            request.prefix_salt or "",
-            full_prefill=request.prompt_logprobs is not None or request.embed is not None,
-        )
-        accepted = Request(
-            submit=request,
-            prompt=prompt,
-            max_new=request.max_tokens or room,
-            completions=[
-                Completion(
-                    (request.rid, choice), self._text.stream(request, prompt, choice), prompt[-1]
-                )
-                for choice in range(request.n)
-            ],
-            choices=Choices(request, prompt_tokens),
-            tracked=tracked,
-            prompt_reported=request.prompt_reported,
-        )
-        deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
-        if self._batch.add(accepted, deadline):
-            self._prompt_tokens += prompt_tokens
-        return prompt_tokens
+        return self._submissions.submit(request, self._clock())
 
     def tokenize(self, request: Tokenize) -> Tokenized:
         return self._text.tokenize(request)
 
     def cancel(self, rid: str) -> None:
-        self._batch.finish(rid, "cancelled")
+        if not self._submissions.cancel(rid):
+            self._batch.finish(rid, "cancelled")
 
     def granted(self, grant: Grant) -> None:
         self._admission.granted(grant)
@@ -259,7 +217,7 @@ class MLXEngine:
         transfers = self._reclaiming.active or self._preemption.busy
         if self._batch.reports or self._batch.in_flight or transfers or self._admission.has_work:
             return True
-        if self._segments is not None and self._segments.has_work:
+        if self._submissions.waiting or (self._segments is not None and self._segments.has_work):
             return True
         deadline = self._scheduler.next_deadline
         return deadline is not None and deadline <= self._clock()
@@ -297,6 +255,7 @@ class MLXEngine:
         return reports
 
     def _work(self) -> None:
+        self._submissions.work(self._clock())
         for rid in self._scheduler.expired(self._clock()):
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
@@ -450,7 +409,7 @@ class MLXEngine:
             pages_total=usage.pages_total,
             flushes=usage.flushes,
             kernel_launches=self._runner.launches,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._submissions.prompt_tokens,
             computed_tokens=self._prompts.computed_tokens,
             generated_tokens=batch.generated_tokens,
             prefix=self._prefix_cache.usage,

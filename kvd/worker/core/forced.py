@@ -6,11 +6,12 @@ are the same in an undisturbed run and after a worker's death.
 
 from __future__ import annotations
 
+from kvd.worker.core.delivery import report_text
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.sampling.logprobs import Scored
-from kvd.worker.sampling.sampler import SampledToken
+from kvd.worker.sampling.sampler import SampledToken, Sampler
 from kvd.worker.text.text import Text
-from protocol.worker import Report, RowTokens
+from protocol.worker import Report
 
 
 def forced_token(request: Request, token: int) -> SampledToken:
@@ -29,20 +30,15 @@ def push_forced(request: Request, completion: Completion, text: Text) -> list[Re
     while stream.forced and len(completion.tokens) < request.max_new and not stream.stopped:
         token, index = stream.forced[0], len(completion.tokens)
         completion.tokens.append(token)
-        new = completion.sent_text.remove_from(stream.push(token))
-        parts = completion.sent_text.remove_parts(stream.take_parts())
-        rid, choice = completion.key
-        reports.append(
-            RowTokens(
-                rid=rid,
-                index=index,
-                tokens=[token],
-                text=new,
-                choice=choice,
-                parts=parts,
-                logprobs=None if not_scored else [text.token_logprob(token, 0.0)],
-                level=request.choices.level,
-            )
-        )
+        if completion.matcher is not None:
+            completion.matcher.push(token)
+        logprobs = None if not_scored else [text.token_logprob(token, 0.0)]
+        reports += report_text(request, completion, index, [token], stream.push(token), logprobs)
     completion.known = len(completion.tokens)
     return reports
+
+
+def restart_sampling(sampler: Sampler, request: Request, completion: Completion) -> None:
+    """Count a completion's tokens again, after a dropped one was counted."""
+    if completion.row is not None:
+        sampler.restart(completion.key, request.prompt, completion.tokens)

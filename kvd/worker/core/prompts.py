@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvd.worker.core.batch import Batch
+from kvd.worker.core.delivery import report_prompt
 from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
@@ -78,7 +79,7 @@ class Prompts:
             if not request.begun and request.row is None:
                 self._batch.open_row(request)
                 if request.submit.prompt_logprobs is not None:
-                    self._batch.report_prompt(request, 0, self._first_token(request))
+                    self._batch.reports += report_prompt(request, 0, self._first_token(request))
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
@@ -126,7 +127,9 @@ class Prompts:
                 for scored in scores.read([top] * len(tokens))
             ]
         first = self._first_token(request) if chunk.start == 0 else []
-        self._batch.report_prompt(request, chunk.start + 1 - len(first), first + logprobs)
+        self._batch.reports += report_prompt(
+            request, chunk.start + 1 - len(first), first + logprobs
+        )
         return True
 
     def _first_token(self, request: Request) -> list[TokenLogprob]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvd.worker.core.batch import Batch
+from kvd.worker.core.delivery import report_rest
 from kvd.worker.core.request import Request
 from protocol.errors import InsufficientMemory
-from protocol.worker import RowTokens
 
 
 def refuse(batch: Batch, request: Request, error: InsufficientMemory) -> None:
@@ -18,11 +18,5 @@ def refuse(batch: Batch, request: Request, error: InsufficientMemory) -> None:
         batch.fail(request, error)
         return
     for completion in request.live:
-        rest = completion.sent_text.remove_from(completion.stream.finish())
-        if rest:
-            rid, choice = completion.key
-            index = len(completion.tokens)
-            batch.reports.append(
-                RowTokens(rid=rid, index=index, tokens=[], text=rest, choice=choice)
-            )
+        batch.reports += report_rest(request, completion, ended=False)
     batch.finish(request.rid, "length")

@@ -1,6 +1,7 @@
 """A request in the engine: its prompt, its completions, and where their rows are.
 
-Only `kvd.worker.core.batch.Batch` assigns these fields; all other modules read them.
+Only `kvd.worker.core.batch.Batch`, and `delivery` for what was reported, assign these fields; all
+other modules read them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvd.worker.core.replay import SentText
+from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.stream import TextStream
+from protocol.messages import FinishReason
 from protocol.worker import Submit
 
 Key = tuple[str, int]
@@ -39,6 +42,8 @@ class Completion:
     """Tokens drawn before a replay or recomputation: their steps run again without a draw."""
     dropped: bool = False
     """Whether the token that the step in flight draws is replaced by one that the stream forces."""
+    matcher: Matcher | None = None
+    """Its state in the request's grammar, after ``tokens``; None without a grammar."""
     sent_text: SentText = field(default_factory=SentText)
     tokens: array[int] = field(default_factory=lambda: array("i"))
     """Tokens that were drawn and read, including one that ended the completion."""
@@ -47,6 +52,16 @@ class Completion:
     ended: bool = False
     released: bool = False
     """Whether its row is freed: a step in flight may outlive the completion's end."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether its grammar allows no further token."""
+        return self.matcher is not None and self.matcher.complete
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why it ends, once it has stopped or has as many tokens as it may have."""
+        return "stop" if self.stream.stopped or self.complete else "length"
 
     @property
     def next_input(self) -> int:

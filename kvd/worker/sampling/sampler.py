@@ -3,6 +3,8 @@
 Penalties, filters and logprobs take up to 16 copies of the logits. The rows of a step are therefore
 drawn in parts of at most `SAMPLED_AT_ONCE` bytes of logits, one after the other.
 
+Masks of grammars apply after all other edits: a token that the grammar forbids has minus infinity.
+
 The random key of a draw is a hash of the row's seed, its choice and the token's position, and every
 operation works on each row separately. A row therefore draws the same token, bit for bit, in any
 batch and after a resume. Unused features cost nothing: a greedy batch is a single argmax.
@@ -106,10 +108,15 @@ class _Part:
             None if len(tops) == len(rows) else mx.array(list(tops), dtype=mx.int32),
         )
 
-    def draw(self, logits: Any, positions: Sequence[int], counts: Counts) -> _PartOutput:
+    def draw(
+        self, logits: Any, positions: Sequence[int], counts: Counts, masks: Any
+    ) -> _PartOutput:
         if self.edits.stale:
             self.edits = Edits.of(self.rows, self.keys, counts)
-        tokens = sample(self.edits.apply(logits, counts), self.sampling, positions)
+        edited = self.edits.apply(logits, counts)
+        if masks is not None:
+            edited = mx.where(unpacked(masks, logits.shape[-1]), edited, -mx.inf)
+        tokens = sample(edited, self.sampling, positions)
         self.edits.count(tokens, counts)
         for row in self.rows:
             row.drawn += 1
@@ -169,12 +176,17 @@ class Sampler:
         self.add(key, settings, prompt, produced)
 
     def draw(
-        self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
+        self,
+        logits: Any,
+        keys: Sequence[Hashable],
+        positions: Sequence[int],
+        masks: Any = None,
     ) -> SamplerOutput:
         """Draw the next token of these rows, lazily.
 
         ``logits``: unedited, ``[rows, vocabulary]``. ``positions``: position of the token to draw
-        in each row. A resumed row must count positions as before.
+        in each row. A resumed row must count positions as before. ``masks``: a bit for each token
+        that may be drawn, ``[rows, bytes]`` uint8, the lowest bit first; absent: all tokens.
         """
         if self._parts is None or self._keys != tuple(keys):
             self._keys = tuple(keys)
@@ -187,7 +199,8 @@ class Sampler:
             own = logits if len(self._parts) == 1 else logits[start:end]
             if drawn:  # the previous part's memory is free before this part needs any
                 (own,) = mx.depends([own], drawn[-1].arrays())
-            drawn.append(part.draw(own, positions[start:end], self._counts))
+            allowed = None if masks is None else masks[start:end]
+            drawn.append(part.draw(own, positions[start:end], self._counts, allowed))
             start = end
         return SamplerOutput.of(drawn)
 
@@ -198,6 +211,13 @@ class Sampler:
             _Part.of(group, tuple(self._rows[key] for key in group), self._counts)
             for group in groups
         ]
+
+
+def unpacked(masks: Any, vocabulary: int) -> Any:
+    """Return packed masks, ``[rows, bytes]`` uint8, as ``[rows, vocabulary]`` bool, lazily."""
+    bits = mx.array([1 << bit for bit in range(8)], dtype=mx.uint8)
+    whole = (masks[:, :, None] & bits).astype(mx.bool_)
+    return whole.reshape(masks.shape[0], -1)[:, :vocabulary]
 
 
 def finite_and_varied(logits: Any) -> Any:

@@ -33,6 +33,16 @@ class Splitting:
             else []
         )
 
+    @property
+    def special(self) -> dict[str, int]:
+        """Special tokens, and markers that are tokens of their own, by their texts."""
+        markers = {one.text: one.token for one in self.forms.markers if one.token is not None}
+        return {text: token for token, text in self._special.items()} | markers
+
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """Return the text at the end of a prompt, which may begin the answer's first part."""
+        return str(self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False))
+
     def of(
         self, request: Submit, prompt: Sequence[int], choice: int, *, streams: bool
     ) -> AnswerSplit | None:
@@ -46,7 +56,7 @@ class Splitting:
             return None
         markers = [one for one in forms.markers if tools or one not in forms.call_markers]
         options = CallOptions(tools, streams)
-        end = self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False)
+        end = self.end_of(prompt)
         if forms.harmony is not None:
             opening = end.rpartition(forms.harmony.start.text)[2]
             reader: AnswerReader = HarmonyAnswer(forms.harmony, options, opening)

@@ -93,15 +93,18 @@ class TextStream:
         self._limit_reasoning(self._split, token, inside=was_reasoning and reader.reasoning)
         return self._collect(reader, free=free)
 
-    def finish(self) -> str:
-        """Return the text that was held back; text after a stop string is never returned."""
+    def finish(self, *, ended: bool = False) -> str:
+        """Return the text that was held back; text after a stop string is never returned.
+
+        ``ended``: the answer is whole although no token of the model ended it.
+        """
         text = self._detokenizer.finish()
         if self._split is None:
             text = self._filter.push(text)
         else:
             reader = self._split.reader
             reader.push(-1, text, "")
-            reader.finish(ended=self.ended)
+            reader.finish(ended=self.ended or ended)
             text = self._collect(reader)
         rest = self._filter.finish()
         self._bytes += len(rest.encode())

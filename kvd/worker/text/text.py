@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvd.worker.grammar.vocabulary import Vocabulary
 from kvd.worker.text.abilities import abilities_of, forms_of
 from kvd.worker.text.choices import check_token_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
@@ -61,7 +62,7 @@ class Text:
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         self.template = ChatTemplate(tokenizer, limit_template)
         forms = forms_of(tokenizer, self.template)
-        self._split = Splitting(self._tokenizer, forms)
+        self.split = Splitting(self._tokenizer, forms)
         self.abilities = abilities_of(self.template, forms)
         """What the chat template and the vocabulary allow."""
 
@@ -115,7 +116,7 @@ class Text:
             detokenizer = self._table.stream(after)
         split = None
         if request.messages is not None:
-            split = self._split.of(request, prompt, choice, streams=has_valid_calls)
+            split = self.split.of(request, prompt, choice, streams=has_valid_calls)
         eos_ids = frozenset[int]() if request.ignore_eos else self.eos_ids
         return TextStream(
             detokenizer,
@@ -123,6 +124,23 @@ class Text:
             ends=eos_ids | frozenset(request.stop_tokens),
             min_tokens=request.min_tokens,
             split=split,
+        )
+
+    @property
+    def canonical(self) -> bool:
+        """Whether the bytes of a text's tokens are those of the text."""
+        return self._table is not None
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokens as grammars see them."""
+        size = max(self.vocab_size, self._token_texts.size)
+        tokens = [self._token_texts.raw(token) for token in range(size)]
+        return Vocabulary(
+            tokens,
+            self._special.union(self.split.special.values()),
+            self.eos_ids,
+            lambda text: self._tokenize(text, "grammar"),
+            canonical=self.canonical,
         )
 
     def token_logprob(

@@ -24,7 +24,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._table = table
         self._special = special
-        self._size = 1 + max(tokenizer.get_vocab().values())
+        self.size = 1 + max(tokenizer.get_vocab().values())
         self._known: dict[int, tuple[str, list[int] | None]] = {}
 
     def of(self, token: int) -> tuple[str, list[int] | None]:
@@ -37,9 +37,14 @@ class TokenTexts:
         text, raw = self.of(token)
         return Alternative(token, text, logprob, raw)
 
+    def raw(self, token: int) -> bytes:
+        """Return a token's bytes; the name of a special token; nothing for an unused id."""
+        text, raw = self._find(token)
+        return text.encode("utf-8", "surrogatepass") if raw is None else bytes(raw)
+
     def _find(self, token: int) -> tuple[str, list[int] | None]:
         # Models may have more logits than the tokenizer has tokens, and ids may have gaps.
-        name = self._tokenizer.convert_ids_to_tokens(token) if token < self._size else None
+        name = self._tokenizer.convert_ids_to_tokens(token) if token < self.size else None
         if name is None:
             return "", None
         if token in self._special:

@@ -27,12 +27,12 @@ STRICT = Sampling(temperature=1.0, seed=8, repetition_penalty=1.3, presence_pena
 def reasoning(demo: Driver) -> Iterator[Driver]:
     """The engine of a model whose prompt begins its reasoning, which it does not end itself."""
     text = demo.engine._text
-    before, forms = text._split, AnswerForms(ReasoningForm(Marker("assistant"), Marker(END)))
-    text._split = Splitting(text._tokenizer, forms)
+    before, forms = text.split, AnswerForms(ReasoningForm(Marker("assistant"), Marker(END)))
+    text.split = Splitting(text._tokenizer, forms)
     try:
         yield demo
     finally:
-        text._split = before
+        text.split = before
 
 
 def asked(rid: str, sampling: Sampling, **fields: object) -> Submit:

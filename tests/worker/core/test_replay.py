@@ -115,7 +115,7 @@ def test_usage_has_the_level_of_the_first_worker_and_of_the_second(demo: Driver)
 @pytest.mark.slow
 def test_streams_continue_after_any_report(demo: Driver, undisturbed: list[Report]) -> None:
     right = {rid: received.all() for rid, received in transcripts_of(undisturbed).items()}
-    assert {reasons[0] for _, _, _, reasons, _, _ in right.values()} >= {"stop", None}
+    assert {reasons[0] for *_, reasons, _, _ in right.values()} >= {"stop", None}
     # The hardest cut is before an end: the tokens are known, but not that they were the last.
     ends = [
         at for at, one in enumerate(undisturbed) if isinstance(one, ChoiceFinished | RowFinished)

@@ -1,0 +1,146 @@
+"""New requests: checked, tokenized, their grammars compiled, and handed to the batch.
+
+A grammar is compiled in a thread. The request waits for it here; other requests are not delayed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from kvd.worker.core.batch import Batch
+from kvd.worker.core.embeddings import end_prompt
+from kvd.worker.core.replay import check_resume
+from kvd.worker.core.request import Completion, Request
+from kvd.worker.grammar.answers import grammar_of
+from kvd.worker.grammar.compiler import Compilation, Compiler
+from kvd.worker.serving.embedding_rules import EmbeddingRules
+from kvd.worker.text.choices import Choices, deadline_exceeded
+from kvd.worker.text.text import Text
+from protocol.errors import ContextTooLong, InvalidRequest, KvdError
+from protocol.worker import RowFailed, Submit
+
+WAIT_SECONDS = 0.001
+"""Seconds that a step waits if all that is left to do is to compile a grammar."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Submission:
+    """A checked request."""
+
+    request: Submit
+    prompt: array[int]
+    prompt_tokens: int
+    """Tokens of the prompt as the client gave it."""
+    room: int
+    """Tokens of the context that the prompt leaves."""
+    deadline: float | None
+    compilation: Compilation | None
+
+
+class Submissions:
+    """The new requests of one engine. ``now``: seconds on the engine's clock, for deadlines."""
+
+    def __init__(self, text: Text, batch: Batch, embedding_rules: EmbeddingRules) -> None:
+        self._text = text
+        self._embedding_rules = embedding_rules
+        self._batch = batch
+        self._compiler = Compiler(text.vocabulary)
+        self._waiting: dict[str, _Submission] = {}
+        self.prompt_tokens = 0
+        """Tokens of the prompts of all requests that were not replayed to their end."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._waiting)
+
+    def submit(self, request: Submit, now: float) -> int:
+        """Queue a request, or compile its grammar first; return its prompt's tokens."""
+        check_resume(request, self._text.vocab_size)
+        prompt = array("i", self._text.encode(request))
+        prompt_tokens = len(prompt)
+        if request.embed is not None:
+            prompt_tokens = end_prompt(
+                prompt, request.embed, self._embedding_rules, self._text.context_length
+            )
+        room = self._text.context_length - len(prompt)
+        if request.max_tokens is not None and request.max_tokens > room:
+            raise ContextTooLong(
+                f"prompt and completion take {len(prompt)} + {request.max_tokens} tokens, the"
+                f" model's context is {self._text.context_length}: max_tokens can be {room}",
+                prompt_tokens=len(prompt),
+                max_tokens=request.max_tokens,
+                context_length=self._text.context_length,
+            )
+        source = grammar_of(request, canonical=self._text.canonical)
+        deadline = None if request.deadline_s is None else now + request.deadline_s
+        compilation = None if source is None else self._compiler.start(source)
+        submission = _Submission(request, prompt, prompt_tokens, room, deadline, compilation)
+        if compilation is None or self._compiler.is_over(compilation):
+            self._accept(submission)
+        else:
+            self._waiting[request.rid] = submission
+        return prompt_tokens
+
+    def work(self, now: float) -> None:
+        """Accept the requests whose grammars are compiled."""
+        for rid, submission in list(self._waiting.items()):
+            compilation = submission.compilation
+            assert compilation is not None
+            error: KvdError | None = None
+            if self._compiler.is_over(compilation):
+                try:
+                    self._accept(submission)
+                except InvalidRequest as invalid:
+                    error = invalid
+            elif submission.deadline is not None and submission.deadline <= now:
+                error = deadline_exceeded(0)
+            else:
+                continue
+            del self._waiting[rid]
+            if error is not None:
+                self._batch.reports.append(RowFailed(rid=rid, error=error.info()))
+        if self._waiting and not self._batch.requests:
+            oldest = next(iter(self._waiting.values())).compilation
+            assert oldest is not None
+            oldest.done.wait(WAIT_SECONDS)
+
+    def cancel(self, rid: str) -> bool:
+        """Cancel a request that waits for its grammar; return whether it did."""
+        submission = self._waiting.pop(rid, None)
+        if submission is None:
+            return False
+        choices = Choices(submission.request, submission.prompt_tokens)
+        for choice in range(submission.request.n):
+            self._batch.reports += choices.finish(choice, "cancelled", 0)
+        return True
+
+    def _accept(self, submission: _Submission) -> None:
+        request, prompt = submission.request, submission.prompt
+        completions = [
+            Completion(
+                (request.rid, choice), self._text.stream(request, prompt, choice), prompt[-1]
+            )
+            for choice in range(request.n)
+        ]
+        if submission.compilation is not None:
+            for completion in completions:
+                completion.matcher = self._compiler.matcher(submission.compilation)
+        tracked = self._batch.prefix_cache.track(
+            request.rid,
+            prompt,
+            request.prefix_salt or "",
+            full_prefill=request.prompt_logprobs is not None or request.embed is not None,
+        )
+        accepted = Request(
+            submit=request,
+            prompt=prompt,
+            max_new=request.max_tokens or submission.room,
+            completions=completions,
+            choices=Choices(request, submission.prompt_tokens),
+            tracked=tracked,
+            prompt_reported=request.prompt_reported,
+        )
+        if self._batch.add(accepted, submission.deadline):
+            self.prompt_tokens += submission.prompt_tokens

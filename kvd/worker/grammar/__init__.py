@@ -1,0 +1,1 @@
+"""Grammars that answers must match: their text, their compilation, and masks of allowed tokens."""

@@ -1,0 +1,172 @@
+"""Compiles grammars for one model's vocabulary, each in a thread of its own.
+
+Clients choose the grammars. llguidance bounds what each may take (`_LIMITS`); its constructors
+release Python's lock, so other rows keep decoding. The first mask is computed in the same thread:
+it is the slowest one, and shows a grammar that cannot be followed before a request runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from kvd.worker.grammar.matcher import Matcher, shown
+from kvd.worker.grammar.vocabulary import TokenTable, Vocabulary
+from protocol.errors import InvalidRequest, KvdError, Overloaded
+
+COMPILE_SECONDS = 10.0
+"""Seconds until a compilation is given up. The slowest one that ended took 1.7 s: an object of
+2000 properties, on a busy machine."""
+MAX_COMPILING = 4
+"""Grammars that are compiled at the same time."""
+CACHED = 64
+"""Compiled grammars that are kept."""
+CACHED_CHARS = 4 << 20
+"""Characters of their texts together."""
+_SHORT_S = 0.02
+"""Seconds that a submission waits for the compilation: most take 1 to 10 ms."""
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    precompute_large_lexemes=True,  # without it, nested repetitions took minutes for one mask
+    verbose_errors=False,
+)
+
+
+@dataclass(eq=False)
+class Compilation:
+    """A grammar that is being compiled, or was."""
+
+    text: str
+    started: float
+    done: threading.Event = field(default_factory=threading.Event)
+    grammar: Any = None
+    """`LLMatcher` at the grammar's beginning; None until done, and after an error."""
+    error: KvdError | None = None
+
+
+class Compiler:
+    """The grammars of one engine. ``vocabulary`` is called at the first one."""
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._known: OrderedDict[str, Compilation] = OrderedDict()
+        self._compiling: set[str] = set()
+        self._eos_ids: frozenset[int] = frozenset()
+
+    def start(self, text: str, wait_s: float = _SHORT_S) -> Compilation:
+        """Return the compilation of a grammar; wait for it up to ``wait_s`` seconds.
+
+        ``text``: in llguidance's form. Raises `Overloaded` if too many are being compiled.
+        """
+        compilation = self._known.get(text)
+        if compilation is None:
+            if len(self._compiling) >= MAX_COMPILING:
+                raise Overloaded(
+                    f"{MAX_COMPILING} grammars are being compiled; retry later", retry_after_s=1.0
+                )
+            compilation = Compilation(text, self._clock())
+            self._known[text] = compilation
+            self._compiling.add(text)
+            thread = threading.Thread(
+                target=self._compile, args=(compilation,), name="grammar", daemon=True
+            )
+            thread.start()
+            self._trim()
+        self._known.move_to_end(text)
+        compilation.done.wait(wait_s)
+        return compilation
+
+    def is_over(self, compilation: Compilation) -> bool:
+        """Return whether a compilation ended or took too long; the latter sets its error."""
+        if not compilation.done.is_set():
+            if self._clock() - compilation.started < COMPILE_SECONDS:
+                return False
+            compilation.error = InvalidRequest(
+                f"the grammar was not compiled within {COMPILE_SECONDS:g} s; simplify it",
+                field="grammar",
+            )
+            compilation.done.set()
+        return True
+
+    def matcher(self, compilation: Compilation) -> Matcher:
+        """Return a matcher at the grammar's beginning; raises the compilation's error."""
+        if compilation.error is not None:
+            raise compilation.error
+        size = int(self._tokenizer.vocab_size)
+        return Matcher(compilation.grammar.deep_copy(), self._eos_ids, size)
+
+    def _trim(self) -> None:
+        chars = sum(len(text) for text in self._known)
+        for text in list(self._known)[:-1]:
+            if len(self._known) <= CACHED and chars <= CACHED_CHARS:
+                return
+            if text not in self._compiling:
+                del self._known[text]
+                chars -= len(text)
+
+    def _compile(self, compilation: Compilation) -> None:
+        error: KvdError | None = None
+        grammar: Any = None
+        try:
+            grammar = LLMatcher(
+                self._get_tokenizer(), compilation.text, log_level=0, limits=_LIMITS
+            )
+            error = _first_error(grammar)
+        except KvdError as failure:
+            error = failure
+        except BaseException as failure:  # noqa: BLE001 - panics of Rust derive from it
+            error = _refused(str(failure))
+        if not compilation.done.is_set():
+            compilation.grammar, compilation.error = grammar, error
+            compilation.done.set()
+        self._compiling.discard(compilation.text)
+
+    def _get_tokenizer(self) -> Any:
+        with self._lock:
+            if self._tokenizer is None:
+                vocabulary = self._vocabulary()
+                if not vocabulary.eos_ids:
+                    raise InvalidRequest(
+                        "the model has no end token, so a grammar cannot end its answer; use"
+                        " another model",
+                        field="grammar",
+                    )
+                self._eos_ids = vocabulary.eos_ids
+                table: Any = TokenTable(vocabulary)
+                self._tokenizer = LLTokenizer(table, eos_token=sorted(vocabulary.eos_ids))
+            return self._tokenizer
+
+
+def _first_error(grammar: Any) -> KvdError | None:
+    """Return why a grammar cannot be followed, if computing the first mask shows that."""
+    if grammar.is_error():
+        return _refused(grammar.get_error())
+    first = grammar.deep_copy()
+    mask = first.compute_bitmask()
+    if first.is_error() or not any(mask):
+        return _refused(first.get_error() or "no text matches it")
+    return None
+
+
+def _refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the grammar cannot be used: {shown(reason)}; correct or simplify it", field="grammar"
+    )

@@ -1,0 +1,245 @@
+"""Requests with grammars in the engine, alone and beside others."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from kvd.worker.core.out_of_memory import CALM_STEPS
+from protocol.errors import InvalidRequest
+from protocol.resume import ChoiceProgress
+from protocol.tools import Grammar
+from protocol.types import Sampling
+from protocol.worker import RowTokens, Submit
+from tests.worker.core.driver import Driver
+from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.prompts import prompt_of
+
+pytestmark = pytest.mark.mlx
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+PERSON = Grammar("json_schema", json.dumps(SCHEMA))
+DIGITS = Grammar("regex", "[0-9]{8}")
+WARM = Sampling(temperature=1.0, seed=3)
+WORDS = "To open a file, call open() and read it. To close it,"
+
+
+def check(text: str) -> None:
+    value = json.loads(text)
+    assert list(value) == ["name", "age", "kind"]
+    assert len(value["name"]) <= 12
+    assert 0 <= value["age"] <= 150
+    assert value["kind"] in {"cat", "dog"}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(seed=1), WARM])
+def test_answers_match_their_schema(demo: Driver, sampling: Sampling) -> None:
+    outcome = demo.alone(WORDS, sampling, grammar=PERSON, max_tokens=300)
+
+    assert outcome.reason == "stop"
+    check(outcome.text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (DIGITS, r"[0-9]{8}"),
+        (Grammar("regex", "(ab|cd)+x"), r"(ab|cd)+x"),
+        (Grammar("lark", 'start: "<" NAME ">"\nNAME: /[a-z]{2,5}/'), r"<[a-z]{2,5}>"),
+        (Grammar("regex", "[äöü€]{3}"), r"[äöü€]{3}"),
+    ],
+)
+def test_answers_match_regular_expressions_and_lark(demo: Driver, grammar, pattern) -> None:
+    outcome = demo.alone(WORDS, Sampling(temperature=1.5, seed=5), grammar=grammar, max_tokens=60)
+
+    assert outcome.reason == "stop"
+    assert re.fullmatch(pattern, outcome.text)
+
+
+def test_json_object_is_an_object(demo: Driver) -> None:
+    outcome = demo.alone(WORDS, WARM, grammar=Grammar("json_object"), max_tokens=600)
+
+    if outcome.reason == "stop":
+        assert isinstance(json.loads(outcome.text), dict)
+    else:
+        assert outcome.text.lstrip()[:1] == "{"
+
+
+def test_a_complete_grammar_ends_the_answer_whatever_else_is_set(demo: Driver) -> None:
+    for more in ({}, {"ignore_eos": True}, {"min_tokens": 40}, {"stop_tokens": [5]}):
+        outcome = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60, **more)
+
+        assert re.fullmatch("[0-9]{8}", outcome.text), more
+        assert outcome.reason == "stop"
+
+
+def test_a_grammar_that_is_complete_with_the_last_token_stops(demo: Driver) -> None:
+    whole = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    size = len(whole.tokens)
+
+    assert demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=size).reason == "stop"
+    short = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=size - 1)
+    assert short.reason == "length"
+    assert short.tokens == whole.tokens[: size - 1]
+
+
+def test_min_tokens_delays_the_end_of_a_grammar_that_can_continue(demo: Driver) -> None:
+    grammar = Grammar("regex", "[a-z ]{0,400}")
+    for minimum in (0, 20):
+        outcome = demo.alone(WORDS, WARM, grammar=grammar, min_tokens=minimum, max_tokens=50)
+
+        assert len(outcome.tokens) >= minimum
+        assert re.fullmatch("[a-z ]*", outcome.text)
+
+
+def test_stop_texts_end_an_answer_within_its_grammar(demo: Driver) -> None:
+    outcome = demo.alone(WORDS, WARM, grammar=PERSON, stop=['"age"'], max_tokens=300)
+
+    assert outcome.reason == "stop"
+    assert outcome.text.rstrip().endswith(",")
+
+
+def test_an_answer_may_be_empty(demo: Driver) -> None:
+    outcome = demo.alone(WORDS, WARM, grammar=Grammar("regex", "(x{3}){0}"), max_tokens=9)
+
+    assert (outcome.text, outcome.reason, outcome.tokens) == ("", "stop", [])
+
+
+def test_logprobs_are_the_models_own(demo: Driver) -> None:
+    """The mask changes what is drawn, not how likely the model found it."""
+    tokens = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=1, logprobs=3).logprobs
+    free = demo.alone(WORDS, Sampling(seed=0), max_tokens=1, logprobs=3).logprobs
+
+    assert tokens[0].top == free[0].top
+    assert tokens[0].logprob < 0
+
+
+def mixed(driver: Driver) -> None:
+    driver.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True, logprobs=1)
+    driver.submit("person", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    driver.submit("digits", prompt_of(70, 2), WARM, grammar=DIGITS, max_tokens=60, n=3)
+    driver.submit("greedy", prompt_of(300, 1), max_tokens=60)
+
+
+def test_rows_with_and_without_grammars_share_a_batch(demo: Driver) -> None:
+    mixed(demo)
+    demo.run()
+    together = dict(demo.outcomes)
+
+    check(together["person"].text)
+    for others in together["digits"].others.values():
+        assert re.fullmatch("[0-9]{8}", others.text)
+    assert demo.engine._batch.max_rows >= 6
+    alone = demo.alone(WORDS, WARM, max_tokens=60, ignore_eos=True, logprobs=1)
+    assert together["free"] == alone
+    assert together["person"] == demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200)
+
+
+def test_preempted_rows_continue_in_their_grammar(demo: Driver) -> None:
+    wanted = demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200, n=2)
+    for after in (1, 5, 9):
+        for lost in (False, True):
+            demo.submit("p", WORDS, WARM, grammar=PERSON, max_tokens=200, n=2)
+            demo.run(until=lambda count=after: len(demo.outcomes["p"].tokens) >= count)
+            demo.preempt("p")
+            if lost:
+                demo.engine._batch.move_out(demo.engine._batch.requests["p"], None)
+            demo.requeue("p")
+            demo.run()
+            assert demo.outcomes.pop("p") == wanted
+
+
+@pytest.mark.parametrize("fault", [UNABLE, LATE])
+def test_failed_steps_do_not_change_answers(demo: Driver, fault) -> None:
+    mixed(demo)
+    demo.run()
+    wanted = demo.outcomes
+    for call in (6, 13, 22, 31):
+        demo.outcomes = {}
+        demo.engine._out_of_memory.calm_steps = CALM_STEPS
+        with memory_runs_out(lambda number, call=call: number == call, fault) as failed:
+            mixed(demo)
+            demo.run()
+        assert failed.failed
+        assert demo.outcomes == wanted
+
+
+@pytest.mark.parametrize("grammar", [PERSON, DIGITS])
+def test_a_replay_continues_at_any_token(demo: Driver, grammar: Grammar) -> None:
+    """As after the death of a worker: the tokens and the text are those of the first run."""
+    sampling = Sampling(temperature=1.2, seed=11)
+    wanted = demo.alone(WORDS, sampling, grammar=grammar, max_tokens=200)
+    for count in range(len(wanted.tokens) + 1):
+        known = wanted.tokens[:count]
+        text = ""
+        sent = _text_of(demo, known)
+        resume = [ChoiceProgress(tokens=known, text_bytes=len(sent.encode()))]
+        reports = []
+        demo.engine.submit(
+            Submit(
+                rid=f"again{count}",
+                prompt=WORDS,
+                sampling=sampling,
+                grammar=grammar,
+                max_tokens=200,
+                resume=resume,
+            )
+        )
+        while demo.engine.has_work:
+            reports += demo.engine.step()
+        tokens = [report for report in reports if isinstance(report, RowTokens)]
+        text = "".join(report.text for report in tokens)
+        assert known + [token for report in tokens for token in report.tokens] == wanted.tokens
+        assert sent + text == wanted.text
+
+
+def _text_of(demo: Driver, tokens: list[int]) -> str:
+    text = demo.engine._text
+    stream = text.stream(
+        Submit(rid="x", prompt=WORDS, sampling=WARM),
+        text._encode_text(Submit(rid="x", prompt=WORDS, sampling=WARM)),
+    )
+    return "".join(stream.push(token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("json_schema", "{"), "not JSON"),
+        (Grammar("json_schema", "[]"), "type list"),
+        (Grammar("json_schema", '{"$ref": "#/nowhere"}'), "nowhere"),
+        (Grammar("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'), "127.0.0.1"),
+        (Grammar("json_schema", '{"not": {}}'), "not"),
+        (Grammar("json_schema", '{"type":"string","minLength":5,"maxLength":3}'), "minLength"),
+        (Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "JSON|deep"),
+        (Grammar("json_schema", ""), "empty"),
+        (Grammar("regex", "("), "regex"),
+        (Grammar("regex", "(" * 5000 + ")" * 5000), "regex|nest"),
+        (Grammar("lark", "start: nothing"), "nothing"),
+        (Grammar("lark", "start: start"), "text|NoExt"),
+        (Grammar("lark", "start: " + "(" * 20000 + '"a"' + ")" * 20000), "nested"),
+    ],
+)
+def test_grammars_that_cannot_be_used_are_refused(demo: Driver, grammar, reason: str) -> None:
+    try:
+        demo.submit("bad", WORDS, grammar=grammar)
+    except InvalidRequest as error:
+        info = error.info()
+    else:
+        demo.run()
+        info = demo.outcomes["bad"].error
+    assert info is not None
+    assert info.code == "invalid_request"
+    assert info.detail["field"] == "grammar"
+    assert re.search(reason, info.message)
