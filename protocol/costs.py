@@ -11,6 +11,13 @@ import msgspec
 
 from protocol.pages import PAGE_TOKENS, max_pages
 
+RESERVED_TOKENS = 512
+"""Tokens of a completion that are reserved at admission, and up to which a reservation is extended.
+
+It is extended when less than half is left. The other half, 256 tokens, takes a second or more to
+decode, which is enough for the daemon to free memory; and most answers fit the first 512.
+"""
+
 
 class KVCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of all layers of one kind."""

@@ -25,7 +25,9 @@ class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
     token_bytes: float
     """Bytes by which each token makes a long row grow; 0 if a row's bytes are bounded."""
     row_bytes: int
-    """Most bytes that one row reserves. It reserves its prompt and 512 tokens at first."""
+    """Most bytes that one row reserves, when it has all its tokens."""
+    start_bytes: int = 0
+    """Bytes that a row with a short prompt reserves at first. It grows while it decodes."""
     total_bytes: int
     """Grant that the model needs for these rows and those that it already has."""
     max_rows: int

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from actors.machines.model_accounts import ModelAccount
 from actors.machines.reclaim_order import MemoryView, Shortfall
 from actors.machines.reclaim_plan import plan
+from protocol.costs import RESERVED_TOKENS
 from protocol.forecast import Forecast, LevelCost, ReclaimStep, Verdict
 from protocol.policy import ModelPolicy
 
@@ -149,6 +150,7 @@ def _level_cost(question: Question, level: int, units: int, budget: int) -> Leve
         scheme=question.schemes[level] if level < len(question.schemes) else "dense",
         token_bytes=round(costs.token_bytes(level), 2),
         row_bytes=costs.row_units(context, level) * costs.unit_bytes,
+        start_bytes=costs.row_units(min(context, RESERVED_TOKENS), level) * costs.unit_bytes,
         total_bytes=costs.total_bytes(rows, context, level, held_units=units),
         max_rows=min(question.max_rows, costs.max_rows(budget, context, level)),
     )

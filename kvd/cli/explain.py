@@ -93,6 +93,8 @@ def _memory(forecast: Forecast) -> Table:
         ("budget", forecast.budget_bytes, ""),
         ("free", forecast.available_bytes, "not granted"),
     ]
+    if start_bytes := forecast.levels[forecast.level].start_bytes:
+        lines.append(("row at first", start_bytes, "of a short prompt; then it grows"))
     if forecast.held_bytes:
         lines.append(("granted", forecast.held_bytes, "to this model now"))
     for name, nbytes, meaning in lines:

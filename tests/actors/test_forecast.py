@@ -189,3 +189,10 @@ def test_new_rows_of_a_loaded_model_are_added_to_its_running_ones():
     assert found.held_bytes == 40_000
     assert found.levels[0].total_bytes == 35_000 + 10 * 15 * 100
     assert found.missing_bytes == 0
+
+
+def test_a_row_reserves_its_first_tokens_and_grows_to_its_most() -> None:
+    level = Simulation().ask(1, context=950).levels[0]
+    assert (level.start_bytes, level.row_bytes) == ((8 + 1) * 100, (14 + 1) * 100)
+    short = Simulation().ask(1, context=100).levels[0]
+    assert short.start_bytes == short.row_bytes

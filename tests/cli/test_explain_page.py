@@ -28,6 +28,7 @@ VALUE = Forecast(
             scheme=scheme,
             token_bytes=tokens,
             row_bytes=rows * MIB,
+            start_bytes=2 * MIB,
             total_bytes=(400 + 64 * rows) * MIB,
             max_rows=1200 // rows,
         )

@@ -16,8 +16,8 @@ import msgspec
 
 from kvd.worker.fake.embedding import INFO
 from kvd.worker.fake.tokens import VOCABULARY
-from kvd.worker.scheduling.request import RESERVED_TOKENS
 from protocol import paths
+from protocol.costs import RESERVED_TOKENS
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
 from protocol.kv import KVSpec
 from protocol.pages import PAGE_TOKENS

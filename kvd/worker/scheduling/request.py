@@ -8,13 +8,6 @@ from typing import NamedTuple
 
 from kvd.worker.cache.scheme import full_pages
 
-RESERVED_TOKENS = 512
-"""Tokens of a completion that are reserved at admission, and up to which a reservation is extended.
-
-It is extended when less than half is left. The other half, 256 tokens, takes a second or more to
-decode, which is enough for the daemon to free memory; and most answers fit the first 512.
-"""
-
 
 class QueueKey(NamedTuple):
     """Sort key of a request among all others; the smallest is first."""

@@ -39,13 +39,13 @@ from kvd.worker.scheduling.growth import Growth, MissingPages, value_of
 from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.queue import RequestQueue
 from kvd.worker.scheduling.request import (
-    RESERVED_TOKENS,
     Chunk,
     ReservationSizes,
     ScheduledRequest,
 )
 from kvd.worker.scheduling.shared_prompts import shares_next_chunk, without_waiting
 from kvd.worker.scheduling.states import RequestStates
+from protocol.costs import RESERVED_TOKENS
 from protocol.errors import InvalidRequest, LocalProtocolError
 
 __all__ = ["AGE", "Chunk", "Plan", "ReservationSizes", "Scheduler"]
