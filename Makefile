@@ -1,7 +1,7 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
 # make test-NAME  one package's tests without the slow ones, such as `make test-cache`
-# make test-clients  install agents with npm, and run the tests with them
+# make test-clients  install agents with npm and litellm, and run the tests with them
 # make check  lint, types, import contracts, structure and wording
 # make docs   write the generated parts of docs/
 # make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
@@ -42,9 +42,14 @@ test-%: $(VENV)/.dev
 
 # Agents that the tests marked `clients` run. Other test runs skip those where they are missing.
 CLIENTS := @openai/codex@0.169.0
+# Python's are in a folder of their own. litellm imports mcp for requests with tools.
+PYTHON_CLIENTS := litellm==1.106.2 mcp==2.3.0
 
 test-clients: $(VENV)/.dev
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(CLIENTS)
+	@if command -v uv >/dev/null; \
+	then uv pip install --quiet --python $(BIN)/python --target $(VENV)/clients/python $(PYTHON_CLIENTS); \
+	else $(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/clients/python $(PYTHON_CLIENTS); fi
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m clients $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
