@@ -30,6 +30,8 @@ class Target:
     """API key; empty: none is required."""
     reasons: bool = False
     """Whether the model can reason."""
+    catalogue: str = ""
+    """File with the models for Codex; empty: none."""
 
     @property
     def max_output(self) -> int:
@@ -60,6 +62,8 @@ class Agent:
     install: str
     """Command that installs it."""
     settings: Callable[[Target], Settings]
+    needs_catalogue: bool = False
+    """Whether it reads `Target.catalogue`."""
 
 
 def _claude(target: Target) -> Settings:
@@ -96,6 +100,8 @@ def _codex(target: Target) -> Settings:
         "model_providers.kvd": f"{{ {table} }}",
         "model_context_window": str(target.context),
     }
+    if target.catalogue:  # without it, Codex offers no tool for patches
+        values["model_catalog_json"] = _toml(target.catalogue)
     arguments = [part for name, value in values.items() for part in ("-c", f"{name}={value}")]
     return Settings(environment, arguments=tuple(arguments))
 
@@ -135,7 +141,7 @@ def _toml(text: str) -> str:
 
 AGENTS = {
     "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex, needs_catalogue=True),
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
     "qwen": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
 }

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from kvd.cli.agents import AGENTS, Agent, Settings, Target
 from kvd.cli.common import CommonOptions, common_options, find_model, option
 from kvd.cli.console import format_message, print_message, stderr_console, write
 from kvd.client import Client
+from kvd.host.home import Home
 from protocol.errors import (
     AgentError,
     InvalidRequest,
@@ -62,14 +64,14 @@ def launch(
     """Start a coding agent with a model of the daemon.
 
     The agent gets the daemon's address, the model and its context window as environment variables
-    or arguments; no file is changed. The model is loaded first and must be able to call tools. If
-    the HTTP API requires a key, set KVD_API_KEY. The exit status is the agent's.
+    or arguments; none of its files is changed. The model is loaded first and must be able to call
+    tools. If the HTTP API requires a key, set KVD_API_KEY. The exit status is the agent's.
     """
     chosen = AGENTS[agent]
     with common.guarded():
         program = chosen.program if only_print else _find(chosen, agent)
         with common.connected() as client:
-            target = _target(client, model)
+            target = _target(client, model, chosen)
         settings = chosen.settings(target)
         command = [program, *settings.arguments, *arguments]
         if only_print or common.json:
@@ -88,12 +90,12 @@ def _find(agent: Agent, name: str) -> str:
     return path
 
 
-def _target(client: Client, name: str | None) -> Target:
+def _target(client: Client, name: str | None, agent: Agent) -> Target:
     """Return what the agent must know; loads the model. Raises errors with advice."""
     status = client.status()
     origin = _origin(status)
     key = os.environ.get(KEY_VARIABLE, "")
-    _check_http(origin, key)
+    _get_models(origin, key)
     model = _loaded(client, _choose(status) if name is None else name)
     assert model.info is not None, "a ready model has a description"
     _check_tools(model.name, model.info.chat)
@@ -106,7 +108,10 @@ def _target(client: Client, name: str | None) -> Target:
             SMALL_CONTEXT,
         )
     reasons = model.info.chat is not None and bool(model.info.chat.reasoning)
-    return Target(origin, model.name, context, key, reasons)
+    catalogue = ""
+    if agent.needs_catalogue:  # now it has the context of the model, which is loaded
+        catalogue = _save_catalogue(Home(Path(status.home)), _get_models(origin, key))
+    return Target(origin, model.name, context, key, reasons, catalogue)
 
 
 def _origin(status: DaemonStatus) -> str:
@@ -124,14 +129,27 @@ def _origin(status: DaemonStatus) -> str:
     )
 
 
-def _check_http(origin: str, key: str) -> None:
-    """Raise an error if the HTTP API does not answer, or does not accept the key."""
+def _save_catalogue(home: Home, models: bytes) -> str:
+    """Write the models to a file of the daemon's cache; return its path."""
+    path = home.cache / "codex-models.json"
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_bytes(models)
+    new.replace(path)  # another agent may start at this moment
+    return str(path)
+
+
+def _get_models(origin: str, key: str) -> bytes:
+    """Return the body of ``/v1/models``.
+
+    Raises an error if the HTTP API does not answer, or does not accept the key.
+    """
     parts = urlsplit(origin)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_QUICK_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         connection.request("GET", "/v1/models", headers=headers)
-        code = connection.getresponse().status
+        response = connection.getresponse()
+        code, body = response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         raise NotRunning(f"{origin} does not answer: {error}; see `kvctl status`") from error
     finally:
@@ -146,6 +164,7 @@ def _check_http(origin: str, key: str) -> None:
         )
     if code != 200:
         raise NotRunning(f"{origin}/v1/models answers {code}; see `kvctl logs`")
+    return body
 
 
 def _choose(status: DaemonStatus) -> str:

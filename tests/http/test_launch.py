@@ -92,8 +92,11 @@ def test_codex(live: Live, bench: Bench):
     assert done.returncode == 7
     *given, command, prompt = bench.record["arguments"]
     assert (command, prompt) == ("exec", "Hi")
-    assert given[::2] == ["-c"] * 4
+    assert given[::2] == ["-c"] * 5
     config = tomllib.loads("\n".join(given[1::2]))
+    catalogue = json.loads(Path(config.pop("model_catalog_json")).read_text())["models"]
+    windows = {model["slug"]: model.get("context_window") for model in catalogue}
+    assert windows["fast"] == 16384
     assert config == {
         "model": "fast",
         "model_provider": "kvd",

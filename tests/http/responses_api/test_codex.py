@@ -149,6 +149,31 @@ def test_codex_edits_a_file_with_apply_patch(live: Live, tmp_path: Path):
 
 @needs_codex
 @pytest.mark.clients
+def test_kvctl_launch_codex_gives_it_the_tool_for_patches(live: Live, tmp_path: Path):
+    live.load(source(tps=2000, context=65536), "agent")
+    (tmp_path / "hello.txt").write_text("Hello\n")
+    prompt = "call apply_patch " + json.dumps({"input": PATCH})
+    assert CODEX is not None
+    done = subprocess.run(
+        [
+            *live.kvctl_command("launch", "codex", "--model", "agent", "--", "exec"),
+            *("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", prompt),
+        ],
+        cwd=tmp_path,
+        env=os.environ
+        | {"CODEX_HOME": str(tmp_path), "PATH": f"{Path(CODEX).parent}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hello.txt").read_text() == "Hello, world\n"
+
+
+@needs_codex
+@pytest.mark.clients
 def test_codex_runs_a_command(live: Live, tmp_path: Path):
     live.load(source(tps=2000, context=65536), "agent")
     session = Session(live, tmp_path, "agent")
