@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,10 @@ def _matching(grammar: Grammar, draw: random.Random) -> str:
         case "json_object":
             return sample_json({"type": "object"}, draw)
         case "json_schema":
-            return sample_json(msgspec.json.decode(grammar.value), draw)
+            schema = None
+            with suppress(ValueError):
+                schema = msgspec.json.decode(grammar.value)
+            return sample_json(schema, draw)
         case _:
             return _word(draw).strip()
 
