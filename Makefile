@@ -41,7 +41,7 @@ test-%: $(VENV)/.dev
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
 
 # Agents that the tests marked `clients` run. Other test runs skip those where they are missing.
-CLIENTS := @openai/codex@0.169.0
+CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33
 # Python's are in a folder of their own. litellm imports mcp for requests with tools.
 PYTHON_CLIENTS := litellm==1.106.2 mcp==2.3.0
 

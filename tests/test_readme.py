@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.agents import AGENTS
 from kvd.config import config
 from kvd.host.home import Home
 from tests.pages import blocks, commands_of
@@ -84,7 +85,14 @@ def shell(environment, here):
 
 def commands() -> list[str]:
     found = [one for language, text in BLOCKS if language == "sh" for one in commands_of(text)]
-    return [one for one in found if not one.startswith("make")]
+    return [one for one in found if not one.startswith(("make", "kvctl launch"))]
+
+
+def test_launch_knows_the_agents():
+    """They are not installed here; `tests/http/test_launch.py` starts stand-ins."""
+    lines = [line for _, text in BLOCKS for line in text.splitlines() if "kvctl launch" in line]
+    assert {line.split()[2] for line in lines} <= AGENTS.keys()
+    assert len(lines) == 3
 
 
 def test_the_two_make_commands_exist():
