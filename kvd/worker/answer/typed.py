@@ -52,8 +52,6 @@ def as_json(text: str, types: set[str]) -> str:
 
     Without types, it is what it looks like. A value of no allowed type becomes a string.
     """
-    if types == {"string"}:
-        return quoted(text)
     bare = text.strip()
     word = bare.lower()
     if "boolean" in types and word in ("true", "false"):

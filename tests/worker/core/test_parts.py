@@ -104,3 +104,17 @@ def test_answers_to_raw_prompts_have_no_parts(reasoning: Driver) -> None:
     [one] = received(reasoning, request)
     assert one.parts == [[]]
     assert one.end[1].reasoning_tokens == 0
+
+
+def test_the_dropped_token_counts_for_no_penalty(reasoning: Driver) -> None:
+    harsh = Sampling(temperature=0.7, seed=5, repetition_penalty=3.0, frequency_penalty=2.0)
+    request = asked("a", harsh, n=8, max_tokens=30)
+    reports = reports_of(reasoning, [request])
+    right, again = Received(request), Received(request)
+    for report in reports:
+        right.add(report)
+        if isinstance(report, RowTokens) and report.index < 10:
+            again.add(report)
+    for report in reports_of(reasoning, [again.resubmission()]):
+        again.add(report)
+    assert again.tokens == right.tokens
