@@ -116,6 +116,15 @@ def test_the_input_of_a_custom_tool_is_the_same_for_any_cut(text, cuts, ascii_on
     assert found == reader.input == expected
 
 
+def test_the_input_is_the_same_for_a_cut_within_any_escape():
+    text = 'a"\\\n\t\u00e9😀\x01/ud83d end'
+    arguments = json.dumps({"input": text})
+    for cut in range(len(arguments)):
+        reader = InputReader()
+        found = reader.push(arguments[:cut]) + reader.push(arguments[cut:]) + reader.finish()
+        assert found == text, arguments[:cut]
+
+
 @given(st.text(alphabet='{}"\\:,inputud83e 1\n', max_size=30), st.text(max_size=3))
 def test_any_arguments_are_read_without_an_error(arguments, rest):
     reader = InputReader()
