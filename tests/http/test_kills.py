@@ -122,6 +122,13 @@ Call a tool with <tool_call>
 {% if enable_thinking is defined and enable_thinking -%}<think>
 {% endif -%}{%- endif -%}"""
 """Qwen's forms of tools and reasoning, for the embedded model."""
+SHORT = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SHORT_JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SHORT}}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
 
 
@@ -141,6 +148,7 @@ def model(tmp_path: Path) -> Path:
     ("kind", "fields"),
     [
         ("reasoning", THINKING | {"max_tokens": 24}),
+        ("json", {"response_format": SHORT_JSON, "max_tokens": 80}),
     ],
 )
 def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(
@@ -166,5 +174,7 @@ def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(
 
             assert joined(deltas(client, body, kill)) == expected
             wait_for("the next worker", lambda pid=pid: is_new(demo, name, pid))
+        if kind == "json":
+            assert json.loads(expected[3]).keys() == SHORT["properties"].keys()
     with demo.client() as kvd:
         kvd.unload(name)
