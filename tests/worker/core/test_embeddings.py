@@ -273,3 +273,15 @@ def test_a_step_without_memory_counts_no_chunk_twice(tmp_path):
         assert failing.failed == 3, first
         for rid, vector in found.items():
             assert vector == pytest.approx(wanted[rid], abs=1e-6), (first, rid)
+
+
+def test_short_texts_share_a_pass(folder):
+    driver = Driver(str(folder))
+    assert driver.engine._runner.groups
+    texts = [text_of(9, seed) for seed in range(16)]
+    for number, text in enumerate(texts):
+        driver.submit(f"e{number}", text, embed=EmbedOptions(), max_tokens=1)
+    before = driver.engine.stats().step
+    driver.run()
+    assert driver.engine.stats().step - before <= 2
+    assert all(driver.outcomes[f"e{number}"].embedding for number in range(16))
