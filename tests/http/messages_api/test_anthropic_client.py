@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 
 import anthropic
@@ -12,6 +14,7 @@ import pydantic
 import pytest
 
 from tests.http.live import Live
+from tests.process.helpers import source
 
 HELLO = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -94,6 +97,28 @@ def test_streams_add_up_to_the_answer_in_one_piece(ai: anthropic.Anthropic):
 def without_ids(message) -> dict:
     content = [block.to_dict() | {"id": ""} for block in message.content]
     return {"content": content, "stop": message.stop_reason, "out": message.usage.output_tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["thinking", "text", "input_json"])
+def test_a_stream_outlives_its_worker_in_each_kind_of_block(
+    ai: anthropic.Anthropic, live: Live, event
+):
+    live.load(source(tps=60), "mortal-messages")
+    fields = with_tools(model="mortal-messages")
+    undisturbed = ai.messages.create(**fields)
+    killed = False
+    with ai.messages.stream(**fields) as stream:
+        for one in stream:
+            if one.type == event and not killed:
+                killed = True
+                os.kill(live.worker_pid("mortal-messages"), signal.SIGKILL)
+            if one.type == "message_delta":
+                assert one.model_extra["kvd"]["resumed"] == 1
+        answer = stream.get_final_message()
+    assert killed
+    assert without_ids(answer) == without_ids(undisturbed)
+    assert answer.content[-1].input == {"city": "Paris", "days": 3}
 
 
 def test_message_start_has_the_true_input_tokens(ai: anthropic.Anthropic):
