@@ -12,13 +12,14 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import end_prompt
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
-from kvd.worker.grammar.answers import grammar_of
+from kvd.worker.grammar.answers import AnswerGrammar, grammar_of
 from kvd.worker.grammar.compiler import Compilation, Compiler
+from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.text import Text
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError
-from protocol.worker import RowFailed, Submit
+from protocol.worker import RowFailed, RowNote, Submit
 
 WAIT_SECONDS = 0.001
 """Seconds that a step waits if all that is left to do is to compile a grammar."""
@@ -35,6 +36,7 @@ class _Submission:
     room: int
     """Tokens of the context that the prompt leaves."""
     deadline: float | None
+    grammar: AnswerGrammar | None
     compilation: Compilation | None
 
 
@@ -73,10 +75,14 @@ class Submissions:
                 max_tokens=request.max_tokens,
                 context_length=self._text.context_length,
             )
-        source = grammar_of(request, canonical=self._text.canonical)
+        grammar = grammar_of(
+            request, self._text.answer_context(request, prompt), canonical=self._text.canonical
+        )
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        compilation = None if source is None else self._compiler.start(source)
-        submission = _Submission(request, prompt, prompt_tokens, room, deadline, compilation)
+        compilation = None if grammar is None else self._compiler.start(grammar.text)
+        submission = _Submission(
+            request, prompt, prompt_tokens, room, deadline, grammar, compilation
+        )
         if compilation is None or self._compiler.is_over(compilation):
             self._accept(submission)
         else:
@@ -118,15 +124,23 @@ class Submissions:
 
     def _accept(self, submission: _Submission) -> None:
         request, prompt = submission.request, submission.prompt
+        matchers = self._matchers(submission)
+        grammar = submission.grammar if any(matchers) else None
+        valid = grammar is not None and grammar.has_valid_calls
         completions = [
             Completion(
-                (request.rid, choice), self._text.stream(request, prompt, choice), prompt[-1]
+                (request.rid, choice),
+                self._text.stream(
+                    request,
+                    prompt,
+                    choice,
+                    has_valid_calls=valid,
+                ),
+                prompt[-1],
+                matcher=matcher,
             )
-            for choice in range(request.n)
+            for choice, matcher in enumerate(matchers)
         ]
-        if submission.compilation is not None:
-            for completion in completions:
-                completion.matcher = self._compiler.matcher(submission.compilation)
         tracked = self._batch.prefix_cache.track(
             request.rid,
             prompt,
@@ -144,3 +158,17 @@ class Submissions:
         )
         if self._batch.add(accepted, submission.deadline):
             self.prompt_tokens += submission.prompt_tokens
+
+    def _matchers(self, submission: _Submission) -> list[Matcher | None]:
+        """Return a matcher for each choice; raises `KvdError` if the grammar cannot be used."""
+        choices, compilation = submission.request.n, submission.compilation
+        if compilation is None or submission.grammar is None:
+            return [None] * choices
+        try:
+            return [self._compiler.matcher(compilation) for _ in range(choices)]
+        except InvalidRequest as error:
+            if not submission.grammar.optional:
+                raise
+            note = f"calls are not kept valid by a grammar: {error.message}"
+            self._batch.reports.append(RowNote(rid=submission.request.rid, reason=note))
+            return [None] * choices

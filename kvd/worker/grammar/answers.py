@@ -1,17 +1,133 @@
-"""The grammar of a request's answer."""
+"""The grammar of a request's answer: reasoning, then text or calls."""
 
 from __future__ import annotations
 
-from kvd.worker.grammar.source import Source, inner_grammar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvd.worker.answer.forms import AnswerForms, HarmonyForm, WholeBody, opened_by_prompt
+from kvd.worker.grammar.calls import CallRules
+from kvd.worker.grammar.source import FREE, SPACE, Source, inner_grammar
+from protocol.tools import Tool
 from protocol.worker import Submit
 
 
-def grammar_of(request: Submit, *, canonical: bool) -> str | None:
-    """Return the grammar that an answer must match, in llguidance's form; None: any answer.
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """A grammar in llguidance's form."""
+
+    text: str
+    optional: bool = False
+    """Whether the answer is only helped by it: without it, calls are checked once complete."""
+    has_valid_calls: bool = False
+    """Whether calls are valid as far as they were generated."""
+
+
+@dataclass(frozen=True)
+class AnswerContext:
+    """What a grammar has to know about answers to messages."""
+
+    forms: AnswerForms = field(default_factory=AnswerForms)
+    special: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens and markers by their text."""
+    prompt_end: str = ""
+    """Text at the prompt's end, which may begin the answer's first part."""
+
+
+def grammar_of(request: Submit, context: AnswerContext, *, canonical: bool) -> AnswerGrammar | None:
+    """Return the grammar that an answer must match; None: any answer.
 
     ``canonical``: see `kvd.worker.grammar.vocabulary.Vocabulary`.
     """
-    if request.grammar is None:
+    tools = _tools(request, context.forms)
+    if request.grammar is None and not tools:
         return None
-    source = Source({})
-    return source.text(source.nest(inner_grammar(request.grammar)), canonical=canonical)
+    source = Source(context.special)
+    text = None
+    if request.grammar is not None:
+        text = source.nest(inner_grammar(request.grammar))
+    if context.forms.harmony is not None:
+        start = _harmony(source, context, request, tools, text)
+        return AnswerGrammar(
+            source.text(start, canonical=canonical), text is None and _is_auto(request), bool(tools)
+        )
+    content = _content(source, request, context.forms, tools, text)
+    start = f"{_reasoning(source, context)} {content}"
+    body = context.forms.call.body if context.forms.call is not None else None
+    return AnswerGrammar(
+        source.text(start, canonical=canonical),
+        text is None and _is_auto(request),
+        bool(tools) and not isinstance(body, WholeBody),
+    )
+
+
+def _is_auto(request: Submit) -> bool:
+    return request.chat.tool_choice == "auto"
+
+
+def _tools(request: Submit, forms: AnswerForms) -> list[Tool]:
+    """Return the tools that the answer may call."""
+    chat = request.chat
+    if request.messages is None or chat.tool_choice == "none" or not forms.has_calls:
+        return []
+    name = chat.tool_choice.removeprefix("name:")
+    if name == chat.tool_choice:
+        return chat.tools
+    return [tool for tool in chat.tools if tool.name == name]
+
+
+def _reasoning(source: Source, context: AnswerContext) -> str:
+    """Return reasoning and the space after it; empty if the model has none."""
+    form = context.forms.reasoning
+    if form is None:
+        return ""
+    rest = f"{source.until(form.end)} {SPACE}"
+    if opened_by_prompt(form, context.prompt_end):
+        return rest
+    return source.rule(f"({SPACE} {source.marker(form.begin)} {rest})?")
+
+
+def _content(
+    source: Source, request: Submit, forms: AnswerForms, tools: list[Tool], text: str | None
+) -> str:
+    """Return what follows the reasoning. ``text``: the grammar of text."""
+    if not tools or forms.call is None:
+        return text or FREE
+    rules = CallRules(source, forms.call, tools)
+    several = request.chat.parallel_tool_calls
+    calls = rules.calls(several=several)
+    if not _is_auto(request):
+        return f"{SPACE} {calls}"
+    if text is not None:
+        return f"({text} | {calls})"
+    opening = forms.call.opening
+    if not opening:
+        other = source.rule(r"/([^{\[\s](?s:.*))?/")
+        return f"({other} | {calls})"
+    rest = rules.calls_after_opening(several=several)
+    return source.rule(f"{FREE} | {source.until(opening)} {rest}")
+
+
+def _harmony(
+    source: Source, context: AnswerContext, request: Submit, tools: list[Tool], text: str | None
+) -> str:
+    """Return the messages of an answer of gpt-oss; the prompt ends with the first one's role."""
+    form = context.forms.harmony
+    assert form is not None
+    opened = context.prompt_end.rpartition(form.start.text)[2]
+    first = _harmony_message(source, form, opened)
+    again = f"{source.marker(form.end)} {source.marker(form.start)} {source.literal(form.role)}"
+    reasoning = source.rule(
+        f"{first} {source.literal(form.reasoning)} {source.marker(form.message)} {FREE} {again}"
+    )
+    last: list[str] = []
+    if text is not None or _is_auto(request) or not tools:
+        channel = f"{source.marker(form.channel)} {source.literal(form.text)}"
+        last.append(f"{channel} {source.marker(form.message)} {text or FREE}")
+    if tools:
+        last.append(CallRules.harmony(source, form, tools))
+    return f"{reasoning}* ({' | '.join(last)})"
+
+
+def _harmony_message(source: Source, form: HarmonyForm, opened: str) -> str:
+    return source.marker(form.channel) if not opened.endswith(form.channel.text) else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvd.worker.grammar.answers import AnswerContext
 from kvd.worker.grammar.vocabulary import Vocabulary
 from kvd.worker.text.abilities import abilities_of, forms_of
 from kvd.worker.text.choices import check_token_ids
@@ -125,6 +126,12 @@ class Text:
             min_tokens=request.min_tokens,
             split=split,
         )
+
+    def answer_context(self, request: Submit, prompt: Sequence[int]) -> AnswerContext:
+        """Return what grammars have to know about the answer; nothing for raw prompts."""
+        if request.messages is None:
+            return AnswerContext()
+        return AnswerContext(self.split.forms, self.split.special, self.split.end_of(prompt))
 
     @property
     def canonical(self) -> bool:

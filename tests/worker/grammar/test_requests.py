@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 
+from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.text.splitting import Splitting
 from protocol.errors import InvalidRequest
 from protocol.resume import ChoiceProgress
-from protocol.tools import Grammar
-from protocol.types import Sampling
+from protocol.tools import ChatOptions, Grammar, Tool
+from protocol.types import ChatAbilities, ChatMessage, Sampling
 from protocol.worker import RowTokens, Submit
 from tests.worker.core.driver import Driver
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
@@ -211,6 +214,39 @@ def _text_of(demo: Driver, tokens: list[int]) -> str:
         text._encode_text(Submit(rid="x", prompt=WORDS, sampling=WARM)),
     )
     return "".join(stream.push(token) for token in tokens)
+
+
+@pytest.fixture
+def caller(demo: Driver) -> Iterator[Driver]:
+    """The engine of a model that writes calls as Qwen does; its tokens know no markers."""
+    text = demo.engine._text
+    before = text.split, text.abilities
+    text.split = Splitting(text._tokenizer, AnswerForms(None, QWEN))
+    text.abilities = ChatAbilities(tools="json in <tool_call>")
+    try:
+        yield demo
+    finally:
+        text.split, text.abilities = before
+
+
+@pytest.mark.parametrize("choice", ["required", "name:look_up"])
+def test_a_required_call_is_made_and_parses(caller: Driver, choice: str) -> None:
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"id": number}, "required": ["id"]}
+    tools = [Tool("look_up", parameters={**schema, "additionalProperties": False})]
+    chat = ChatOptions(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    messages = [ChatMessage("user", "Look up 7.")]
+    asked = Submit(rid="c", messages=messages, sampling=WARM, chat=chat, max_tokens=400)
+    caller.engine.submit(asked)
+    reports = []
+    while caller.engine.has_work:
+        reports += caller.engine.step()
+
+    tokens = [report for report in reports if isinstance(report, RowTokens)]
+    (part,) = [part for report in tokens for part in report.parts]
+    assert (part.kind, part.name, part.at) == ("call", "look_up", 0)
+    value = json.loads("".join(report.text for report in tokens))
+    assert 0 <= value["id"] <= 99
 
 
 @pytest.mark.parametrize(

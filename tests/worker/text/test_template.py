@@ -43,7 +43,7 @@ def rendered(text, messages, **chat):
 def test_the_form_of_calls_is_the_one_that_the_template_shows(template, added, form):
     text = text_of(getattr(templates, template), *added)
     assert text.abilities.tools == form.name
-    call = text._split.forms.call
+    call = text.split.forms.call
     assert call.body == form.body
     assert (call.begin.token is not None) == (form.begin.text in added)
 
