@@ -15,6 +15,7 @@ from protocol.worker import (
     Ready,
     RowFailed,
     RowFinished,
+    RowNote,
     RowPreempted,
     RowQueued,
     RowResumed,
@@ -62,6 +63,21 @@ async def test_a_report_of_a_choice_that_the_request_does_not_have_costs_only_it
         assert process.signals == ["kill"]
         assert not w.notices_of("actor_failed")
         assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
+async def test_a_malformed_call_is_in_the_event_log():
+    async with world({"demo": [SLOW]}, load=("demo",)) as w:
+        client = w.client()
+        request = client.generate()
+        await until(lambda: client.tokens(request), 5)
+        process = w.spawn.last("demo")
+        (rid,) = process._rows
+        process.report(RowNote(rid=rid, reason="invalid JSON"))
+        assert (await client.end(request)).reason == "length"
+        records = w.system._events.since(0, "demo")
+        (record,) = [one for one in records if one.kind == "malformed_call"]
+        assert (record.model, record.reason) == ("demo", f"request {rid}: invalid JSON")
 
 
 @simulated
