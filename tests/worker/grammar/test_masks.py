@@ -1,0 +1,62 @@
+"""Masks against brute force: every token is tried with a copy of the matcher."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.grammar.answers import AnswerContext, grammar_of
+from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.matcher import MaskFiller
+from kvd.worker.text.text import Text
+from protocol.tools import Grammar
+from protocol.types import Sampling
+from protocol.worker import Submit
+from tests.worker.text.tokenizers_zoo import byte_level, wrap
+
+TEXT = Text(wrap(byte_level()), vocab_size=512, context_length=512)
+COMPILER = Compiler(TEXT.vocabulary)
+LEAVES = [{"type": "integer"}, {"type": "string", "maxLength": 3}, {"enum": ["a", "ab", 1]}, {}]
+SCHEMAS = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.builds(lambda one: {"type": "array", "items": one, "maxItems": 3}, inner),
+        st.builds(lambda a, b: {"type": "object", "properties": {"x": a, "y": b}}, inner, inner),
+        st.builds(lambda a, b: {"anyOf": [a, b]}, inner, inner),
+    ),
+    max_leaves=4,
+)
+REGEXES = st.sampled_from(["[a-c]{2,4}", "(ab|abc|b)*", "[äöü]+x?", "the (quick|dog)s?"])
+GRAMMARS = st.one_of(
+    SCHEMAS.map(lambda schema: Grammar("json_schema", json.dumps(schema))),
+    REGEXES.map(lambda text: Grammar("regex", text)),
+)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@settings(max_examples=15, deadline=None)
+@given(grammar=GRAMMARS, seed=st.integers(0, 99))
+def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar, seed) -> None:
+    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
+    found = grammar_of(request, AnswerContext(), canonical=False)
+    assert found is not None
+    compilation = COMPILER.start(found.text, 10.0)
+    matchers = [COMPILER.matcher(compilation) for _ in range(rows)]
+    rng, filler = random.Random(seed), MaskFiller()
+    for _ in range(8):
+        masks = filler.fill([*matchers, None], 512)
+        assert masks[-1].all()
+        for matcher, mask in zip(matchers, masks, strict=False):
+            bits = np.unpackbits(mask, bitorder="little")[:512]
+            tried = [matcher.grammar.validate_tokens([token]) == 1 for token in range(512)]
+            others = [token for token in range(512) if token not in TEXT.eos_ids]
+            assert [bool(bits[token]) for token in others] == [tried[token] for token in others]
+            assert all(bits[end] == matcher.grammar.is_accepting() for end in TEXT.eos_ids)
+            allowed = [token for token in others if bits[token]]
+            if allowed:
+                matcher.push(rng.choice(allowed))
