@@ -120,7 +120,7 @@ def test_openais_errors(ai: openai.OpenAI):
         ai.chat.completions.create(model="fast", messages=HELLO, modalities=["audio"])
     assert audio.value.param == "modalities"
     with pytest.raises(openai.NotFoundError):
-        ai.embeddings.create(model="fast", input="x")
+        ai.images.generate(model="fast", prompt="x")
 
 
 def test_openai_lists_models_and_a_request_loads_an_unloaded_one(ai: openai.OpenAI, live: Live):
