@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from demo_training import chat
+from demo_training import chat, template, tool_tasks
 from kvd.demo import recall
 
 # Classes of tokens.
-NONE, PROSE, FORM, ANSWER, REPLY, COPY = range(6)
-WEIGHTS = (0.0, 0.3, 0.1, 4.0, 0.7, 1.0)
+NONE, PROSE, FORM, ANSWER, REPLY, COPY, CALL = range(7)
+WEIGHTS = (0.0, 0.3, 0.1, 4.0, 0.7, 1.0, 1.0)
 
 SUBJECTS = ("code", "number", "password", "port")
 SUBJECT_WEIGHTS = (85, 5, 5, 5)
@@ -30,14 +30,15 @@ SUBJECT_WEIGHTS = (85, 5, 5, 5)
 class Mix:
     """Shares of the kinds of rows."""
 
-    recall: float = 0.54
-    prose: float = 0.26
-    chat: float = 0.14
-    copy: float = 0.06
+    recall: float = 0.42
+    prose: float = 0.24
+    chat: float = 0.11
+    copy: float = 0.05
+    tools: float = 0.18
 
 
 SHORT = 128  # rows of this length are only prose and chat: they teach how a text begins
-SHORT_MIX = Mix(recall=0.0, prose=0.5, chat=0.5, copy=0.0)
+SHORT_MIX = Mix(recall=0.0, prose=0.5, chat=0.5, copy=0.0, tools=0.0)
 
 
 class Rows:
@@ -52,7 +53,8 @@ class Rows:
         self.paragraphs: list[str] = json.loads((data / "paragraphs.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
         self.rng = random.Random(seed)
-        self.kinds = (self.recall, self.prose, self.chat, self.copy)
+        self.kinds = (self.recall, self.prose, self.chat, self.copy, self.tools)
+        self.tool_tasks = tool_tasks.Tasks(self.rng)
         self.mix = mix
         self.heads = {name: self.encode(f" The {name} of the") for name in SUBJECTS}
         self.keys = [self.encode(f" {key}") for key in chat.KEYS]
@@ -64,6 +66,8 @@ class Rows:
         self.space = self.encode(" ")
         self.text_mark = self.encode("Text:")
         self.copy_mark = self.encode("Copy:")
+        self.answer_head = self.encode("assistant\n")
+        self.think_head = self.encode("<think>\n")
         self.end_of_text, self.start, self.end = (
             self.tokenizer.token_to_id(name)
             for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -78,7 +82,7 @@ class Rows:
         ids = np.empty((rows, length + 1), dtype=np.int16)
         classes = np.empty((rows, length + 1), dtype=np.uint8)
         mix = self.mix if length > SHORT else SHORT_MIX
-        shares = (mix.recall, mix.prose, mix.chat, mix.copy)
+        shares = (mix.recall, mix.prose, mix.chat, mix.copy, mix.tools)
         for row in range(rows):
             kind = self.rng.choices(self.kinds, shares)[0]
             ids[row], classes[row] = kind(length + 1)
@@ -196,6 +200,43 @@ class Rows:
             ids.append(self.end_of_text)
             classes.append(FORM)
         return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)
+
+    def tools(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return conversations with functions and with JSON, one after the other."""
+        ids: list[int] = []
+        classes: list[int] = []
+        while len(ids) < length:
+            task = self.tool_tasks.draw()
+            messages, functions = task.messages, task.tools
+            if self.rng.random() < 0.12:  # none of the functions is needed
+                functions = functions if self.rng.random() < 0.6 else []
+                dialogue = chat.dialogue(self.rng, self.paragraphs)
+                messages = [{"role": role, "content": content} for role, content in dialogue]
+                if self.rng.random() < 0.4:
+                    messages = tool_tasks.with_reasoning(messages)
+            text = template.render(messages, functions)
+            new, marks = self.marked(text)
+            ids += [*new, self.end_of_text]
+            classes += [*marks, FORM]
+        return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)
+
+    def marked(self, text: str) -> tuple[list[int], list[int]]:
+        """Return a conversation's tokens, and their classes: only answers are learnt.
+
+        The marker that opens reasoning is part of the prompt, so the model never writes it.
+        """
+        ids = self.encode(text)
+        classes = [NONE] * len(ids)
+        head = [self.start, *self.answer_head]
+        for place in [at for at, token in enumerate(ids) if token == self.start]:
+            at = place + len(head)
+            if ids[place:at] != head:
+                continue
+            if ids[at : at + len(self.think_head)] == self.think_head:
+                at += len(self.think_head)
+            end = ids.index(self.end, at)
+            classes[at : end + 1] = [CALL] * (end + 1 - at)
+        return ids, classes
 
     def copy(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return passages of words, digits or prose, each followed later by its copy."""

@@ -143,10 +143,10 @@ ASCII = str.maketrans(
 def download(directory: Path) -> None:
     """Fetch the packages that are not yet in ``directory`` with apt-get."""
     directory.mkdir(parents=True, exist_ok=True)
-    for package in PACKAGES:
-        if not list(directory.glob(f"{package.name}_*.deb")):
-            pinned = f"{package.name}={package.version}"
-            subprocess.run(["apt-get", "download", "-q", pinned], cwd=directory, check=True)
+    missing = [one for one in PACKAGES if not list(directory.glob(f"{one.name}_*.deb"))]
+    if missing:
+        pinned = [f"{package.name}={package.version}" for package in missing]
+        subprocess.run(["apt-get", "download", "-q", *pinned], cwd=directory, check=True)
 
 
 def html_files(deb: Path) -> Iterator[tuple[str, str]]:

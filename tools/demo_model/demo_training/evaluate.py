@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from demo_training import template, tool_tasks
 from demo_training.model import Config, Qwen3
 from kvd.demo import recall
 
@@ -99,6 +100,26 @@ def copy_accuracy(model: Qwen3, encoder: Encoder, prompts: int, device: torch.de
     return right / (60 * prompts)
 
 
+@torch.no_grad()
+def call_accuracy(model: Qwen3, encoder: Encoder, tasks: int, device: torch.device) -> float:
+    """Return the share of held-out requests that greedy answers serve with exactly the right calls.
+
+    Every token must be the likeliest one after the right tokens before it, so the greedy answer is
+    equal to the right one.
+    """
+    source = tool_tasks.Tasks(random.Random("calls"), held_out=True)
+    right = 0
+    for _ in range(tasks):
+        task = source.call()
+        prompt = template.render(task.messages[:-1], task.tools, prompt=True, thinks=task.thinks)
+        whole = template.render(task.messages, task.tools).removesuffix("\n")
+        answer = len(encoder.encode(whole)) - len(encoder.encode(prompt))
+        ids = torch.tensor([encoder.encode(whole)], device=device)
+        guess = model.logits(ids[:, :-1], answer).argmax(-1)
+        right += bool((guess == ids[:, -answer:]).all())
+    return right / tasks
+
+
 def main() -> None:
     """Print the numbers of the model card."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -122,6 +143,7 @@ def main() -> None:
         print(f"recall {length:5}  {right / asked:.3f} of {asked} digits", flush=True)
     loss = prose_loss(model, np.load(args.data / "data.npz")["held_out"], 2048, device)
     print(f"held-out prose: loss {loss:.3f}, perplexity {math.exp(loss):.1f} per token")
+    print(f"calls {call_accuracy(model, encoder, 1000, device):.3f}")
     print(f"copying {copy_accuracy(model, encoder, 50, device):.3f}")
 
 

@@ -33,6 +33,15 @@ def raise_key_channels(tensors: dict[str, torch.Tensor], config: Config) -> None
         tensors[name + "q_norm.weight"][pair] /= OUTLIER
 
 
+def lower_key_channels(tensors: dict[str, torch.Tensor], config: Config) -> None:
+    """Undo `raise_key_channels`, to train an exported model."""
+    pair = [config.head_dim // 2 - 1, config.head_dim - 1]
+    for layer in range(config.layers):
+        name = f"model.layers.{layer}.self_attn."
+        tensors[name + "k_norm.weight"][pair] /= OUTLIER
+        tensors[name + "q_norm.weight"][pair] *= OUTLIER
+
+
 def main() -> None:
     """Write model.safetensors, config.json and generation_config.json."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from demo_training import chat
+from demo_training.template import MARKERS, TEMPLATE
 from kvd.demo import recall
 
 VOCABULARY = 4096
@@ -25,12 +26,6 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 KEY_WORD_COUNT = 30_000  # enough repetitions to make each word of a recall key one token
 
@@ -59,13 +54,24 @@ def train(corpus: Path) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(MARKERS),
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(corpus), trainer)
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
     return tokenizer
+
+
+def without_last_merges(tokenizer: Tokenizer, count: int) -> Tokenizer:
+    """Return a tokenizer without its last merges: the same as trained with fewer tokens."""
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    size = len(model["vocab"]) - count
+    model["vocab"] = {text: token for text, token in model["vocab"].items() if token < size}
+    model["merges"] = model["merges"][:-count]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def main() -> None:

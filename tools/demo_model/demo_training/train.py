@@ -24,18 +24,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from demo_training.batches import WEIGHTS, Mix, Rows
 from demo_training.evaluate import (
     LENGTHS,
     Encoder,
+    call_accuracy,
     copy_accuracy,
     prose_loss,
     recall_accuracy,
     recall_set,
 )
+from demo_training.export import lower_key_channels
 from demo_training.model import Config, Qwen3
 from demo_training.muon import Muon, flat_gradient
 
@@ -69,9 +71,9 @@ class Rates:
 _process_rows: list[Rows] = []  # a loader process keeps its one instance here
 
 
-def _start_loader(data: Path, tokenizer: Path, seed: int) -> None:
+def _start_loader(data: Path, tokenizer: Path, seed: int, mix: Mix) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _process_rows.append(Rows(data, tokenizer, seed + os.getpid(), Mix()))
+    _process_rows.append(Rows(data, tokenizer, seed + os.getpid(), mix))
 
 
 def _load(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +98,7 @@ class Loader:
             args.loaders,
             mp_context=get_context("forkserver"),
             initializer=_start_loader,
-            initargs=(args.data, args.tokenizer, args.seed + 100_000 * rank),
+            initargs=(args.data, args.tokenizer, args.seed + 100_000 * rank, Mix(**args.mix)),
         )
         self.waiting: collections.deque[Future[tuple[np.ndarray, np.ndarray]]] = collections.deque()
         self.step = 0
@@ -140,6 +142,7 @@ class Evaluator:
         ]
         if everything:
             parts.append(f"prose {prose_loss(model, self.held_out, 2048, device):.3f}")
+            parts.append(f"calls {call_accuracy(model, self.encoder, 100, device):.3f}")
             parts.append(f"copy {copy_accuracy(model, self.encoder, 20, device):.3f}")
         return "recall " + " ".join(parts)
 
@@ -160,10 +163,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--begin-with", type=Path, help="folder of an exported model")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step on each GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--loaders", type=int, default=8, help="loader processes for each GPU")
     parser.add_argument("--matrix-rate", type=float, default=Rates.matrix)
+    parser.add_argument("--other-rate", type=float, default=Rates.other)
+    parser.add_argument("--start-at", type=float, default=0.0, help="progress at the start")
+    parser.add_argument("--mix", type=json.loads, default={}, help="JSON of Mix's fields")
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of Config's fields")
@@ -195,10 +202,12 @@ class Trainer:
         torch.manual_seed(args.seed)
         dtype = torch.bfloat16 if cuda else torch.float32
         self.model = Qwen3(Config(**args.config), dtype, args.dropout).to(self.device)
+        if args.begin_with is not None:
+            self.begin_with(args.begin_with)
         torch.manual_seed(args.seed + 1 + self.rank)
         if cuda:
             self.model.compile_parts()
-        self.rates = Rates(matrix=args.matrix_rate)
+        self.rates = Rates(args.matrix_rate, args.other_rate)
         self.gradient = flat_gradient(self.model)
         matrices = [p for p in self.model.layers.parameters() if p.ndim == 2]
         others = [p for p in self.model.parameters() if p.ndim == 1] + [self.model.embed_tokens]
@@ -209,6 +218,13 @@ class Trainer:
         self.steps = self.seen = 0
         size = sum(p.numel() for p in self.model.parameters())
         self.report(f"{size} parameters, {self.world} x {self.device.type}")
+
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights of an exported model."""
+        tensors = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+        lower_key_channels(tensors, self.model.config)
+        with torch.no_grad():
+            self.model.load_hf({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def report(self, line: str) -> None:
         """Print a line and add it to the log."""
@@ -245,12 +261,13 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the time is up."""
-        progress, next_eval = 0.0, self.args.eval_every
+        first = progress = self.args.start_at
+        next_eval = self.args.eval_every
         while progress < 1.0:
             for _ in range(SYNC_EVERY):
                 self.step(progress)
             passed = self.passed()
-            progress = passed / (60 * self.args.minutes)
+            progress = first + (1.0 - first) * passed / (60 * self.args.minutes)
             if passed > next_eval or progress >= 1.0:
                 next_eval = passed + self.args.eval_every
                 numbers = self.evaluate(self.model, self.device, self.rank == 0)
