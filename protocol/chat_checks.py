@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.errors import InvalidRequest
 from protocol.json_values import find_fault
-from protocol.tools import ChatOptions, Grammar
+from protocol.tools import MAX_GRAMMAR_CHARS, MAX_TOOLS, ChatOptions, Grammar
 
 NAMED = "name:"
 """Prefix of a tool choice that names the tool."""
@@ -17,6 +17,11 @@ def check_chat(chat: ChatOptions, *, has_messages: bool, place: str = "chat.") -
     """
     if chat != ChatOptions() and not has_messages:
         raise InvalidRequest(f"{place.rstrip('.')} requires messages", field=place.rstrip("."))
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"{place}tools has {len(chat.tools)} tools; send at most {MAX_TOOLS}",
+            field=f"{place}tools",
+        )
     names: set[str] = set()
     for number, tool in enumerate(chat.tools):
         field = f"{place}tools[{number}]"
@@ -57,7 +62,15 @@ def _check_choice(choice: str, names: set[str], field: str) -> None:
 
 
 def check_grammar(grammar: Grammar, field: str = "grammar") -> None:
-    """Raise `InvalidRequest` for a grammar without a value, or with one that it does not take."""
+    """Raise `InvalidRequest` for a grammar without a value, or with one that it does not take.
+
+    HTTP builds grammars from other fields, so the types have not checked the value's length.
+    """
+    if len(grammar.value) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{field} has {len(grammar.value)} characters; send at most {MAX_GRAMMAR_CHARS}",
+            field=field,
+        )
     if grammar.kind == "json_object":
         if grammar.value:
             raise InvalidRequest(

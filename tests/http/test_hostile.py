@@ -242,3 +242,51 @@ def test_too_many_connections_do_not_affect_the_other_sockets_and_workers(home: 
         with daemon.unix() as raw:
             raw.sendall(request(CHAT, asked(model="late", max_tokens=2)))
             assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+MOST = 2**20
+LONG = "x" * (MOST + 1)
+MANY = 513
+MESSAGES = [{"role": "user", "content": "Hi"}]
+OVERSIZED = {
+    "chat-schema": (
+        CHAT,
+        {
+            "messages": MESSAGES,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"description": LONG}},
+            },
+        },
+    ),
+    "chat-choice": (CHAT, {"messages": MESSAGES, "guided_choice": [LONG]}),
+    "completion-schema": (
+        "/v1/completions",
+        {"prompt": "Hi", "structured_outputs": {"json": {"description": LONG}}},
+    ),
+    "response-schema": (
+        "/v1/responses",
+        {
+            "input": "Hi",
+            "text": {"format": {"type": "json_schema", "schema": {"description": LONG}}},
+        },
+    ),
+    "ollama-schema": ("/api/chat", {"messages": MESSAGES, "format": {"description": LONG}}),
+    "ollama-stops": ("/api/chat", {"messages": MESSAGES, "options": {"stop": ["zz"] * 100_000}}),
+    "message-tools": (
+        "/v1/messages",
+        {"messages": MESSAGES, "tools": [{"name": f"t{number}"} for number in range(MANY)]},
+    ),
+    "counted-tools": (
+        "/v1/messages/count_tokens",
+        {"messages": MESSAGES, "tools": [{"name": f"t{number}"} for number in range(MANY)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_what_the_worker_could_not_decode_is_refused_before_it(live: Live, name):
+    path, fields = OVERSIZED[name]
+    with live.tcp() as raw:
+        raw.sendall(request(path, {"model": "fast"} | fields))
+        assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")

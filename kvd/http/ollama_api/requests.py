@@ -25,7 +25,7 @@ class Options(msgspec.Struct, frozen=True):
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | fields.StopTexts | None = None
     repeat_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     presence_penalty: fields.Penalty | None = None
     frequency_penalty: fields.Penalty | None = None
