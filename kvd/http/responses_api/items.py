@@ -63,6 +63,8 @@ class Conversation:
     tools: list[Raw] = field(default_factory=list)
     """Tools that items add."""
     _turn: _Turn = field(default_factory=_Turn)
+    _referred: set[str] = field(default_factory=set)
+    """Ids of the items that references have named."""
     _names: dict[str, str] = field(default_factory=dict)
     """Tool by the id of its call."""
 
@@ -97,6 +99,13 @@ class Conversation:
         return self.messages
 
     def _found(self, item_id: str | None, place: str) -> Raw:
+        """Return a stored item. Each is taken once, or a small body could take any memory."""
+        if item_id in self._referred:
+            raise InvalidRequest(
+                f"{place} refers to the item {item_id!r} again; refer to it once", field=place
+            )
+        if item_id is not None:
+            self._referred.add(item_id)
         found = None if item_id is None else self.find(item_id)
         if found is None:
             raise InvalidRequest(

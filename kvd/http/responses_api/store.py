@@ -18,6 +18,8 @@ MAX_BYTES = 32 * 1024 * 1024
 MAX_AGE_S = 6 * 3600.0
 """Seconds without use after which a response is dropped."""
 _OVERHEAD_BYTES = 1024
+_INDEX_DIGITS = 9
+"""Most digits of an item's number in its id. Python refuses to read thousands of digits."""
 
 
 class _Output(msgspec.Struct):
@@ -102,7 +104,7 @@ class Store:
         _, _, rest = item_id.partition("_")
         own, _, index = rest.rpartition("_")
         found = self._find(f"resp_{own}", owner)
-        if found is None or not index.isdecimal():
+        if found is None or len(index) > _INDEX_DIGITS or not index.isdecimal():
             return None
         output = msgspec.json.decode(found.body, type=_Output).output
         return output[int(index)] if int(index) < len(output) else None

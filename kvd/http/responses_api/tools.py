@@ -11,7 +11,7 @@ import msgspec
 from kvd.http.responses_api.requests import Kind, RequestTool
 from protocol.chat_checks import NAMED
 from protocol.errors import InvalidRequest
-from protocol.tools import MAX_TOOLS, TOOL_NAME_PATTERN, Grammar, Tool
+from protocol.tools import TOOL_NAME_PATTERN, Grammar, Tool
 from protocol.validation import describe_error
 
 if TYPE_CHECKING:
@@ -79,8 +79,6 @@ def read_tools(encoded: Iterable[Raw]) -> Tools:
             )
         names[shown] = name
         tools.append(_custom(shown, tool) if name.custom else _function(shown, tool))
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools must have at most {MAX_TOOLS} tools", field="tools")
     return Tools(tuple(tools), names, ignored)
 
 
@@ -124,6 +122,8 @@ def read_choice(choice: str | dict[str, Any] | None, tools: Tools) -> tuple[str,
             raise _wrong("must be auto, none, required, or an object that names a tool")
         return mode, tools
     kind = choice.get("type")
+    if not isinstance(kind, str):
+        raise _wrong("must have a type, which is a text")
     if kind in {"function", "custom"}:
         return NAMED + _chosen(choice), tools
     if kind != "allowed_tools":  # a tool of a kind that kvd does not have
@@ -132,7 +132,7 @@ def read_choice(choice: str | dict[str, Any] | None, tools: Tools) -> tuple[str,
     allowed = [
         _chosen(one)
         for one in (listed if isinstance(listed, list) else [])
-        if isinstance(one, dict) and one.get("type") in {"function", "custom"}
+        if isinstance(one, dict) and one.get("type") in ("function", "custom")
     ]
     if unknown := [name for name in allowed if name not in tools.names]:
         raise _wrong(f"allows {unknown[0]!r}, which is not in tools; add it there")

@@ -58,6 +58,21 @@ def test_an_item_is_found_by_its_id():
         read(store, "you", input=items)
 
 
+def test_an_item_is_referred_to_once_or_a_small_body_could_take_any_memory():
+    store = Store(Clock())
+    keep(store, 1)
+    items = [{"type": "item_reference", "id": "msg_1_0"}] * 2
+    with pytest.raises(InvalidRequest, match="refer to it once"):
+        read(store, input=items)
+
+
+def test_an_item_number_of_thousands_of_digits_is_not_stored():
+    store = Store(Clock())
+    keep(store, 1)
+    with pytest.raises(InvalidRequest, match="not stored"):
+        read(store, input=[{"type": "item_reference", "id": "msg_1_" + "1" * 5000}])
+
+
 def test_an_old_response_is_dropped_with_a_clear_error():
     clock = Clock()
     store = Store(clock)

@@ -16,6 +16,11 @@ from tests.http.responses_api.asked import AGENTS, PATCH, WEATHER, read
 ALL = [WEATHER, PATCH, AGENTS]
 
 
+def test_an_allowed_tool_without_a_kind_is_not_allowed():
+    choice = {"type": "allowed_tools", "tools": [{"type": []}, {"type": {}}]}
+    assert read(tools=ALL, tool_choice=choice).call.chat.tools == []
+
+
 def test_tools_of_all_kinds_reach_the_model_and_unknown_ones_are_counted():
     search = {"type": "web_search", "external_web_access": False}
     wanted = read(tools=[*ALL, search])
@@ -79,6 +84,7 @@ def test_tool_choices(choice, expected, tools):
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "name:weather", "tools": ALL}, "tool_choice"),
+        ({"tool_choice": {"type": []}, "tools": ALL}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": ALL}, "'no'"),
         (
             {
