@@ -146,7 +146,8 @@ class Batch:
         if reason is None:
             return forced
         request.completions.remove(completion)
-        rest = "" if stream.stopped else sent.remove_from(stream.finish())
+        rest = stream.finish(ended=completion.complete) if not stream.stopped else ""
+        rest = sent.remove_from(rest)
         parts = sent.remove_parts(stream.take_parts())
         choice = completion.key[1]
         request.choices.reasoning_tokens += stream.reasoning_tokens

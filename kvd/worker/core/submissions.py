@@ -98,8 +98,8 @@ class Submissions:
             if self._compiler.is_over(compilation):
                 try:
                     self._accept(submission)
-                except InvalidRequest as invalid:
-                    error = invalid
+                except KvdError as refused:
+                    error = refused
             elif submission.deadline is not None and submission.deadline <= now:
                 error = deadline_exceeded(0)
             else:

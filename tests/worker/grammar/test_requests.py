@@ -10,6 +10,7 @@ import pytest
 
 from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.text.splitting import Splitting
 from protocol.errors import InvalidRequest
 from protocol.resume import ChoiceProgress
@@ -279,3 +280,23 @@ def test_grammars_that_cannot_be_used_are_refused(demo: Driver, grammar, reason:
     assert info.code == "invalid_request"
     assert info.detail["field"] == "grammar"
     assert re.search(reason, info.message)
+
+
+def test_a_request_that_is_too_large_is_refused_once_its_grammar_is_compiled(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests go on: the refusal must not end the step."""
+    monkeypatch.setattr(Compiler.start, "__defaults__", (0.0,))
+    properties = {f"key{number}": {"type": "integer"} for number in range(300)}
+    slow = Grammar("json_schema", json.dumps({"type": "object", "properties": properties}))
+    demo.submit("other", WORDS, max_tokens=4)
+    demo.submit("large", WORDS, grammar=slow, max_tokens=4)
+    assert demo.engine._submissions.waiting
+    monkeypatch.setattr(demo.engine._admission, "_too_large", lambda _pages, _rows: True)
+    demo.run(until=lambda: demo.outcomes["large"].over)
+    monkeypatch.undo()
+    demo.run()
+
+    assert demo.outcomes["large"].error is not None
+    assert demo.outcomes["large"].error.code == "insufficient_memory"
+    assert demo.outcomes["other"].reason == "length"
