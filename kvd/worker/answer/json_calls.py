@@ -220,11 +220,11 @@ class JsonCalls:
             call = self._begin(name)
         value = next((content[key] for key in self._arguments_keys if key in content), None)
         if isinstance(value, str):
-            call.pieces.append(value)
             check_object(value)
+            call.pieces.append(value)
             value = {}
         elif value is None or not passed_on:
-            call.pieces.append(json.dumps(value or {}, ensure_ascii=False))
+            call.pieces.append(as_text(value or {}))
         if value is not None and not isinstance(value, dict):
             raise Malformed("the arguments are no object")
         call.complete = True
@@ -289,7 +289,7 @@ class NamedCalls:
 
 def check_name(name: str, is_tool: Callable[[str], bool] | None = None) -> None:
     """Raise `Malformed` for a name that no tool can have, or that ``is_tool`` rejects."""
-    if not name or len(name) > MAX_NAME or any(char.isspace() or char in '<>"{}' for char in name):
+    if not name.isprintable() or not 0 < len(name) <= MAX_NAME or set(name) & set(' <>"{}'):
         raise Malformed(f"{name[:50]!r} is no name of a tool")
     if is_tool is not None and not is_tool(name):
         raise Malformed(f"there is no tool {name!r}")
@@ -303,8 +303,19 @@ def parse(text: str) -> Any:
         raise Malformed(f"invalid JSON: {error}") from error
 
 
+def as_text(value: Any) -> str:
+    """Return a value as JSON that UTF-8 can hold: an escaped half of a character stays escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    whole = text.encode(errors="ignore").decode() == text
+    return text if whole else json.dumps(value)
+
+
 def check_object(text: str) -> None:
-    """Raise `Malformed` for a text that is no JSON object."""
+    """Raise `Malformed` for a text that is no JSON object, or that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Malformed(f"half of a character: {error}") from error
     if not isinstance(parse(text), dict):
         raise Malformed("the arguments are no object")
 

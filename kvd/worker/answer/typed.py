@@ -16,20 +16,25 @@ _NAMES = {
 def types_of(schema: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> set[str]:
     """Return the JSON types that a schema allows; empty: it does not restrict them.
 
-    ``root``: the schema that ``$ref`` refers to.
+    Clients' schemas may hold any value anywhere; what is no schema restricts nothing. ``root``: the
+    schema that ``$ref`` refers to.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     found = schema.get("type")
-    types = {found} if isinstance(found, str) else {*(found or ())}
-    for value in schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+    types = {one for one in [found, *_items(found)] if isinstance(one, str)}
+    for value in _items(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
         types.add(_NAMES[type(value)])
     for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
+        for option in _items(schema.get(key)):
             types |= types_of(option, root, depth + 1)
     if isinstance(reference := schema.get("$ref"), str) and root is not None:
         types |= types_of(_referred(reference, root), root, depth + 1)
     return types
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from kvd.worker.answer.forms import Marker, WholeBody
-from kvd.worker.answer.json_calls import check_name, check_object
+from kvd.worker.answer.json_calls import as_text, check_name, check_object
 from kvd.worker.answer.scanner import FoundCall, Malformed
 
 
@@ -43,7 +42,7 @@ class WholeCalls:
         try:
             found = self._parse(body, self._tools)
             calls = [
-                (call["name"], json.dumps(call["arguments"] or {}, ensure_ascii=False))
+                (str(call["name"]), as_text(call["arguments"] or {}))
                 for call in (found if isinstance(found, list) else [found])
             ]
         except Exception as error:  # the parsers raise any error

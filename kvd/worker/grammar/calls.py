@@ -106,7 +106,8 @@ class CallRules:
         """Return a value and the text after it: a string is raw, any other value JSON."""
         kinds = _object(schema).get("type")
         only = kinds if isinstance(kinds, list) else [kinds]
-        if set(only) <= {"integer", "number", "boolean", "object", "array", "null"} and only:
+        types = ("integer", "number", "boolean", "object", "array", "null")
+        if only and all(one in types for one in only):
             value = self._source.nest(json_grammar(lenient(_object(schema)), "chat.tools"))
             return f"{SPACE} {value} {SPACE} {self._source.literal(body.after_value.strip())}"
         return self._until(body.after_value)

@@ -259,3 +259,32 @@ def test_a_marker_that_is_no_token_begins_reasoning_only_at_the_beginning():
     for size in (1, 50):
         found = read_text(QWEN, "{<think>a", size=size, by_token=False)
         assert found == [("text", "", "{<think>a")]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": 5}, {"type": [{}]}, {"enum": 5}, {"anyOf": 7}, {"allOf": [{"type": [[]]}]}, 5],
+    ids=str,
+)
+def test_a_schema_that_is_none_restricts_nothing(schema):
+    tool = Tool("f", parameters={"properties": {"x": schema}})
+    reader = MarkedAnswer(CODER, CallOptions((tool,)))
+    body = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+    reader.push(-1, f"<tool_call>\n{body}\n</tool_call>", "")
+    reader.finish(ended=True)
+    assert joined(reader.parts.take()) == [("call", "f", '{"x": 1}')]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "f\\ud800", "arguments": {}}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
+        '{"function": {"name": "f", "arguments": {"a": "\\ud800"}}}',
+    ],
+)
+def test_half_of_a_character_in_a_call_is_sent_as_text_or_escaped(body):
+    found = read_text(QWEN, f"<tool_call>{body}</tool_call>")
+    assert "\\ud800" in found[0][2]
+    for _, name, text in found:
+        (name + text).encode()
