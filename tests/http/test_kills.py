@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from kvd import demo as embedded
 from tests.http.live import Live
 from tests.process.helpers import source, wait_for
 
@@ -99,47 +96,15 @@ def test_streams_continue_to_the_byte_after_a_kill_9(
     assert killed == KILLS
 
 
-TEMPLATE = """\
-{%- if tools -%}<|im_start|>system
-<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
-Call a tool with <tool_call>
-{"name": "NAME", "arguments": {}}
-</tool_call><|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking -%}<think>
-{% endif -%}{%- endif -%}"""
-"""Qwen's forms of tools and reasoning, for the embedded model."""
 SHORT = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"type": "integer"}},
+    "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"enum": [3, 5]}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+SHORT_TOOL = {"type": "function", "function": {"name": "forecast", "parameters": SHORT}}
 SHORT_JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SHORT}}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """The embedded model with a template that has tools and reasoning."""
-    folder = tmp_path / "model"
-    shutil.copytree(embedded.path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
 
 
 @pytest.mark.mlx
@@ -149,13 +114,14 @@ def model(tmp_path: Path) -> Path:
     [
         ("reasoning", THINKING | {"max_tokens": 24}),
         ("json", {"response_format": SHORT_JSON, "max_tokens": 80}),
+        ("call", {"tools": [SHORT_TOOL], "tool_choice": "required", "max_tokens": 80}),
     ],
 )
 def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(
-    demo: Live, model: Path, kind: str, fields: dict[str, Any]
+    demo: Live, kind: str, fields: dict[str, Any]
 ) -> None:
     name = f"parts-{kind}"
-    demo.load(str(model), name)
+    demo.load("demo", name)
     with httpx.Client(base_url=demo.url, timeout=120) as client:
         body = fields | {"model": name, "seed": 3, "messages": [{"role": "user", "content": "Hi"}]}
         found = deltas(client, body)
@@ -174,7 +140,8 @@ def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(
 
             assert joined(deltas(client, body, kill)) == expected
             wait_for("the next worker", lambda pid=pid: is_new(demo, name, pid))
-        if kind == "json":
-            assert json.loads(expected[3]).keys() == SHORT["properties"].keys()
+        if kind != "reasoning":
+            text = expected[3 if kind == "json" else 4]
+            assert json.loads(text).keys() == SHORT["properties"].keys()
     with demo.client() as kvd:
         kvd.unload(name)

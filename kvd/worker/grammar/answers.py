@@ -32,6 +32,8 @@ class AnswerContext:
     """Special tokens and markers by their text."""
     prompt_end: str = ""
     """Text at the prompt's end, which may begin the answer's first part."""
+    may_reason: bool = True
+    """Whether the answer may begin reasoning that the prompt did not open."""
 
 
 def grammar_of(request: Submit, context: AnswerContext, *, canonical: bool) -> AnswerGrammar | None:
@@ -77,13 +79,15 @@ def _tools(request: Submit, forms: AnswerForms) -> list[Tool]:
 
 
 def _reasoning(source: Source, context: AnswerContext) -> str:
-    """Return reasoning and the space after it; empty if the model has none."""
+    """Return reasoning and the space after it; empty if there is none."""
     form = context.forms.reasoning
     if form is None:
         return ""
     rest = f"{source.until(form.end)} {SPACE}"
     if opened_by_prompt(form, context.prompt_end):
         return rest
+    if not context.may_reason:
+        return ""
     return source.rule(f"({SPACE} {source.marker(form.begin)} {rest})?")
 
 

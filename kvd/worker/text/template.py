@@ -65,6 +65,9 @@ class ChatTemplate:
         )
         self.switch = next((name for name in _SWITCHES if self._switches(name)), None)
         """Argument that turns reasoning on and off."""
+        self._reasons_by_default = self.switch is None or plain != self._try(
+            [_ASKED], **{self.switch: False}
+        )
         self.efforts = find_efforts(
             plain, lambda value: self._try([_ASKED], reasoning_effort=value)
         )
@@ -90,6 +93,12 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+
+    def may_reason(self, chat: ChatOptions) -> bool:
+        """Return whether reasoning is on for a request; without a switch it always may be."""
+        if self.switch is None:
+            return True
+        return bool(self._arguments(chat).get(self.switch, self._reasons_by_default))
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         settings: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **arguments}

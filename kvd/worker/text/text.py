@@ -131,7 +131,12 @@ class Text:
         """Return what grammars have to know about the answer; nothing for raw prompts."""
         if request.messages is None:
             return AnswerContext()
-        return AnswerContext(self.split.forms, self.split.special, self.split.end_of(prompt))
+        return AnswerContext(
+            self.split.forms,
+            self.split.special,
+            self.split.end_of(prompt),
+            self.template.may_reason(request.chat),
+        )
 
     @property
     def canonical(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import AddedToken
 
@@ -152,3 +154,12 @@ def test_the_grammar_begins_after_the_reasoning(text: Text, compiler: Compiler, 
     assert accepts(text, compiler, grammar, begin + 'so {"b"\n</think>\n\n{"a": 1}')
     assert not accepts(text, compiler, grammar, begin + 'so {"b"\n</think>\n\nno')
     assert accepts(text, compiler, grammar, '{"a": 1}') is not opened
+
+
+def test_no_reasoning_begins_where_it_is_off(text: Text, compiler: Compiler) -> None:
+    request = asked("none", grammar=Grammar("json_object"))
+    where = replace(context(text, None, reasoning=forms.THINK), may_reason=False)
+    grammar = grammar_of(request, where, canonical=True)
+
+    assert accepts(text, compiler, grammar, '{"a": 1}')
+    assert not accepts(text, compiler, grammar, '<think>so</think>{"a": 1}')

@@ -100,6 +100,16 @@ def test_reasoning_is_switched_off():
     assert rendered(text, [ASKED], reasoning=False).endswith("<think>\n\n</think>\n\n")
 
 
+def test_reasoning_is_on_if_the_prompt_is_that_of_the_switch():
+    on = text_of(templates.QWEN, *MARKERS).template
+    condition = "enable_thinking is defined and enable_thinking is false"
+    off = text_of(templates.QWEN.replace(condition, "not enable_thinking"), *MARKERS).template
+    given = [ChatOptions(), ChatOptions(reasoning=True), ChatOptions(reasoning=False)]
+    given.append(ChatOptions(template={"enable_thinking": True}))
+    assert [on.may_reason(chat) for chat in given] == [True, True, False, True]
+    assert [off.may_reason(chat) for chat in given] == [False, True, False, True]
+
+
 def test_calls_and_results_are_rendered():
     text = text_of(templates.CODER, *MARKERS)
     found = rendered(text, [ASKED, CALL, RESULT], tools=[TOOL])
