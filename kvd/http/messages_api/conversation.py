@@ -32,35 +32,42 @@ def to_messages(system: str | list[Block] | None, given: Sequence[Message]) -> l
     that earlier requests share. Neighbours of one role become one message, as on Anthropic's
     servers: several templates refuse them otherwise.
     """
-    messages: list[ChatMessage] = []
+    groups: list[list[ChatMessage]] = []
     if system:
-        _append(messages, ChatMessage("system", _joined(system, "system")))
+        groups.append([ChatMessage("system", _joined(system, "system"))])
     names: dict[str, str] = {}
     for number, message in enumerate(given):
         place = f"messages[{number}].content"
         if message.role == "assistant":
             answer = _assistant(message.content, place)
             names |= {call.id: call.name for call in answer.tool_calls}
-            _append(messages, answer)
+            _append(groups, answer)
         elif message.role == "system":
-            messages.append(ChatMessage("system", _joined(message.content, place)))
+            groups.append([ChatMessage("system", _joined(message.content, place))])
         else:
             for one in _user(message.content, place, names):
-                _append(messages, one)
-    return messages
+                _append(groups, one)
+    return [_merged(group) for group in groups]
 
 
-def _append(messages: list[ChatMessage], message: ChatMessage) -> None:
-    """Append a message, joined with the last one if both are the user's or the assistant's."""
-    last = messages[-1] if messages else None
+def _append(groups: list[list[ChatMessage]], message: ChatMessage) -> None:
+    """Append a message, with the last ones if all are the user's or all the assistant's."""
+    last = groups[-1][0] if groups else None
     if last is None or last.role != message.role or last.role in ("system", "tool"):
-        messages.append(message)
-        return
-    messages[-1] = ChatMessage(
-        last.role,
-        _lines(last.content, message.content),
-        reasoning=_lines(last.reasoning, message.reasoning),
-        tool_calls=[*last.tool_calls, *message.tool_calls],
+        groups.append([message])
+    else:
+        groups[-1].append(message)
+
+
+def _merged(group: list[ChatMessage]) -> ChatMessage:
+    """Return neighbours of one role as one message, joined at once: their number has no limit."""
+    if len(group) == 1:
+        return group[0]
+    return ChatMessage(
+        group[0].role,
+        _lines(*(one.content for one in group)),
+        reasoning=_lines(*(one.reasoning for one in group)),
+        tool_calls=[call for one in group for call in one.tool_calls],
     )
 
 
@@ -82,7 +89,7 @@ def _user(content: str | list[Block], place: str, names: dict[str, str]) -> list
                 )
             )
         else:
-            _append(messages, ChatMessage("user", _text(block, where)))
+            messages.append(ChatMessage("user", _text(block, where)))
     return messages or [ChatMessage("user", "")]
 
 

@@ -8,6 +8,7 @@ take only one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +21,7 @@ from protocol.tools import ToolCall
 from protocol.types import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from msgspec import Raw
 
@@ -96,7 +97,7 @@ class Conversation:
 
     def finish(self) -> list[ChatMessage]:
         self._end_turn()
-        return self.messages
+        return list(_with_joined_systems(self.messages))
 
     def _found(self, item_id: str | None, place: str) -> Raw:
         """Return a stored item. Each is taken once, or a small body could take any memory."""
@@ -131,11 +132,7 @@ class Conversation:
 
     def _add_message(self, role: str, text: str) -> None:
         self._end_turn()
-        if role == "system" and all(one.role == "system" for one in self.messages[-1:]):
-            before = [one.content for one in self.messages[-1:]]
-            self.messages[-1:] = [ChatMessage("system", "\n\n".join([*before, text]))]
-        else:
-            self.messages.append(msgspec.convert({"role": role, "content": text}, ChatMessage))
+        self.messages.append(msgspec.convert({"role": role, "content": text}, ChatMessage))
 
     def _reasoning(self, item: Item) -> None:
         sealed = item.encrypted_content
@@ -170,6 +167,15 @@ class Conversation:
         message, self._turn = self._turn.message(), _Turn()
         if message is not None:
             self.messages.append(message)
+
+
+def _with_joined_systems(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages, with neighbours of the role ``system`` as one message."""
+    for is_system, group in groupby(messages, key=lambda one: one.role == "system"):
+        if is_system:
+            yield ChatMessage("system", "\n\n".join(one.content for one in group))
+        else:
+            yield from group
 
 
 def add_all(conversation: Conversation, items: Iterable[Raw], place: str) -> None:

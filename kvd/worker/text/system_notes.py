@@ -20,27 +20,24 @@ def place(messages: Sequence[ChatMessage], *, system: bool, late: bool) -> list[
     alternate.
     """
     placed: list[ChatMessage] = []
+    texts: list[list[str]] = []
+    """The contents of each placed message, joined at the end: their number has no limit."""
     note = False
     """Whether the last message ends with a note."""
     for message in messages:
         last = placed[-1] if placed else None
-        if message.role == "system" and not (late and system):
-            if last is not None and last.role == "system":
-                placed[-1] = _joined(last, message)
-            elif last is None and system:
-                placed.append(message)
-            elif last is not None and last.role == "user":
-                placed[-1], note = _joined(last, message), True
-            else:
-                placed.append(replace(message, role="user"))
-                note = True
-        elif message.role == "user" and note and last is not None:
-            placed[-1], note = _joined(last, message), False
+        refused = message.role == "system" and not (late and system)
+        joins = last is not None and (
+            (refused and last.role in ("system", "user")) or (message.role == "user" and note)
+        )
+        if joins:
+            texts[-1].append(message.content)
         else:
-            placed.append(message)
-            note = False
-    return placed
-
-
-def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    return replace(first, content=f"{first.content}\n\n{second.content}")
+            keeps = not refused or (last is None and system)
+            placed.append(message if keeps else replace(message, role="user"))
+            texts.append([message.content])
+        note = refused and placed[-1].role == "user"
+    return [
+        message if len(parts) == 1 else replace(message, content="\n\n".join(parts))
+        for message, parts in zip(placed, texts, strict=True)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -228,3 +229,10 @@ def test_the_text_to_count_is_the_prompt_of_the_request():
     assert counted.chat == asked(**fields).chat
     assert [one.role for one in counted.messages] == ["system", "user", "assistant"]
     assert counted.limit == 0
+
+
+def test_any_number_of_neighbours_is_joined_in_linear_time():
+    began = time.process_time()
+    (message,) = asked(*[user("a" * 99)] * 60_000).messages or []
+    assert len(message.content) == 60_000 * 100 - 1
+    assert time.process_time() - began < 4  # joined one by one: over 10 s, in the event loop
