@@ -32,6 +32,11 @@ _MAX_INCOMPLETE = 8
 class Detokenizer(Protocol):
     """Text of one completion: call `push` for each token, then `finish`."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the tokens so far end with a whole character."""
+        ...
+
     def push(self, token: int) -> str: ...
 
     def finish(self) -> str:
@@ -79,13 +84,17 @@ class BytesTable:
 class _BytesDecoder:
     def __init__(self, table: BytesTable, after: Sequence[int]) -> None:
         self._bytes_of = table.bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A prompt may end inside a character that the completion completes.
         for token in after[-_CONTEXT:]:
             self.push(token)
 
+    @property
+    def whole(self) -> bool:
+        return not self._decoder.getstate()[0]
+
     def push(self, token: int) -> str:
-        return self._decode(self._bytes_of(token))
+        return self._decoder.decode(self._bytes_of(token))
 
     def finish(self) -> str:
         return ""
@@ -101,6 +110,7 @@ class ContextDecoder:
         """Context tokens, then tokens whose text was not returned yet."""
         self._context_len = len(self._tokens)
         self._context = decode(tokenizer, self._tokens).rstrip(REPLACEMENT)
+        self.whole = True
 
     def push(self, token: int) -> str:
         if token in self._special:
@@ -108,7 +118,8 @@ class ContextDecoder:
         self._tokens.append(token)
         text = decode(self._tokenizer, self._tokens)
         incomplete = len(text) <= len(self._context) or text.endswith(REPLACEMENT)
-        if incomplete and len(self._tokens) - self._context_len <= _MAX_INCOMPLETE:
+        self.whole = not (incomplete and len(self._tokens) - self._context_len <= _MAX_INCOMPLETE)
+        if not self.whole:
             return ""
         return self._advance(text)
 

@@ -22,7 +22,8 @@ class AnswerSplit:
     literals: Mapping[int, str] = field(default_factory=dict)
     """Texts of markers and special tokens, by id."""
     max_reasoning: int | None = None
-    """Tokens of reasoning after which ``end_reasoning`` is forced; None: no limit."""
+    """Tokens of reasoning after which ``end_reasoning`` is forced; None: no limit. A character of
+    several tokens is completed first."""
     end_reasoning: Sequence[int] = ()
     """Tokens that end the reasoning."""
 
@@ -62,6 +63,8 @@ class TextStream:
         self._calls = 0
         self._inside = 0
         """Tokens of reasoning without its markers."""
+        self._limited = False
+        """Whether the end of the reasoning was forced."""
         self._bytes = 0
 
     @property
@@ -129,7 +132,11 @@ class TextStream:
                 del self.forced[0]
             return
         self._inside += inside
-        if inside and self._inside == split.max_reasoning:
+        if self._limited or split.max_reasoning is None or self._inside < split.max_reasoning:
+            return
+        # Grammars accept no marker within a character.
+        if inside and self._detokenizer.whole:
+            self._limited = True
             self.forced = list(split.end_reasoning)
 
     def _collect(self, reader: AnswerReader, *, free: bool = False) -> str:

@@ -288,3 +288,17 @@ def test_half_of_a_character_in_a_call_is_sent_as_text_or_escaped(body):
     assert "\\ud800" in found[0][2]
     for _, name, text in found:
         (name + text).encode()
+
+
+def test_reasoning_is_not_cut_within_a_character():
+    """A grammar accepts no marker there, so the request would fail."""
+    table = BytesTable([b"</think>", b"a", b" \xf0\x9f", b"\x98", b"\x80"])
+    known = AnswerForms(forms.ReasoningForm(Marker("<think>", 8), Marker("</think>", 0)))
+    reader = MarkedAnswer(known, CallOptions(), in_reasoning=True)
+    split = AnswerSplit(reader, max_reasoning=2, end_reasoning=[0])
+    stream = TextStream(table.stream(), split=split)
+    forced = []
+    for token in (1, 2, 3, 4):
+        stream.push(token)
+        forced.append(list(stream.forced))
+    assert forced == [[], [], [], [0]]
