@@ -19,6 +19,7 @@ from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.text import Text
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError
+from protocol.resume import ChoiceProgress
 from protocol.worker import RowFailed, RowNote, Submit
 
 WAIT_SECONDS = 0.001
@@ -79,7 +80,9 @@ class Submissions:
             request, self._text.answer_context(request, prompt), canonical=self._text.canonical
         )
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        compilation = None if grammar is None else self._compiler.start(grammar.text)
+        compilation = None
+        if grammar is not None:
+            compilation = self._compiler.start(grammar.text, accepted=bool(request.resume))
         submission = _Submission(
             request, prompt, prompt_tokens, room, deadline, grammar, compilation
         )
@@ -101,7 +104,8 @@ class Submissions:
                 except KvdError as refused:
                     error = refused
             elif submission.deadline is not None and submission.deadline <= now:
-                error = deadline_exceeded(0)
+                sent = submission.request.resume
+                error = deadline_exceeded(sum(len(choice.tokens) for choice in sent))
             else:
                 continue
             del self._waiting[rid]
@@ -117,9 +121,14 @@ class Submissions:
         submission = self._waiting.pop(rid, None)
         if submission is None:
             return False
-        choices = Choices(submission.request, submission.prompt_tokens)
-        for choice in range(submission.request.n):
-            self._batch.reports += choices.finish(choice, "cancelled", 0)
+        request = submission.request
+        choices = Choices(request, submission.prompt_tokens)
+        for choice, sent in enumerate(request.resume or [ChoiceProgress()] * request.n):
+            count = len(sent.tokens)
+            if sent.reason is None:
+                self._batch.reports += choices.finish(choice, "cancelled", count)
+            else:
+                self._batch.reports += choices.finish_reported(choice, sent.reason, count)
         return True
 
     def _accept(self, submission: _Submission) -> None:

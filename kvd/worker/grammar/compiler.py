@@ -24,7 +24,7 @@ COMPILE_SECONDS = 10.0
 """Seconds until a compilation is given up. The slowest one that ended took 1.7 s: an object of
 2000 properties, on a busy machine."""
 MAX_COMPILING = 4
-"""Grammars that are compiled at the same time."""
+"""Grammars of new requests that are compiled at the same time."""
 CACHED = 64
 """Compiled grammars that are kept."""
 CACHED_CHARS = 4 << 20
@@ -71,14 +71,15 @@ class Compiler:
         self._compiling: set[str] = set()
         self._eos_ids: frozenset[int] = frozenset()
 
-    def start(self, text: str, wait_s: float = _SHORT_S) -> Compilation:
+    def start(self, text: str, wait_s: float = _SHORT_S, *, accepted: bool = False) -> Compilation:
         """Return the compilation of a grammar; wait for it up to ``wait_s`` seconds.
 
-        ``text``: in llguidance's form. Raises `Overloaded` if too many are being compiled.
+        ``text``: in llguidance's form. Raises `Overloaded` if too many are being compiled, unless
+        the request was ``accepted`` by an earlier worker.
         """
         compilation = self._known.get(text)
         if compilation is None:
-            if len(self._compiling) >= MAX_COMPILING:
+            if len(self._compiling) >= MAX_COMPILING and not accepted:
                 raise Overloaded(
                     f"{MAX_COMPILING} grammars are being compiled; retry later", retry_after_s=1.0
                 )
@@ -134,9 +135,9 @@ class Compiler:
             error = failure
         except BaseException as failure:  # noqa: BLE001 - panics of Rust derive from it
             error = _refused(str(failure))
-        if not compilation.done.is_set():
-            compilation.grammar, compilation.error = grammar, error
-            compilation.done.set()
+        # Later requests use it even if the first one waited in vain, as on a busy machine.
+        compilation.grammar, compilation.error = grammar, error
+        compilation.done.set()
         self._compiling.discard(compilation.text)
 
     def _get_tokenizer(self) -> Any:

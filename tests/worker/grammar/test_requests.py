@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.core.out_of_memory import CALM_STEPS
-from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, Compiler
 from kvd.worker.text.splitting import Splitting
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Overloaded
 from protocol.resume import ChoiceProgress
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatAbilities, ChatMessage, Sampling
-from protocol.worker import RowTokens, Submit
+from protocol.worker import ChoiceFinished, RowFinished, RowTokens, Submit
 from tests.worker.core.driver import Driver
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
@@ -300,3 +301,68 @@ def test_a_request_that_is_too_large_is_refused_once_its_grammar_is_compiled(
     assert demo.outcomes["large"].error is not None
     assert demo.outcomes["large"].error.code == "insufficient_memory"
     assert demo.outcomes["other"].reason == "length"
+
+
+@pytest.fixture
+def waiting(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The engine of a worker that just started: the first grammar waits for the vocabulary."""
+    ready = threading.Event()
+    text = demo.engine._text
+
+    def vocabulary():
+        ready.wait(30)
+        return text.vocabulary()
+
+    monkeypatch.setattr(demo.engine._submissions, "_compiler", Compiler(vocabulary))
+    yield ready
+    ready.set()
+
+
+def test_a_replay_is_not_refused_for_its_grammar(demo: Driver, waiting: threading.Event) -> None:
+    """Its tokens were sent, so a new worker that compiles many grammars at once goes on with it."""
+    count = MAX_COMPILING + 3
+    for number in range(count):
+        digits = Grammar("regex", f"[0-9]{{{number + 1}}}")
+        resume = [ChoiceProgress()]
+        demo.submit(f"r{number}", WORDS, grammar=digits, resume=resume, max_tokens=30)
+    with pytest.raises(Overloaded):
+        demo.submit("new", WORDS, grammar=Grammar("regex", "[a-c]"), max_tokens=30)
+    del demo.outcomes["new"]
+    waiting.set()
+    demo.run()
+
+    for number in range(count):
+        assert re.fullmatch(f"[0-9]{{{number + 1}}}", demo.outcomes[f"r{number}"].text)
+
+
+def test_a_replay_that_is_cancelled_before_its_grammar_is_compiled_keeps_what_was_sent(
+    demo: Driver, waiting: threading.Event
+) -> None:
+    resume = [ChoiceProgress([5, 6], 2, "length"), ChoiceProgress([7], 1)]
+    demo.submit("c", WORDS, grammar=DIGITS, n=2, resume=resume, max_tokens=2)
+    demo.engine.cancel("c")
+    ends = [one for one in demo.engine.step() if isinstance(one, ChoiceFinished | RowFinished)]
+
+    assert [type(one) for one in ends] == [ChoiceFinished, RowFinished]
+    assert (ends[0].choice, ends[0].reason) == (1, "cancelled")
+    assert ends[1].usage.completion_tokens == 3
+
+
+def test_a_grammar_that_took_too_long_once_is_used_once_it_is_compiled(
+    demo: Driver, waiting: threading.Event
+) -> None:
+    now = [0.0]
+    compiler = demo.engine._submissions._compiler
+    compiler._clock = lambda: now[0]
+    text = json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]})
+    slow = compiler.start(text, 0)
+    now[0] = COMPILE_SECONDS
+    assert compiler.is_over(slow)
+    with pytest.raises(InvalidRequest, match="not compiled within"):
+        compiler.matcher(slow)
+    waiting.set()
+    for thread in threading.enumerate():
+        if thread.name == "grammar":
+            thread.join(30)
+
+    assert compiler.matcher(compiler.start(text)) is not None
