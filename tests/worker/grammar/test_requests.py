@@ -219,10 +219,12 @@ def _text_of(demo: Driver, tokens: list[int]) -> str:
 
 
 @pytest.fixture
-def caller(demo: Driver) -> Iterator[Driver]:
+def caller(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """The engine of a model that writes calls as Qwen does; its tokens know no markers."""
     text = demo.engine._text
     before = text.split, text.abilities
+    # The vocabulary depends on the markers, so an earlier test's is of no use.
+    monkeypatch.setattr(demo.engine._submissions, "_compiler", Compiler(text.vocabulary))
     text.split = Splitting(text._tokenizer, AnswerForms(None, QWEN))
     text.abilities = ChatAbilities(tools="json in <tool_call>")
     try:
