@@ -117,6 +117,9 @@ def test_all_commands_work_in_order(shell):
         done = shell(line)
         assert done.returncode == 0, (line, done.stderr)
         assert done.stdout or "unload" in line or "no events so far" in done.stderr, line
+        if '"tools"' in line:
+            (shown,) = re.findall(r'`("function":\{.*)`', README)
+            assert shown in done.stdout
 
 
 @pytest.mark.parametrize("page", ["operations", "metrics", "security"])
