@@ -207,9 +207,16 @@ def _print(common: CommonOptions, command: Sequence[str], settings: Settings) ->
         )
         return
     unset = [f"-u {name}" for name in settings.removed]
-    given = [f"{name}={shlex.quote(value)}" for name, value in settings.environment.items()]
+    given = [f"{name}={_quoted(value)}" for name, value in settings.environment.items()]
     prefix = ["env", *unset, *given] if unset or given else []
     write(" ".join([*prefix, shlex.join(command)]) + "\n")
+
+
+def _quoted(value: str) -> str:
+    """Return a value for the shell, with the key as a variable: what is printed gets into logs."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    parts = value.split(key) if key else [value]
+    return f'"${KEY_VARIABLE}"'.join(shlex.quote(part) if part else "" for part in parts) or "''"
 
 
 def _run(command: Sequence[str], settings: Settings) -> NoReturn:

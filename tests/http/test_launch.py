@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -209,6 +210,13 @@ def test_a_key_is_checked_and_passed_on(home: Home, bench: Bench):
         assert key not in " ".join(bench.record["arguments"])
         assert bench.launch(daemon, "claude", KVD_API_KEY=key).returncode == 7
         assert bench.record["environment"]["ANTHROPIC_AUTH_TOKEN"] == key
+        for agent, name in (("claude", "ANTHROPIC_AUTH_TOKEN"), ("opencode", "OPENCODE_CONFIG")):
+            printed = bench.launch(daemon, agent, "--print", KVD_API_KEY=key).stdout
+            assert key not in printed
+            command = printed.partition(f" {agent}")[0]
+            given = {**os.environ, "KVD_API_KEY": key}
+            environment = subprocess.check_output(["sh", "-c", command], env=given, text=True)
+            assert re.search(f"^{name}.*{key}", environment, re.MULTILINE)
 
 
 def test_without_http_over_tcp(home: Home, bench: Bench):
