@@ -27,7 +27,7 @@ STRICT = Sampling(temperature=1.0, seed=8, repetition_penalty=1.3, presence_pena
 def reasoning(demo: Driver) -> Iterator[Driver]:
     """The engine of a model whose prompt begins its reasoning, which it does not end itself."""
     text = demo.engine._text
-    before, forms = text.split, AnswerForms(ReasoningForm(Marker("assistant"), Marker(END)))
+    before, forms = text.split, AnswerForms(ReasoningForm(Marker("<think>"), Marker(END)))
     text.split = Splitting(text._tokenizer, forms)
     try:
         yield demo
@@ -99,7 +99,7 @@ def test_forced_tokens_do_not_disturb_other_rows(reasoning: Driver) -> None:
 
 def test_answers_to_raw_prompts_have_no_parts(reasoning: Driver) -> None:
     request = msgspec.structs.replace(
-        asked("a", Sampling(seed=0)), messages=None, chat=ChatOptions(), prompt="the assistant"
+        asked("a", Sampling(seed=0)), messages=None, chat=ChatOptions(), prompt="the <think>"
     )
     [one] = received(reasoning, request)
     assert one.parts == [[]]
