@@ -36,9 +36,9 @@ FAILURES = (
 """Error codes of requests. Their series start at 0, because ``increase()`` misses a first value."""
 PAUSE_REASONS = ("memory", "restart")
 ACTIONS = (
-    "evict", "first", "hold", "let_go", "load_refused", "over_limit", "quarantine",
-    "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed",
-    "replay", "requeue", "segment_damaged", "start_level",
+    "evict", "first", "hold", "let_go", "load_refused", "malformed_call", "over_limit",
+    "quarantine", "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare",
+    "reclaimed", "replay", "requeue", "segment_damaged", "start_level",
 )  # fmt: skip
 GLOBAL_ACTIONS = (
     "budget", "calm", "excess", "prefix_store_off", "prefix_store_on", "segment_damaged",

@@ -49,7 +49,7 @@ class Served:
         self.tokens += tokens
 
     def busy(self) -> None:
-        """Load, serve, hit the prefix cache, refuse requests, kill a worker, and evict a model."""
+        """Load, serve, hit the prefix cache, ignore a field, refuse requests, kill, and evict."""
         daemon = self.daemon
         assert httpx.get(f"http://{self.address}/healthz").is_success
         daemon.load(source(tps=0), "one")
@@ -63,6 +63,8 @@ class Served:
         os.kill(daemon.worker_pid("two"), signal.SIGKILL)
         self.complete("two", "It comes back.", 20)
         daemon.load(source(tps=1000), "three")  # evicts one of the others
+        body = {"model": "three", "input": "Hi", "max_output_tokens": 4, "new_field": 1}
+        assert httpx.post(f"http://{self.address}/v1/responses", json=body).is_success
 
     def disturbed(self) -> None:
         """Let models evict each other, refuse a request, and kill a worker."""

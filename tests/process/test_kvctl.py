@@ -49,7 +49,7 @@ def test_usage_counts_the_cached_tokens_of_a_prompt(shared: Daemon):
         done = shared.kvctl("generate", "fast", "A beginning. " * 30, "--max-tokens", "2", "--json")
         usage = json.loads(done.stdout.splitlines()[-1])["usage"]
         counts = {"prompt_tokens": 390, "completion_tokens": 2, "cached_tokens": cached}
-        assert usage == {**counts, "levels": [0]}
+        assert usage == {**counts, "levels": [0], "reasoning_tokens": 0}
 
 
 def test_choices_logprobs_and_stop_tokens_through_the_whole_daemon(shared: Daemon):
@@ -75,8 +75,8 @@ def test_choices_logprobs_and_stop_tokens_through_the_whole_daemon(shared: Daemo
     assert listed == tokens
     ends = [event["choice"] for event in events if event["event"] == "choice_finished"]
     assert sorted(ends) == [0, 1, 2]
-    usage = {"prompt_tokens": 2, "completion_tokens": 18, "cached_tokens": 0, "levels": [0]}
-    assert events[-1]["usage"] == usage
+    counts = {"prompt_tokens": 2, "completion_tokens": 18, "cached_tokens": 0}
+    assert events[-1]["usage"] == {**counts, "levels": [0], "reasoning_tokens": 0}
     printed = shared.kvctl("generate", "fast", "Hi", *sampled, "--n", "3", "--logprobs", "2").stdout
     assert [f"choice {n}  length, 6 tokens" in printed for n in range(3)] == [True] * 3
     assert "LIKELIEST" in printed

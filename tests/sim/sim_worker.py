@@ -49,6 +49,8 @@ class SimRequest:
     since_preempted: int = MIN_TOKENS
     """Tokens generated since the last preemption; updated by the simulation around the worker."""
     preemptions: int = 0
+    made_room: int = 0
+    """How often it was preempted because an older row of its model grew."""
     ended: str = ""
     started: float | None = None
     position: int = 0
