@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,7 +75,8 @@ def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
 
 
 def test_a_daemon_that_still_runs_is_not_reported_as_stopped(kvctl, home: Home, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvd.cli.shutdown"], "_EXIT_TIMEOUT_S", 0.05)
+    module = importlib.import_module("kvd.cli.shutdown")  # the package's attribute is the command
+    monkeypatch.setattr(module, "_EXIT_TIMEOUT_S", 0.05)
     home.create()
     with stub_daemon(home.socket, well), hold_lock(home):
         code, out, err = kvctl("shutdown")
