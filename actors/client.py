@@ -22,6 +22,7 @@ from actors.tokenizing import TokenizeRequests
 from protocol import messages
 from protocol.embedding import Embed
 from protocol.errors import InternalError, InvalidRequest, KvdError, Overloaded, SlowReader
+from protocol.explain_messages import Explain, Explained
 from protocol.forecast import Forecast
 from protocol.message_base import VERSION
 from protocol.messages import Event, Request
@@ -65,7 +66,7 @@ class ClientServices:
     governor: Ref[mail.GovernorMail]
     events: EventLog
     tokenizing: TokenizeRequests
-    explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
+    explain: Callable[[Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
     problems: Callable[[], list[Problem]]
@@ -210,9 +211,9 @@ class Client(Actor[mail.ClientMail]):
                 services.registry.tell(mail.Shutdown(force, mail.Watcher(self.ref, key)))
             case messages.Events():
                 self._send_events(request)
-            case messages.Explain():
+            case Explain():
                 explained = services.explain(request)
-                self._answer(key, explained, lambda it: messages.Explained(id=key, forecast=it))
+                self._answer(key, explained, lambda it: Explained(id=key, forecast=it))
             case messages.Tokenize():
                 self._has_texts = True
                 tokenized = services.tokenizing.tokenize(request, self.ref)

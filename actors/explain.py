@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from actors.machines.governor import Governor
     from actors.ports import EstimateModel
     from actors.status import StatusTable
+    from protocol.explain_messages import Explain
     from protocol.forecast import Forecast
-    from protocol.messages import Explain
     from protocol.segments import PrefixSpace
 
 

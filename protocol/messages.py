@@ -13,8 +13,8 @@ from msgspec import Meta
 from protocol import fields
 from protocol.embedding import Embed
 from protocol.errors import ErrorInfo
+from protocol.explain_messages import Explain, Explained
 from protocol.fields import Count, PositiveCount
-from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.message_base import EventBase, RequestBase, RequestId
 from protocol.parts import PartStart
@@ -35,7 +35,6 @@ from protocol.types import (
 
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """Limits the memory that one line takes in the daemon; a prompt of 16K tokens is about 64 KiB."""
-MAX_FORECAST_ROWS = 65_536
 MAX_LISTED_TOKENS = 65_536
 """Maximum token ids in a reply to `Tokenize`."""
 
@@ -178,20 +177,6 @@ class Events(RequestBase, tag="events", frozen=True, kw_only=True):
     """Number of the last record that the client has."""
     follow: bool = False
     """Whether new records follow until a ``cancel``."""
-
-
-class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
-    """Return how much memory rows of a model would need, and how it would be freed."""
-
-    model: fields.Name
-    """Name of a loaded or known model, or the source of any other model."""
-    rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
-    """Number of requests. At most ``max_rows`` of them run at once: more count as ``max_rows``."""
-    context: PositiveCount | None = None
-    """Tokens of each row, prompt and completion together. Absent, or more than the model's context:
-    the whole context."""
-    kv: KVSpec | None = None
-    """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
 
 
 class Tokenize(RequestBase, tag="tokenize", frozen=True, kw_only=True):
@@ -409,12 +394,6 @@ class EventsReply(EventBase, tag="events", frozen=True, kw_only=True):
 
     last: int
     """Number of the newest record; 0 if there is none."""
-
-
-class Explained(EventBase, tag="explain", frozen=True, kw_only=True):
-    """Answers ``explain``."""
-
-    forecast: Forecast
 
 
 class Tokenized(EventBase, tag="tokenized", frozen=True, kw_only=True):

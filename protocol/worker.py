@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from protocol import fields
 from protocol.embedding import EmbeddingsMode, EmbedOptions
 from protocol.errors import ErrorInfo
@@ -31,6 +29,7 @@ from protocol.types import (
     Usage,
     WorkerStats,
 )
+from protocol.worker_base import CommandBase, ReportBase, RowReportBase
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 """More than a client may send (`protocol.messages.MAX_FRAME_BYTES`): a prompt fits in a command."""
@@ -39,11 +38,7 @@ OVER_MEMORY_LIMIT = 71
 """Exit status of a worker that ended itself because it held more memory than it may."""
 
 
-class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_defaults=True):
-    pass
-
-
-class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
+class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     """First command: load this model."""
 
     source: str
@@ -69,7 +64,7 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     embeddings: EmbeddingsMode = "auto"
 
 
-class Submit(_Command, tag="submit", frozen=True, kw_only=True):
+class Submit(CommandBase, tag="submit", frozen=True, kw_only=True):
     """Run a request."""
 
     rid: str
@@ -103,7 +98,7 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Precision levels at which the tokens in ``resume`` were generated, in order."""
 
 
-class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
+class Tokenize(CommandBase, tag="tokenize", frozen=True, kw_only=True):
     """Tokenize a text between two steps; answered by `Tokenized`."""
 
     seq: int
@@ -115,13 +110,13 @@ class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
     texts: bool = False
 
 
-class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
+class CancelRow(CommandBase, tag="cancel", frozen=True, kw_only=True):
     """Cancel a request within a step; it reports ``finished`` with reason ``cancelled``."""
 
     rid: str
 
 
-class Grant(_Command, tag="grant", frozen=True, kw_only=True):
+class Grant(CommandBase, tag="grant", frozen=True, kw_only=True):
     """The bytes that the worker may hold from now on; answers the memory request ``seq``.
 
     Seq 0 answers no request: it reports a new `limit_bytes`, and `total_bytes` is unchanged.
@@ -145,7 +140,7 @@ ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]
 """Methods by which a worker gives memory back, cheapest first (`protocol.types.Reclaimable`)."""
 
 
-class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
+class Reclaim(CommandBase, tag="reclaim", frozen=True, kw_only=True):
     """Give back at least ``wanted_bytes`` by this method, in pieces between steps.
 
     The worker gives the bytes back with `MemoryRequested` reports of smaller totals, and ends the
@@ -160,13 +155,13 @@ class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
     start at it too, until the next `StartLevel`."""
 
 
-class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
+class StartLevel(CommandBase, tag="start_level", frozen=True, kw_only=True):
     """Set the precision level of new rows; 0 means that pressure is over."""
 
     level: int
 
 
-class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
+class TimeSlice(CommandBase, tag="time_slice", frozen=True, kw_only=True):
     """When the worker may compute; replaces the previous command."""
 
     seq: int
@@ -174,7 +169,7 @@ class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
     """Seconds from now, then `TimeSliceOver`; absent: no limit; 0: wait for the next slice."""
 
 
-class SegmentsChanged(_Command, tag="segments_changed", frozen=True, kw_only=True):
+class SegmentsChanged(CommandBase, tag="segments_changed", frozen=True, kw_only=True):
     """Segments of the worker's space that exist, or no longer exist, since the last command.
 
     The first ones answer `SegmentsOpened` and together list all. A list may be stale.
@@ -184,14 +179,14 @@ class SegmentsChanged(_Command, tag="segments_changed", frozen=True, kw_only=Tru
     removed: list[bytes] = []
 
 
-class SegmentAllowed(_Command, tag="segment_allowed", frozen=True, kw_only=True):
+class SegmentAllowed(CommandBase, tag="segment_allowed", frozen=True, kw_only=True):
     """Answers `SegmentOffered`: whether the worker may write the segment now."""
 
     key: bytes
     allowed: bool
 
 
-class Stop(_Command, tag="stop", frozen=True, kw_only=True):
+class Stop(CommandBase, tag="stop", frozen=True, kw_only=True):
     """Exit with status 0, without finishing rows."""
 
     write_s: float = 0.0
@@ -213,15 +208,7 @@ Command = (
 )
 
 
-class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
-    pass
-
-
-class _RowReport(_Report, frozen=True, kw_only=True):
-    rid: str
-
-
-class Started(_Report, tag="started", frozen=True, kw_only=True):
+class Started(ReportBase, tag="started", frozen=True, kw_only=True):
     """First report: the process runs."""
 
     pid: int
@@ -229,26 +216,26 @@ class Started(_Report, tag="started", frozen=True, kw_only=True):
     mlx_lm: str = ""
 
 
-class Progress(_Report, tag="progress", frozen=True, kw_only=True):
+class Progress(ReportBase, tag="progress", frozen=True, kw_only=True):
     """Progress of the load; also serves as a heartbeat."""
 
     stage: str
     fraction: float
 
 
-class Ready(_Report, tag="ready", frozen=True, kw_only=True):
+class Ready(ReportBase, tag="ready", frozen=True, kw_only=True):
     """The model is loaded."""
 
     info: ModelInfo
 
 
-class LoadFailed(_Report, tag="load_failed", frozen=True, kw_only=True):
+class LoadFailed(ReportBase, tag="load_failed", frozen=True, kw_only=True):
     """The model cannot be loaded; the worker exits with status 0 after this."""
 
     error: ErrorInfo
 
 
-class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True):
+class MemoryRequested(ReportBase, tag="memory_requested", frozen=True, kw_only=True):
     """The worker asks to hold ``total_bytes``; a smaller total than before gives bytes back."""
 
     seq: int
@@ -259,7 +246,7 @@ class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True
     """Whether the memory is for resuming a preempted request. No rows are preempted to free it."""
 
 
-class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
+class Reclaimed(ReportBase, tag="reclaimed", frozen=True, kw_only=True):
     """A `Reclaim` is over; an earlier `MemoryRequested` gave the freed bytes back."""
 
     seq: int
@@ -268,13 +255,13 @@ class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
     """Whether this method can free nothing more now."""
 
 
-class RowQueued(_RowReport, tag="queued", frozen=True, kw_only=True):
+class RowQueued(RowReportBase, tag="queued", frozen=True, kw_only=True):
     """The request waits for a place or for memory; ``position`` replaces the previous one."""
 
     position: Count
 
 
-class RowAdmitted(_RowReport, tag="admitted", frozen=True, kw_only=True):
+class RowAdmitted(RowReportBase, tag="admitted", frozen=True, kw_only=True):
     """The request has its place and its memory; its prefill begins."""
 
 
@@ -282,18 +269,18 @@ PreemptionMode = Literal["memory", "disk", "recompute"]
 """How a preempted row's keys and values are kept: in memory, in a file, or not at all."""
 
 
-class RowPreempted(_RowReport, tag="preempted", frozen=True, kw_only=True):
+class RowPreempted(RowReportBase, tag="preempted", frozen=True, kw_only=True):
     """The request gave its memory back and resumes later without loss."""
 
     nbytes: int
     where: PreemptionMode
 
 
-class RowResumed(_RowReport, tag="resumed", frozen=True, kw_only=True):
+class RowResumed(RowReportBase, tag="resumed", frozen=True, kw_only=True):
     """The request continues."""
 
 
-class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_only=True):
+class TimeSliceRequested(ReportBase, tag="time_slice_requested", frozen=True, kw_only=True):
     """The worker has work, and has begun it unless the last `TimeSlice` forbids that.
 
     Sent again when prefill work begins or ends, and after a long step without a time limit.
@@ -303,7 +290,7 @@ class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_on
     """Seconds of one step while no other worker computes; absent: unknown."""
 
 
-class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
+class TimeSliceOver(ReportBase, tag="time_slice_over", frozen=True, kw_only=True):
     """The time slice ``seq`` is over."""
 
     seq: int
@@ -317,7 +304,7 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
     """Estimated seconds of one more step after this report; its time counts in the next slice."""
 
 
-class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
+class Tokenized(ReportBase, tag="tokenized", frozen=True, kw_only=True):
     """Answers `Tokenize`."""
 
     seq: int
@@ -327,13 +314,13 @@ class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
-class RowAccepted(_RowReport, tag="accepted", frozen=True, kw_only=True):
+class RowAccepted(RowReportBase, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits."""
 
     prompt_tokens: Count
 
 
-class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
+class RowTokens(RowReportBase, tag="tokens", frozen=True, kw_only=True):
     """New tokens of one choice; tokens of several steps at one level may be merged."""
 
     index: Count
@@ -346,20 +333,20 @@ class RowTokens(_RowReport, tag="tokens", frozen=True, kw_only=True):
     """Precision level of the request when the tokens were generated."""
 
 
-class RowNote(_RowReport, tag="note", frozen=True, kw_only=True):
+class RowNote(RowReportBase, tag="note", frozen=True, kw_only=True):
     """A text that looks like a tool call was sent as text; ``reason`` is for the event log."""
 
     reason: str
 
 
-class RowPrompt(_RowReport, tag="prompt", frozen=True, kw_only=True):
+class RowPrompt(RowReportBase, tag="prompt", frozen=True, kw_only=True):
     """Logprobs of a part of the prompt; sent before the first tokens."""
 
     index: Count
     logprobs: list[TokenLogprob]
 
 
-class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
+class ChoiceFinished(RowReportBase, tag="choice", frozen=True, kw_only=True):
     """One of several choices ended. The report of the last one contains the request's usage."""
 
     choice: Choice
@@ -367,7 +354,7 @@ class ChoiceFinished(_RowReport, tag="choice", frozen=True, kw_only=True):
     usage: Usage | None = None
 
 
-class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
+class RowFinished(RowReportBase, tag="finished", frozen=True, kw_only=True):
     """The request ended, with all its choices."""
 
     reason: FinishReason
@@ -376,7 +363,7 @@ class RowFinished(_RowReport, tag="finished", frozen=True, kw_only=True):
     embedding: bytes | None = None
 
 
-class RowFailed(_RowReport, tag="failed", frozen=True, kw_only=True):
+class RowFailed(RowReportBase, tag="failed", frozen=True, kw_only=True):
     """This request failed; others continue."""
 
     error: ErrorInfo
@@ -394,7 +381,7 @@ Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
 """
 
 
-class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
+class PhaseChanged(ReportBase, tag="phase", frozen=True, kw_only=True):
     """The worker is about to begin this phase.
 
     A repeat of the last reported phase is reported only once in a few seconds. Each phase has its
@@ -404,14 +391,14 @@ class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
     phase: Phase
 
 
-class SegmentsOpened(_Report, tag="segments_opened", frozen=True, kw_only=True):
+class SegmentsOpened(ReportBase, tag="segments_opened", frozen=True, kw_only=True):
     """The worker can read and write segments of this space; answered by `SegmentsChanged`."""
 
     space: bytes
     """Digest (16 bytes) of weights, KV schemes, layout, chunk and format, whatever the names."""
 
 
-class SegmentOffered(_Report, tag="segment_offered", frozen=True, kw_only=True):
+class SegmentOffered(ReportBase, tag="segment_offered", frozen=True, kw_only=True):
     """The worker would write this segment; answered by `SegmentAllowed`."""
 
     segment: SegmentInfo
@@ -419,14 +406,14 @@ class SegmentOffered(_Report, tag="segment_offered", frozen=True, kw_only=True):
     """How often a prompt has continued from this prefix in memory."""
 
 
-class SegmentWritten(_Report, tag="segment_written", frozen=True, kw_only=True):
+class SegmentWritten(ReportBase, tag="segment_written", frozen=True, kw_only=True):
     """An allowed segment is on disk, complete, under its final name."""
 
     segment: SegmentInfo
     seconds: float
 
 
-class SegmentAbandoned(_Report, tag="segment_abandoned", frozen=True, kw_only=True):
+class SegmentAbandoned(ReportBase, tag="segment_abandoned", frozen=True, kw_only=True):
     """An allowed segment was not written, and its temporary file is deleted."""
 
     key: bytes
@@ -435,7 +422,7 @@ class SegmentAbandoned(_Report, tag="segment_abandoned", frozen=True, kw_only=Tr
     """Bytes that were written before."""
 
 
-class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
+class SegmentUsed(ReportBase, tag="segment_used", frozen=True, kw_only=True):
     """A prompt continued from this segment instead of being prefilled."""
 
     key: bytes
@@ -449,14 +436,14 @@ class SegmentUsed(_Report, tag="segment_used", frozen=True, kw_only=True):
     """Bytes that were read."""
 
 
-class SegmentDamaged(_Report, tag="segment_damaged", frozen=True, kw_only=True):
+class SegmentDamaged(ReportBase, tag="segment_damaged", frozen=True, kw_only=True):
     """A segment's file is missing, damaged or not what its name says; it must not be used again."""
 
     key: bytes
     reason: str
 
 
-class Stats(_Report, tag="stats", frozen=True, kw_only=True):
+class Stats(ReportBase, tag="stats", frozen=True, kw_only=True):
     """Counters; also serve as a heartbeat."""
 
     stats: WorkerStats

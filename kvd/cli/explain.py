@@ -14,9 +14,9 @@ from kvd.cli.options import Tokens, kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes, format_duration
+from protocol.explain_messages import MAX_FORECAST_ROWS
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
-from protocol.messages import MAX_FORECAST_ROWS
 
 _METHODS = {
     "spare": "take back memory that {} does not need",

@@ -16,6 +16,7 @@ from kvd.client.options import Messages, Options, chat_messages, generate_reques
 from protocol import messages as m
 from protocol.embedding import Embed, vector_of
 from protocol.errors import InvalidRequest, KvdError, LocalProtocolError
+from protocol.explain_messages import Explain, Explained
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -217,8 +218,8 @@ class Calls(ABC, Generic[C, L]):
     ) -> Forecast:
         """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
         number = self._exchange.next_id()
-        request = m.Explain(id=number, model=model, rows=rows, context=context, kv=kv)
-        return (await self._call(request, m.Explained)).forecast
+        request = Explain(id=number, model=model, rows=rows, context=context, kv=kv)
+        return (await self._call(request, Explained)).forecast
 
     async def tokenize(
         self,

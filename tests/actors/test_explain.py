@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from actors.status import KnownModel
-from protocol import messages
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidRequest, UnknownModel
+from protocol.explain_messages import Explain
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -37,7 +37,7 @@ async def estimate_model(source: str, kv: KVSpec) -> Estimate:
 
 
 async def ask(it: World, **fields) -> Forecast:
-    answer = await it.client().ask(messages.Explain, **fields)
+    answer = await it.client().ask(Explain, **fields)
     return answer.forecast
 
 

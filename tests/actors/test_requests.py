@@ -9,6 +9,7 @@ import pytest
 from actors.status import KnownModel
 from actors.system import Settings
 from protocol import errors, messages
+from protocol.explain_messages import Explain
 from protocol.types import Alternative, TokenLogprob
 from protocol.worker import CancelRow, ChoiceFinished, RowPrompt, RowTokens, Submit
 from tests.sim.fakes import SLOW, Script, expected
@@ -184,7 +185,7 @@ async def test_an_unknown_model_is_refused_with_the_names_that_are_known():
         for kind, fields in (
             (messages.Generate, {"prompt": "x"}),
             (messages.Tokenize, {"prompt": "x"}),
-            (messages.Explain, {}),
+            (Explain, {}),
             (messages.Unload, {}),
         ):
             with pytest.raises(errors.UnknownModel, match=names):

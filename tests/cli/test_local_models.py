@@ -14,6 +14,7 @@ from kvd.demo import path as demo
 from kvd.host.home import Home
 from protocol import messages as m
 from protocol.errors import InvalidModel
+from protocol.explain_messages import Explain, Explained
 from protocol.forecast import Forecast, LevelCost
 from tests.cli.stub import stub_daemon, well
 
@@ -108,7 +109,7 @@ def test_each_model_is_listed_with_the_daemon_s_forecast(
     explained = []
 
     def answer(request):
-        if not isinstance(request, m.Explain):
+        if not isinstance(request, Explain):
             yield from well(request)
             return
         explained.append((request.model, request.rows, request.context))
@@ -117,7 +118,7 @@ def test_each_model_is_listed_with_the_daemon_s_forecast(
             yield m.Error(id=request.id, error=error.info())
         else:
             verdict = "fits" if request.model == "demo" else "never"
-            yield m.Explained(id=request.id, forecast=forecast(request.model, verdict))
+            yield Explained(id=request.id, forecast=forecast(request.model, verdict))
 
     with stub_daemon(home.socket, answer):
         code, out, err = kvctl("models", str(tmp_path / "mine"), "--ctx", "100", "--json")

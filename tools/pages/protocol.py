@@ -12,6 +12,7 @@ from msgspec import inspect as types
 
 from protocol import messages as m
 from protocol.embedding import Embed
+from protocol.explain_messages import Explain, Explained
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
@@ -32,7 +33,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Configure: (m.Configured,),
     m.Reload: (m.Configured,),
     m.Events: (m.EventRecord, m.EventsReply),
-    m.Explain: (m.Explained,),
+    Explain: (Explained,),
     m.Tokenize: (m.Tokenized,),
     Cache: (CacheReply,),
     CacheDrop: (CacheDropped,),

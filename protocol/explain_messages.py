@@ -1,0 +1,35 @@
+"""Messages about explanations, a part of `protocol.messages`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol import fields
+from protocol.fields import PositiveCount
+from protocol.forecast import Forecast
+from protocol.kv import KVSpec
+from protocol.message_base import EventBase, RequestBase
+
+MAX_FORECAST_ROWS = 65_536
+
+
+class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
+    """Return how much memory rows of a model would need, and how it would be freed."""
+
+    model: fields.Name
+    """Name of a loaded or known model, or the source of any other model."""
+    rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
+    """Number of requests. At most ``max_rows`` of them run at once: more count as ``max_rows``."""
+    context: PositiveCount | None = None
+    """Tokens of each row, prompt and completion together. Absent, or more than the model's context:
+    the whole context."""
+    kv: KVSpec | None = None
+    """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
+
+
+class Explained(EventBase, tag="explain", frozen=True, kw_only=True):
+    """Answers ``explain``."""
+
+    forecast: Forecast
