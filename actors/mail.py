@@ -359,6 +359,14 @@ class SetPinned(Ask[None], frozen=True):
     pinned: bool
 
 
+class KeepLoaded(_Message, frozen=True):
+    """Set how long a model stays loaded without requests, until it is unloaded."""
+
+    name: str
+    seconds: float
+    """Idle limit; negative: none."""
+
+
 class AddConfiguredModel(Ask[bool], frozen=True):
     """Register a model of the configuration, and set the fields that `policy` contains.
 
@@ -439,6 +447,7 @@ RegistryMail = (
     | EvictModel
     | EndWorker
     | SetPinned
+    | KeepLoaded
     | AddConfiguredModel
     | RemoveConfiguredModel
     | UnloadModel

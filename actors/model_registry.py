@@ -61,6 +61,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                     entry.worker.tell(mail.LifecycleEvent(order))
             case mail.SetPinned(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
+            case mail.KeepLoaded(name=name, seconds=seconds):
+                self._keep_loaded(name, seconds)
             case mail.AddConfiguredModel():
                 return self._add_configured(message)
             case mail.RemoveConfiguredModel(name=name):
@@ -109,7 +111,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             if entry.state == "failed":  # its worker was given up
                 if entry.requested and entry.before is None:
                     entry.before = entry.known  # requests that wait do not end if this is refused
-                self._announce_load(entry.name, entry.known, patient=False)
+                self._announce_load(entry.name, entry.policy, patient=False)
                 entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
             if (policy := load.policy) is not None:
                 self._set_policy(name, lambda _: policy)
@@ -129,7 +131,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         state = self._state
         before = None if patient else self._known_models.get(name)
         self._known_models[name] = known
-        self._announce_load(name, known, patient=patient)
+        self._announce_load(name, known.policy, patient=patient)
         worker = state.start_worker(name, known)
         entry = RegistryEntry(name, known, worker, before=before, requested=patient)
         state.entries[name] = entry
@@ -137,8 +139,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
         return entry
 
-    def _announce_load(self, name: str, known: KnownModel, *, patient: bool) -> None:
-        self._tell_governor(governor_events.LoadRequested(name, known.policy, patient))
+    def _announce_load(self, name: str, policy: ModelPolicy, *, patient: bool) -> None:
+        self._tell_governor(governor_events.LoadRequested(name, policy, patient))
 
     def _tell_governor(self, event: governor_events.Event) -> None:
         self._state.governor.tell(mail.GovernorEvent(event))
@@ -174,9 +176,17 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         policy = self._change_known(
             name, lambda known: dataclasses.replace(known, policy=change(known.policy))
         ).policy
-        if policy.weight != weight and (entry := self._state.entries.get(name)) is not None:
+        if (entry := self._state.entries.get(name)) is None:
+            self._tell_governor(governor_events.PolicyChanged(name, policy))
+            return
+        if policy.weight != weight:
             entry.worker.tell(mail.SetWeight(policy.weight))
-        self._tell_governor(governor_events.PolicyChanged(name, policy))
+        self._tell_governor(governor_events.PolicyChanged(name, entry.policy))
+
+    def _keep_loaded(self, name: str, seconds: float) -> None:
+        if (entry := self._state.entries.get(name)) is not None:
+            entry.keep_alive_s = seconds
+            self._tell_governor(governor_events.PolicyChanged(name, entry.policy))
 
     def _change_known(self, name: str, change: Callable[[KnownModel], KnownModel]) -> KnownModel:
         """Change how a model is known, and how it will be known if its current load is refused."""

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from actors import mail
 from actors.runtime.actor import DeferredReply, Ref
 from actors.status import KnownModel, StatusTable
 from protocol import worker as wire
 from protocol.errors import InvalidRequest, ModelExists
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
+from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus
 
 
@@ -43,6 +46,16 @@ class RegistryEntry:
     )
     reloads: list[tuple[DeferredReply[ModelStatus], mail.LoadModel]] = field(default_factory=list)
     """Loads that arrived during the eviction; they start after it."""
+    keep_alive_s: float | None = None
+    """Idle limit that the newest request with ``keep_alive`` has set; negative: none."""
+
+    @property
+    def policy(self) -> ModelPolicy:
+        """The policy in force: a request's ``keep_alive`` replaces the idle limit."""
+        policy, limit = self.known.policy, self.keep_alive_s
+        if limit is None:
+            return policy
+        return replace(policy, idle_ttl_s=limit if limit >= 0 else None)
 
 
 @dataclass

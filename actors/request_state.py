@@ -99,6 +99,8 @@ class RequestState:
     timing: Timing
     deadline: float | None = None
     """Time of the deadline on the event loop's clock."""
+    keep_alive_s: float | None = None
+    """Idle limit that the request sets for its model; None: it sets none."""
     attach_name: str = ""
     """Name to attach by; empty if the request is not journaled."""
     prompt_tokens: int | None = None

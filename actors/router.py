@@ -57,6 +57,7 @@ class RouterState:
     events: EventLog
     observe: Observe
     request_load: Callable[[str], None] = lambda _model: None
+    keep_loaded: Callable[[str, float], None] = lambda _model, _seconds: None
     requests: dict[str, RequestState] = field(default_factory=dict)
     workers: dict[str, Ref[mail.WorkerMail]] = field(default_factory=dict)
 
@@ -156,6 +157,7 @@ class Router(Actor[mail.RouterMail]):
             submit,
             Timing(request.model, _now()),
             deadline,
+            request.keep_alive_s,
         )
         state.observe(telemetry.RequestArrived(request.model))
         self._handle(admission_events.RequestArrived(rid, request.model, _size(submit), deadline))
@@ -268,9 +270,7 @@ class Router(Actor[mail.RouterMail]):
         state = self._state
         match command:
             case admission_events.Forward(rid=rid, model=model):
-                request = state.requests[rid]
-                request.awaits_tokens, request.queued_in_worker = True, False
-                state.workers[model].tell(mail.RunRow(_to_submit_now(request)))
+                self._forward(state.requests[rid], model)
             case admission_events.EnsureLoaded(model=model):
                 state.request_load(model)
             case admission_events.ReportPaused(rid=rid):
@@ -294,6 +294,12 @@ class Router(Actor[mail.RouterMail]):
                     reply.answer(None)
             case _:
                 assert_never(command)
+
+    def _forward(self, request: RequestState, model: str) -> None:
+        request.awaits_tokens, request.queued_in_worker = True, False
+        if request.keep_alive_s is not None:
+            self._state.keep_loaded(model, request.keep_alive_s)
+        self._state.workers[model].tell(mail.RunRow(_to_submit_now(request)))
 
     def _fail(self, rid: str, error: ErrorInfo) -> None:
         state = self._state

@@ -42,6 +42,8 @@ class StatusTable:
     """Requests by model, from the router."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
+    expires_in: Callable[[str], float | None] = lambda _model: None
+    """Returns the seconds until a model's idle limit, from the governor."""
 
     def model(self, name: str) -> ModelStatus:
         return self._complete(name, self.paused())
@@ -62,4 +64,5 @@ class StatusTable:
             paused=paused.get(name, 0),
             pinned=known is not None and known.policy.pinned,
             priority=0 if known is None else known.policy.priority,
+            expires_in_s=self.expires_in(name),
         )

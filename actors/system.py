@@ -170,6 +170,7 @@ class System:
             self._events,
             observe,
         )
+        self._statuses.expires_in = self._expires_in
         self._time_slices = TimeSlicesState()
         self.prefix_store = PrefixStoreState(
             notify,
@@ -207,6 +208,7 @@ class System:
         time_slices = tree.start(Child("time_slices", lambda: TimeSlicesActor(self._time_slices)))
         self._start_prefix_store()
         self._router.request_load = lambda model: registry.tell(mail.EnsureLoaded(model))
+        self._router.keep_loaded = self.keep_loaded
         self._governor.evict = lambda model, requeue: registry.tell(mail.EvictModel(model, requeue))
         self._governor.end = lambda model, order: registry.tell(mail.EndWorker(model, order))
         self._governor.hold = lambda model, held: router.tell(
@@ -311,6 +313,10 @@ class System:
         load = mail.LoadModel(model, alias, kv or KVSpec(), policy)
         return await self._registry_ref.ask(load)
 
+    def keep_loaded(self, model: str, seconds: float) -> None:
+        """Set how long a loaded model stays loaded without requests; negative: no limit."""
+        self._registry_ref.tell(mail.KeepLoaded(model, seconds))
+
     async def set_budget(self, total_bytes: int) -> None:
         """Set the memory budget; the governor reclaims grants above it."""
         await self._client_services.governor.ask(mail.BudgetRequest(total_bytes))
@@ -359,6 +365,11 @@ class System:
             problems=self.problems(host),
             prefix_store=self.prefix_store.status() if self.prefix_store.is_configured else None,
         )
+
+    def _expires_in(self, model: str) -> float | None:
+        account = self._governor.machine.accounts.get(model)
+        now = asyncio.get_running_loop().time()
+        return None if account is None else account.expires_in(now)
 
     def problems(self, host: HostMemory | None = None) -> list[Problem]:
         """Return the problems of the start and of the budget in effect."""

@@ -53,6 +53,8 @@ class Embed(RequestBase, tag="embed", frozen=True, kw_only=True):
     """Priority in the queue; higher values are admitted first."""
     deadline_s: fields.DeadlineSeconds | None = None
     """Seconds from arrival after which the request ends with ``deadline_exceeded``."""
+    keep_alive_s: fields.KeepAliveSeconds | None = None
+    """Idle limit of the model until it is unloaded, seconds; negative: none; absent: unchanged."""
 
 
 def vector_bytes(vector: list[float]) -> bytes:

@@ -16,6 +16,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_S)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_S)]
+KeepAliveSeconds = Annotated[float, Meta(ge=-MAX_S, le=MAX_S)]
+"""Seconds that a model stays loaded after its last request; negative: without a limit."""
 
 TEXT_PATTERN = r"^[^\x00]*\Z"
 TEXT_RULE = "must not contain NUL, which no path and no argument of a program can hold"

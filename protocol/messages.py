@@ -117,6 +117,8 @@ class Generate(RequestBase, tag="generate", frozen=True, kw_only=True):
     """Seconds from arrival until the request ends with ``deadline_exceeded``, queued or running."""
     prefix_salt: fields.Salt | None = None
     """Isolation key: prompts share cached prefixes only with prompts of the same salt."""
+    keep_alive_s: fields.KeepAliveSeconds | None = None
+    """Idle limit of the model until it is unloaded, seconds; negative: none; absent: unchanged."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -75,6 +75,14 @@ class ModelAccount(msgspec.Struct):
         ttl = self.policy.idle_ttl_s
         return ttl is not None and self._is_idle_for(max(GRACE_S, ttl), now)
 
+    def expires_in(self, now: float) -> float | None:
+        """Return the seconds until the model expires if no request arrives; None: never."""
+        ttl = self.policy.idle_ttl_s
+        if ttl is None or self.policy.pinned or self.state != "ready":
+            return None
+        since = now if self.idle_since is None else self.idle_since
+        return max(0.0, since + max(GRACE_S, ttl) - now)
+
     def _is_idle_for(self, seconds: float, now: float) -> bool:
         since = self.idle_since
         unpinned = self.state == "ready" and not self.policy.pinned

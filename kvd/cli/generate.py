@@ -16,7 +16,7 @@ from kvd.cli.common import (
 )
 from kvd.cli.console import print_message, read_stdin, stdout_console
 from kvd.cli.logprobs import probabilities
-from kvd.cli.options import Tokens
+from kvd.cli.options import KeepAlive, Tokens
 from kvd.cli.sampling import logit_bias_option, sampling_options
 from kvd.cli.stream import Stream, WholeChoices
 from kvd.cli.structured import structured_options
@@ -64,6 +64,13 @@ _output_option = functools.partial(option, panel="Logprobs and scheduling")
 )
 @_output_option("--prompt-logprobs", "N", "Show the same for the prompt's tokens.", type=int)
 @_output_option("--priority", "N", "Higher priorities run first, -100 to 100.", default=0)
+@_output_option(
+    "--keep-alive",
+    "TIME",
+    "Unload the model after this time without requests: 5m, 0, or -1 for no limit.",
+    name="keep_alive_s",
+    type=KeepAlive(),
+)
 @_output_option(
     "--prefix-salt", "TEXT", "Share cached prompts only with requests that have this salt."
 )

@@ -13,7 +13,7 @@ import rich_click as click
 from kvd.cli.common import Command, Decorator
 from kvd.config import budget
 from kvd.config.kv import KVText
-from kvd.host.units import parse_bytes, parse_duration, parse_tokens
+from kvd.host.units import parse_bytes, parse_duration, parse_keep_alive, parse_tokens
 from protocol.fields import MAX_INT, MAX_S
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
@@ -71,6 +71,20 @@ class Duration(click.ParamType[float, Any]):
         if seconds > MAX_S:
             self.fail(f"{value!r} is too long.", param, ctx)
         return seconds
+
+
+class KeepAlive(click.ParamType[float, Any]):
+    """Seconds that a model stays loaded; negative: no limit."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return parse_keep_alive(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Tokens(click.IntRange):

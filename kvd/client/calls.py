@@ -164,6 +164,7 @@ class Calls(ABC, Generic[C, L]):
         dimensions: int | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        keep_alive_s: float | None = None,
     ) -> list[float]:
         """Return the embedding of a text, a vector of length 1.
 
@@ -178,6 +179,7 @@ class Calls(ABC, Generic[C, L]):
             dimensions=dimensions,
             priority=priority,
             deadline_s=deadline_s,
+            keep_alive_s=keep_alive_s,
         )
         await self._send(request)
         try:

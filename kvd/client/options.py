@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     priority: int
     deadline_s: float | None
     prefix_salt: str | None
+    keep_alive_s: float | None
     temperature: float
     top_p: float
     top_k: int

@@ -6,6 +6,7 @@ Errors are `ValueError` with a message for users.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _COUNTS = {"": 1, "K": 2**10, "M": 2**20}
 _SIZES = {
@@ -22,9 +23,13 @@ _SIZES = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_DURATIONS = {"S": 1, "M": 60, "H": 3600, "D": 86_400}
+_DURATIONS = {"MS": 0.001, "S": 1, "M": 60, "H": 3600, "D": 86_400}
 MAX_BYTES = 2**63 - 1
 """The protocol's limit for integers."""
+MAX_S = 365 * 24 * 3600.0
+"""The protocol's limit for durations."""
+_PART = re.compile(r"\d+(?:\.\d+)?(?:ms|[smhd])", re.ASCII)
+_KEEP_ALIVE = re.compile(r"([+-]?)((?:\d+(?:\.\d+)?(?:ms|[smhd]))+|\d+(?:\.\d+)?)", re.ASCII)
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -53,7 +58,7 @@ def parse_tokens(text: str) -> int:
     return int(count)
 
 
-def _parse(text: str, factors: dict[str, int]) -> float | None:
+def _parse(text: str, factors: Mapping[str, float]) -> float | None:
     """Return a number times the factor of its unit; None if the text is something else."""
     found = _NUMBER.fullmatch(text)
     factor = factors.get(found[2].upper()) if found else None
@@ -66,6 +71,31 @@ def parse_duration(text: str) -> float:
     if seconds is None:
         raise ValueError(f"{text[:40]!r} is not a duration; write it like 7d, 12h, 30m or 90s")
     return seconds
+
+
+def parse_keep_alive(given: str | float) -> float:
+    """Return seconds, of a number or a text such as ``300``, ``5m``, ``1h30m`` or ``-1``.
+
+    Negative values mean no limit.
+    """
+    seconds = _signed_seconds(given) if isinstance(given, str) else float(given)
+    if seconds is not None and abs(seconds) <= MAX_S:
+        return seconds
+    raise ValueError(
+        f"{str(given)[:40]!r} is not a time to stay loaded; write seconds or a duration up to"
+        " 365d, such as 300, 5m or 1h30m, 0 to unload when idle, or -1 for no limit"
+    )
+
+
+def _signed_seconds(text: str) -> float | None:
+    parts = _KEEP_ALIVE.fullmatch(text.strip())
+    if parts is None:
+        return None
+    if parts[2][-1].isdigit():
+        seconds = float(parts[2])
+    else:
+        seconds = sum(map(parse_duration, _PART.findall(parts[2])))
+    return -seconds if parts[1] == "-" else seconds
 
 
 def format_bytes(count: int) -> str:

@@ -36,6 +36,9 @@ class Backend(Protocol):
     async def tokenize(self, request: Tokenize) -> Tokenized:
         """Tokenize a text; loads the model if it must. Raises the request's `KvdError`."""
 
+    def keep_loaded(self, model: str, seconds: float) -> None:
+        """Set how long a loaded model stays loaded without requests; negative: no limit."""
+
     def status(self) -> DaemonStatus:
         """Return the newest snapshots without waiting."""
 

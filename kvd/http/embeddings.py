@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from kvd.http import errors
+from kvd.http import errors, keep_alive
+from kvd.http.keep_alive import KeepAlive
 from kvd.http.requests import ABSENT, MOST_TOKENS, Tokens
 from protocol import fields, messages
 from protocol.embedding import Embed, vector_of
@@ -45,6 +46,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # Extensions.
     priority: fields.Priority | None = None
     deadline_s: fields.DeadlineSeconds | None = None
+    keep_alive: KeepAlive | None = None
 
     @property
     def calls(self) -> list[Embed]:
@@ -56,6 +58,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             dimensions=self.dimensions,
             priority=self.priority or 0,
             deadline_s=self.deadline_s,
+            keep_alive_s=keep_alive.seconds(self.keep_alive),
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
+from kvd.http import keep_alive
 from kvd.http.chat_api.conversation import chat_messages
 from kvd.http.chat_api.options import chat_options
 from kvd.http.grammars import grammar_of
@@ -158,6 +159,7 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
         priority=request.priority or 0,
         deadline_s=request.deadline_s,
         prefix_salt=request.cache_salt,
+        keep_alive_s=keep_alive.seconds(request.keep_alive),
         **prompt,
     )
 

@@ -13,6 +13,7 @@ from msgspec import Meta, Raw
 
 from kvd.http.chat_api.conversation import Message
 from kvd.http.chat_api.fields import Reasoning, ToolChoice, Tools
+from kvd.http.keep_alive import KeepAlive
 from kvd.http.response_format import Choices, ResponseFormat, Schema, StructuredOutputs
 from protocol import fields
 from protocol.fields import MAX_INT, MAX_LOGPROBS, TokenId
@@ -62,6 +63,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority: fields.Priority | None = None
     deadline_s: fields.DeadlineSeconds | None = None
     cache_salt: fields.Salt | None = None
+    keep_alive: KeepAlive | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None

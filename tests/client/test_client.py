@@ -264,6 +264,7 @@ NUMBERS = {
     "prompt_logprobs": (0, 20),
     "priority": (-100, 100),
     "deadline_s": (0, 604_800),
+    "keep_alive_s": (-31_536_000, 31_536_000),
     "temperature": (0, 10),
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),
@@ -314,6 +315,7 @@ def test_all_options_of_a_request_are_sent(home: Home):
         "priority": -1,
         "deadline_s": 60.0,
         "prefix_salt": "mine",
+        "keep_alive_s": -1.0,
         "grammar": Grammar("regex", "[a-z]+"),
     }
     drawn = {

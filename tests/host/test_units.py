@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.host.units import format_bytes, format_duration, parse_bytes, parse_tokens
+from kvd.host.units import (
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_keep_alive,
+    parse_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,33 @@ def test_zero_and_enormous_sizes_are_out_of_range(text):
 )
 def test_durations(seconds, expected):
     assert format_duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (300, 300),
+        ("300", 300),
+        ("5m", 300),
+        (" 1h30m ", 5400),
+        ("1d", 86_400),
+        ("500ms", 0.5),
+        ("1.5s", 1.5),
+        (0, 0),
+        ("0", 0),
+        ("0m", 0),
+        (-1, -1),
+        ("-1m", -60),
+        ("365d", 31_536_000),
+    ],
+)
+def test_parse_keep_alive(given, seconds: float):
+    assert parse_keep_alive(given) == seconds
+
+
+@pytest.mark.parametrize(
+    "given", ["", "-", "soon", "5 m", "1h30", "1e3", "5m\n5m", "366d", 1e12, float("nan"), "m5"]
+)
+def test_parse_keep_alive_refuses_what_is_no_time(given):
+    with pytest.raises(ValueError, match="is not a time to stay loaded"):
+        parse_keep_alive(given)

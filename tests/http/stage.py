@@ -77,6 +77,8 @@ class Scripted:
     errors: list[KvdError] = field(default_factory=list)
     """Errors of the next texts to tokenize, one each."""
     state: str = "serving"
+    kept: dict[str, float] = field(default_factory=dict)
+    """Seconds by model, from `keep_loaded`."""
 
     def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
@@ -85,6 +87,9 @@ class Scripted:
         for event in script(request):
             asyncio.get_running_loop().call_soon(deliver, event)
         return call
+
+    def keep_loaded(self, model: str, seconds: float) -> None:
+        self.kept[model] = seconds
 
     async def tokenize(self, request: Tokenize) -> Tokenized:
         """Count characters as tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from protocol.parts import PartStart
 from protocol.types import ChatAbilities, ModelInfo, ModelStatus, Usage
 from tests.http.live import Live
 from tests.http.stage import Scripted, fails, hangs, says, serving
+from tests.process.helpers import wait_for
 
 HELLO = [{"role": "user", "content": "Hi"}]
 SCHEMA = {
@@ -170,8 +172,28 @@ def test_a_request_without_messages_loads_the_model(live_alone: Live):
         assert ai.generate(model="on-demand").done_reason == "load"
         assert live_alone.model("on-demand").state == "ready"
         assert ai.chat(model="on-demand", messages=[]).done_reason == "load"
+        running = {model.name: model for model in ai.ps().models}
+        assert running["on-demand"].expires_at.year == 9999
+
+        ai.chat(model="on-demand", messages=HELLO, keep_alive="1h30m")
+        (model,) = [model for model in ai.ps().models if model.name == "on-demand"]
+        left = model.expires_at - datetime.now(UTC)
+        assert timedelta(minutes=89) < left < timedelta(minutes=91)
+
         assert ai.generate(model="on-demand", keep_alive=0).done_reason == "unload"
-    assert live_alone.model("on-demand").state == "ready"  # the budget decides
+        with live_alone.client() as kvd:
+            wait_for("it is unloaded", lambda: "on-demand" in kvd.status().unloaded)
+        assert ai.generate(model="on-demand", keep_alive=0).done_reason == "unload"
+
+
+async def test_embeddings_take_keep_alive_and_the_last_value_counts(home):
+    async with serving(home) as stage:
+        for value in ("5m", 7, -1):
+            await post(stage.url, "/api/generate", keep_alive=value)
+        reply = await post(stage.url, "/api/embed", input=[], keep_alive="soon")
+    assert stage.backend.kept == {"m": -1.0}
+    assert reply.status_code == 400
+    assert "'soon' is not a time to stay loaded" in reply.json()["error"]
 
 
 def test_errors_have_ollamas_form(ai: ollama.Client):
@@ -300,6 +322,7 @@ async def test_ollamas_defaults_and_settings(home):
     assert first.sampling.top_p == 0.9
     assert (second.sampling.repetition_penalty, second.sampling.top_k) == (1.1, 5)
     assert second.max_tokens is None
+    assert (first.keep_alive_s, second.keep_alive_s) == (None, 300.0)
 
 
 async def test_capabilities_are_those_of_the_chat_template(home):

@@ -31,13 +31,15 @@ def tags(status: DaemonStatus, started_at: int) -> dict[str, Any]:
     return {"models": [entries[name] for name in sorted(entries)]}
 
 
-def running(status: DaemonStatus, started_at: int) -> dict[str, Any]:
-    """Return the models that are loaded."""
+def running(status: DaemonStatus, started_at: int, now: float) -> dict[str, Any]:
+    """Return the models that are loaded; ``now`` is in seconds since 1970."""
     return {
         "models": [
             _entry(model.name, model, started_at)
             | {
-                "expires_at": _NEVER,
+                "expires_at": _NEVER
+                if model.expires_in_s is None
+                else _time(now + model.expires_in_s),
                 "size_vram": model.granted_bytes,
                 "context_length": 0 if model.info is None else model.info.context_length,
             }
@@ -117,5 +119,5 @@ def _capabilities(info: ModelInfo | None) -> list[str]:
     return found
 
 
-def _time(seconds: int) -> str:
+def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -82,6 +82,7 @@ def _settings(request: ChatRequest | GenerateRequest, model: str) -> dict[str, A
         "repetition_penalty": options.repeat_penalty,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
+        "keep_alive": request.keep_alive,
     }
 
 

@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from kvd.http.chat_api.fields import Tools
+from kvd.http.keep_alive import KeepAlive
 from protocol import fields
 from protocol.fields import MAX_INT, MAX_LOGPROBS, PositiveCount
 
 Think = bool | Literal["low", "medium", "high"]
-KeepAlive = str | int | float | None
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -65,8 +65,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     """``json``, or a JSON schema."""
     options: Options | None = None
     think: Think | None = None
-    keep_alive: KeepAlive = None
-    """Without effect: the memory budget decides which models stay loaded."""
+    keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -99,7 +98,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: fields.Name
     input: str | list[str] = ""
     dimensions: PositiveCount | None = None
-    keep_alive: KeepAlive = None
+    keep_alive: KeepAlive | None = None
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +106,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: fields.Name
     prompt: str = ""
-    keep_alive: KeepAlive = None
+    keep_alive: KeepAlive | None = None
 
 
 class NamedModel(msgspec.Struct, frozen=True, kw_only=True):

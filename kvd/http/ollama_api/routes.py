@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 import kvd
-from kvd.http import embeddings, errors, reading
+from kvd.http import embeddings, errors, keep_alive, reading
 from kvd.http.bodies import expect_later
 from kvd.http.ollama_api import answers, models
 from kvd.http.ollama_api import reading as ollama_reading
@@ -83,7 +84,7 @@ class OllamaRoutes:
         return _reply(models.tags(self.backend.status(), self.started_at))
 
     async def running(self, _: web.Request) -> web.Response:
-        return _reply(models.running(self.backend.status(), self.started_at))
+        return _reply(models.running(self.backend.status(), self.started_at, time.time()))
 
     async def show(self, request: web.Request) -> web.Response:
         name = self._known(_named(await self._decode(request, NamedModel)))
@@ -124,18 +125,24 @@ class OllamaRoutes:
     async def _load(
         self, name: str, head: answers.Head, asked: ChatRequest | GenerateRequest
     ) -> web.Response:
-        """Load a model without a prompt; a client that would unload it gets no error."""
-        unload = asked.keep_alive in {0, "0", "0s", "0m"}
+        """Load a model without a prompt, or with ``keep_alive`` 0 unload it after its requests."""
+        seconds = keep_alive.seconds(asked.keep_alive)
+        unload = seconds == 0
         if not unload:
             await self.backend.tokenize(Tokenize(id="http", model=name, prompt="a", limit=0))
+        if seconds is not None:
+            self.backend.keep_loaded(name, seconds)
         line = head.line(answers.Piece(), done=True, done_reason="unload" if unload else "load")
         return _reply(line, _JSON if asked.stream is False else LINES)
 
     async def embed(self, request: web.Request) -> web.Response:
         asked, began = await self._decode(request, EmbedRequest), _now()
         texts = [asked.input] if isinstance(asked.input, str) else asked.input
+        limit = keep_alive.seconds(asked.keep_alive)
         name, options = self._known(asked.model), {"dimensions": asked.dimensions}
-        calls = embeddings.calls(name, texts, "input", **options) if texts else []
+        calls = (
+            embeddings.calls(name, texts, "input", keep_alive_s=limit, **options) if texts else []
+        )
         found = await self._vectors(calls)
         return _reply(
             {
@@ -149,7 +156,8 @@ class OllamaRoutes:
 
     async def embed_one(self, request: web.Request) -> web.Response:
         asked = await self._decode(request, EmbeddingsRequest)
-        calls = embeddings.calls(self._known(asked.model), asked.prompt, "prompt")
+        name, limit = self._known(asked.model), keep_alive.seconds(asked.keep_alive)
+        calls = embeddings.calls(name, asked.prompt, "prompt", keep_alive_s=limit)
         return _reply({"embedding": (await self._vectors(calls)).encoded[0]})
 
     async def _vectors(self, calls: list[Embed]) -> embeddings.Vectors:

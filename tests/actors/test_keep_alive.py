@@ -1,0 +1,96 @@
+"""``keep_alive_s`` of requests: how long a model stays loaded without requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocol import messages
+from protocol.policy import ModelPolicy
+from tests.sim.fakes import Script
+from tests.sim.loop import simulated, until
+from tests.sim.world import world
+
+
+async def answered(w, **fields) -> None:
+    client = w.client()
+    assert (await client.end(client.generate(**fields))).reason == "length"
+
+
+@simulated
+async def test_a_request_sets_the_idle_limit_until_the_model_is_unloaded():
+    async with world() as w:
+        await answered(w, keep_alive_s=50.0)
+        await asyncio.sleep(40)
+        assert 0 < w.model().expires_in_s < 11
+        await asyncio.sleep(12)
+        assert w.model() is None
+
+        await answered(w)  # loads it again, without the limit
+        await asyncio.sleep(1000)
+        assert w.model().expires_in_s is None
+
+
+@simulated
+async def test_the_newest_value_counts_and_a_request_without_one_changes_nothing():
+    async with world() as w:
+        await answered(w, keep_alive_s=10.0)
+        await answered(w, keep_alive_s=500.0)
+        await answered(w)
+        await asyncio.sleep(490)
+        assert w.model().state == "ready"
+        await asyncio.sleep(20)
+        assert w.model() is None
+
+
+@simulated
+async def test_0_unloads_an_idle_model_and_waits_for_running_requests():
+    async with world({"demo": [Script(token_s=1)]}) as w:
+        client = w.client()
+        long = client.generate(max_tokens=30)
+        await until(lambda: client.count(long) > 0, 10)
+        await client.end(client.generate(max_tokens=1, keep_alive_s=0.0))
+        assert (await client.end(long)).reason == "length"
+        assert client.count(long) == 30
+        await until(lambda: w.model() is None, 5)
+
+
+@simulated
+async def test_a_negative_value_replaces_the_models_own_limit():
+    async with world(load=()) as w:
+        await w.system.load("demo", policy=ModelPolicy(idle_ttl_s=60))
+        await asyncio.sleep(50)
+        assert 0 < w.model().expires_in_s < 12
+        await answered(w, keep_alive_s=-1.0)
+        await asyncio.sleep(500)
+        assert w.model().expires_in_s is None
+
+
+@simulated
+async def test_pinning_keeps_the_limit_and_a_pinned_model_stays():
+    async with world() as w:
+        client = w.client()
+        await answered(w, keep_alive_s=30.0)
+        await client.ask(messages.Pin, model="demo")
+        await asyncio.sleep(100)
+        assert w.model().expires_in_s is None
+        await client.ask(messages.Unpin, model="demo")
+        await until(lambda: w.model() is None, 5)
+
+
+@simulated
+async def test_a_model_without_a_limit_is_still_evicted_for_another_one():
+    big = Script(weights=600)
+    async with world({"demo": [big], "big": [big]}) as w:
+        await answered(w, keep_alive_s=-1.0)
+        await asyncio.sleep(5)
+        await w.client().ask(messages.Load, model="big")
+        assert w.model() is None
+
+
+@simulated
+async def test_embeddings_set_it_too():
+    async with world() as w:
+        client = w.client()
+        key = client.start(messages.Embed, model="demo", prompt="hello", keep_alive_s=5.0)
+        await client.end(key)
+        await until(lambda: w.model() is None, 10)
