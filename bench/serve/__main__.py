@@ -32,14 +32,16 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.serve import processes, report, traces, twin
-from bench.serve.measure import Measures, Stream, Unfair, check_fair, judge, summarize
-from bench.serve.player import play
-from bench.serve.prompts import Prompts, words_of
-from bench.serve.servers import Fleet, Server
+from bench.serve import float32, report
+from bench.serve.bars import judge
 from bench.serve.sides import bars, make, takes_part
-from bench.serve.traces import Ask, Trace
 from kvd import demo
+from kvd.bench import processes, traces, twin
+from kvd.bench.measure import Measures, Stream, Unfair, check_fair, summarize
+from kvd.bench.player import play
+from kvd.bench.prompts import Prompts, words_of
+from kvd.bench.servers import Fleet, Server
+from kvd.bench.traces import Ask, Trace
 from kvd.demo.recall import filler_sentences
 from kvd.host import blas
 from kvd.host.memory import nvidia
@@ -178,7 +180,7 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         if not (source / "tokenizer.json").is_file():
             raise RuntimeError(f"{source} has no tokenizer.json; --model needs a model's folder")
         model = folder / "model"
-        twin.make(source, model, float32=not accelerated)
+        twin.make(source, model, None if accelerated else float32.convert)
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         prompts = Prompts(
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids,

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.serve.measure import Results, Verdict, median, ratio
+from bench.serve.bars import Verdict
 from bench.serve.sides import PLAIN
+from kvd.bench.measure import Results, median, ratio
 
 COLUMNS: dict[str, tuple[str, float, int]] = {
     "tok_s": ("tok/s", 1, 0),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.serve.measure import Bar
-from bench.serve.servers import Side, kvd_side, mlx_lm_side
+from bench.serve.bars import Bar
+from kvd.bench.servers import Side, kvd_side, mlx_lm_side
 
 DENSE, QUANTIZED = "kvd k16v16", "kvd k8v8"
 PLAIN, PLAIN_8_BITS, AS_STARTED = "mlx-lm", "mlx-lm kv-bits 8", "mlx-lm no blas"

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.serve.processes import PROC
 from bench.soak.served import STEADY, Served
 from bench.soak.traffic import Tally
+from kvd.bench.processes import PROC
 from kvd.client import AsyncClient
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from bench.serve.prompts import Prompts, words_of
 from kvd import demo
+from kvd.bench.prompts import Prompts, words_of
 from kvd.demo.recall import filler_sentences
 from protocol.types import ChatMessage
 

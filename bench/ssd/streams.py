@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from bench.serve.measure import percentile
 from bench.ssd import prompts
 from bench.ssd.worker import Answer, Worker
+from kvd.bench.measure import percentile
 
 STREAMS = 7
 UNDISTURBED_STEPS = 150

@@ -17,25 +17,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.serve import processes, sides, traces, twin
-from bench.serve.drivers import parse
-from bench.serve.measure import (
-    Bar,
+from bench.serve import sides
+from bench.serve.bars import Bar, judge
+from bench.serve.report import as_json, bars_table, plot, trace_table
+from kvd.bench import processes, traces, twin
+from kvd.bench.drivers import parse
+from kvd.bench.measure import (
     Measures,
     Stream,
     Unfair,
     check_fair,
-    judge,
     median,
     percentile,
     ratio,
     summarize,
 )
-from bench.serve.player import play
-from bench.serve.prompts import Prompts, words_of
-from bench.serve.report import as_json, bars_table, plot, trace_table
-from bench.serve.servers import Fleet, kvd_side, mlx_lm_side
-from bench.serve.traces import Ask, Trace
+from kvd.bench.player import play
+from kvd.bench.prompts import Prompts, words_of
+from kvd.bench.servers import Fleet, kvd_side, mlx_lm_side
+from kvd.bench.traces import Ask, Trace
 from kvd.host.home import Home
 
 
@@ -218,7 +218,7 @@ def test_the_copied_model_has_no_end_of_text_token(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>"}))
     (source / "tokenizer.json").write_text("{}")
-    twin.make(source, tmp_path / "twin", float32=False)
+    twin.make(source, tmp_path / "twin")
 
     assert json.loads((tmp_path / "twin/config.json").read_text()) == {"hidden_size": 8}
     assert json.loads((tmp_path / "twin/tokenizer_config.json").read_text()) == {"eos_token": None}

@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.serve.traces import Trace
+from kvd.bench.traces import Trace
 
 Encode = Callable[[str], Sequence[int]]
 """Encodes a text without adding special tokens."""

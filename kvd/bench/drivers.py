@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.serve.measure import Stream
+from kvd.bench.measure import Stream
 from kvd.client import AsyncClient
 from protocol.kv import KVSpec
 from protocol.messages import Done, Tokens

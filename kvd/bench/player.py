@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from bench.serve.measure import Stream
-from bench.serve.traces import Ask, Trace
+from kvd.bench.measure import Stream
+from kvd.bench.traces import Ask, Trace
 
 
 class Driver(Protocol):

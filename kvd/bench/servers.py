@@ -19,9 +19,9 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.serve import processes
-from bench.serve.drivers import KvdDriver, OpenAIDriver
-from bench.serve.player import Driver
+from kvd.bench import processes
+from kvd.bench.drivers import KvdDriver, OpenAIDriver
+from kvd.bench.player import Driver
 from kvd.client import AsyncClient
 from kvd.config.kv import parse_kv
 from protocol.errors import KvdError, NotRunning
