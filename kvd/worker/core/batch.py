@@ -15,7 +15,7 @@ runs in step n+1. Its row is freed when step n+1 is read.
 
 If a row has a grammar, its mask depends on the previous token. Then the forward pass is launched
 first, the previous step is read, and the tokens are drawn last: the host computes the masks while
-the device computes the logits.
+the device computes the logits (`kvd.worker.core.masks`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from msgspec.structs import replace
 from kvd.worker.core.decode_step import DecodeStep, input_tokens
 from kvd.worker.core.delivery import report_rest, report_text
 from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
-from kvd.worker.core.masks import draw_masked
+from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
-from kvd.worker.grammar.matcher import MaskFiller
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.tree import Hit
@@ -80,7 +79,7 @@ class Batch:
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size)
-        self._mask_filler = MaskFiller()
+        self._masks = StepMasks(text.vocab_size)
         self._step: DecodeStep | None = None
 
     @property
@@ -192,14 +191,16 @@ class Batch:
 
         Return whether there was a previous one.
         """
-        previous, step = self._step, self._launch(rids)
-        self._step = step
+        previous = self._step
+        try:
+            self._step = step = self._launch(rids)
+        finally:
+            self._masks.wait()
         if previous is not None:
             self.enter_phase("decode")
             self._read_step(previous)
         if step is not None and step.has_grammars:
-            size = self.text.vocab_size
-            over = draw_masked(step, self._sampler, self._mask_filler, self.requests, size)
+            over = self._masks.draw(step, self._sampler, self.requests)
             mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
             for completion, error in over:
                 self._end_by_grammar(completion, error)
@@ -225,6 +226,7 @@ class Batch:
         step = DecodeStep.of(logits, live, rows, levels)
         if not step.has_grammars:
             step.draw_tokens(self._sampler)
+        self._masks.begin(self._step, step)
         mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
             completion.launched += 1

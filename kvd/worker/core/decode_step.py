@@ -56,8 +56,11 @@ class DecodeStep:
         """Whether a row's next token depends on the text of the previous one."""
         return any(one.matcher is not None for one in self.drawing)
 
+    def draws(self, completion: Completion) -> bool:
+        return completion.key in self.positions
+
     def includes(self, completion: Completion) -> bool:
-        return completion.key in self.positions or completion in self.replaying
+        return self.draws(completion) or completion in self.replaying
 
     def draw_tokens(self, sampler: Sampler, masks: mx.array | None = None) -> None:
         """Draw the next token of each row lazily; ``masks``: see `Sampler.draw`."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
@@ -32,25 +32,55 @@ class Matcher:
     def __init__(self, grammar: Any, eos_ids: frozenset[int], vocabulary: int) -> None:
         self.grammar: Any = grammar
         self.vocabulary = vocabulary
-        """Tokens of the model and of the tokenizer, whichever are more."""
+        """Tokens of the tokenizer."""
+        self.mask: Mask | None = None
+        """The mask of the next token, if it was computed already."""
         self._eos_ids = eos_ids
-        self._ended = False
+        self._ahead: int | None = None
+        """A token that the matcher advanced by before `push`."""
 
     def push(self, token: int) -> None:
         """Advance by a token that the mask allowed."""
+        if self._ahead == token:
+            self._ahead = None
+            return
+        self.settle()
+        self.mask = None
         if not self.grammar.is_stopped():
             self.grammar.consume_token(token)
+
+    def push_ahead(self, token: int) -> None:
+        """Advance by a token that was drawn; `push` follows, or `settle` if the draw is dropped."""
+        self.settle()
+        self.mask = None
+        if not self.grammar.is_stopped() and self.grammar.consume_token(token):
+            self._ahead = token
+
+    def settle(self) -> None:
+        """Return to the state after the last pushed token."""
+        if self._ahead is not None:
+            self._ahead = self.mask = None
+            self.grammar.rollback(1)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the grammar cannot be followed any further."""
+        return bool(self.grammar.is_error())
 
     @property
     def complete(self) -> bool:
         """Whether the answer matches and no token may continue it. Computes a mask."""
         if self.grammar.is_error() or not self.grammar.is_accepting():
             return False
-        mask = np.frombuffer(bytearray(self.grammar.compute_bitmask()), np.uint8)
-        return self.grammar.is_stopped() or not self.limit(mask, (), may_end=True)
+        if self.mask is not None:
+            mask = self.mask.copy()
+        else:
+            mask = np.frombuffer(bytearray(self.grammar.compute_bitmask()), np.uint8)
+        self.limit(mask, (), may_end=True)
+        return self.grammar.is_stopped() or not mask.any()
 
-    def limit(self, mask: Mask, ends: Collection[int], *, may_end: bool) -> bool:
-        """Adjust the mask to the tokens that end the completion; return whether any token is left.
+    def limit(self, mask: Mask, ends: Collection[int], *, may_end: bool) -> None:
+        """Adjust the mask to the tokens that end the completion.
 
         ``ends``: these tokens. Other end tokens of the model are excluded: in a completion that
         ignores them they would be text. ``may_end``: False until ``min_tokens``.
@@ -58,7 +88,6 @@ class Matcher:
         excluded = self._eos_ids.difference(ends if may_end else ())
         for token in excluded if may_end else excluded.union(ends):
             mask[token >> 3] &= 0xFF ^ (1 << (token & 7))
-        return bool(mask.any())
 
     def failure(self) -> KvdError | None:
         """Return why no token is allowed; None: the grammar is complete."""
@@ -77,29 +106,47 @@ class Matcher:
 
 
 class MaskFiller:
-    """Computes the masks of several matchers in one call."""
+    """Computes the masks of several matchers in one call.
 
-    def __init__(self) -> None:
-        self._executor: Any = LLExecutor(num_threads=None)
+    ``vocabulary``: tokens of the model. ``threads``: how many compute; 1: the calling one, which
+    then holds Python's lock.
+    """
 
-    def fill(self, matchers: Sequence[Matcher | None], vocabulary: int) -> Mask:
+    def __init__(self, vocabulary: int, threads: int = 1) -> None:
+        self._vocabulary = vocabulary
+        self._executor: Any = LLExecutor(num_threads=threads) if threads > 1 else None
+
+    def fill(self, matchers: Sequence[Matcher | None]) -> Mask:
         """Return the masks, ``[matchers, bytes]``. All tokens are allowed without a matcher.
 
-        ``vocabulary``: tokens of the model. A matcher that fails has an empty mask.
+        A matcher that fails has an empty mask. Masks that were computed already are copied.
         """
-        size = max([vocabulary, *(one.vocabulary for one in matchers if one is not None)])
-        words: NDArray[np.int32] = allocate_token_bitmask(len(matchers), size)
-        pairs: list[tuple[LLMatcher, int]] = []
+        new = [one for one in matchers if one is not None and one.mask is None]
+        if new:
+            self.fill_ahead(new)
+        words = allocate_token_bitmask(len(matchers), self._vocabulary)
+        masks: Mask = words.view(np.uint8)
         for row, matcher in enumerate(matchers):
-            if matcher is None:
-                continue
-            if matcher.grammar.is_error():
-                words[row] = 0
-            else:
-                pairs.append((matcher.grammar, row))
-        if pairs:
-            fill_next_token_bitmask_par(self._executor, pairs, words)
-        for grammar, row in pairs:
-            if grammar.is_error():
-                words[row] = 0
-        return words.view(np.uint8)
+            if matcher is not None and matcher.mask is not None:
+                masks[row] = matcher.mask
+        return masks
+
+    def fill_ahead(self, matchers: Sequence[Matcher]) -> None:
+        """Compute `Matcher.mask` of each of them."""
+        size = max([self._vocabulary, *(one.vocabulary for one in matchers)])
+        words: NDArray[np.int32] = allocate_token_bitmask(len(matchers), size)
+        followed = [(one.grammar, row) for row, one in enumerate(matchers) if not one.failed]
+        if followed and self._executor is not None:
+            fill_next_token_bitmask_par(self._executor, followed, words)
+        else:
+            width = words.itemsize * words.shape[1]
+            for grammar, row in followed:
+                grammar.unsafe_compute_mask_ptr(words.ctypes.data + row * width, width)
+        masks = words.view(np.uint8)[:, : (self._vocabulary + 31) // 32 * 4]
+        # Tokens of the tokenizer for which the model has no logit cannot be drawn.
+        for token in range(self._vocabulary, 8 * masks.shape[1]):
+            masks[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
+        for matcher, mask in zip(matchers, masks, strict=True):
+            if matcher.failed:
+                mask[:] = 0
+            matcher.mask = mask

@@ -1,8 +1,8 @@
 """Replaces functions of MLX with operations of the library.
 
-`mx.fast.rms_norm`, `mx.fast.rope` and mlx-lm's `swiglu` are chains of operations on the CPU.
-`install` replaces each with one operation for float32 on the CPU; all other calls go to MLX. Norms
-differ from MLX's only by rounding.
+`mx.fast.rms_norm`, `mx.fast.rope`, mlx-lm's `swiglu` and the masks of grammars are chains of
+operations on the CPU. `install` replaces each with one operation for float32 on the CPU; all other
+calls go to MLX. Norms differ from MLX's only by rounding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import activations
 
+from kvd.worker.grammar import masking
+
 _rms_norm = mx.fast.rms_norm
 _rope = mx.fast.rope
 _swiglu = activations.swiglu
+_masked = masking.masked
 
 
 class _Functions:
@@ -72,6 +75,12 @@ class _Functions:
             return cast(mx.array, _swiglu(gate, x))
         return cast(mx.array, self._library.swiglu(gate, x))
 
+    def masked(self, logits: mx.array, masks: mx.array) -> mx.array:
+        covered = 8 * masks.shape[-1] >= logits.shape[-1]
+        if logits.dtype != mx.float32 or not covered or not logits.size:
+            return cast(mx.array, _masked(logits, masks))
+        return cast(mx.array, self._library.masked(logits, masks))
+
 
 def _rotation_rates(
     dims: int, base: float | None, freqs: mx.array | None, size: int
@@ -107,15 +116,15 @@ def _frequencies(dims: int, base: float) -> mx.array:
 def install(library: ModuleType) -> None:
     """Replace MLX's functions; call before model modules are imported, once per process."""
     functions = _Functions(library)
-    _use(functions.rms_norm, functions.rope, functions.swiglu)
+    _use(functions.rms_norm, functions.rope, functions.swiglu, functions.masked)
 
 
 @contextmanager
 def installed(library: ModuleType | None) -> Iterator[None]:
     """Use the library's operations, or MLX's own for None; then restore those in use before."""
-    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu
+    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu, masking.masked
     try:
-        _use(_rms_norm, _rope, _swiglu)
+        _use(_rms_norm, _rope, _swiglu, _masked)
         if library is not None:
             install(library)
         yield
@@ -123,7 +132,8 @@ def installed(library: ModuleType | None) -> Iterator[None]:
         _use(*before)
 
 
-def _use(rms_norm: Any, rope: Any, swiglu: Any) -> None:
+def _use(rms_norm: Any, rope: Any, swiglu: Any, masked: Any) -> None:
     mx.fast.rms_norm = rms_norm
     mx.fast.rope = rope
     activations.swiglu = swiglu
+    masking.masked = masked

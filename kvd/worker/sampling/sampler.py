@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.grammar import masking
 from kvd.worker.sampling.draws import BatchSampling, sample
 from kvd.worker.sampling.edits import Counts, Edits
 from kvd.worker.sampling.logprobs import Scored, Scores, score
@@ -115,7 +116,7 @@ class _Part:
             self.edits = Edits.of(self.rows, self.keys, counts)
         edited = self.edits.apply(logits, counts)
         if masks is not None:
-            edited = mx.where(unpacked(masks, logits.shape[-1]), edited, -mx.inf)
+            edited = masking.masked(edited, masks)
         tokens = sample(edited, self.sampling, positions)
         self.edits.count(tokens, counts)
         for row in self.rows:
@@ -211,13 +212,6 @@ class Sampler:
             _Part.of(group, tuple(self._rows[key] for key in group), self._counts)
             for group in groups
         ]
-
-
-def unpacked(masks: Any, vocabulary: int) -> Any:
-    """Return packed masks, ``[rows, bytes]`` uint8, as ``[rows, vocabulary]`` bool, lazily."""
-    bits = mx.array([1 << bit for bit in range(8)], dtype=mx.uint8)
-    whole = (masks[:, :, None] & bits).astype(mx.bool_)
-    return whole.reshape(masks.shape[0], -1)[:, :vocabulary]
 
 
 def finite_and_varied(logits: Any) -> Any:

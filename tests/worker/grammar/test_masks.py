@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvd.worker.grammar.answers import AnswerContext, grammar_of
 from kvd.worker.grammar.compiler import Compiler
-from kvd.worker.grammar.matcher import MaskFiller
+from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.text.text import Text
 from protocol.tools import Grammar
 from protocol.types import Sampling
@@ -47,9 +48,9 @@ def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar,
     assert found is not None
     compilation = COMPILER.start(found.text, 10.0)
     matchers = [COMPILER.matcher(compilation) for _ in range(rows)]
-    rng, filler = random.Random(seed), MaskFiller()
+    rng, filler = random.Random(seed), MaskFiller(512, rows)
     for _ in range(8):
-        masks = filler.fill([*matchers, None], 512)
+        masks = filler.fill([*matchers, None])
         assert masks[-1].all()
         for matcher, mask in zip(matchers, masks, strict=False):
             bits = np.unpackbits(mask, bitorder="little")[:512]
@@ -60,3 +61,56 @@ def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar,
             allowed = [token for token in others if bits[token]]
             if allowed:
                 matcher.push(rng.choice(allowed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(grammar=GRAMMARS, seed=st.integers(0, 9999))
+def test_a_token_that_is_pushed_ahead_and_then_not_delivered_leaves_no_trace(
+    grammar: Grammar, seed: int
+) -> None:
+    """As after a failed step, whose tokens are drawn again, at times with another result."""
+    matcher, wanted = matcher_of(grammar), matcher_of(grammar)
+    rng, filler = random.Random(seed), MaskFiller(512)
+    for _ in range(10):
+        (expected,) = filler.fill([wanted])
+        wanted.mask = None  # computed again, from its state alone
+        assert (filler.fill([matcher])[0] == expected).all()
+        allowed = np.flatnonzero(np.unpackbits(expected, bitorder="little"))
+        if not allowed.size:
+            return
+        token, other = (int(rng.choice(allowed)) for _ in range(2))
+        match rng.choice(["push", "ahead", "other", "lost"]):
+            case "ahead":
+                matcher.push_ahead(token)
+                filler.fill_ahead([matcher])
+            case "other":
+                matcher.push_ahead(other)
+                filler.fill_ahead([matcher])
+            case "lost":
+                matcher.push_ahead(other)
+                filler.fill_ahead([matcher])
+                matcher.settle()
+                assert (filler.fill([matcher])[0] == expected).all()
+        matcher.push(token)
+        wanted.push(token)
+        assert matcher.complete == wanted.complete
+
+
+def matcher_of(grammar: Grammar) -> Matcher:
+    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
+    found = grammar_of(request, AnswerContext(), canonical=False)
+    assert found is not None
+    return COMPILER.matcher(COMPILER.start(found.text, 10.0))
+
+
+@pytest.mark.parametrize("vocabulary", [512, 500, 479])
+def test_a_mask_allows_no_token_without_a_logit(vocabulary: int) -> None:
+    """A tokenizer may have more tokens than the model. A row that may draw only these would get
+    logits of minus infinity alone, of which token 0 is drawn."""
+    beyond = next(at for at in range(479, 512) if TEXT.vocabulary().tokens[at])
+    text = re.escape(TEXT.vocabulary().tokens[beyond].decode())
+    (mask,) = MaskFiller(vocabulary).fill([matcher_of(Grammar("regex", text))])
+    bits = np.unpackbits(mask, bitorder="little")
+
+    assert not bits[vocabulary:].any()
+    assert bits[:vocabulary].any()

@@ -1,4 +1,4 @@
-// Norms, RoPE and the gate of an MLP, one row or token at a time.
+// Norms, RoPE, the gate of an MLP and masks of logits, one row or token at a time.
 
 #pragma once
 
@@ -44,6 +44,21 @@ inline void swiglu(const float* gate, const float* x, int64_t size, float* y) {
     const F8 g = load(gates);
     store(found, g / (splat(1.0f) + exp(-g)) * load(others));
     std::memcpy(y + i, found, (size - i) * sizeof(float));
+  }
+}
+
+// x, or minus infinity where the mask's bit is 0, the lowest bit of a byte first.
+inline void masked(const float* x, const uint8_t* mask, int64_t size, float* y) {
+  const F8 excluded = splat(-std::numeric_limits<float>::infinity());
+  const I8 bits = {1, 2, 4, 8, 16, 32, 64, 128};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    const int32_t byte = mask[i / LANES];
+    const I8 own = I8{byte, byte, byte, byte, byte, byte, byte, byte} & bits;
+    store(y + i, own == bits ? load(x + i) : excluded);
+  }
+  for (; i < size; ++i) {
+    y[i] = mask[i / LANES] >> (i % LANES) & 1 ? x[i] : excluded[0];
   }
 }
 

@@ -212,6 +212,31 @@ class Gate : public Operation {
   }
 };
 
+class Masked : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdMasked)
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[0].shape()};
+  }
+  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  // Logits, [rows, vocabulary]; masks, [rows, bytes] uint8.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    run([x = Rows(inputs[0]), masks = inputs[1].data<uint8_t>(),
+         width = int64_t{inputs[1].shape(-1)}, size = int64_t{out.shape(-1)},
+         y = out.data<float>()] {
+      thread_local std::vector<float> room;
+      for (int64_t row = 0; row < x.count(); ++row) {
+        kvd::masked(x.row(row, room), masks + row * width, size, y + row * size);
+      }
+    });
+  }
+};
+
 class Rotate : public Operation {
  public:
   Rotate(mx::Stream stream, bool interleaved, float scale)
@@ -572,6 +597,17 @@ mx::array rope(
       {x, mx::contiguous(offsets), plain(frequencies)});
 }
 
+mx::array masked(const mx::array& logits, const mx::array& masks) {
+  check(
+      logits.ndim() == 2 && logits.dtype() == mx::float32, "masked takes [rows, vocabulary] float32");
+  check(
+      masks.ndim() == 2 && masks.dtype() == mx::uint8 && masks.shape(0) == logits.shape(0) &&
+          8 * int64_t{masks.shape(1)} >= logits.shape(1),
+      "a bit of uint8 for each logit");
+  return mx::array(
+      logits.shape(), mx::float32, std::make_shared<Masked>(cpu()), {logits, mx::contiguous(masks)});
+}
+
 std::pair<mx::array, mx::array> append(
     const mx::array& tail_keys, const mx::array& tail_values, const mx::array& keys,
     const mx::array& values, const mx::array& rows) {
@@ -643,6 +679,7 @@ NB_MODULE(kvd_native, m) {
   m.def("multiply", &multiply, "x"_a, "packed"_a, "outputs"_a, "bias"_a.none() = nb::none());
   m.def("look_up", &look_up, "ids"_a, "packed"_a, "rows"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
+  m.def("masked", &masked, "logits"_a, "masks"_a);
   m.def("swiglu", &swiglu, "gate"_a, "x"_a);
   m.def("rope", &rope, "x"_a, "offsets"_a, "frequencies"_a, "interleaved"_a, "scale"_a);
   m.def("append", &append, "tail_keys"_a, "tail_values"_a, "keys"_a, "values"_a, "rows"_a);

@@ -1,0 +1,23 @@
+"""Applies masks to logits.
+
+`masked` is plain operations. On CPUs, `kvd.worker.native.operations.install` replaces it with one
+operation: for 8 rows of 150,000 tokens, the plain ones take 13 ms of CPU time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+
+def masked(logits: Any, masks: Any) -> Any:
+    """Return logits with minus infinity for tokens that the masks exclude, lazily.
+
+    ``logits``: ``[rows, vocabulary]``. ``masks``: a bit for each token, ``[rows, bytes]`` uint8,
+    the lowest bit first.
+    """
+    bits = mx.array([1 << bit for bit in range(8)], dtype=mx.uint8)
+    whole = (masks[:, :, None] & bits).astype(mx.bool_)
+    allowed = whole.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
+    return mx.where(allowed, logits, -mx.inf)
