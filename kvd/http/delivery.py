@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from kvd.http.completion import StreamedCompletion, WholeCompletion
 from kvd.http.send_buffer import SendBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from kvd.http.backend import Completions
     from kvd.http.completion import Streamed, Whole
@@ -44,18 +45,30 @@ class Delivery:
         answer: Streamed,
         content_type: str = _EVENTS,
     ) -> web.StreamResponse:
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError("the client has disconnected")
+        transport = _transport(request)
         buffer = SendBuffer(self.unread_limit, transport.get_write_buffer_size, transport.abort)
         completion = StreamedCompletion(self.backend, calls, answer, buffer)
+        return await self.follow(request, completion.chunks(), content_type)
+
+    async def follow(
+        self, request: web.Request, chunks: AsyncGenerator[bytes], content_type: str = _EVENTS
+    ) -> web.StreamResponse:
+        """Send chunks as they are; they are closed at the end, also if the client disconnects."""
         response = web.StreamResponse(headers=_STREAM_HEADERS | {"Content-Type": content_type})
-        async with contextlib.aclosing(completion.chunks()) as chunks:
+        async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(chunk)
-        if not response.prepared:  # disconnected before the first chunk
-            raise ConnectionResetError("the client has disconnected")
+        if not response.prepared:
+            if _transport(request).is_closing():  # disconnected before the first chunk
+                raise ConnectionResetError("the client has disconnected")
+            await response.prepare(request)
         await response.write_eof()
         return response
+
+
+def _transport(request: web.Request) -> asyncio.Transport:
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    return request.transport

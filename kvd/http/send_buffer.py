@@ -9,13 +9,17 @@ from collections.abc import Callable
 class SendBuffer:
     """Takes bytes at any time and returns them joined; too many unsent bytes end the stream.
 
-    ``socket_backlog`` returns the bytes in the transport; ``abort`` closes the connection.
+    The limit excludes the largest piece: one piece can repeat the whole request or the whole
+    answer, and a client that reads quickly has had no time for it yet. ``socket_backlog`` returns
+    the bytes in the transport; ``abort`` closes the connection.
     """
 
     def __init__(
         self, limit: int, socket_backlog: Callable[[], int], abort: Callable[[], None]
     ) -> None:
         self._limit = limit
+        self._largest = 0
+        """Bytes of the largest piece so far."""
         self._socket_backlog = socket_backlog
         self._abort = abort
         self._bytes = bytearray()
@@ -32,7 +36,8 @@ class SendBuffer:
         self._bytes += data
         self._changed.set()
         self.over = self.over or last
-        if len(self._bytes) + self._socket_backlog() <= self._limit:
+        self._largest = max(self._largest, len(data))
+        if len(self._bytes) + self._socket_backlog() <= self._limit + self._largest:
             return True
         self._bytes.clear()
         self.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from kvd.http.responses import Extension
 
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+NO_LOGPROBS = Raw(b"[]")
 
 
 class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
@@ -18,7 +19,8 @@ class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: Raw = NO_LOGPROBS
+    """List of the tokens with their logprobs, as JSON."""
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):

@@ -6,13 +6,14 @@ Sans-io. An event is its type and its own fields; `kvd.http.responses_api.answer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from kvd.http.responses_api.freeform import InputReader
 from kvd.http.responses_api.objects import (
+    NO_LOGPROBS,
     CustomCall,
     FunctionCall,
     ItemStatus,
@@ -24,10 +25,15 @@ from kvd.http.responses_api.objects import (
     SummaryText,
 )
 from kvd.http.responses_api.sealed import seal
+from kvd.http.responses_api.text_logprobs import encoded
 from kvd.http.responses_api.tools import ToolName
+from protocol.errors import InvalidRequest
+from protocol.types import TokenLogprob
 
 Events = Iterator[tuple[str, dict[str, Any]]]
 """Types without ``response.``, and fields. All belong to the item."""
+MOST_LOGPROBS = 8 * 1024 * 1024
+"""Maximum bytes of a message's logprobs that its end repeats, which it does four times."""
 
 
 class OpenItem(ABC):
@@ -66,20 +72,59 @@ class OpenMessage(OpenItem):
 
     prefix = "msg"
 
+    def __init__(self, item_id: str, *, streams: bool) -> None:
+        super().__init__(item_id)
+        self._streams = streams
+        self._logprobs = bytearray()
+        self._found: Sequence[TokenLogprob] = ()
+        self._only_deltas = False
+        """The logprobs exceed `MOST_LOGPROBS`: the end of the message has none."""
+
     def item(self, status: ItemStatus) -> MessageItem:
-        content = [] if status == "in_progress" else [OutputText(self.text)]
+        content = [] if status == "in_progress" else [self._content()]
         return MessageItem(id=self.id, status=status, content=content)
+
+    def _content(self) -> OutputText:
+        return OutputText(self.text, logprobs=Raw(b"[" + self._logprobs + b"]"))
+
+    def add_logprobs(self, found: Sequence[TokenLogprob]) -> None:
+        """Take the tokens of the next piece of the text, before the piece."""
+        self._found = found
 
     def begin(self) -> Events:
         yield "content_part.added", {"content_index": 0, "part": OutputText()}
 
     def push(self, text: str) -> Events:
         self._pieces.append(text)
-        yield "output_text.delta", {"content_index": 0, "delta": text, "logprobs": []}
+        logprobs = NO_LOGPROBS
+        if self._found:
+            items, self._found = encoded(self._found), ()
+            self._keep(items)
+            logprobs = Raw(b"[%b]" % items)
+        yield "output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs}
+
+    def _keep(self, items: bytes) -> None:
+        if self._only_deltas:
+            return
+        if self._logprobs:
+            self._logprobs += b","
+        self._logprobs += items
+        if len(self._logprobs) <= MOST_LOGPROBS:
+            return
+        if not self._streams:
+            raise InvalidRequest(
+                f"the logprobs of the answer in one piece would exceed {MOST_LOGPROBS} bytes; "
+                "request a stream (stream: true), or less (top_logprobs, max_output_tokens)",
+                field="stream",
+            )
+        self._only_deltas = True
+        self._logprobs.clear()
 
     def end(self) -> Events:
-        yield "output_text.done", {"content_index": 0, "text": self.text, "logprobs": []}
-        yield "content_part.done", {"content_index": 0, "part": OutputText(self.text)}
+        content = self._content()
+        done = {"content_index": 0, "text": content.text, "logprobs": content.logprobs}
+        yield "output_text.done", done
+        yield "content_part.done", {"content_index": 0, "part": content}
 
 
 class OpenReasoning(OpenItem):

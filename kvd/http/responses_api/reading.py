@@ -31,6 +31,7 @@ PATH = "/v1/responses"
 
 _NEUTRAL = (b"null", b"false")
 _SEALED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
 _SEED_MASK = 2**63 - 1
 
 
@@ -83,6 +84,7 @@ def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: i
         grammar=_grammar(request),
         sampling=_sampling(request),
         max_tokens=request.max_output_tokens,
+        logprobs=_logprobs(request),
         priority=request.priority or 0,
         deadline_s=request.deadline_s,
         prefix_salt=request.cache_salt,
@@ -110,6 +112,18 @@ def _check(request: ResponsesRequest) -> None:
         value = getattr(request, name)
         if value is not ABSENT and bytes(value) not in _NEUTRAL:
             raise InvalidRequest(f"{name} is not supported; {advice}", field=name)
+    if request.background and request.store is False:
+        raise InvalidRequest(
+            "background is true and store is false, but a background response is read from the "
+            "store; leave store out",
+            field="store",
+        )
+
+
+def _logprobs(request: ResponsesRequest) -> int | None:
+    if request.top_logprobs or _LOGPROBS in (request.include or []):
+        return request.top_logprobs or 0
+    return None
 
 
 def _own_items(request: ResponsesRequest) -> list[Raw]:
@@ -177,6 +191,8 @@ def _response(request: ResponsesRequest, created_at: int) -> Response:
         id=f"resp_{secrets.token_hex(16)}",
         created_at=created_at,
         model=request.model,
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
         instructions=_kept(request.instructions),
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
@@ -193,6 +209,7 @@ def _response(request: ResponsesRequest, created_at: int) -> Response:
         text=text,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=[tool.copy() for tool in request.tools or []],
+        top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         user=request.user,
     )

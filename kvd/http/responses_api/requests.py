@@ -58,6 +58,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning | None = None
     text: Text | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    background: bool | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -75,20 +77,17 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: Raw = ABSENT
     service_tier: Raw = ABSENT
     truncation: Raw = ABSENT
-    top_logprobs: Raw = ABSENT
     max_tool_calls: Raw = ABSENT
     client_metadata: Raw = ABSENT
     prompt_cache_retention: Raw = ABSENT
     prompt_cache_options: Raw = ABSENT
 
     # Refused unless neutral, because the answer would be wrong without them.
-    background: Raw = ABSENT
     conversation: Raw = ABSENT
     prompt: Raw = ABSENT
 
 
 REFUSED = {
-    "background": "send the request with stream: true and keep the connection open",
     "conversation": "use previous_response_id, or send the whole conversation in input",
     "prompt": "send the prompt's text in instructions and input",
 }

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,13 +17,17 @@ from kvd.http.errors import INVALID, Refusal
 from kvd.http.request_keys import OWNER
 from kvd.http.responses_api import reading
 from kvd.http.responses_api.answer import ResponseAnswer, WholeResponse
+from kvd.http.responses_api.background import Run
+from kvd.http.responses_api.input_items import Page, listed
+from kvd.http.responses_api.query import ShowQuery, read_query
+from protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvd.http.backend import Ignored
     from kvd.http.bodies import Bodies
     from kvd.http.delivery import Delivery
     from kvd.http.responses_api.reading import Wanted
-    from kvd.http.responses_api.store import Store
+    from kvd.http.responses_api.store import Store, Stored
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class ResponsesRoutes:
     def table(self) -> list[web.RouteDef]:
         return [
             web.post(reading.PATH, self.create, expect_handler=expect_later),
+            web.post(f"{reading.PATH}/{{id}}/cancel", self.cancel),
+            web.get(f"{reading.PATH}/{{id}}/input_items", self.input_items),
             web.get(f"{reading.PATH}/{{id:.+}}", self.show),
             web.delete(f"{reading.PATH}/{{id:.+}}", self.delete),
         ]
@@ -48,6 +55,8 @@ class ResponsesRoutes:
         for name, count in wanted.ignored.items():
             if count:
                 self.ignored(reading.PATH, name, count)
+        if wanted.response.background:
+            return await self._run(request, wanted, owner)
         keep = partial(self._keep, wanted, owner) if wanted.store else None
         kind = ResponseAnswer if wanted.stream else WholeResponse
         answer = kind(wanted, asyncio.get_running_loop().time(), _now, keep)
@@ -55,17 +64,68 @@ class ResponsesRoutes:
             return await self.delivery.stream(request, [wanted.call], answer)
         return await self.delivery.whole([wanted.call], answer)
 
-    async def show(self, request: web.Request) -> web.Response:
-        body = self.store.body(request.match_info["id"], request.get(OWNER))
-        if body is None:
+    async def _run(
+        self, request: web.Request, wanted: Wanted, owner: str | None
+    ) -> web.StreamResponse:
+        """Run a background response; its client may disconnect."""
+        response, store = wanted.response, self.store
+        answer = ResponseAnswer(wanted, asyncio.get_running_loop().time(), _now)
+        run = Run(answer, partial(store.update, response.id))
+        previous = response.previous_response_id
+        if not store.put(response.id, owner, previous, wanted.input, run.body, run):
+            raise InvalidRequest(
+                "the request is too large for a background response, which must fit the store; "
+                "send it with stream: true and without background",
+                field="background",
+            )
+        body = run.body
+        run.start(self.delivery.backend, wanted.call)
+        if wanted.stream:
+            return await self.delivery.follow(request, run.follow(-1))
+        return _json(body)
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        stored = self._stored(request)
+        query = read_query(request.query, ShowQuery)
+        if not query.stream:
+            return _json(stored.body)
+        if stored.run is None:
+            raise InvalidRequest(
+                "stream is true, but only events of background responses are kept; read the "
+                "response without stream",
+                field="stream",
+            )
+        stored.run.check_kept(query.starting_after)
+        return await self.delivery.follow(request, stored.run.follow(query.starting_after))
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        stored = self._stored(request)
+        if stored.run is None:
+            raise InvalidRequest(
+                "only responses with background: true can be cancelled; others end with their "
+                "connection"
+            )
+        stored.run.cancel()
+        return _json(stored.body)
+
+    async def input_items(self, request: web.Request) -> web.Response:
+        stored, owner = self._stored(request), request.get(OWNER)
+        earlier = [] if stored.previous is None else self.store.history(stored.previous, owner)
+        items = [*chain.from_iterable(earlier), *stored.input]
+        page = read_query(request.query, Page)
+        return _json(listed(items, request.match_info["id"], page))
+
+    def _stored(self, request: web.Request) -> Stored:
+        stored = self.store.find(request.match_info["id"], request.get(OWNER))
+        if stored is None:
             raise _not_found(request)
-        return web.Response(body=body, content_type="application/json")
+        return stored
 
     async def delete(self, request: web.Request) -> web.Response:
         if not self.store.delete(request.match_info["id"], request.get(OWNER)):
             raise _not_found(request)
         deleted = {"id": request.match_info["id"], "object": "response", "deleted": True}
-        return web.Response(body=msgspec.json.encode(deleted), content_type="application/json")
+        return _json(msgspec.json.encode(deleted))
 
     def _read(self, body: bytearray, owner: str | None) -> Wanted:
         return reading.read(body, self.store, owner, _now())
@@ -73,6 +133,10 @@ class ResponsesRoutes:
     def _keep(self, wanted: Wanted, owner: str | None, body: bytes) -> None:
         response = wanted.response
         self.store.put(response.id, owner, response.previous_response_id, wanted.input, body)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 def _now() -> int:

@@ -9,7 +9,7 @@ import pytest
 from protocol import messages
 from protocol.errors import ContextTooLong, NumericalError
 from tests.http.responses_api.asked import AGENTS, PATCH, WEATHER, events, parts, post
-from tests.http.stage import fails, serving
+from tests.http.stage import fails, says, serving
 
 CALL = ("call", '{"city": "Paris"}', "weather", "abcdefgh1")
 THOUGHT = ("reasoning", "Let me think.")
@@ -191,3 +191,20 @@ async def test_a_stream_without_data_gets_typed_events(home, monkeypatch):
                     break
     assert kinds[0] == "event: response.created"
     assert set(kinds[1:]) == {"event: response.in_progress"}
+
+
+@pytest.mark.parametrize("field", ["instructions", "tools"])
+async def test_a_stream_may_repeat_more_than_the_limit_of_unread_bytes(home, field):
+    """It repeats them three times, and the client has had no time to read them."""
+    large = "x" * 600_000
+    value = large if field == "instructions" else [WEATHER | {"description": large}]
+    async with serving(home, parts(("text", "Hello " * 50)), unread_limit=1_000_000) as stage:
+        found = events((await post(stage.url, stream=True, **{field: value})).text)
+    assert found[-1]["response"][field] == value
+
+
+async def test_the_end_of_a_stream_may_repeat_a_long_text(home):
+    """It repeats the text four times."""
+    async with serving(home, says("x" * 900_000), unread_limit=1_000_000) as stage:
+        found = events((await post(stage.url, stream=True)).text)
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "x" * 900_000

@@ -156,7 +156,6 @@ def test_items_and_fields_that_kvd_does_not_have_are_ignored_and_counted():
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"temperature": 99}, "temperature"),
-        ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),

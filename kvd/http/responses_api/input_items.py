@@ -1,0 +1,73 @@
+"""Pages of a stored response's input items: ``GET /v1/responses/{id}/input_items``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+from protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Page(msgspec.Struct, frozen=True):
+    """The query of a page."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    """Id of the item after which the page begins."""
+
+
+def listed(items: Sequence[Raw], response_id: str, page: Page) -> bytes:
+    """Return a page of these items, oldest first, as JSON; raises `InvalidRequest` for ``after``.
+
+    Items without an id get one that later pages know.
+    """
+    own = response_id.removeprefix("resp_")
+    shown = [_shown(item, f"in_{own}_{number}") for number, item in enumerate(items)]
+    if page.order == "desc":
+        shown.reverse()
+    start = 0
+    if page.after is not None:
+        ids = [item["id"] for item in shown]
+        if page.after not in ids:
+            raise InvalidRequest(
+                f"after: the response has no input item {page.after!r}", field="after"
+            )
+        start = ids.index(page.after) + 1
+    data = shown[start : start + page.limit]
+    return msgspec.json.encode(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": start + page.limit < len(shown),
+        }
+    )
+
+
+def _shown(item: Raw, own_id: str) -> dict[str, Any]:
+    """Return an item with its id and, if it is a message, its type and content parts."""
+    found: dict[str, Any] = msgspec.json.decode(item, type=dict[str, Raw])
+    if not isinstance(_plain(found.get("id")), str):
+        found["id"] = own_id
+    else:
+        found["id"] = _plain(found["id"])
+    if _plain(found.get("type")) in (None, "message"):
+        found["type"] = "message"
+        found.setdefault("status", "completed")
+        if isinstance(text := _plain(found.get("content")), str):
+            kind = "output_text" if _plain(found.get("role")) == "assistant" else "input_text"
+            part = {"type": kind, "text": text}
+            found["content"] = [part | {"annotations": []} if kind == "output_text" else part]
+    return found
+
+
+def _plain(value: Raw | None) -> Any:
+    """Return a short value decoded; the decoder shares nothing with lists and objects."""
+    return None if value is None else msgspec.json.decode(value)

@@ -1,0 +1,34 @@
+"""The query of ``GET /v1/responses/{id}``, and how queries are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
+_BOOLEANS = {"true": True, "false": False}
+
+
+class ShowQuery(msgspec.Struct, frozen=True):
+    """The query of a stored response."""
+
+    stream: bool = False
+    starting_after: int = -1
+    """Number of the event after which the stream begins."""
+
+
+def read_query(query: Mapping[str, str], kind: type[T]) -> T:
+    """Decode a query; unknown names are ignored. Raises `InvalidRequest`."""
+    values = {name: _BOOLEANS.get(query[name], query[name]) for name in query}
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$.")
+        field = place.rstrip("`") or None
+        raise InvalidRequest(f"{field or 'the query'}: {text}", field=field) from None
