@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvd.http.errors import Refusal
     from kvd.http.responses_api.objects import ItemStatus, Status
-    from kvd.http.responses_api.reading import Wanted
+    from kvd.http.responses_api.wanted import Wanted
     from protocol.messages import Event, FinishReason
     from protocol.parts import PartStart
     from protocol.types import TokenLogprob

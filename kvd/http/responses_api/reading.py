@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +13,8 @@ from kvd.http.grammars import of_schema
 from kvd.http.responses_api.items import Conversation, add_all
 from kvd.http.responses_api.objects import Response
 from kvd.http.responses_api.requests import ABSENT, REFUSED, ResponsesRequest
-from kvd.http.responses_api.tools import Tools, read_choice, read_tools
+from kvd.http.responses_api.tools import read_choice, read_tools
+from kvd.http.responses_api.wanted import Wanted
 from kvd.http.unknown_fields import count_unknown
 from protocol.chat_checks import check_chat, check_grammar
 from protocol.errors import EmptyPrompt, InvalidRequest
@@ -33,26 +33,6 @@ _NEUTRAL = (b"null", b"false")
 _SEALED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _SEED_MASK = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A request, read."""
-
-    call: Generate
-    response: Response
-    """The response before its first event."""
-    tools: Tools
-    summary: bool
-    """Whether reasoning is sent as a summary."""
-    sealed: bool
-    """Whether reasoning items carry ``encrypted_content``."""
-    store: bool
-    stream: bool
-    input: tuple[Raw, ...]
-    """The request's own items, for the store."""
-    ignored: dict[str, int]
-    """Number of ignored fields, items, reasoning items and tools, by these names."""
 
 
 def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: int) -> Wanted:

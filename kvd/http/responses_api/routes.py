@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvd.http.backend import Ignored
     from kvd.http.bodies import Bodies
     from kvd.http.delivery import Delivery
-    from kvd.http.responses_api.reading import Wanted
     from kvd.http.responses_api.store import Store, Stored
+    from kvd.http.responses_api.wanted import Wanted
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from kvd.http.responses_api import reading
-from kvd.http.responses_api.reading import Wanted
 from kvd.http.responses_api.store import Store
+from kvd.http.responses_api.wanted import Wanted
 from protocol import messages
 from protocol.messages import Event, Generate
 from protocol.parts import PartStart
