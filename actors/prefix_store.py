@@ -69,11 +69,6 @@ class PrefixStoreState:
     def is_configured(self) -> bool:
         return self.machine.limits.limit_bytes > 0
 
-    @property
-    def segments_folder(self) -> str | None:
-        """The folder for a worker that starts now; None if the store is not configured."""
-        return self.folder if self.is_configured else None
-
     def status(self) -> PrefixStoreStatus:
         machine = self.machine
         return PrefixStoreStatus(

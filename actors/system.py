@@ -422,7 +422,8 @@ class System:
             # Hashed, because names may have characters that paths may not.
             swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,
-            segments_folder=self.prefix_store.segments_folder,
+            segments_folder=self.prefix_store.folder or None,
+            prefix_store_on=self.prefix_store.is_configured,
             key_file=self._settings.key_file,
         )
         machine = Lifecycle(name, self._settings.patience)

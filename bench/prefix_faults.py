@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import random
+import shlex
 import shutil
 import signal
 import struct
@@ -51,9 +52,22 @@ limit = {LIMIT_BYTES}
 keep_free = 0
 """
 WAIT_S = 60.0
+PREFILL_S = 1.0
+"""Least seconds of prefill of a prompt, four times what is worth a segment."""
+FIRST_WORDS = 560
 DAMAGE = ("flip", "cut", "zero", "swap", "version", "empty", "gone", "end")
 INDEX_DAMAGE = ("flip", "cut", "zero")
 SOURCE = Path(__file__).with_name("faulty_disk.c")
+
+
+_EXPECTED_CODES = (None, 0, -signal.SIGKILL)
+
+
+class _LogLine(msgspec.Struct):
+    """What is read of a line of the daemon's log."""
+
+    event: str = ""
+    returncode: int | None = None
 
 
 @dataclass
@@ -66,6 +80,8 @@ class Found:
     daemon_kills: int = 0
     kills_during_a_write: int = 0
     """Kills while an incomplete file was there."""
+    unexpected_exits: int = 0
+    """Workers that ended by an error, and actors that failed."""
     failed_calls: int = 0
     answers: int = 0
     restored: int = 0
@@ -122,6 +138,8 @@ class Store:
         self.disk = FaultyDisk(self.root) if usable else None
         self.answers: dict[str, tuple[int, ...]] = {}
         """The tokens that each prompt had at first."""
+        self._words = FIRST_WORDS
+        """Least words of a prompt."""
         self._process: subprocess.Popen[bytes] | None = None
         self._client: AsyncClient | None = None
 
@@ -176,14 +194,24 @@ class Store:
     # -- what is asked and checked ----------------------------------------------------------------
 
     def prompts(self, count: int) -> list[str]:
-        """Return new prompts of 560 to 1600 words; some continue others."""
+        """Return new prompts of one to three times `calibrate`'s length; some continue others."""
         words, made = WORDS.split(), []
         for number in range(count):
             base = self.random.choice(made) if number % 3 == 2 and made else ""
-            length = self.random.randrange(560, 800)
+            length = self.random.randrange(self._words, 3 * self._words // 2)
             more = " ".join(self.random.choice(words) for _ in range(length))
             made.append(f"{base} {more}".strip())
         return made
+
+    async def calibrate(self) -> None:
+        """Make prompts as long as this machine needs for segments of them to be written."""
+        await self.ask(self.prompts(1))  # loads the model
+        (prompt,) = self.prompts(1)
+        begun = time.monotonic()
+        await self.ask([prompt])
+        faster = PREFILL_S / (time.monotonic() - begun)
+        self._words = min(int(self._words * max(1.0, faster)), 4 * FIRST_WORDS)
+        self.note(f"prompts have at least {self._words} words")
 
     async def ask(self, prompts: list[str]) -> None:
         """Ask all prompts, four at a time, and compare the tokens with those of the first time."""
@@ -248,6 +276,16 @@ class Store:
         async for event in self.client.events():
             self.found.damage_events += event.kind == "segment_damaged"
             self.found.store_off_events += event.kind == "prefix_store_off"
+
+    def note_exits(self) -> None:
+        """Count what ended by an error, as the daemon's log says; kills are not counted."""
+        for line in (self.root / "log").read_text(errors="replace").splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                found = msgspec.json.decode(line, type=_LogLine)
+                crashed = found.event == "worker_exit" and found.returncode not in _EXPECTED_CODES
+                if crashed or found.event == "actor_failed":
+                    self.found.unexpected_exits += 1
+                    self.found.wrong.append(line[:300])
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -332,8 +370,13 @@ class Store:
         await self.check()
 
     async def kill(self, kills: int) -> None:
-        """Kill the worker or the daemon at random moments of writes."""
-        for number in range(kills):
+        """Kill the worker or the daemon at random moments of writes.
+
+        A kill counts if a file was incomplete. Half of the kills may come too late for that.
+        """
+        for number in range(2 * kills):
+            if self.found.kills_during_a_write >= kills:
+                break
             prompts = self.prompts(3)
             await self.ask(prompts)
             end = time.monotonic() + 3
@@ -347,10 +390,13 @@ class Store:
                 await self.kill_daemon()
                 await self.start()
             await self.ask(prompts)
-            if number % 5 == 4 or number == kills - 1:
+            if number % 5 == 4:
                 await self.written(1)
                 await self.check()
-            self.note(f"{number + 1} kills")
+            self.note(f"{number + 1} kills, {self.found.kills_during_a_write} during a write")
+        if kills:
+            await self.written(1)
+            await self.check()
 
     async def fail(self, rounds: int) -> None:
         """Let calls fail for some seconds, then start the daemon again."""
@@ -400,10 +446,12 @@ async def run(
 ) -> Found:
     """Run all parts with one daemon, one after the other."""
     async with store(seed) as made:
+        await made.calibrate()
         await made.corrupt(prompts, corruptions, each)
         await made.kill(kills)
         await made.fail(failures)
         await made.note_events()
+        made.note_exits()
         return made.found
 
 
@@ -422,6 +470,7 @@ def main() -> int:
     began = time.monotonic()
     found = asyncio.run(run(**asked))
     report = {
+        "command": shlex.join(["python", "-m", "bench.prefix_faults", *sys.argv[1:]]),
         "asked": asked,
         "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),

@@ -58,6 +58,8 @@ class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     swap_bytes: int = 0
     segments_folder: str | None = None
     """Folder of the machine's prefix store; absent: prefixes end with the worker."""
+    prefix_store_on: bool = True
+    """Whether the store has a limit now. Otherwise the first `SegmentsChanged` follows later."""
     key_file: str | None = None
     """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
@@ -172,7 +174,7 @@ class TimeSlice(CommandBase, tag="time_slice", frozen=True, kw_only=True):
 class SegmentsChanged(CommandBase, tag="segments_changed", frozen=True, kw_only=True):
     """Segments of the worker's space that exist, or no longer exist, since the last command.
 
-    The first ones answer `SegmentsOpened` and together list all. A list may be stale.
+    Once the store is on, the first ones list all. A list may be stale.
     """
 
     added: list[SegmentInfo] = []

@@ -169,7 +169,7 @@ class PrefixStore:
             text = f"{len(event.damaged)} damaged files are deleted: {event.damaged[0]}"
             yield ev.Announce("segment_damaged", text)
         yield from self._delete_damaged()
-        yield from self.readers.replace_index(before, self.index)
+        yield from self.readers.replace_index(before, self.index, opened=True)
         for space, model in self.readers.add_models(event.models):
             yield ev.RecordModel(space, model)
         yield from self._fit(now)
@@ -267,8 +267,9 @@ class PrefixStore:
     def _open_space(self, event: ev.Reported, space: bytes) -> Iterator[ev.Command]:
         if self.readers.open(event.life, event.model, space) and self.state == "on":
             yield ev.RecordModel(space, event.model)
-        self.readers.list_later(event.life, self.index.keys_in(space))
-        yield from self.readers.list_next(event.life, self.index.segments)
+        if self.limits.limit_bytes:
+            self.readers.list_later(event.life, self.index.keys_in(space))
+            yield from self.readers.list_next(event.life, self.index.segments)
 
     def _offered(
         self, event: ev.Reported, offer: wire.SegmentOffered, now: float

@@ -87,13 +87,15 @@ class SegmentReaders:
             if (new or gone) and life != except_life:
                 yield SendToWorker(life, SegmentsChanged(added=new, removed=gone))
 
-    def replace_index(self, before: SegmentIndex, after: SegmentIndex) -> Iterator[Command]:
-        """Send what differs between two indexes."""
+    def replace_index(
+        self, before: SegmentIndex, after: SegmentIndex, *, opened: bool = False
+    ) -> Iterator[Command]:
+        """Send what differs between two indexes; with ``opened``, a list even if it is empty."""
         for life, worker in self.workers.items():
             old, new = (index.keys_in(worker.space) for index in (before, after))
             gone = list(old - new)
             for start in range(0, len(gone), MAX_LISTED):
                 part = gone[start : start + MAX_LISTED]
                 yield SendToWorker(life, SegmentsChanged(removed=part))
-            if added := new - old:
+            if (added := new - old) or opened:
                 yield self.list_later(life, added)

@@ -231,11 +231,26 @@ async def test_the_store_can_be_turned_off_and_on(tmp_path):
         await asyncio.sleep(1)
         assert known(it.spawn.last("b")) == set()
         assert not await offer(it, "a", info(2))
-        assert it.system.prefix_store.segments_folder is None
         assert it.system.status().problems == []
         it.system.limit_prefix_store(LIMITS)
         await asyncio.sleep(1)
         assert known(it.spawn.last("b")) == {key(1)}
+
+
+@simulated
+async def test_a_loaded_model_uses_a_store_that_is_turned_on_later(tmp_path):
+    async with store(tmp_path, limits=StoreLimits(), opened=False) as it:
+        worker = it.spawn.last("a")
+        load = answers(worker, wire.LoadModel)[0]
+        assert (load.segments_folder, load.prefix_store_on) == (str(it.disk.root), False)
+        worker.report(wire.SegmentsOpened(space=SPACE))
+        await asyncio.sleep(1)
+        assert answers(worker, wire.SegmentsChanged) == []
+        it.system.limit_prefix_store(LIMITS)
+        await asyncio.sleep(1)
+        assert answers(worker, wire.SegmentsChanged) == [wire.SegmentsChanged()]
+        await write(it, "a", info(1))
+        assert it.system.prefix_store.machine.index.segments.keys() == {key(1)}
 
 
 @simulated

@@ -37,6 +37,7 @@ from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.refusal import refuse
 from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.core.segment_store import SegmentStore
+from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.submissions import Submissions
 from kvd.worker.core.swap import SwapFolder, Transfers
@@ -170,11 +171,25 @@ class MLXEngine:
         secret = b"" if cipher is None else cipher.derive(b"segment keys")
         self._batch.reports.append(SegmentsOpened(space=space))
         index = SegmentIndex(space, command.prefill_chunk, secret)
+        staging = StagingMemory(
+            self._admission,
+            self._memory,
+            loading.staging_bytes(cache),
+            self._request_memory,
+            charged=command.prefix_store_on,
+        )
         files = SegmentFiles(Path(folder), space, cipher or PLAIN, self._clock)
         self._prompts.segments = SegmentReads(
-            self._batch, self._memory, self._preemption, self._rates, index, files, self._step_clock
+            self._batch,
+            self._memory,
+            self._preemption,
+            self._rates,
+            index,
+            files,
+            staging,
+            self._step_clock,
         )
-        return SegmentStore(self._batch, self._rates, index, files, self._clock)
+        return SegmentStore(self._batch, self._rates, index, files, staging, self._clock)
 
     # Requests.
 
@@ -190,6 +205,8 @@ class MLXEngine:
 
     def granted(self, grant: Grant) -> None:
         self._admission.granted(grant)
+        if self._segments is not None:
+            self._segments.staging.charge()
 
     def reclaim(self, command: Reclaim) -> None:
         self._reclaiming.add(command)
@@ -341,6 +358,8 @@ class MLXEngine:
         """Request memory for coming checkpoints, unless requests wait or start below level 0."""
         if self._scheduler.start_level or self._scheduler.waiting or self._scheduler.states.stalled:
             return
+        if self._segments is not None and self._batch.requests:
+            self._segments.staging.request()
         if wanted := self._prefix_cache.wanted_bytes:
             pages = 2 + wanted // self._admission.budget.page_bytes  # rounded up, and one to spare
             self._request_memory(self._admission.request_spare(pages, self._memory.held()))

@@ -22,6 +22,7 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
+from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.prefix.segment_files import Reading, SegmentFiles, UnreadableSegments
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.tree import Hit
@@ -79,6 +80,7 @@ class SegmentReads:
         rates: Rates,
         index: SegmentIndex,
         files: SegmentFiles,
+        staging: StagingMemory,
         clock: Callable[[], float],
     ) -> None:
         self._batch = batch
@@ -87,6 +89,7 @@ class SegmentReads:
         self._rates = rates
         self._index = index
         self._files = files
+        self._staging = staging
         self._clock = clock
 
     def restore(self, request: Request, hit: Hit) -> int:
@@ -134,6 +137,8 @@ class SegmentReads:
         """
         tracked = request.tracked
         if tracked.lowered or tracked.full_prefill or not tracked.reads_store or self._files.hangs:
+            return []
+        if not self._staging.charged:
             return []
         chain = self._index.find(tracked.path, above=held)
         return [segment for segment in chain if segment.tokens > held]

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.segment_records import SegmentRecords, can_extend
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.rates import Rates
+from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import Checkpoint, SegmentIndex
@@ -69,12 +70,14 @@ class SegmentStore:
         rates: Rates,
         index: SegmentIndex,
         files: SegmentFiles,
+        staging: StagingMemory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batch = batch
         self._rates = rates
         self._index = index
         self._files = files
+        self.staging = staging
         self._clock = clock
         self._refused: dict[bytes, int] = {}
         """Keys that were refused or could not be written, and the checkpoint's hits then."""
@@ -94,6 +97,7 @@ class SegmentStore:
         if not isinstance(command, SegmentAllowed):
             self._index.change(command.added, command.removed)
             self._refused.clear()
+            self.staging.obtain()
         elif offer is not None and offer.segment.key == command.key:
             offer.allowed = command.allowed
             if not command.allowed:
@@ -188,7 +192,7 @@ class SegmentStore:
     def _may_find(self, *, everything: bool = True) -> bool:
         """Whether a search for a checkpoint to write may find one."""
         tree = self._batch.prefix_cache.tree
-        return bool(tree) and self._news != self._searched.get(everything)
+        return bool(tree) and self.staging.charged and self._news != self._searched.get(everything)
 
     @property
     def _news(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -171,10 +172,15 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
         whole_logits=not runner.splits_head,
     )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
-    if command.segments_folder is not None:
-        # One segment is read while another is written. Tails and states are one record.
-        step += 2 * max(STAGING_BYTES, runner.cache.costs.checkpoint_bytes)
+    if command.segments_folder is not None and command.prefix_store_on:
+        step += staging_bytes(runner.cache)
     return held + freed_bytes() + memory_bounds.LOOSE_BYTES + step
+
+
+def staging_bytes(cache: Any) -> int:
+    """Return the bytes of records between the engine and the threads of the prefix store."""
+    # One segment is read while another is written. Tails and states are one record.
+    return 2 * max(STAGING_BYTES, int(cache.costs.checkpoint_bytes))
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:

@@ -42,6 +42,7 @@ class Store:
         self.segments: dict[bytes, SegmentInfo] = {}
         self.offered: list[SegmentOffered] = []
         self.allows = True
+        self.on = True
         self.damaged: list[SegmentDamaged] = []
         self.abandoned: list[SegmentAbandoned] = []
         self.used: list[SegmentUsed] = []
@@ -50,6 +51,8 @@ class Store:
         reports, engine.segments = engine.segments, []
         for report in reports:
             match report:
+                case SegmentsOpened() if not self.on:
+                    pass
                 case SegmentsOpened():
                     command = SegmentsChanged(added=list(self.segments.values()))
                     engine.engine.segment_command(command)
