@@ -379,6 +379,13 @@ class AddConfiguredModel(Ask[bool], frozen=True):
     policy: Mapping[str, Any]
 
 
+class SetFoundModels(Ask[None], frozen=True):
+    """Set the models of the models folder."""
+
+    sources: Mapping[str, str]
+    """Folders by name."""
+
+
 class RemoveConfiguredModel(Ask[None], frozen=True):
     """Note that the configuration no longer lists a model; a loaded model stays loaded."""
 
@@ -449,6 +456,7 @@ RegistryMail = (
     | SetPinned
     | KeepLoaded
     | AddConfiguredModel
+    | SetFoundModels
     | RemoveConfiguredModel
     | UnloadModel
     | TokenizeText

@@ -65,6 +65,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                 self._keep_loaded(name, seconds)
             case mail.AddConfiguredModel():
                 return self._add_configured(message)
+            case mail.SetFoundModels(sources=sources):
+                self._state.set_found(sources)
             case mail.RemoveConfiguredModel(name=name):
                 self._remove_configured(name)
             case mail.UnloadModel(name=name, force=force):
@@ -92,6 +94,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _load(self, load: mail.LoadModel) -> DeferredReply[ModelStatus] | ModelStatus:
         """Return the status of a ready model; otherwise load it, and answer when it is ready."""
         state = self._state
+        load = state.named(load)
         name = load.alias or short_name(load.source)
         check_name(name, load)
         if state.draining:
@@ -124,7 +127,9 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _known_for(self, name: str, load: mail.LoadModel) -> KnownModel:
         before = self._known_models.get(name)
         policy = load.policy or (before.policy if before is not None else ModelPolicy())
-        return KnownModel(load.source, load.kv, policy, before is not None and before.listed)
+        listed, found = (before.listed, before.found) if before is not None else (False, False)
+        found = found and before is not None and before.source == load.source
+        return KnownModel(load.source, load.kv, policy, listed, found)
 
     def _add(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
         """Add an entry and start its worker; ``patient``: the load waits until memory is free."""
@@ -156,7 +161,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         state = self._state
         if name in state.entries:
             return  # the router knows the model already
-        known = self._known_models.get(name)
+        known = state.lookup(name)
         if known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
@@ -166,7 +171,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     # -- policy and configuration -----------------------------------------------------------------
 
     def _known(self, name: str) -> KnownModel:
-        known = self._known_models.get(name)
+        known = self._state.lookup(name)
         if known is None:
             raise self._state.statuses.unknown_model(name)
         return known
@@ -258,8 +263,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _unload(self, name: str, *, force: bool) -> DeferredReply[int] | int:
         entry = self._state.entries.get(name)
         if entry is None:
-            # It was evicted before. Now requests load it only if the configuration lists it.
-            self._forget(name, keep=self._known(name).listed)
+            # It was evicted before. Now requests load it only if it stays known.
+            self._forget(name, keep=self._known(name).stays)
             return 0
         reply: DeferredReply[int] = DeferredReply()
         entry.unload_replies.append(reply)
@@ -306,7 +311,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             by_client = bool(entry.unload_replies)
             if by_client and entry.before is not None:
                 self._known_models[entry.name] = entry.before
-            keep = entry.known.listed or (entry.requested and not by_client)
+            keep = entry.known.stays or (entry.requested and not by_client)
             self._forget(entry.name, keep=keep)
         for reply in entry.unload_replies:
             reply.answer(freed_bytes)

@@ -28,6 +28,13 @@ class KnownModel:
     listed: bool = False
     """Whether the configuration lists the model: it stays known after a failed load and after an
     unload."""
+    found: bool = False
+    """Whether the model is in the models folder: it stays known as long as its folder exists."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the model stays known without a worker."""
+        return self.listed or self.found
 
 
 @dataclass

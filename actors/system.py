@@ -141,6 +141,7 @@ class System:
         identity: Identity,
         settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
+        find_model: Callable[[str], str | None] = lambda _name: None,
         estimate_model: ports.EstimateModel,
         find_problems: ports.FindProblems = lambda _budget_bytes, _host: [],
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
@@ -158,6 +159,7 @@ class System:
         self._notify, self._observe, self._metrics = notify, observe, metrics
         self._estimate_model = estimate_model
         self._find_problems = find_problems
+        self._find_model = find_model
         self._statuses = StatusTable(dict(known or {}))
         self._events = EventLog(notify, observe)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
@@ -200,6 +202,7 @@ class System:
             router=router,
             governor=governor,
             on_empty=self._end,
+            find_model=self._find_model,
         )
         registry = tree.start(Child("registry", lambda: ModelRegistry(self._registry)))
         self._registry_ref: Ref[mail.RegistryMail] = registry
@@ -338,6 +341,9 @@ class System:
     ) -> bool:
         """See `mail.AddConfiguredModel`."""
         return await self._registry_ref.ask(mail.AddConfiguredModel(name, known, policy))
+
+    async def set_found_models(self, sources: Mapping[str, str]) -> None:
+        await self._registry_ref.ask(mail.SetFoundModels(sources))
 
     async def remove_configured_model(self, name: str) -> None:
         await self._registry_ref.ask(mail.RemoveConfiguredModel(name))

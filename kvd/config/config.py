@@ -20,7 +20,15 @@ from kvd.host.memory import nvidia
 from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.embedding import EmbeddingsMode
 from protocol.errors import ConfigError
-from protocol.fields import ALIAS_PATTERN, ALIAS_RULE, Alias, PositiveSeconds, Seconds, Source
+from protocol.fields import (
+    ALIAS_PATTERN,
+    ALIAS_RULE,
+    TEXT_PATTERN,
+    Alias,
+    PositiveSeconds,
+    Seconds,
+    Source,
+)
 from protocol.kv import KVSpec
 from protocol.model_source import short_name
 from protocol.policy import ModelPolicy
@@ -112,6 +120,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Metal recommends, of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
     models: list[Source | ModelEntry] = []
     """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
+    models_dir: Annotated[str, Meta(max_length=4096, pattern=TEXT_PATTERN)] = "./models"
+    """Folder whose folders are models that requests may name, by the folder's name. ``./x`` is
+    relative to the daemon's home. Empty: none."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
     """Maximum rows in one decode step of a model."""
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None

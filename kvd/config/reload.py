@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from actors.status import KnownModel
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry, PrefixStoreSettings
+from kvd.config.models_dir import models_dir, sources_in
 from kvd.config.sources import absolute
 from kvd.host import blas, logs
 from protocol.settings import Changed, TakesEffect
@@ -31,6 +32,7 @@ LIVE = frozenset(
         "drain_timeout_s",
         "log_level",
         "models",
+        "models_dir",
         *(f"prefix_store.{key}" for key in PrefixStoreSettings.LIMITS),
         *(f"http.{key}" for key in LIVE_OF_HTTP),
     }
@@ -57,6 +59,9 @@ class RunningSystem(Protocol):
 
     def limit_prefix_store(self, limits: StoreLimits) -> None:
         """Set the limits of the prefix store."""
+
+    async def set_found_models(self, sources: Mapping[str, str]) -> None:
+        """Set the models of the models folder: their sources, by name."""
 
     async def remove_configured_model(self, name: str) -> None:
         """Remove a model of the configuration from the registry; a loaded model stays loaded."""
@@ -111,6 +116,8 @@ class Reloader:
                 after = {change.key: getattr(wanted, change.key)}
                 self.settings = replace(self.settings, **after)
         changes += await self._change_models(wanted)
+        folder = models_dir(self.settings, self._options.home.root)
+        await self._running.set_found_models(await asyncio.to_thread(sources_in, folder))
         self.pending = tuple(change.key for change in changes if change.pending)
         for change in changes:
             self._log_change(change)
@@ -214,6 +221,13 @@ def by_name(settings: Config) -> dict[str, ModelEntry]:
 
 def known_model(entry: ModelEntry, root: Path) -> KnownModel:
     return KnownModel(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
+
+
+def known_models(settings: Config, root: Path) -> dict[str, KnownModel]:
+    """Return the models that are known at start: those of the models folder and of the file."""
+    found = sources_in(models_dir(settings, root))
+    known = {name: KnownModel(source, found=True) for name, source in found.items()}
+    return known | {name: known_model(entry, root) for name, entry in by_name(settings).items()}
 
 
 def _shown(field: str, settings: HttpSettings | PrefixStoreSettings) -> Any:

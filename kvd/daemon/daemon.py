@@ -21,8 +21,9 @@ from actors.system import Settings, System, SystemFault
 from kvd.config import config
 from kvd.config.budget import compare_with_machine
 from kvd.config.http import with_command_line
+from kvd.config.models_dir import models_dir
 from kvd.config.options import Options
-from kvd.config.reload import Reloader, by_name, known_model
+from kvd.config.reload import Reloader, known_models
 from kvd.config.settings import LiveSettings
 from kvd.config.sources import absolute
 from kvd.daemon.compaction import in_thread
@@ -194,10 +195,8 @@ class Daemon:
             ),
             settings=limits,
             estimate_model=FileEstimate(machine(settings.native, limits, attention)),
-            known={
-                name: known_model(entry, options.home.root)
-                for name, entry in by_name(settings).items()
-            },
+            known=known_models(settings, options.home.root),
+            find_model=self._find_model,
             find_problems=lambda budget_bytes, host: [
                 *self._problems,
                 *compare_with_machine(budget_bytes, host),
@@ -274,6 +273,10 @@ class Daemon:
             starting=starting,
         )
         await self._http.start()
+
+    def _find_model(self, name: str) -> str | None:
+        folder = models_dir(self._reloader.settings, self._options.home.root).find(name)
+        return None if folder is None else str(folder)
 
     def _apply_http(self, http: HttpSettings) -> None:
         check_keys(self._listeners, http)

@@ -31,6 +31,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         place.configuration,
         place.environment,
         place.models,
+        place.models_folder,
         place.lock,
         place.sockets,
         journal.records,

@@ -8,16 +8,18 @@ import socket
 import stat
 from pathlib import Path
 
+from kvd.config.models_dir import models_dir
 from kvd.config.sources import absolute
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
 from kvd.host import listen
 from kvd.host.home import SOCKET_PATH_LIMIT
 from kvd.host.logs import FILE_BYTES, FILES_KEPT
+from kvd.host.models_dir import check_model
 from kvd.host.units import format_bytes
-from protocol import model_folder
+from protocol import paths
 from protocol.errors import ConfigError, KvdError
-from protocol.model_source import EMBEDDED, check_folder, is_hub_id, unknown_source
+from protocol.model_source import EMBEDDED, is_hub_id, unknown_source
 
 
 def folder(scene: Scene) -> Finding:  # noqa: PLR0911 - one for each case
@@ -91,10 +93,23 @@ def _check_source(source: str) -> None:
         return
     if not source.startswith("/"):
         raise unknown_source(source)
-    folder = check_folder(Path(source))
-    model_folder.check_files(folder)
-    weights = model_folder.read_weights(model_folder.weight_files(folder))
-    model_folder.check_layers(folder, model_folder.read_config(folder), weights)
+    check_model(Path(source))
+
+
+def models_folder(scene: Scene) -> Finding:
+    """Check that all folders of the models folder could be loaded."""
+    if isinstance(scene.config, ConfigError):
+        return skip("models folder", "the configuration is invalid")
+    folder = models_dir(scene.config, scene.home.root)
+    if folder.path is None:
+        return ok("models folder", 'models_dir = "": there is none')
+    found = folder.scan()
+    broken = [f"{one.name}: {one.problem}" for one in found if one.problem]
+    if broken:
+        return warn("models folder", "; ".join(broken), f"complete or remove it in {folder.path}")
+    if not paths.is_folder(folder.path):
+        return ok("models folder", f"{folder.path} does not exist; it is optional")
+    return ok("models folder", f"{folder.path} has {len(found)} models")
 
 
 def lock(scene: Scene) -> Finding:

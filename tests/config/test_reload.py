@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from typing import Any
 
 import pytest
 
 from actors.status import KnownModel
+from kvd import demo
 from kvd.config.config import parse
 from kvd.config.options import Options
-from kvd.config.reload import Reloader
+from kvd.config.reload import Reloader, known_models
 from kvd.host.home import Home
 from protocol.errors import ConfigError
 from protocol.kv import KVSpec
@@ -36,6 +38,9 @@ class Running:
     async def add_configured_model(self, name, known, policy):
         self.said.append(("list", name, known, policy))
         return name not in self.loaded
+
+    async def set_found_models(self, sources):
+        self.found = sources
 
     async def remove_configured_model(self, name):
         self.said.append(("unlist", name))
@@ -217,3 +222,18 @@ async def test_refused_http_settings_leave_all_settings_unchanged(home: Home):
     with pytest.raises(ConfigError, match="no key"):
         await it.take("log_level = 'debug'\n[http]\nhosts = ['a']")
     assert it.reloader.settings == parse("log_level = 'info'")
+
+
+async def test_the_models_folder_is_read_at_start_and_when_the_setting_changes(home: Home):
+    text = 'models_dir = "./shelf"\n[[models]]\nsource = "demo"\nalias = "b"\n'
+    for name in ("a", "b"):
+        shutil.copytree(demo.path(), home.root / "shelf" / name)
+    known = known_models(parse(text), home.root)
+    assert {name: (it.source, it.found) for name, it in known.items()} == {
+        "a": (str(home.root / "shelf" / "a"), True),
+        "b": ("demo", False),
+    }
+    it = Reloading(home, 'models_dir = ""')
+    assert known_models(parse('models_dir = ""'), home.root) == {}
+    assert await it.take('models_dir = "./shelf"') == [Changed("models_dir", "", "./shelf")]
+    assert it.running.found.keys() == {"a", "b"}

@@ -52,6 +52,9 @@ class Running:
         self.said.append(("list", name, policy))
         return True
 
+    async def set_found_models(self, sources):
+        self.found = sources
+
     async def remove_configured_model(self, name):
         raise AssertionError(name)
 

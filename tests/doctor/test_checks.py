@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -250,6 +251,19 @@ def test_models_that_can_be_loaded(made: Home):
     assert found.observed == "3 in the configuration, of which the Hub has 1"
     made.config.write_text("bugdet = 1")
     assert place.models(scene(made)).verdict == "skip"
+
+
+def test_broken_folders_of_the_models_folder_are_reported(made: Home):
+    assert examined(place.models_folder(scene(made)))[0] == "ok"
+    (made.root / "models" / "half").mkdir(parents=True)
+    shutil.copytree(path(), made.root / "models" / "whole")
+    found = place.models_folder(scene(made))
+    assert examined(found) == ("warn", f"complete or remove it in {made.root / 'models'}")
+    assert "half: " in found.observed
+    assert "has no model*.safetensors" in found.observed
+    assert "whole" not in found.observed
+    made.config.write_text('models_dir = ""')
+    assert place.models_folder(scene(made)).verdict == "ok"
 
 
 def test_a_configuration_that_others_can_write(made: Home):

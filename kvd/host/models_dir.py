@@ -1,0 +1,88 @@
+"""The models folder: each of its folders is a model that requests may name by the folder's name.
+
+Names and links are not trusted: a model is an entry of the folder itself and leads nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import model_folder, paths
+from protocol.errors import KvdError
+from protocol.fields import ALIAS_PATTERN
+from protocol.model_source import check_folder
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """A folder in the models folder."""
+
+    name: str
+    path: Path
+    problem: str = ""
+    """Why it cannot be loaded; empty: nothing is known against it."""
+
+
+@dataclass(frozen=True)
+class ModelsDir:
+    """A folder of models; it may be missing."""
+
+    path: Path | None
+
+    def find(self, name: str) -> Path | None:
+        """Return the folder of a model, or None if there is none that could be loaded.
+
+        Reads no weights, so that it may run on an event loop.
+        """
+        if self.path is None or name not in _entries(self.path):
+            return None
+        return None if _problem(self.path, name) else self.path / name
+
+    def scan(self) -> list[FolderModel]:
+        """Return all models by name, also those that cannot be loaded. Reads weights' headers."""
+        if self.path is None:
+            return []
+        return [
+            FolderModel(name, self.path / name, _problem(self.path, name, deep=True))
+            for name in sorted(_entries(self.path))
+            if paths.is_folder(self.path / name)
+        ]
+
+
+def _entries(folder: Path) -> set[str]:
+    """Return the names in a folder, without hidden ones.
+
+    File systems may find ``QWEN`` as ``Qwen``; the list has each model under one name.
+    """
+    try:
+        return {name for name in os.listdir(folder) if not name.startswith(".")}  # noqa: PTH208
+    except OSError:
+        return set()
+
+
+def _problem(folder: Path, name: str, *, deep: bool = False) -> str:
+    """Return why a model cannot be loaded; ``deep`` also compares weights' headers with sizes."""
+    path = folder / name
+    if not re.search(ALIAS_PATTERN, name):
+        return "its name has characters that a model's name may not have; rename the folder"
+    if not paths.resolved(path).is_relative_to(paths.resolved(folder)):
+        return f"it is a link out of {folder}; list its target in config.toml instead"
+    try:
+        check_model(path, deep=deep)
+    except KvdError as error:
+        return error.message
+    return ""
+
+
+def check_model(path: Path, *, deep: bool = True) -> None:
+    """Raise a `ModelError` if a load would refuse this folder; ``deep`` also reads headers."""
+    check_folder(path)
+    model_folder.check_files(path)
+    files = model_folder.weight_files(path)
+    config = model_folder.read_config(path)
+    model_folder.check_index(path)
+    if deep:
+        model_folder.check_layers(path, config, model_folder.read_weights(files))
