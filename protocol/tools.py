@@ -67,5 +67,8 @@ class ChatOptions(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     used."""
     max_reasoning_tokens: PositiveCount | None = None
     """Tokens of reasoning, after which it is ended and the answer begins; absent: no limit."""
+    continue_final: bool = False
+    """Whether the answer continues the last message, an assistant's with only text. It has no
+    reasoning then, and a grammar describes what follows that text."""
     template: dict[str, Any] = {}
     """Further arguments of the chat template."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.http.messages_api import errors as messages_errors
+from kvd.http.messages_api.models import VERSION_HEADER
 from kvd.http.ollama_api import errors as ollama_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvd.http.errors import Refusal
 
@@ -20,6 +21,12 @@ _FORMS: dict[str, Form] = {
     "/api": ollama_errors.encoded,
 }
 """Forms by path, which includes the paths below it. Others have OpenAI's form."""
+
+
+def form_path(path: str, headers: Mapping[str, str]) -> str:
+    """Return the path that decides the form: two APIs share ``/v1/models``."""
+    shared = path == "/v1/models" or path.startswith("/v1/models/")
+    return "/v1/messages" if shared and VERSION_HEADER in headers else path
 
 
 def encoded(refusal: Refusal, path: str, request_id: str) -> tuple[int, bytes]:

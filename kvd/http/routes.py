@@ -16,6 +16,8 @@ from kvd.http import embeddings, errors, models, reading
 from kvd.http.answer import Head, Wanted
 from kvd.http.bodies import expect_later
 from kvd.http.formats import ChatFormat, Format, TextFormat
+from kvd.http.messages_api import models as anthropic_models
+from kvd.http.queries import read_query
 from kvd.http.requests import ChatRequest, CompletionRequest
 from kvd.http.streamed_answer import StreamedAnswer
 from kvd.http.tokenizing import TokenizeReply, TokenizeRequest
@@ -82,15 +84,20 @@ class Routes:
         body, kind = await self.metrics(accept)
         return web.Response(body=body, headers={"Content-Type": kind})
 
-    async def list_models(self, _: web.Request) -> web.Response:
-        return _json(models.listed(self.backend.status(), self.started_at))
+    async def list_models(self, request: web.Request) -> web.Response:
+        listed = models.listed(self.backend.status(), self.started_at)
+        if anthropic_models.VERSION_HEADER not in request.headers:
+            return _json(listed)
+        page = read_query(request.query, anthropic_models.Page)
+        return _json(anthropic_models.listed(listed.data, page))
 
     async def show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         status = self.backend.status()
         for model in models.listed(status, self.started_at).data:
             if model.id == name:
-                return _json(model)
+                by_anthropic = anthropic_models.VERSION_HEADER in request.headers
+                return _json(anthropic_models.described(model) if by_anthropic else model)
         raise unknown_model(name, [model.name for model in status.models], status.unloaded)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:

@@ -17,6 +17,7 @@ from kvd.http import errors
 from kvd.http.bodies import Bodies
 from kvd.http.connection import SERVER, Connection, FullConnection, refused
 from kvd.http.delivery import Delivery
+from kvd.http.error_forms import form_path
 from kvd.http.guard import Guard, single
 from kvd.http.messages_api.fitting import Fitting
 from kvd.http.messages_api.routes import MessagesRoutes
@@ -153,7 +154,8 @@ class Server:
         """Turn errors into OpenAI's error objects, and log the request."""
         request_id = request[REQUEST_ID] = f"req_{secrets.token_hex(8)}"
         began = time.monotonic()
-        answer = partial(refused, path=request.path, request_id=request_id)
+        path = form_path(request.path, request.headers)
+        answer = partial(refused, path=path, request_id=request_id)
         try:
             response = await handler(request)
         except errors.Refusal as refusal:

@@ -25,6 +25,7 @@ from kvd.http.responses_api.requests import ResponsesRequest
 from kvd.http.responses_api.routes import ResponsesRoutes
 from kvd.http.routes import OPEN_PATHS, Routes
 from tests.http.live import Live
+from tests.pages import ROOT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 SECURITY = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -76,6 +77,19 @@ def test_every_setting_is_described_with_its_default():
     assert described == {}
     (example,) = blocks("toml")
     assert parse(example).http.port == tomllib.loads(example)["http"]["port"]
+
+
+def test_every_client_has_a_test_that_exists():
+    sources = Path(__file__).parent.rglob("test_*.py")
+    known = {name for path in sources for name in re.findall(r"def (test_\w+)\(", path.read_text())}
+    found = re.findall(r"^\| .* \| (.*) \|$", section("Clients"), re.MULTILINE)[2:]
+    assert len(found) > 20
+    for tests in found:
+        files = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert files or names, tests
+        assert all((ROOT / path).is_file() for path in files), tests
+        assert set(names) <= known, tests
 
 
 def test_every_error_is_described():

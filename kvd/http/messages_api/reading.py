@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvd.http.messages_api import conversation
+from kvd.http.messages_api.requests import NO_THINKING
 from protocol.chat_checks import NAMED, check_chat
 from protocol.errors import InvalidRequest
 from protocol.json_values import find_fault
@@ -17,6 +18,7 @@ from protocol.types import Sampling
 
 if TYPE_CHECKING:
     from kvd.http.messages_api.requests import MessagesRequest, Thinking
+    from protocol.types import ChatMessage
 
 TEMPERATURE = 1.0
 """Anthropic's default."""
@@ -34,12 +36,6 @@ class Wanted:
 
 def wanted(request: MessagesRequest) -> Wanted:
     """Return what a request asks for; raises `InvalidRequest`."""
-    if request.messages[-1].role == "assistant":
-        raise InvalidRequest(
-            "the last message has the role assistant, but kvd cannot continue an answer; let the "
-            "conversation end with a message of the user",
-            field="messages",
-        )
     top_p = 1.0 if request.top_p is None else request.top_p
     temperature = TEMPERATURE if request.temperature is None else request.temperature
     if top_p == 0.0:  # only the most likely token
@@ -47,7 +43,7 @@ def wanted(request: MessagesRequest) -> Wanted:
     call = Generate(
         id="http",
         model=request.model,
-        messages=conversation.to_messages(request.system, request.messages),
+        messages=_conversation(request),
         chat=_chat(request),
         grammar=_grammar(request),
         sampling=Sampling(
@@ -69,8 +65,37 @@ def wanted(request: MessagesRequest) -> Wanted:
 
 def text_to_count(request: MessagesRequest) -> Tokenize:
     """Return the prompt that the same request to ``/v1/messages`` would have."""
+    messages, chat = _conversation(request), _chat(request)
+    return Tokenize(id="http", model=request.model, messages=messages, chat=chat, limit=0)
+
+
+def _conversation(request: MessagesRequest) -> list[ChatMessage]:
+    """Return the messages; raises `InvalidRequest` if the last one cannot be continued."""
     messages = conversation.to_messages(request.system, request.messages)
-    return Tokenize(id="http", model=request.model, messages=messages, chat=_chat(request), limit=0)
+    last = messages[-1]
+    if last.role != "assistant":
+        return messages
+    formatted = request.output_format or (request.output_config and request.output_config.format)
+    fault = ""
+    if request.thinking is not None and request.thinking.type not in NO_THINKING:
+        fault = "thinking comes before the text; turn thinking off"
+    elif formatted:
+        fault = "a schema describes the whole text; leave output_config.format out"
+    elif request.tool_choice is not None and request.tool_choice.type in ("any", "tool"):
+        fault = f"tool_choice {request.tool_choice.type} forces a call; use auto"
+    elif last.tool_calls:
+        fault = "it has a tool_use block; send the tool's result in a message of the user"
+    elif not last.content:
+        fault = "it has no text"
+    elif last.content != last.content.rstrip():
+        fault = "it ends with white space, which most models cannot continue; remove that"
+    if fault:
+        raise InvalidRequest(
+            "messages: the last message is the assistant's, so the answer continues it, but "
+            f"{fault}, or let the conversation end with a message of the user",
+            field="messages",
+        )
+    return messages
 
 
 def _chat(request: MessagesRequest) -> ChatOptions:
@@ -87,6 +112,7 @@ def _chat(request: MessagesRequest) -> ChatOptions:
         reasoning=reasoning,
         effort=None if config is None else config.effort,
         max_reasoning_tokens=budget,
+        continue_final=request.messages[-1].role == "assistant",
     )
     check_chat(chat, has_messages=True, place="")
     return chat
@@ -98,7 +124,7 @@ def _reasoning(thinking: Thinking | None) -> tuple[bool, int | None]:
     Without the field it does not: clients that have not asked for thinking take the first block for
     the answer.
     """
-    if thinking is None or thinking.type == "disabled":
+    if thinking is None or thinking.type in NO_THINKING:
         return False, None
     return True, thinking.budget_tokens
 

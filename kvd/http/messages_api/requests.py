@@ -64,11 +64,15 @@ class ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
+NO_THINKING = frozenset({"disabled", "between_tools"})
+"""Types of thinking without reasoning. The second one is for progress reports between calls."""
+
+
 class Thinking(msgspec.Struct, frozen=True):
     """Whether the model reasons first."""
 
     type: str
-    """``disabled``; any other value turns reasoning on."""
+    """Any value but those of `NO_THINKING` turns reasoning on."""
     budget_tokens: Count | None = None
     display: str | None = None
     """``omitted``: the text of the reasoning stays out of the answer."""

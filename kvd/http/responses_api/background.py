@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvd.http import errors
 from kvd.http.completion import KEEPALIVE_S
 from protocol import messages
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 _END = b"\n\n"
 _MOST_AT_ONCE = 256
 """Events that a follower gets in one piece, so that a long answer needs no second copy."""
+
+
+class ShowQuery(msgspec.Struct, frozen=True):
+    """The query of a stored response."""
+
+    stream: bool = False
+    starting_after: int = -1
+    """Number of the event after which the stream begins."""
 
 
 class Run:

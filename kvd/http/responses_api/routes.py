@@ -14,12 +14,12 @@ from aiohttp import web
 
 from kvd.http.bodies import expect_later
 from kvd.http.errors import INVALID, Refusal
+from kvd.http.queries import read_query
 from kvd.http.request_keys import OWNER
 from kvd.http.responses_api import reading
 from kvd.http.responses_api.answer import ResponseAnswer, WholeResponse
-from kvd.http.responses_api.background import Run
+from kvd.http.responses_api.background import Run, ShowQuery
 from kvd.http.responses_api.input_items import Page, listed
-from kvd.http.responses_api.query import ShowQuery, read_query
 from protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -197,6 +197,8 @@ def prompt_of(request: Submit | Tokenize) -> bytes:
         ):
             tools = "".join(f"tool: {tool.name}\n" for tool in request.chat.tools)
             found = (tools + "".join(map(_line, messages))).encode()
+            if request.chat.continue_final:
+                found = found.removesuffix(b"\n")
         case Submit(prompt=None, messages=None, tokens=list(tokens)):
             if any(not 0 <= token < VOCABULARY for token in tokens):
                 raise InvalidRequest(

@@ -43,6 +43,12 @@ class Splitting:
         """Return the text at the end of a prompt, which may begin the answer's first part."""
         return str(self._tokenizer.decode(list(prompt[-_PROMPT_END:]), skip_special_tokens=False))
 
+    def closing(self, prompt: str) -> str:
+        """Return what ends the reasoning that this prompt begins; empty if it begins none."""
+        form = self.forms.reasoning
+        opened = form is not None and opened_by_prompt(form, prompt)
+        return f"{self.forms.end_of_reasoning}\n\n" if opened else ""
+
     def of(
         self, request: Submit, prompt: Sequence[int], choice: int, *, streams: bool
     ) -> AnswerSplit | None:

@@ -135,7 +135,7 @@ class Text:
             self.split.forms,
             self.split.special,
             self.split.end_of(prompt),
-            self.template.may_reason(request.chat),
+            not request.chat.continue_final and self.template.may_reason(request.chat),
         )
 
     @property
@@ -194,8 +194,25 @@ class Text:
                 field="messages",
             )
         self._check_tools(chat)
-        text = self.template.render(messages, chat)
-        return self._tokens_of(text, "messages")
+        if not chat.continue_final:
+            return self._tokens_of(self.template.render(messages, chat), "messages")
+        *before, final = messages
+        self._check_continuable(final)
+        text = self.template.render(before, chat)
+        return self._tokens_of(f"{text}{self.split.closing(text)}{final.content}", "messages")
+
+    def _check_continuable(self, message: ChatMessage) -> None:
+        if message.role != "assistant" or message.tool_calls:
+            raise InvalidRequest(
+                "the last message cannot be continued; it must be the assistant's, with only text",
+                field="messages",
+            )
+        if self.split.forms.harmony is not None:
+            raise InvalidRequest(
+                f"{self._name} writes its answers as several messages, which kvd cannot continue; "
+                "let the conversation end with a message of the user",
+                field="messages",
+            )
 
     def _tokens_of(self, text: str, field: str) -> list[int]:
         if len(text) > _PROBE_CHARS * self.context_length:

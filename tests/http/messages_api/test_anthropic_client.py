@@ -141,6 +141,32 @@ def test_cache_usage_is_that_of_the_prefix_cache(ai: anthropic.Anthropic):
     assert again.usage.input_tokens + again.usage.cache_read_input_tokens == whole
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_the_client_begins_is_continued(ai: anthropic.Anthropic, streamed):
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
+    fields = asked(messages=begun, max_tokens=8)
+    count = ai.messages.count_tokens(model="fast", messages=begun).input_tokens
+    if streamed:
+        with ai.messages.stream(**fields) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = ai.messages.create(**fields)
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == count
+    assert not answer.content[0].text.startswith("The answer is")
+    with pytest.raises(anthropic.BadRequestError, match="turn thinking off"):
+        ai.messages.create(**fields, thinking=THINKS)
+
+
+def test_tools_count_as_in_the_request(ai: anthropic.Anthropic):
+    counted = ai.messages.count_tokens(
+        model="fast", messages=HELLO, tools=[WEATHER], system="Be brief."
+    )
+    used = ai.messages.create(**asked(tools=[WEATHER], system="Be brief.", max_tokens=1)).usage
+    assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
+    plain = ai.messages.count_tokens(model="fast", messages=HELLO, system="Be brief.")
+    assert counted.input_tokens > plain.input_tokens
+
+
 def test_a_conversation_with_a_tool(ai: anthropic.Anthropic):
     answer = ai.messages.create(**with_tools())
     call = answer.content[-1]
@@ -218,8 +244,8 @@ def test_errors(ai: anthropic.Anthropic):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     with pytest.raises(anthropic.BadRequestError, match="read only text"):
         ai.messages.create(**asked(messages=[{"role": "user", "content": [image]}]))
-    with pytest.raises(anthropic.BadRequestError, match="cannot continue an answer"):
-        ai.messages.create(**asked(messages=[*HELLO, {"role": "assistant", "content": "I"}]))
+    with pytest.raises(anthropic.BadRequestError, match="white space"):
+        ai.messages.create(**asked(messages=[*HELLO, {"role": "assistant", "content": "I "}]))
 
 
 def test_an_unknown_field_is_ignored_and_counted(client: httpx.Client):

@@ -150,7 +150,16 @@ def test_redacted_thinking_is_dropped():
          "messages[1].content[0].name", "missing"),
         ({"messages": [user("A"), assistant(use("a") | {"input": [1]}), user("B")]},
          "messages[1].content[0].input", "object"),
-        ({"messages": [user("A"), assistant(text("B"))]}, "messages", "cannot continue"),
+        ({"messages": [user("A"), assistant(text("B "))]}, "messages", "white space"),
+        ({"messages": [user("A"), assistant(text(""))]}, "messages", "no text"),
+        ({"messages": [user("A"), assistant(use("a"))]}, "messages", "tool_use"),
+        ({"messages": [user("A"), assistant(text("B"))], "thinking": {"type": "enabled"}},
+         "messages", "turn thinking off"),
+        ({"messages": [user("A"), assistant(text("B"))], "tools": [TOOL],
+          "tool_choice": {"type": "any"}}, "messages", "forces a call"),
+        ({"messages": [user("A"), assistant(text("{"))],
+          "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "messages",
+         "whole text"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "one of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type",
@@ -223,12 +232,20 @@ def test_sampling_and_extensions():
 
 
 def test_the_text_to_count_is_the_prompt_of_the_request():
-    fields = {"tools": [TOOL], "system": "S", "thinking": {"type": "enabled", "budget_tokens": 9}}
-    given = {"model": "m", "messages": [user("Hi"), assistant(text("I"))]} | fields
+    fields = {"tools": [TOOL], "system": "S"}
+    messages = [user("Hi"), assistant(text("I"))]
+    given = {"model": "m", "messages": messages} | fields
     counted = reading.text_to_count(decode(msgspec.json.encode(given), MessagesRequest))
-    assert counted.chat == asked(**fields).chat
+    assert counted.chat == asked(*messages, **fields).chat
     assert [one.role for one in counted.messages] == ["system", "user", "assistant"]
     assert counted.limit == 0
+
+
+def test_the_last_message_of_the_assistant_is_continued():
+    call = asked(user("Name it."), assistant(text("The name")), assistant(text("is")))
+    assert call.chat.continue_final
+    assert call.messages[-1] == ChatMessage("assistant", "The name\nis")
+    assert not asked(user("Name it.")).chat.continue_final
 
 
 def test_any_number_of_neighbours_is_joined_in_linear_time():

@@ -1,4 +1,4 @@
-"""The query of ``GET /v1/responses/{id}``, and how queries are read."""
+"""Decodes the query of a URL."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _BOOLEANS = {"true": True, "false": False}
-
-
-class ShowQuery(msgspec.Struct, frozen=True):
-    """The query of a stored response."""
-
-    stream: bool = False
-    starting_after: int = -1
-    """Number of the event after which the stream begins."""
 
 
 def read_query(query: Mapping[str, str], kind: type[T]) -> T:
