@@ -231,7 +231,7 @@ class Client(Actor[mail.ClientMail]):
                 pinned = isinstance(request, messages.Pin)
                 self._answer(
                     key,
-                    services.registry.ask(mail.SetPinned(name, pinned)),
+                    services.registry.ask(mail.SetPolicy(name, {"pinned": pinned})),
                     lambda _: messages.Pinned(id=key, model=name, pinned=pinned),
                 )
             case messages.Load() | messages.Unload() | messages.Drain():

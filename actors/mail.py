@@ -352,11 +352,12 @@ class EndWorker(_Message, frozen=True):
     order: lifecycle_events.MemoryExceeded
 
 
-class SetPinned(Ask[None], frozen=True):
-    """Pin or unpin a model."""
+class SetPolicy(Ask[None], frozen=True):
+    """Change fields of a model's policy."""
 
     name: str
-    pinned: bool
+    fields: Mapping[str, Any]
+    """New values of fields of `ModelPolicy`; all others stay."""
 
 
 class KeepLoaded(_Message, frozen=True):
@@ -453,8 +454,8 @@ RegistryMail = (
     | EnsureLoaded
     | EvictModel
     | EndWorker
-    | SetPinned
     | KeepLoaded
+    | SetPolicy
     | AddConfiguredModel
     | SetFoundModels
     | RemoveConfiguredModel

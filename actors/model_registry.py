@@ -59,10 +59,10 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             case mail.EndWorker(name=name, order=order):
                 if (entry := self._state.entries.get(name)) is not None:
                     entry.worker.tell(mail.LifecycleEvent(order))
-            case mail.SetPinned(name=name, pinned=pinned):
-                self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
             case mail.KeepLoaded(name=name, seconds=seconds):
                 self._keep_loaded(name, seconds)
+            case mail.SetPolicy(name=name, fields=fields):
+                self._set_policy(name, lambda policy: replace(policy, **fields))
             case mail.AddConfiguredModel():
                 return self._add_configured(message)
             case mail.SetFoundModels(sources=sources):

@@ -20,6 +20,7 @@ from actors import mail, telemetry
 from actors.event_log import EventLog
 from actors.machines import admission, admission_events, lifecycle_events
 from actors.ports import Notice, Notify, Observe
+from actors.request_log import RequestLog
 from actors.request_state import RequestState
 from actors.runtime.actor import Actor, DeferredReply, Ref
 from actors.runtime.history import EventHistory
@@ -59,6 +60,7 @@ class RouterState:
     request_load: Callable[[str], None] = lambda _model: None
     keep_loaded: Callable[[str, float], None] = lambda _model, _seconds: None
     requests: dict[str, RequestState] = field(default_factory=dict)
+    log: RequestLog = field(default_factory=RequestLog)
     workers: dict[str, Ref[mail.WorkerMail]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -248,6 +250,7 @@ class Router(Actor[mail.RouterMail]):
             code = event.error.code if isinstance(event, messages.Error) else None
             fields = {"rid": request.submit.rid, "reason": reason, "code": code}
             self._state.notify(Notice("request_done", "debug", fields))
+            self._state.log.record_end(request, event, _now())
         request.client.tell(mail.Deliver(event))
 
     def _observe(self, observation: Observation | None) -> None:

@@ -72,4 +72,5 @@ class StatusTable:
             pinned=known is not None and known.policy.pinned,
             priority=0 if known is None else known.policy.priority,
             expires_in_s=self.expires_in(name),
+            idle_ttl_s=None if known is None else known.policy.idle_ttl_s,
         )

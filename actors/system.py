@@ -32,6 +32,7 @@ from actors.model_registry import ModelRegistry
 from actors.prefix_store import NoDisk, PrefixStoreActor, PrefixStoreState, SegmentDisk
 from actors.readings import ReadingsActor, ReadingsState
 from actors.registry_state import RegistryState
+from actors.request_log import open_records
 from actors.request_state import Stage
 from actors.router import Router, RouterState
 from actors.runtime.actor import MailboxFull, Ref
@@ -43,8 +44,9 @@ from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.embedding import Embed, EmbeddingsMode
 from protocol.kv import KVSpec
-from protocol.messages import Event, Generate, Tokenize, Tokenized
+from protocol.messages import Event, EventRecord, Generate, Tokenize, Tokenized
 from protocol.policy import ModelPolicy
+from protocol.request_record import RequestRecord
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
 
@@ -319,6 +321,39 @@ class System:
     def keep_loaded(self, model: str, seconds: float) -> None:
         """Set how long a loaded model stays loaded without requests; negative: no limit."""
         self._registry_ref.tell(mail.KeepLoaded(model, seconds))
+
+    async def load_known(self, name: str) -> ModelStatus:
+        """Load a known model as it was loaded or configured before, and wait until it is ready.
+
+        Raises the KvdError of a failed load, and `UnknownModel`.
+        """
+        known = self._statuses.known.get(name)
+        if known is None:
+            raise self._statuses.unknown_model(name)
+        return await self.load(known.source, alias=name, kv=known.kv)
+
+    async def unload(self, name: str, *, force: bool = False) -> int:
+        """Unload a model and return the bytes freed; raises `UnknownModel`.
+
+        With `force`, its requests end at once.
+        """
+        return await self._registry_ref.ask(mail.UnloadModel(name, force))
+
+    async def set_policy(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Change these fields of a known model's policy; raises `UnknownModel`."""
+        await self._registry_ref.ask(mail.SetPolicy(name, fields))
+
+    def events_since(self, number: int) -> list[EventRecord]:
+        """Return the records after this one that the event log still has."""
+        return self._events.since(number)
+
+    def open_requests(self) -> list[RequestRecord]:
+        now = asyncio.get_running_loop().time()
+        return open_records(self._router.requests.values(), now)
+
+    def ended_since(self, number: int) -> list[RequestRecord]:
+        """Return the ended requests after this one that are still kept."""
+        return self._router.log.since(number)
 
     async def set_budget(self, total_bytes: int) -> None:
         """Set the memory budget; the governor reclaims grants above it."""

@@ -142,6 +142,8 @@ class Timing:
     """Whether the request was admitted before; a later admission follows a restart."""
     tokens_at: dict[int, float] = field(default_factory=dict)
     """Time of the newest tokens, by choice."""
+    first_token_s: float | None = None
+    """Seconds from the arrival until the first tokens were sent."""
 
     def observe_admission(self, now: float) -> Observation | None:
         """Return an observation for the first admission only."""
@@ -174,5 +176,6 @@ class Timing:
         if before is not None:
             return TokensSent(self.model, count, gap_s=now - before)
         if first and self.arrived_at is not None:
-            return TokensSent(self.model, count, first_s=now - self.arrived_at)
+            self.first_token_s = now - self.arrived_at
+            return TokensSent(self.model, count, first_s=self.first_token_s)
         return TokensSent(self.model, count)

@@ -360,6 +360,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Priority when memory is short: models of lower priority give memory back first."""
     expires_in_s: float | None = None
     """Seconds until the idle limit unloads the model if no request arrives; absent: no limit."""
+    idle_ttl_s: float | None = None
+    """Seconds without requests after which the model is unloaded; absent: no limit."""
     info: ModelInfo | None = None
     stats: WorkerStats = WorkerStats()
     error: ErrorInfo | None = None

@@ -40,6 +40,8 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Allowed names of this machine in the ``Host`` header, besides ``localhost`` and addresses."""
     origins: list[Origin] = []
     """Web pages that may use the API (CORS), such as ``https://chat.example``; ``*`` allows all."""
+    ui: bool = True
+    """``false`` turns off the web page at ``/`` and its operations."""
     body_limit: str | Annotated[int, Meta(ge=1024, le=MAX_BODY_BYTES)] = "8MiB"
     """Maximum size of a request body."""
     idle_timeout_s: PositiveSeconds = 75.0

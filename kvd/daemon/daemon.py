@@ -266,6 +266,7 @@ class Daemon:
             self._system,
             self._reloader.settings.http,
             self._listeners,
+            control=self._system,
             metrics=self._metrics.answer,
             answered=self._metrics.answered,
             ignored=self._metrics.ignored,

@@ -29,6 +29,11 @@ def single(headers: CIMultiDictProxy[str], name: str) -> str | None:
     return values[0] if values else None
 
 
+def is_own_origin(origin: str, host: str | None) -> bool:
+    """Return whether a page's origin is the server that it asks."""
+    return origin in {f"http://{host}", f"https://{host}"}
+
+
 @dataclass(frozen=True)
 class Guard:
     """The rules of one configuration."""
@@ -53,7 +58,7 @@ class Guard:
 
     def check_origin(self, origin: str | None, host: str | None) -> str | None:
         """Refuse foreign pages; return the origin if it is foreign and allowed."""
-        if origin is None or origin in {f"http://{host}", f"https://{host}"}:
+        if origin is None or is_own_origin(origin, host):
             return None
         if "*" in self.settings.origins or origin in self.settings.origins:
             return origin

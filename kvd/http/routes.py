@@ -21,6 +21,8 @@ from kvd.http.queries import read_query
 from kvd.http.requests import ChatRequest, CompletionRequest
 from kvd.http.streamed_answer import StreamedAnswer
 from kvd.http.tokenizing import TokenizeReply, TokenizeRequest
+from kvd.http.ui import files
+from kvd.http.ui.routes import wants_page
 from kvd.http.whole_answer import WholeAnswer
 from protocol.model_source import unknown_model
 
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from kvd.http.delivery import Delivery
 
 _JSON = "application/json"
-OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/readyz", "/ready"})
-"""Health checks, which need no API key."""
+OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/readyz", "/ready"}) | files.PATHS
+"""Health checks and the page's files, which need no API key."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Routes:
     starting: Callable[[], bool]
     delivery: Delivery
     started_at: int
+    page: bool
+    """Whether browsers get the page at ``/``."""
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -64,10 +68,13 @@ class Routes:
             web.post("/tokenize", self.tokenize, expect_handler=expect_later),
         ]
 
-    async def root(self, _: web.Request) -> web.Response:
+    async def root(self, request: web.Request) -> web.Response:
+        if self.page and wants_page(request):
+            return files.answer(request, files.INDEX)
         return web.Response(
+            headers={"Vary": "Accept"},
             text=f"kvd {kvd.__version__} is running; OpenAI's API is at /v1\n"
-            "Ollama is running: kvd serves its API at /api\n"  # what its clients look for
+            "Ollama is running: kvd serves its API at /api\n",  # what its clients look for
         )
 
     async def healthz(self, _: web.Request) -> web.Response:

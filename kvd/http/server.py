@@ -27,6 +27,8 @@ from kvd.http.responses_api.routes import ResponsesRoutes
 from kvd.http.responses_api.store import Store
 from kvd.http.routes import OPEN_PATHS, Routes
 from kvd.http.stalled import aborted_if_stalled
+from kvd.http.ui.routes import UiRoutes
+from kvd.http.ui.stream import Streams
 from protocol.errors import InternalError, KvdError
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from kvd.config.http import HttpSettings
     from kvd.http.backend import Answered, Backend, Ignored, Metrics
     from kvd.http.listeners import Listener
+    from kvd.http.ui.control import Control
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,12 +69,14 @@ class Server:
         listeners: Sequence[Listener],
         *,
         unread_limit: int,
+        control: Control | None = None,
         metrics: Metrics | None = None,
         answered: Answered = lambda _path, _status: None,
         ignored: Ignored = lambda _path, _what, _count: None,
         starting: Callable[[], bool] = lambda: False,
         uid_of: Callable[[socket.socket], int] = listen.peer_uid,
     ) -> None:
+        """``control``: for the web page; without it, or with ``ui = false``, there is no page."""
         self._settings = settings
         self._listeners = listeners
         self._guard = Guard(settings)
@@ -80,7 +85,11 @@ class Server:
         bodies = Bodies(settings.body_bytes, settings.idle_timeout_s)
         delivery = Delivery(backend, unread_limit)
         started_at = int(time.time())
-        routes = Routes(backend, bodies, metrics, starting, delivery, started_at)
+        self.ui = None
+        if control is not None and settings.ui:
+            self.ui = UiRoutes(control, bodies, Streams(control))
+        page = self.ui is not None
+        routes = Routes(backend, bodies, metrics, starting, delivery, started_at, page)
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
         responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
@@ -88,6 +97,9 @@ class Server:
         fitting = Delivery(Fitting(backend), unread_limit)
         app.add_routes(MessagesRoutes(backend, bodies, fitting, ignored).table())
         app.add_routes(OllamaRoutes(backend, bodies, delivery, started_at).table())
+        if self.ui is not None:
+            app.add_routes(self.ui.table())
+            app.on_shutdown.append(self.ui.streams.close)
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
             app,
@@ -236,7 +248,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if (origin := request.get(_ORIGIN)) is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = ", ".join(_ID_HEADERS)
-        response.headers["Vary"] = "Origin"
+        response.headers.add("Vary", "Origin")
 
 
 def _explained(request: web.Request, found: web.HTTPException) -> str:

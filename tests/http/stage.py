@@ -126,6 +126,7 @@ class Stage:
     """The TCP address."""
     socket: str
     port: int
+    server: Server
 
 
 @asynccontextmanager
@@ -133,6 +134,7 @@ async def serving(
     home: Home,
     *scripts: Script,
     backend: Scripted | None = None,
+    control: Scripted | None = None,
     metrics: Metrics | None = None,
     starting: bool = False,
     unread_limit: int = 4 * 2**20,
@@ -140,7 +142,7 @@ async def serving(
     **settings,
 ) -> AsyncIterator[Stage]:
     home.create()
-    backend = backend or (Scripted(list(scripts)) if scripts else Scripted())
+    backend = control or backend or (Scripted(list(scripts)) if scripts else Scripted())
     http = HttpSettings(**{"port": 0} | settings)
     listeners = open_listeners(home, http).listeners
     server = Server(
@@ -148,6 +150,7 @@ async def serving(
         http,
         listeners,
         unread_limit=unread_limit,
+        control=control,
         metrics=metrics,
         starting=lambda: starting,
         **({"uid_of": uid_of} if uid_of else {}),
@@ -155,7 +158,7 @@ async def serving(
     await server.start()
     try:
         url = listeners[0].address
-        yield Stage(backend, url, str(home.http_socket), int(url.rpartition(":")[2]))
+        yield Stage(backend, url, str(home.http_socket), int(url.rpartition(":")[2]), server)
     finally:
         await server.close()
         for listener in listeners:

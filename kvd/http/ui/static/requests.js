@@ -1,0 +1,66 @@
+// @ts-check
+/** Requests: those in flight, then the newest that ended. */
+
+import { byId, h, reconcile, setText, show } from "/ui/dom.js";
+import * as format from "/ui/format.js";
+import { schemes } from "/ui/parts.js";
+
+const KEPT = 256;
+const OPEN = new Set(["waiting", "running", "paused"]);
+
+export class Requests {
+  constructor() {
+    /** @type {any[]} the newest first */
+    this.ended = [];
+    /** @type {any[]} */
+    this.open = [];
+  }
+
+  clear() { this.ended = []; }
+
+  /** @param {any[]} open @param {any[]} ended new ones @param {any} status */
+  add(open, ended, status) {
+    this.open = open;
+    this.ended = [...[...ended].reverse(), ...this.ended].slice(0, KEPT);
+    if (byId("requests").checkVisibility()) this.render(status);
+  }
+
+  /** @param {any} status a `DaemonStatus` */
+  render(status) {
+    const rows = [...[...this.open].reverse(), ...this.ended];
+    const counts = ["running", "waiting", "paused"].map((stage) => [stage, this.open.filter((one) => one.stage === stage).length]);
+    setText(byId("requests-sum"), [...counts.filter(([, n]) => n).map(([stage, n]) => `${n} ${stage}`), `${this.ended.length} ended`].join(", "));
+    show(byId("requests-empty"), rows.length === 0);
+    show(byId("requests"), rows.length > 0);
+    const models = new Map(status.models.map((/** @type {any} */ model) => [model.name, model]));
+    reconcile(byId("requests").tBodies[0], rows, (one) => one.rid, make, (node, one) => update(node, one, models.get(one.model)));
+  }
+}
+
+function make() {
+  const cell = (/** @type {string} */ kind, /** @type {string} */ label) => h(`td.${kind}`, { "data-label": label });
+  return h("tr", {}, h("th.rid.num", { scope: "row" }), cell("model", "Model"), cell("stage", "State"),
+    cell("prompt.num.right", "Prompt"), h("td.cache", { "data-label": "From cache" }, h("span.num"), h("span.dim.miss")),
+    cell("completion.num.right", "Completion"), cell("first.num.right", "First token"), cell("time.num.right", "Time"), cell("levels", "Levels"));
+}
+
+/** @param {any} node @param {any} one a `RequestRecord` @param {any} model its `ModelStatus` */
+function update(node, one, model) {
+  const set = (/** @type {string} */ kind, /** @type {string} */ text) => setText(node.querySelector(`.${kind}`), text);
+  const open = OPEN.has(one.stage);
+  node.classList.toggle("open", open);
+  set("rid", one.rid);
+  set("model", one.model);
+  set("stage", one.code ? `${one.code}: ${one.message ?? ""}` : one.stage);
+  node.querySelector(".stage").className = `stage s-${one.stage}`;
+  set("prompt", one.prompt_tokens === undefined ? "" : format.count(one.prompt_tokens));
+  const cached = one.cached_tokens;
+  setText(node.querySelector(".cache").firstChild, cached === undefined || !one.prompt_tokens
+    ? "" : `${format.count(cached)} / ${format.count(one.prompt_tokens)}`);
+  set("miss", one.miss ? ` ${one.miss}` : "");
+  set("completion", format.count(one.completion_tokens ?? 0));
+  set("first", format.duration(one.first_token_s));
+  set("time", format.duration(one.age_s));
+  const names = model ? schemes(model) : [];
+  set("levels", (one.levels ?? []).map((/** @type {number} */ level) => names[level] ?? String(level)).join(" → "));
+}
