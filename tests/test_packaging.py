@@ -257,6 +257,7 @@ def test_the_wheel_serves_its_embedded_model(run: Run, served: Installed, user: 
         ("kvctl explain demo --ctx 2k", "2,048"),
         ("kvctl metrics", "kvd_models"),
         ("kvctl launch claude --model demo --print", "ANTHROPIC_BASE_URL"),
+        ("kvctl bench --trace alone --seconds 8", "tokens per second"),
         ("kvctl doctor", "ok"),
     ):
         done = run(line)

@@ -40,6 +40,7 @@ from kvd.bench import processes, traces, twin
 from kvd.bench.measure import Measures, Stream, Unfair, check_fair, summarize
 from kvd.bench.player import play
 from kvd.bench.prompts import Prompts, words_of
+from kvd.bench.report import as_json, rounded
 from kvd.bench.servers import Fleet, Server
 from kvd.bench.traces import Ask, Trace
 from kvd.demo.recall import filler_sentences
@@ -228,8 +229,9 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         "memory": "resident high-water marks (VmHWM) of the processes, reset before every run;"
         " pages of files that several processes of a server share count once",
     }
-    found = report.as_json(about, comparison.results, verdicts)
-    return {**found, "details": report.rounded(comparison.details)}
+    about["bars"] = report.bars_as_json(verdicts)
+    found = as_json(about, comparison.results)
+    return {**found, "details": rounded(comparison.details)}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tables, JSON and plot of a comparison."""
+"""Tables and plot of a comparison."""
 
 from __future__ import annotations
 
@@ -14,24 +14,7 @@ from rich.table import Table
 from bench.serve.bars import Verdict
 from bench.serve.sides import PLAIN
 from kvd.bench.measure import Results, median, ratio
-
-COLUMNS: dict[str, tuple[str, float, int]] = {
-    "tok_s": ("tok/s", 1, 0),
-    "decode_tok_s": ("decode tok/s", 1, 0),
-    "ttft_p50": ("TTFT p50 ms", 1e3, 0),
-    "ttft_p99": ("p99", 1e3, 0),
-    "itl_p50": ("gap p50 ms", 1e3, 1),
-    "itl_p99": ("p99", 1e3, 1),
-    "during_p50": ("while long p50", 1e3, 1),
-    "during_p99": ("p99", 1e3, 1),
-    "late_ttft": ("long TTFT ms", 1e3, 0),
-    "cpu_ms_per_token": ("CPU ms/token", 1, 2),
-    "decode_cpu_ms_per_token": ("decoding", 1, 2),
-    "peak_bytes": ("peak MB", 1e-6, 0),
-    "largest_bytes": ("of one process", 1e-6, 0),
-}
-"""Heading, factor and number of digits of each measure."""
-LOWER_IS_BETTER = frozenset(COLUMNS) - {"tok_s", "decode_tok_s"}
+from kvd.bench.report import COLUMNS, LOWER_IS_BETTER
 
 
 def tables(results: Results, verdicts: Sequence[Verdict], console: Console) -> None:
@@ -82,31 +65,9 @@ def _number(value: float, factor: float, digits: int) -> str:
     return "" if math.isnan(value) else f"{value * factor:,.{digits}f}"
 
 
-def as_json(about: dict[str, Any], results: Results, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return all results, including the runs behind each median."""
-    traces = {
-        trace: {
-            side: {"median": median(runs), "runs": [asdict(run) for run in runs]}
-            for side, runs in sides.items()
-        }
-        for trace, sides in results.items()
-    }
-    bars = [{**asdict(one.bar), "ratio": one.ratio, "passed": one.passed} for one in verdicts]
-    found: dict[str, Any] = rounded({**about, "bars": bars, "traces": traces})
-    return found
-
-
-def rounded(value: Any) -> Any:
-    """Round floats to six digits, and replace nan, which JSON lacks, by None."""
-    match value:
-        case float():
-            return None if math.isnan(value) else float(f"{value:.6g}")
-        case dict():
-            return {key: rounded(one) for key, one in value.items()}
-        case list() | tuple():
-            return [rounded(one) for one in value]
-        case _:
-            return value
+def bars_as_json(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Return the bars with the measured ratios."""
+    return [{**asdict(one.bar), "ratio": one.ratio, "passed": one.passed} for one in verdicts]
 
 
 def plot(results: Results, file: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.serve.bars import Bar
-from kvd.bench.servers import Side, kvd_side, mlx_lm_side
+from kvd.bench.servers import Side, kvd_side, mlx_lm_side, url_side
 
 DENSE, QUANTIZED = "kvd k16v16", "kvd k8v8"
 PLAIN, PLAIN_8_BITS, AS_STARTED = "mlx-lm", "mlx-lm kv-bits 8", "mlx-lm no blas"
@@ -34,8 +34,7 @@ def _of_url(text: str) -> Side:
     name, found, url = text.partition("=")
     if not found or not url.startswith(("http://", "https://")):
         raise ValueError(f"--url must be NAME=http://host:port, not {text!r}")
-    url, _, model = url.partition("#")
-    return Side(name=name, about=url, url=url.rstrip("/"), model=model or "default_model")
+    return url_side(name, url)
 
 
 def takes_part(side: str, trace: str) -> bool:

@@ -5,6 +5,7 @@ Requests are greedy and set no other option, so that no server pays for options 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -17,38 +18,56 @@ from protocol.kv import KVSpec
 from protocol.messages import Done, Tokens
 from protocol.types import ModelInfo
 
-_ALIAS = "bench"
+ALIAS = "bench"
+"""Name of a model that a bench loads."""
 
 
 class KvdDriver:
     """Client of a kvd daemon; all requests share one connection."""
 
-    def __init__(self, client: AsyncClient, path: str) -> None:
+    def __init__(self, client: AsyncClient, model: str, path: str, *, endless: bool) -> None:
+        """Take an open connection; ``endless``: the model has no end-of-text token (`twin`)."""
         self._client = client
+        self._model = model
         self.path = path
+        self._ignore_eos = not endless
 
     @classmethod
     async def connect(cls, home: str, model: str, kv: KVSpec) -> KvdDriver:
-        """Open the connection and load the model."""
+        """Open the connection and load the model, which has no end-of-text token."""
         client = AsyncClient(home=home)
         await client.connect()
         try:
-            loaded = await (await client.load(model, alias=_ALIAS, kv=kv)).result()
+            loaded = await (await client.load(model, alias=ALIAS, kv=kv)).result()
         except BaseException:
             await client.close()
             raise
-        return cls(client, _path(loaded.info))
+        return cls(client, ALIAS, _path(loaded.info), endless=True)
+
+    @classmethod
+    async def attach(cls, home: str | None, socket: str | None, model: str) -> KvdDriver:
+        """Open the connection to a daemon that has the model."""
+        client = AsyncClient(home=home, socket=socket)
+        await client.connect()
+        return cls(client, model, "", endless=False)
 
     async def ask(self, prompt: str, output: int, stream: Stream) -> None:
         """Send a request (`player.Driver`)."""
-        completion = await self._client.generate(_ALIAS, prompt, max_tokens=output)
-        async for event in completion:
-            match event:
-                case Tokens(tokens=tokens):
-                    stream.arrived(time.monotonic(), len(tokens))
-                case Done(usage=usage):
-                    stream.prompt_tokens = usage.prompt_tokens
-                    stream.output_tokens = usage.completion_tokens
+        completion = await self._client.generate(
+            self._model, prompt, max_tokens=output, ignore_eos=self._ignore_eos
+        )
+        try:
+            async for event in completion:
+                match event:
+                    case Tokens(tokens=tokens):
+                        stream.arrived(time.monotonic(), len(tokens))
+                    case Done(usage=usage):
+                        stream.prompt_tokens = usage.prompt_tokens
+                        stream.output_tokens = usage.completion_tokens
+                        stream.cached_tokens = usage.cached_tokens
+        except asyncio.CancelledError:
+            await completion.cancel()  # or it would run beside the next trace
+            raise
 
     async def close(self) -> None:
         """Close the connection."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from kvd.bench.traces import Trace
 
@@ -32,6 +32,8 @@ class Stream:
     """Generated tokens as the server counts them."""
     cached_tokens: int | None = None
     """Prompt tokens that the server had cached, if it reports them."""
+    finished: bool = False
+    """Whether all of its tokens have arrived."""
     heard: Callable[[], None] = lambda: None
     """Called after every message."""
 
@@ -103,6 +105,23 @@ class Measures:
     """High-water mark of the largest process: kvd's worker, without its daemon."""
 
 
+_NOTHING = Measures(
+    tokens=0,
+    wall_s=math.nan,
+    tok_s=0.0,
+    decode_tok_s=math.nan,
+    ttft_p50=math.nan,
+    ttft_p99=math.nan,
+    itl_p50=math.nan,
+    itl_p99=math.nan,
+    during_p50=math.nan,
+    during_p99=math.nan,
+    late_ttft=math.nan,
+    cached_tokens=None,
+)
+"""A run in which no token arrived."""
+
+
 def percentile(values: Iterable[float], q: float) -> float:
     """Return the q-th percentile, linearly interpolated; nan without values."""
     ordered = sorted(values)
@@ -138,6 +157,25 @@ def summarize(trace: Trace, streams: Sequence[Stream]) -> Measures:
         late_ttft=percentile([s.ttft for s in late], 50),
         cached_tokens=sum(cached) if cached else None,
     )
+
+
+def summarize_stopped(trace: Trace, streams: Sequence[Stream], seconds: float) -> Measures:
+    """Return the measures of a run that was stopped after ``seconds``: of what arrived by then.
+
+    Latencies are of requests that have a token, so they are lower than those of a whole run.
+    """
+    for stream in streams:
+        if not stream.finished:
+            stream.output_tokens = stream.shown
+    begun = [
+        (ask, stream) for ask, stream in zip(trace.asks, streams, strict=True) if stream.arrivals
+    ]
+    if not begun:
+        return replace(_NOTHING, wall_s=seconds)
+    found = summarize(
+        replace(trace, asks=tuple(ask for ask, _ in begun)), [one for _, one in begun]
+    )
+    return replace(found, wall_s=seconds, tok_s=found.tokens / seconds)
 
 
 def _while_all_run(streams: Sequence[Stream]) -> float:

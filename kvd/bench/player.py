@@ -30,17 +30,23 @@ async def play(
     prompts: Sequence[str],
     driver: Driver,
     mark: Callable[[int], None] = lambda _: None,
+    *,
+    limit_s: float | None = None,
 ) -> list[Stream]:
     """Send all requests of the trace; return their streams in the trace's order.
+
+    After ``limit_s`` seconds, requests that still run are cancelled. Their streams are not
+    `Stream.finished`.
 
     ``mark`` is called with the number of tokens so far: when every stream has a token, and again
     when the first stream ends. It is never called if a stream ends before the last one begins.
     """
     player = _Player(trace, driver, mark)
     asks = zip(trace.asks, prompts, player.streams, strict=True)
-    async with asyncio.TaskGroup() as group:
-        for ask, prompt, stream in asks:
-            group.create_task(player.send(ask, prompt, stream))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            for ask, prompt, stream in asks:
+                group.create_task(player.send(ask, prompt, stream))
     return player.streams
 
 
@@ -67,6 +73,7 @@ class _Player:
                 await self._reached[ask.behind].wait()
             stream.sent = time.monotonic()
             await self._driver.ask(prompt, ask.output, stream)
+            stream.finished = True
         if self._begun and not self._over:
             self._mark(self._shown)
         self._over = True

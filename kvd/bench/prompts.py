@@ -20,27 +20,32 @@ Encode = Callable[[str], Sequence[int]]
 class Prompts:
     """Makes texts for one tokenizer."""
 
-    def __init__(self, encode: Encode, words: Iterable[str]) -> None:
-        """Take a tokenizer and words; one of them must be a single token."""
+    def __init__(self, encode: Encode, words: Iterable[str], *, exact: bool = True) -> None:
+        """Take a tokenizer and words.
+
+        ``exact``: raise ValueError if no word is a single token, or, in `text`, if the tokenizer
+        merges words.
+        """
         self._encode = encode
+        self._exact = exact
         self._cost = {word: len(encode(word)) for word in sorted({f" {w}" for w in words})}
         self._words = list(self._cost)
         self._single = [word for word, cost in self._cost.items() if cost == 1]
-        if not self._single:
+        if not self._single and exact:
             raise ValueError("no word of the list is one token in this model's vocabulary")
 
     def text(self, rng: random.Random, tokens: int) -> str:
-        """Return a text of exactly ``tokens`` tokens."""
+        """Return a text of ``tokens`` tokens; without `exact`, of a few more or less."""
         words: list[str] = []
         left = tokens
         while left > 0:
             word = rng.choice(self._words)
             if self._cost[word] > left:
-                word = rng.choice(self._single)
+                word = rng.choice(self._single or self._words)
             words.append(word)
             left -= self._cost[word]
         text = "".join(words)
-        if (found := len(self._encode(text))) != tokens:
+        if self._exact and (found := len(self._encode(text))) != tokens:
             raise ValueError(
                 f"words of {tokens} tokens in all have {found} tokens as one text: this tokenizer"
                 " merges words, so prompts of an exact length cannot be made"

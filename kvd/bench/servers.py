@@ -27,6 +27,8 @@ from kvd.config.kv import parse_kv
 from protocol.errors import KvdError, NotRunning
 
 _READY_S = 120.0
+_ANSWER_S = 10.0
+"""Timeout for a server that runs already."""
 _STOP_S = 15.0
 _POLL_S = 0.05
 _OURS = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", "KVD_BLAS_PRELOADED")
@@ -52,7 +54,13 @@ class Side:
     """Home of a kvd daemon; empty for OpenAI-compatible servers."""
     kv: str = "k8v8"
     """The scheme that kvd loads the model with."""
+    running: bool = False
+    """Whether the daemon runs already and has the model. Nothing is loaded then."""
+    socket: str | None = None
+    """Socket of a running daemon, if it is not in its home."""
     url: str = ""
+    endless: bool = True
+    """Whether the model has no end-of-text token (`twin`)."""
 
 
 class Server:
@@ -77,50 +85,59 @@ class Server:
                     env=variables | self.side.environment,
                     start_new_session=True,
                 )
+        limit_s = _READY_S if self.side.command else _ANSWER_S
         try:
-            async with asyncio.timeout(_READY_S):
+            async with asyncio.timeout(limit_s):
                 while not await self._answers():
-                    self._check_alive()
+                    self._check_running()
                     await asyncio.sleep(_POLL_S)
                 self.driver = await self._connect()
         except TimeoutError:
             raise RuntimeError(
-                f"{self.side.name} is not ready after {_READY_S:g} s; {self._last_words()}"
+                f"{self.side.name} is not ready after {limit_s:g} s{self._last_words()}"
             ) from None
 
     async def _answers(self) -> bool:
-        if self.side.home:
+        if self.side.home or self.side.running:
             try:
-                async with AsyncClient(home=self.side.home):
+                async with AsyncClient(home=self.side.home or None, socket=self.side.socket):
                     return True
             except NotRunning:
                 return False
         path = "/health" if self._process else "/v1/models"
         try:
-            async with aiohttp.ClientSession() as session, session.get(self.side.url + path):
-                return True
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(self.side.url + path) as response,
+            ):
+                return response.status < 500  # llama-server answers 503 while it loads
         except aiohttp.ClientError:
             return False
 
     async def _connect(self) -> Driver:
         side = self.side
-        if not side.home:
-            return OpenAIDriver(side.url, side.model, endless=bool(side.command))
+        if side.url:
+            return OpenAIDriver(side.url, side.model, endless=side.endless)
         try:
+            if side.running:
+                return await KvdDriver.attach(side.home or None, side.socket, side.model)
             return await KvdDriver.connect(side.home, side.model, parse_kv(side.kv))
         except KvdError as error:
             raise RuntimeError(f"{side.name} cannot load the model: {error.message}") from error
 
-    def _check_alive(self) -> None:
-        if self._process is not None and self._process.returncode is not None:
+    def _check_running(self) -> None:
+        """Raise RuntimeError if waiting is of no use."""
+        if self._process is None:
+            raise RuntimeError(f"{self.side.name}: nothing answers at {self.side.url}")
+        if self._process.returncode is not None:
             raise RuntimeError(
-                f"{self.side.name} exited with status {self._process.returncode};"
-                f" {self._last_words()}"
+                f"{self.side.name} exited with status {self._process.returncode}"
+                f"{self._last_words()}"
             )
 
     def _last_words(self) -> str:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return f"its output ends:\n{text[-1500:]}"
+        return f"; its output ends:\n{text[-1500:]}"
 
     def pids(self) -> list[int]:
         """Return the server's processes; none for a URL."""
@@ -175,6 +192,30 @@ def mlx_lm_side(name: str, model: str, *, blas: Path | None, options: tuple[str,
         environment=environment,
         url=f"http://127.0.0.1:{port}",
     )
+
+
+def llama_side(name: str, program: str, gguf: Path, *, slots: int, context: int) -> Side:
+    """Return the side of a llama-server.
+
+    ``slots``: requests that it runs at once; ``context``: tokens of each.
+    """
+    port = _free_port()
+    command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--parallel", str(slots), "--ctx-size", str(slots * context)]
+    return Side(
+        name=name,
+        about=f"llama-server, {gguf.name}",
+        command=tuple(command),
+        url=f"http://127.0.0.1:{port}",
+        endless=False,
+    )
+
+
+def url_side(name: str, url: str) -> Side:
+    """Return the side of a server that runs already; ``url`` may end with ``#MODEL``."""
+    address, _, model = url.partition("#")
+    address = address.rstrip("/").removesuffix("/v1")
+    return Side(name=name, about=url, url=address, model=model or "default_model", endless=False)
 
 
 def _free_port() -> int:

@@ -53,6 +53,11 @@ class Trace:
         return sum(ask.output for ask in self.asks)
 
 
+def alone(_: random.Random) -> Trace:
+    """Return one stream of 128 tokens after a prompt of 200."""
+    return Trace("alone", (Ask(200, 128),))
+
+
 def steady(_: random.Random) -> Trace:
     """Return eight streams of 128 tokens after prompts of 200, all at once."""
     return Trace("steady", (Ask(200, 128),) * 8)
@@ -94,7 +99,7 @@ def unequal(rng: random.Random) -> Trace:
 
 
 TRACES: dict[str, Callable[[random.Random], Trace]] = {
-    make.__name__: make for make in (steady, poisson, shared, burst, long, unequal)
+    make.__name__: make for make in (alone, steady, poisson, shared, burst, long, unequal)
 }
 DEFAULT = ("steady", "poisson", "shared", "long", "unequal")
 

@@ -39,6 +39,7 @@ COMMANDS = (
     LazyCommand("events", "kvd.cli.events:events", _WATCH),
     LazyCommand("logs", "kvd.cli.logs:logs", _WATCH),
     LazyCommand("metrics", "kvd.cli.metrics:metrics", _WATCH),
+    LazyCommand("bench", "kvd.cli.bench:bench", _WATCH),
     LazyCommand("models", "kvd.cli.models:models", _MODELS),
     LazyCommand("load", "kvd.cli.load:load", _MODELS),
     LazyCommand("unload", "kvd.cli.load:unload", _MODELS),

@@ -137,9 +137,13 @@ def _verdict(forecast: Forecast) -> Text:
     return Text(text, style=_STYLES[forecast.verdict])
 
 
+def describe_step(step: ReclaimStep) -> str:
+    """Return what the step does, as an imperative."""
+    return _METHODS[step.method].format(step.model, level=step.level)
+
+
 def _steps(steps: list[ReclaimStep]) -> Table:
     table = grid(number_column(style="dim"), text_column(), number_column())
     for number, step in enumerate(steps, 1):
-        action = _METHODS[step.method].format(step.model, level=step.level)
-        table.add_row(f"{number}.", action, format_bytes(step.nbytes))
+        table.add_row(f"{number}.", describe_step(step), format_bytes(step.nbytes))
     return table

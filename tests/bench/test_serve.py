@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bench.serve import sides
 from bench.serve.bars import Bar, judge
-from bench.serve.report import as_json, bars_table, plot, trace_table
+from bench.serve.report import bars_table, plot, trace_table
 from kvd.bench import processes, traces, twin
 from kvd.bench.drivers import parse
 from kvd.bench.measure import (
@@ -34,6 +34,7 @@ from kvd.bench.measure import (
 )
 from kvd.bench.player import play
 from kvd.bench.prompts import Prompts, words_of
+from kvd.bench.report import as_json
 from kvd.bench.servers import Fleet, kvd_side, mlx_lm_side
 from kvd.bench.traces import Ask, Trace
 from kvd.host.home import Home
@@ -339,7 +340,7 @@ async def test_the_harness_on_a_fake_engine(home: Home, tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
     assert trace_table("small", results["small"]).row_count == 1
     plot(results, tmp_path / "plot.svg")
-    text = json.dumps(as_json({}, results, judge(sides.bars(["small"]), results)), allow_nan=False)
+    text = json.dumps(as_json({}, results), allow_nan=False)
     assert json.loads(text)["traces"]["small"]["fake"]["median"]["tokens"] == 22
 
 
