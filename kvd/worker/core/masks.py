@@ -81,7 +81,12 @@ class StepMasks:
         for row in np.flatnonzero(~np.any(masks, axis=1)):
             matcher = matchers[row]
             assert matcher is not None
-            over.append((step.drawing[row], matcher.failure()))
+            completion, failure = step.drawing[row], matcher.failure()
+            if failure is not None and matcher.optional:
+                completion.drop_grammar(f"calls are no longer kept valid: {failure.message}")
+                masks[row] = 0xFF
+            else:
+                over.append((completion, failure))
         step.draw_tokens(sampler, mx.array(masks))
         for completion in step.drawing:
             if completion.dropped:

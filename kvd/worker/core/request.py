@@ -63,6 +63,11 @@ class Completion:
         """Why it ends, once it has stopped or has as many tokens as it may have."""
         return "stop" if self.stream.stopped or self.complete else "length"
 
+    def drop_grammar(self, reason: str) -> None:
+        """Continue without the grammar; ``reason``: for the event log."""
+        self.matcher = None
+        self.stream.note(reason)
+
     @property
     def next_input(self) -> int:
         """The next step's input token, or 0 if the step in flight still computes it."""

@@ -12,13 +12,14 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import end_prompt
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
-from kvd.worker.grammar.answers import AnswerGrammar, grammar_of
-from kvd.worker.grammar.compiler import Compilation, Compiler
+from kvd.worker.grammar.answers import grammar_of
+from kvd.worker.grammar.choice import GrammarChoice
+from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.text import Text
-from protocol.errors import ContextTooLong, InvalidRequest, KvdError
+from protocol.errors import ContextTooLong, KvdError
 from protocol.resume import ChoiceProgress
 from protocol.worker import RowFailed, RowNote, Submit
 
@@ -37,8 +38,7 @@ class _Submission:
     room: int
     """Tokens of the context that the prompt leaves."""
     deadline: float | None
-    grammar: AnswerGrammar | None
-    compilation: Compilation | None
+    grammar: GrammarChoice | None
 
 
 class Submissions:
@@ -80,13 +80,11 @@ class Submissions:
             request, self._text.answer_context(request, prompt), canonical=self._text.canonical
         )
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        compilation = None
+        choice = None
         if grammar is not None:
-            compilation = self._compiler.start(grammar.text, accepted=bool(request.resume))
-        submission = _Submission(
-            request, prompt, prompt_tokens, room, deadline, grammar, compilation
-        )
-        if compilation is None or self._compiler.is_over(compilation):
+            choice = GrammarChoice(self._compiler, grammar, accepted=bool(request.resume))
+        submission = _Submission(request, prompt, prompt_tokens, room, deadline, choice)
+        if choice is None or choice.is_over():
             self._accept(submission)
         else:
             self._waiting[request.rid] = submission
@@ -95,10 +93,10 @@ class Submissions:
     def work(self, now: float) -> None:
         """Accept the requests whose grammars are compiled."""
         for rid, submission in list(self._waiting.items()):
-            compilation = submission.compilation
-            assert compilation is not None
+            grammar = submission.grammar
+            assert grammar is not None
             error: KvdError | None = None
-            if self._compiler.is_over(compilation):
+            if grammar.is_over():
                 try:
                     self._accept(submission)
                 except KvdError as refused:
@@ -112,9 +110,9 @@ class Submissions:
             if error is not None:
                 self._batch.reports.append(RowFailed(rid=rid, error=error.info()))
         if self._waiting and not self._batch.requests:
-            oldest = next(iter(self._waiting.values())).compilation
+            oldest = next(iter(self._waiting.values())).grammar
             assert oldest is not None
-            oldest.done.wait(WAIT_SECONDS)
+            oldest.wait(WAIT_SECONDS)
 
     def cancel(self, rid: str) -> bool:
         """Cancel a request that waits for its grammar; return whether it did."""
@@ -133,22 +131,26 @@ class Submissions:
 
     def _accept(self, submission: _Submission) -> None:
         request, prompt = submission.request, submission.prompt
-        matchers = self._matchers(submission)
-        grammar = submission.grammar if any(matchers) else None
-        valid = grammar is not None and grammar.has_valid_calls
+        matchers: list[Matcher | None] = [None] * request.n
+        valid = False
+        if (choice := submission.grammar) is not None:
+            matchers = choice.matchers(request.n)
+            valid = choice.grammar is not None and choice.grammar.has_valid_calls
+            notes = (RowNote(rid=request.rid, reason=note) for note in choice.notes)
+            self._batch.reports.extend(notes)
         completions = [
             Completion(
-                (request.rid, choice),
+                (request.rid, index),
                 self._text.stream(
                     request,
                     prompt,
-                    choice,
+                    index,
                     has_valid_calls=valid,
                 ),
                 prompt[-1],
                 matcher=matcher,
             )
-            for choice, matcher in enumerate(matchers)
+            for index, matcher in enumerate(matchers)
         ]
         tracked = self._batch.prefix_cache.track(
             request.rid,
@@ -167,17 +169,3 @@ class Submissions:
         )
         if self._batch.add(accepted, submission.deadline):
             self.prompt_tokens += submission.prompt_tokens
-
-    def _matchers(self, submission: _Submission) -> list[Matcher | None]:
-        """Return a matcher for each choice; raises `KvdError` if the grammar cannot be used."""
-        choices, compilation = submission.request.n, submission.compilation
-        if compilation is None or submission.grammar is None:
-            return [None] * choices
-        try:
-            return [self._compiler.matcher(compilation) for _ in range(choices)]
-        except InvalidRequest as error:
-            if not submission.grammar.optional:
-                raise
-            note = f"calls are not kept valid by a grammar: {error.message}"
-            self._batch.reports.append(RowNote(rid=submission.request.rid, reason=note))
-            return [None] * choices

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvd.worker.answer.forms import AnswerForms, HarmonyForm, WholeBody, opened_by_prompt
-from kvd.worker.grammar.calls import CallRules
+from kvd.worker.grammar.calls import CallRules, harmony_calls
 from kvd.worker.grammar.source import FREE, SPACE, Source, inner_grammar
+from kvd.worker.grammar.tool_texts import ToolTexts
 from protocol.tools import Tool
 from protocol.worker import Submit
 
@@ -21,6 +22,10 @@ class AnswerGrammar:
     """Whether the answer is only helped by it: without it, calls are checked once complete."""
     has_valid_calls: bool = False
     """Whether calls are valid as far as they were generated."""
+    notes: tuple[str, ...] = ()
+    """What of the request it does not enforce, with the reason."""
+    weaker: AnswerGrammar | None = None
+    """The grammar without those of custom tools' texts, for when this one cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,35 @@ def grammar_of(request: Submit, context: AnswerContext, *, canonical: bool) -> A
     tools = _tools(request, context.forms)
     if request.grammar is None and not tools:
         return None
+    texts = ToolTexts()
+    strict = _grammar(request, context, tools, texts, canonical=canonical)
+    if not texts.found:
+        return strict
+    frames = ToolTexts(enforced=False)
+    weaker = _grammar(request, context, tools, frames, canonical=canonical)
+    return replace(strict, weaker=weaker)
+
+
+def _grammar(
+    request: Submit, context: AnswerContext, tools: list[Tool], texts: ToolTexts, *, canonical: bool
+) -> AnswerGrammar:
     source = Source(context.special)
     text = None
     if request.grammar is not None:
         text = source.nest(inner_grammar(request.grammar))
     if context.forms.harmony is not None:
-        start = _harmony(source, context, request, tools, text)
-        return AnswerGrammar(
-            source.text(start, canonical=canonical), text is None and _is_auto(request), bool(tools)
-        )
-    content = _content(source, request, context.forms, tools, text)
-    start = f"{_reasoning(source, context)} {content}"
-    body = context.forms.call.body if context.forms.call is not None else None
+        start = _harmony(source, context, request, tools, text, texts)
+        has_valid_calls = bool(tools)
+    else:
+        content = _content(source, request, context.forms, tools, text, texts)
+        start = f"{_reasoning(source, context)} {content}"
+        body = context.forms.call.body if context.forms.call is not None else None
+        has_valid_calls = bool(tools) and not isinstance(body, WholeBody)
     return AnswerGrammar(
         source.text(start, canonical=canonical),
         text is None and _is_auto(request),
-        bool(tools) and not isinstance(body, WholeBody),
+        has_valid_calls,
+        tuple(texts.notes),
     )
 
 
@@ -92,12 +110,17 @@ def _reasoning(source: Source, context: AnswerContext) -> str:
 
 
 def _content(
-    source: Source, request: Submit, forms: AnswerForms, tools: list[Tool], text: str | None
+    source: Source,
+    request: Submit,
+    forms: AnswerForms,
+    tools: list[Tool],
+    text: str | None,
+    texts: ToolTexts,
 ) -> str:
     """Return what follows the reasoning. ``text``: the grammar of text."""
     if not tools or forms.call is None:
         return text or FREE
-    rules = CallRules(source, forms.call, tools)
+    rules = CallRules(source, forms.call, tools, texts)
     several = request.chat.parallel_tool_calls
     calls = rules.calls(several=several)
     if not _is_auto(request):
@@ -113,7 +136,12 @@ def _content(
 
 
 def _harmony(
-    source: Source, context: AnswerContext, request: Submit, tools: list[Tool], text: str | None
+    source: Source,
+    context: AnswerContext,
+    request: Submit,
+    tools: list[Tool],
+    text: str | None,
+    texts: ToolTexts,
 ) -> str:
     """Return the messages of an answer of gpt-oss; the prompt ends with the first one's role."""
     form = context.forms.harmony
@@ -129,7 +157,7 @@ def _harmony(
         channel = f"{source.marker(form.channel)} {source.literal(form.text)}"
         last.append(f"{channel} {source.marker(form.message)} {text or FREE}")
     if tools:
-        last.append(CallRules.harmony(source, form, tools))
+        last.append(harmony_calls(source, form, tools, texts))
     return f"{reasoning}* ({' | '.join(last)})"
 
 

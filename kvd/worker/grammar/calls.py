@@ -1,17 +1,18 @@
 """Rules for tool calls: the frame of the model's form, and arguments by the tools' schemas.
 
-Text that a form writes without quotes is free up to the text that ends it: only name and frame are
-constrained.
+A custom tool's text matches the tool's grammar.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from kvd.worker.answer.forms import CallForm, HarmonyForm, JsonBody, NamedBody, XmlBody
-from kvd.worker.grammar.source import FREE, SPACE, Source, json_grammar, quoted, regex_of
+from kvd.worker.grammar.schemas import arguments_of
+from kvd.worker.grammar.source import FREE, SPACE, Source, quoted
+from kvd.worker.grammar.tool_texts import ToolTexts
+from kvd.worker.grammar.xml_rules import XmlRules
 from protocol.tools import Tool
 
 _GAP = r"/[ \n]{0,2}/"
@@ -20,10 +21,13 @@ _GAP = r"/[ \n]{0,2}/"
 class CallRules:
     """The calls of one answer."""
 
-    def __init__(self, source: Source, form: CallForm, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, source: Source, form: CallForm, tools: Sequence[Tool], texts: ToolTexts
+    ) -> None:
         self._source = source
         self._form = form
         self._tools = tools
+        self._texts = texts
 
     def calls(self, *, several: bool) -> str:
         """Return one call, or one and more."""
@@ -34,7 +38,8 @@ class CallRules:
         """Return the calls without the marker that begins the first one."""
         source, form = self._source, self._form
         body = self._body(several=several)
-        end = source.marker(form.end) if form.end else ""
+        ends_itself = isinstance(form.body, XmlBody) and not form.body.end.strip()
+        end = source.marker(form.end) if form.end and not ends_itself else ""
         begin = source.marker(form.begin) if form.begin else ""
         tail = source.rule(f"{SPACE} {body} {SPACE} {end}")
         if isinstance(form.body, JsonBody) and form.body.listed:
@@ -57,7 +62,8 @@ class CallRules:
             case NamedBody():
                 rules = [self._named(tool, body) for tool in self._tools]
             case XmlBody():
-                rules = [self._xml(tool, body) for tool in self._tools]
+                xml = XmlRules(self._source, self._form, body, self._texts)
+                rules = [xml.call(tool) for tool in self._tools]
             case _:
                 return FREE if self._form.end.token is not None else "/(?s:.+)/"
         one = self._source.rule(" | ".join(rules))
@@ -68,7 +74,7 @@ class CallRules:
 
     def _json(self, tool: Tool, body: JsonBody) -> str:
         name, arguments = (json.dumps(key) for key in (body.name_key, body.arguments_key))
-        own = arguments_of(self._source, tool)
+        own = arguments_of(self._source, tool, self._texts)
         pieces = ['"{"', quoted(name), '":"', quoted(json.dumps(tool.name)), '","']
         pieces += [quoted(arguments), '":"', own, '"}"']
         return self._source.rule(f" {_GAP} ".join(pieces))
@@ -78,73 +84,19 @@ class CallRules:
         literal = self._source.literal
         return self._source.rule(
             f"{literal(body.before_name + tool.name)} {number} {literal(body.after_name)}"
-            f" {arguments_of(self._source, tool)}"
+            f" {arguments_of(self._source, tool, self._texts)}"
         )
 
-    def _xml(self, tool: Tool, body: XmlBody) -> str:
-        source = self._source
-        properties = _object(tool.parameters.get("properties"))
-        required = tool.parameters.get("required")
-        pairs: list[str] = []
-        for key, schema in properties.items():
-            key_rule = f"{source.literal(body.before_key + key + body.after_key)}"
-            pair = source.rule(f"{key_rule} {self._xml_value(schema, body)}")
-            optional = "" if isinstance(required, list) and key in required else "?"
-            pairs.append(f"({pair} {SPACE}){optional}")
-        if not properties:
-            key_rule = (
-                f"{source.literal(body.before_key)} /[^<>\\n=]+/ {source.literal(body.after_key)}"
-            )
-            pairs.append(f"({key_rule} {self._until(body.after_value)} {SPACE})*")
-        end = source.literal(body.end.strip()) if body.end.strip() else ""
-        return source.rule(
-            f"{source.literal((body.before_name + tool.name + body.after_name).rstrip())} {SPACE}"
-            f" {' '.join(pairs)} {end}"
-        )
 
-    def _xml_value(self, schema: Any, body: XmlBody) -> str:
-        """Return a value and the text after it: a string is raw, any other value JSON."""
-        kinds = _object(schema).get("type")
-        only = kinds if isinstance(kinds, list) else [kinds]
-        types = ("integer", "number", "boolean", "object", "array", "null")
-        if only and all(one in types for one in only):
-            value = self._source.nest(json_grammar(lenient(_object(schema)), "chat.tools"))
-            return f"{SPACE} {value} {SPACE} {self._source.literal(body.after_value.strip())}"
-        return self._until(body.after_value)
-
-    def _until(self, end: str) -> str:
-        return self._source.rule(f"/(?s:.*){regex_of(end.strip())}/", lazy=True)
-
-    @staticmethod
-    def harmony(source: Source, form: HarmonyForm, tools: Sequence[Tool]) -> str:
-        """Return a call of gpt-oss without the token that ends it, which ends the answer."""
-        head = f"{source.marker(form.channel)} {source.literal(form.calls)}"
-        json_type = f'(" "? {source.marker(form.constrain)} "json")?'
-        rules = [
-            f"{head} {source.literal(form.recipient + tool.name)} {json_type}"
-            f" {source.marker(form.message)} {arguments_of(source, tool)}"
-            for tool in tools
-        ]
-        return source.rule(" | ".join(rules))
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def lenient(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's schema with unknown keywords ignored: clients' tools have any."""
-    options = {"whitespace_pattern": r"( |\n[ \t]{0,40})", "lenient": True}
-    return {**schema, "x-guidance": options}
-
-
-def arguments_of(source: Source, tool: Tool) -> str:
-    """Return the JSON object of a tool's arguments."""
-    schema: dict[str, Any] = {"type": "object", **tool.parameters}
-    if tool.grammar is not None:
-        text: dict[str, Any] = {"type": "string"}
-        if tool.grammar.kind == "regex":
-            text["pattern"] = f"^(?:{tool.grammar.value})$"
-        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        schema["additionalProperties"] = False
-    return source.nest(json_grammar(lenient(schema), "chat.tools"))
+def harmony_calls(
+    source: Source, form: HarmonyForm, tools: Sequence[Tool], texts: ToolTexts
+) -> str:
+    """Return a call of gpt-oss without the token that ends it, which ends the answer."""
+    head = f"{source.marker(form.channel)} {source.literal(form.calls)}"
+    json_type = f'(" "? {source.marker(form.constrain)} "json")?'
+    rules = [
+        f"{head} {source.literal(form.recipient + tool.name)} {json_type}"
+        f" {source.marker(form.message)} {arguments_of(source, tool, texts)}"
+        for tool in tools
+    ]
+    return source.rule(" | ".join(rules))

@@ -107,12 +107,15 @@ class Compiler:
             compilation.done.set()
         return True
 
-    def matcher(self, compilation: Compilation) -> Matcher:
-        """Return a matcher at the grammar's beginning; raises the compilation's error."""
+    def matcher(self, compilation: Compilation, *, optional: bool = False) -> Matcher:
+        """Return a matcher at the grammar's beginning; raises the compilation's error.
+
+        ``optional``: see `Matcher`.
+        """
         if compilation.error is not None:
             raise compilation.error
         size = int(self._tokenizer.vocab_size)
-        return Matcher(compilation.grammar.deep_copy(), self._eos_ids, size)
+        return Matcher(compilation.grammar.deep_copy(), self._eos_ids, size, optional=optional)
 
     def _trim(self) -> None:
         chars = sum(len(text) for text in self._known)

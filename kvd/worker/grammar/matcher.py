@@ -29,8 +29,12 @@ class Matcher:
     ``grammar``: an `LLMatcher` at the grammar's beginning, which the matcher owns.
     """
 
-    def __init__(self, grammar: Any, eos_ids: frozenset[int], vocabulary: int) -> None:
+    def __init__(
+        self, grammar: Any, eos_ids: frozenset[int], vocabulary: int, *, optional: bool = False
+    ) -> None:
         self.grammar: Any = grammar
+        self.optional = optional
+        """Whether the completion goes on without the grammar if that cannot be followed."""
         self.vocabulary = vocabulary
         """Tokens of the tokenizer."""
         self.mask: Mask | None = None

@@ -51,6 +51,16 @@ class Source:
         self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
+    def terminal(self, body: str) -> str:
+        """Add a terminal, which may combine expressions with ``&`` and ``~``; return its name."""
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def is_special(self, text: str) -> bool:
+        """Return whether a text contains a special token, which no expression matches."""
+        return any(name in text for name in self.special if name)
+
     def nest(self, grammar: dict[str, Any]) -> str:
         """Add a grammar that rules refer to by the returned name."""
         name = f"g{len(self.inner)}"

@@ -118,8 +118,13 @@ class TextStream:
         parts, self._parts = self._parts, []
         return parts
 
+    def note(self, reason: str) -> None:
+        """Add a note on the calls of the answer."""
+        if self._split is not None:
+            self._split.reader.parts.note(reason)
+
     def take_notes(self) -> list[str]:
-        """Return why texts that look like calls are none, since the last time."""
+        """Return the notes since the last time, such as why a text is no call."""
         if self._split is None:
             return []
         notes = self._split.reader.parts.notes

@@ -17,7 +17,7 @@ from protocol.errors import InvalidRequest, Overloaded
 from protocol.resume import ChoiceProgress
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatAbilities, ChatMessage, Sampling
-from protocol.worker import ChoiceFinished, RowFinished, RowTokens, Submit
+from protocol.worker import ChoiceFinished, RowFailed, RowFinished, RowNote, RowTokens, Submit
 from tests.worker.core.driver import Driver
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
@@ -368,3 +368,75 @@ def test_a_grammar_that_took_too_long_once_is_used_once_it_is_compiled(
             thread.join(30)
 
     assert compiler.matcher(compiler.start(text)) is not None
+
+
+TOOLS = ChatOptions(tools=[Tool("look_up")])
+
+
+def calling(caller: Driver, rid: str, **more) -> tuple[str, list[str], str]:
+    """Return text, notes and reason of an answer that may call tools."""
+    caller.engine.submit(
+        Submit(rid=rid, messages=[ChatMessage("user", "Hi")], sampling=WARM, chat=TOOLS, **more)
+    )
+    reports = []
+    while caller.engine.has_work:
+        reports += caller.engine.step()
+    notes = [report.reason for report in reports if isinstance(report, RowNote)]
+    text = "".join(report.text for report in reports if isinstance(report, RowTokens))
+    ends = [one for one in reports if isinstance(one, RowFinished | RowFailed)]
+    return text, notes, getattr(ends[0], "reason", "failed")
+
+
+def test_an_answer_that_may_call_tools_runs_without_a_grammar_if_many_are_compiled(
+    caller: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = threading.Event()
+    text = caller.engine._text
+
+    def vocabulary():
+        ready.wait(30)
+        return text.vocabulary()
+
+    compiler = Compiler(vocabulary)
+    monkeypatch.setattr(caller.engine._submissions, "_compiler", compiler)
+    for number in range(MAX_COMPILING):
+        compiler.start(json.dumps({"grammars": [{"lark_grammar": f"start: /{number}/"}]}), 0)
+    try:
+        _, notes, reason = calling(caller, "auto", max_tokens=4)
+    finally:
+        ready.set()
+
+    assert reason == "length"
+    assert len(notes) == 1
+    assert "grammars are being compiled" in notes[0]
+
+
+def test_an_answer_that_may_call_tools_goes_on_if_its_grammar_cannot_be_followed(
+    caller: Driver,
+) -> None:
+    """As in a replay of an answer that ran without it."""
+    known = caller.engine._text._tokenize('<tool_call>\n{"name": "other"', "prompt")
+    text, notes, reason = calling(
+        caller, "again", max_tokens=len(known) + 4, resume=[ChoiceProgress(tokens=known)]
+    )
+
+    assert reason == "length"
+    assert "no longer kept valid" in notes[0]
+    assert text
+
+
+def test_a_custom_tool_whose_grammar_cannot_be_compiled_keeps_the_frame(caller: Driver) -> None:
+    unknown = Tool("patch", grammar=Grammar("regex", "a(?=b)b"))
+    chat = ChatOptions(tools=[unknown], tool_choice="required", parallel_tool_calls=False)
+    asked = Submit(
+        rid="f", messages=[ChatMessage("user", "Hi")], sampling=WARM, chat=chat, max_tokens=12
+    )
+    caller.engine.submit(asked)
+    reports = []
+    while caller.engine.has_work:
+        reports += caller.engine.step()
+
+    (note,) = [report.reason for report in reports if isinstance(report, RowNote)]
+    assert "grammars of custom tools are not enforced" in note
+    parts = [part for one in reports if isinstance(one, RowTokens) for part in one.parts]
+    assert [part.name for part in parts] == ["patch"]

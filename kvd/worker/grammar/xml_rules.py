@@ -1,0 +1,117 @@
+"""Rules for calls that are written as pairs of key and value.
+
+A string is written without quotes, so it may contain its own closing tag. It ends where the parser
+ends it (`kvd.worker.answer.xml_calls`): at the closing tag that another key, or the end of the
+call, follows. Nothing else in it is constrained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvd.worker.answer.forms import CallForm, Marker, XmlBody
+from kvd.worker.answer.tools import parameters_of
+from kvd.worker.grammar.lark_regex import in_lark
+from kvd.worker.grammar.schemas import lenient, members
+from kvd.worker.grammar.source import SPACE, Source, json_grammar, regex_of
+from kvd.worker.grammar.tool_texts import ToolTexts
+from protocol.tools import Tool
+
+_ANY = "(?s:.*)"
+_ANY_SPACE = r"[\s\x1c-\x1f]*"
+"""Whitespace as Python's ``str.strip`` removes it."""
+_JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
+
+
+class XmlRules:
+    """The calls of one answer."""
+
+    def __init__(self, source: Source, form: CallForm, body: XmlBody, texts: ToolTexts) -> None:
+        self._source = source
+        self._body = body
+        self._texts = texts
+        self._close = body.after_value.strip()
+        self._key = Marker(body.before_key.strip())
+        self._end = Marker(body.end.strip()) if body.end.strip() else form.end
+        self._known: dict[tuple[str | None, Marker], str] = {}
+
+    def call(self, tool: Tool) -> str:
+        """Return a call up to the form's `end`; with the closing marker if that is empty."""
+        source, body = self._source, self._body
+        parameters = parameters_of(tool)
+        properties = members(parameters.get("properties"))
+        required = parameters.get("required")
+        names = set(required) if isinstance(required, list) else set[Any]()
+        keys, may_end = "", True
+        for key, schema in reversed(properties.items()):
+            value = self._value(tool, schema, keys, may_end=may_end)
+            pair = f"{source.literal(key + body.after_key)} {value}"
+            other = f" | {keys}" if keys and key not in names else ""
+            keys = source.rule(f"{pair}{other}")
+            may_end = may_end and key not in names
+        if not properties:
+            keys = self._any_pairs()
+        first = [f"{source.marker(self._key)} {keys}"] if keys else []
+        end = [source.marker(self._end)] if may_end else []
+        name = source.literal((body.before_name + tool.name + body.after_name).rstrip())
+        return source.rule(f"{name} {SPACE} ({' | '.join(first + end)})")
+
+    def _any_pairs(self) -> str:
+        """Return pairs with any keys."""
+        name = f"r{len(self._source.rules)}"
+        self._source.rules.append("")
+        key = rf"/[^<>\n=]+/ {self._source.literal(self._body.after_key)}"
+        to_key, to_end = self._text(None, self._key), self._text(None, self._end)
+        self._source.rules[int(name[1:])] = f"{name}: {key} ({to_key} {name} | {to_end})"
+        return name
+
+    def _value(self, tool: Tool, schema: Any, keys: str, *, may_end: bool) -> str:
+        """Return a value and what follows it. ``keys``: the rule of the keys that may follow."""
+        kinds = members(schema).get("type")
+        only = kinds if isinstance(kinds, list) else [kinds]
+        if only and all(one in _JSON_TYPES for one in only):
+            value = self._source.nest(json_grammar(lenient(members(schema)), "chat.tools"))
+            close = self._source.literal(self._close)
+            value = f"{SPACE} {value} {SPACE} {close} {SPACE}"
+            to_key, to_end = (self._source.marker(one) for one in (self._key, self._end))
+        else:
+            regex, value = self._texts.regex(tool) or _listed(members(schema)), ""
+            to_key, to_end = (self._text(regex, one) for one in (self._key, self._end))
+        options = [f"{to_key} {keys}"] if keys else []
+        options += [to_end] if may_end else []
+        return f"{value} ({' | '.join(options)})"
+
+    def _text(self, regex: str | None, follow: Marker) -> str:
+        """Return a string, its closing tag, and what follows it. ``regex``: of the string."""
+        known = self._known.get((regex, follow))
+        if known is None:
+            known = self._known[regex, follow] = self._source.rule(self._new_text(regex, follow))
+        return known
+
+    def _new_text(self, regex: str | None, follow: Marker) -> str:
+        source = self._source
+        close = regex_of(self._close)
+        text = _ANY
+        if regex is not None:
+            newline = r"\n" if self._body.after_value.startswith("\n") else ""
+            text = f"(?:{in_lark(regex)}){newline}"
+        if source.is_special(self._close):
+            return f"/{text}/ {source.literal(self._close)} {SPACE} {source.marker(follow)}"
+        plain = [one for one in (self._key, self._end) if not source.is_special(one.text)]
+        ends = "|".join(regex_of(one.text) for one in plain)
+        end = "" if follow not in plain else regex_of(follow.text)
+        more = "(?s:.+)" if end else ""
+        whole = f"/{text}{close}[ \\n\\r\\t]{{0,4}}{end}/"
+        if plain:
+            whole = source.terminal(
+                f"{whole} & ~/{_ANY}{close}{_ANY_SPACE}(?:{ends}){more}{_ANY if not more else ''}/"
+            )
+        return whole if end else f"{whole} {source.marker(follow)}"
+
+
+def _listed(schema: dict[str, Any]) -> str | None:
+    """Return the expression of a schema that lists its texts."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        return None
+    return "|".join(regex_of(one) for one in listed) or None

@@ -1,0 +1,183 @@
+"""Texts of custom tools match the tool's grammar in every form of calls.
+
+Tokens are drawn at random among those that the grammar allows, as a model with random weights
+would; lark's parser judges the text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from tokenizers import AddedToken
+
+from kvd.worker.answer import forms
+from kvd.worker.answer.forms import AnswerForms, CallForm, HarmonyForm
+from kvd.worker.grammar.answers import AnswerGrammar, grammar_of
+from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.text.splitting import Splitting
+from kvd.worker.text.text import Text
+from protocol.tools import ChatOptions, Grammar, Tool
+from protocol.types import ChatMessage, Sampling
+from protocol.worker import Submit
+from tests.worker.grammar.patches import APPLY, PATCH, SAMPLE, matches
+from tests.worker.text.tokenizers_zoo import CHATML, byte_level, wrap
+
+FORMS: dict[str, CallForm | HarmonyForm] = {
+    "qwen": forms.QWEN,
+    "qwen coder": forms.QWEN_CODER,
+    "glm": forms.GLM,
+    "minimax": forms.MINIMAX,
+    "mistral": forms.MISTRAL,
+    "mistral list": forms.MISTRAL_LIST,
+    "kimi": forms.KIMI,
+    "deepseek": forms.DEEPSEEK,
+    "llama": forms.LLAMA,
+    "harmony": forms.HARMONY,
+}
+OTHER = Tool("exec", parameters={"type": "object", "properties": {"cmd": {"type": "string"}}})
+
+
+def model(form: CallForm | HarmonyForm) -> Text:
+    """Return the text of a model whose markers are tokens."""
+    found = AnswerForms(harmony=form) if isinstance(form, HarmonyForm) else AnswerForms(call=form)
+    names = [marker.text for marker in found.markers if marker]
+    added = [AddedToken(name, special=False) for name in names]
+    text = Text(wrap(byte_level(*added), template=CHATML), vocab_size=700, context_length=9000)
+    ids = {name: text._tokenizer.convert_tokens_to_ids(name) for name in names}
+    text.split = Splitting(text._tokenizer, found.with_tokens(ids.get))
+    return text
+
+
+def asked(choice: str = "required", tool: Tool = APPLY) -> Submit:
+    chat = ChatOptions(tools=[OTHER, tool], tool_choice=choice, parallel_tool_calls=False)
+    messages = [ChatMessage("user", "hi")]
+    return Submit(rid="r", messages=messages, sampling=Sampling(seed=0), chat=chat)
+
+
+def grammar_for(text: Text, request: Submit) -> AnswerGrammar:
+    found = grammar_of(request, text.answer_context(request, [0]), canonical=True)
+    assert found is not None
+    return found
+
+
+def drawn(text: Text, request: Submit, seed: int) -> list[int]:
+    """Return the tokens of an answer, with line ends and asterisks more often than others."""
+    grammar = grammar_for(text, request)
+    compiler = Compiler(text.vocabulary)
+    matcher = compiler.matcher(compiler.start(grammar.text, 10)).grammar
+    vocabulary = text.vocabulary().tokens
+    chance = random.Random(seed)
+    tokens: list[int] = []
+    while not matcher.is_stopped() and len(tokens) < 3000:
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(len(vocabulary)) if mask[i >> 3] >> (i & 7) & 1]
+        if matcher.is_accepting() and (not allowed or chance.random() < 0.5):
+            break
+        short = [i for i in allowed if vocabulary[i][:1] in (b"\n", b"\\", b"*", b"n", b"E", b"<")]
+        token = chance.choice(short if short and chance.random() < 0.4 else allowed)
+        assert matcher.consume_token(token)
+        tokens.append(token)
+    assert matcher.is_accepting(), "the walk found no end"
+    return tokens
+
+
+def call_of(text: Text, request: Submit, tokens: list[int]) -> tuple[str, str]:
+    """Return the name and the text of the only call in an answer, which may reason before it."""
+    stream = text.stream(request, [0], has_valid_calls=True)
+    written = "".join(map(stream.push, tokens)) + stream.finish(ended=True)
+    *before, part = stream.take_parts()
+    assert {one.kind for one in before} <= {"reasoning"}
+    assert stream.take_notes() == []
+    assert part.kind == "call"
+    return part.name, json.loads(written.encode()[part.at :])["input"]
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_a_forced_patch_matches_its_grammar(case: str) -> None:
+    text = model(FORMS[case])
+    request = asked("name:apply_patch")
+    for seed in range(2):
+        name, patch = call_of(text, request, drawn(text, request, seed))
+        assert name == "apply_patch"
+        assert matches(patch), patch
+
+
+XML = (
+    "<tool_call>\n<function=apply_patch>\n<parameter=input>\n{}\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+JSON = '<tool_call>\n{{"name": "apply_patch", "arguments": {{"input": {}}}}}\n</tool_call>'
+
+
+def accepts(text: Text, request: Submit, answer: str) -> bool:
+    compiler = Compiler(text.vocabulary)
+    matcher = compiler.matcher(compiler.start(grammar_for(text, request).text, 10)).grammar
+    tokens = text._tokenizer.encode(answer, add_special_tokens=False)
+    return all(map(matcher.consume_token, tokens)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", ["qwen", "qwen coder"])
+def test_the_models_own_patch_is_accepted_as_it_is(form: str, choice: str) -> None:
+    text, request = model(FORMS[form]), asked(choice)
+    as_json = form == "qwen"
+
+    def written(patch: str) -> str:
+        return JSON.format(json.dumps(patch)) if as_json else XML.format(patch)
+
+    assert accepts(text, request, written(SAMPLE.replace("é", "e")))
+    assert not accepts(text, request, written(SAMPLE.replace("+<a>", "<a>")))
+
+
+def test_a_regular_expression_is_enforced_where_strings_are_raw() -> None:
+    dates = Tool("apply_patch", grammar=Grammar("regex", r"\d{4}/\d\d"))
+    text, request = model(forms.QWEN_CODER), asked(tool=dates)
+
+    assert accepts(text, request, XML.format("2026/11"))
+    assert not accepts(text, request, XML.format("2026-11"))
+
+
+def test_strings_that_a_schema_lists_are_enforced_where_strings_are_raw() -> None:
+    schema = {"type": "object", "properties": {"input": {"enum": ["a", "b.c"]}}}
+    text, request = model(forms.QWEN_CODER), asked(tool=Tool("apply_patch", parameters=schema))
+
+    assert accepts(text, request, XML.format("b.c"))
+    assert not accepts(text, request, XML.format("bxc"))
+
+
+@pytest.mark.parametrize(
+    "content", ["x</parameter>\n y", "</function>", "</parameter", "<parameter=input>"]
+)
+def test_raw_strings_may_contain_their_closing_tag(content: str) -> None:
+    """The grammar ends a string where the parser does; it must not force the end at the tag."""
+    text, request = (
+        model(forms.QWEN_CODER),
+        asked(tool=Tool("apply_patch", parameters=OTHER.parameters)),
+    )
+    answer = XML.replace("=input", "=cmd", 1).format(content)
+
+    assert accepts(text, request, answer)
+    tokens = text._tokenizer.encode(answer, add_special_tokens=False)
+    stream = text.stream(request, [0], has_valid_calls=True)
+    written = "".join(map(stream.push, tokens)) + stream.finish(ended=True)
+    assert json.loads(written)["cmd"] == content
+
+
+def test_a_grammar_with_recursion_is_not_enforced_and_a_note_says_so() -> None:
+    nested = Tool("apply_patch", grammar=Grammar("lark", 'start: "(" start ")" | "x"'))
+    grammar = grammar_for(model(forms.QWEN), asked(tool=nested))
+
+    assert grammar.weaker is None
+    assert "'start' refers to itself" in grammar.notes[0]
+
+
+def test_the_grammar_of_a_patch_leaves_a_weaker_one_for_when_it_cannot_be_compiled() -> None:
+    grammar = grammar_for(model(forms.QWEN), asked())
+
+    assert grammar.notes == ()
+    assert grammar.weaker is not None
+    assert "Begin Patch" in grammar.text
+    assert "Begin Patch" not in grammar.weaker.text
+    assert PATCH not in grammar.text
