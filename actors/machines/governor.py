@@ -14,9 +14,14 @@ On every event, in this order:
 6. If no method helps the first request for `Times.hold_s`, models in use are *held*: new requests
    for them wait in the daemon until their current ones are finished and the models are idle.
 
+**No thrashing.** A model whose rows run after a time without any is *protected*: for twice the time
+of its load, at least `Times.protected_s`. Its running rows may grow before the first request is
+granted, and no wait of an equal model preempts it below its fair share. So models that do not fit
+side by side spend at most a third of the time on loads.
+
 **No starvation.** Every request that can be granted at all becomes the first one after the older
-ones. From then on no other model grows. Running rows finish within their reservations, or their
-worker preempts them when they need more. Models that replace finished rows by new ones are held. So
+ones. From then on no other model grows, except the running rows of protected ones. Running rows
+finish within their reservations, or their worker preempts them when they need more. Models that replace finished rows by new ones are held. So
 all other models become idle, or run no row, and their memory can be reclaimed. **No aborts**: no
 command of the governor ends a request.
 """
@@ -38,6 +43,7 @@ class Governor(GovernorState):
 
     def handle(self, event: Event, now: float) -> list[Command]:
         commands = intake.apply(self, event, now)
+        commands += fairness.note_protected(self, now)
         reclaiming.forget_overdue(self, now)
         commands += reclaiming.evict_expired(self, now)  # (1)
         commands += reclaiming.requeue_stranded(self)

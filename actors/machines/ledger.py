@@ -58,6 +58,8 @@ class Ledger(msgspec.Struct):
     """The model whose request is granted before any other model grows."""
     exempt: set[str] = msgspec.field(default_factory=set)
     """Models that may grow before the first request: a load stopped halfway helps no model."""
+    protected: set[str] = msgspec.field(default_factory=set)
+    """Models whose running rows may grow before the first request is granted."""
     excess_bytes: int = 0
     """Bytes that workers use beyond their grants, as measured. They are not available."""
     ceiling_bytes: int = 0
@@ -90,9 +92,11 @@ class Ledger(msgspec.Struct):
     def growth(self, request: MemoryRequest) -> int:
         return request.total_bytes - self.grants.get(request.model, 0)
 
-    def keeps_back(self, model: str) -> bool:
-        """Return whether a model must not grow before the first request is granted."""
-        return self.first not in {None, model} and model not in self.exempt
+    def keeps_back(self, request: MemoryRequest) -> bool:
+        """Return whether a request must not be granted before the first one."""
+        if self.first in {None, request.model} or request.model in self.exempt:
+            return False
+        return not (request.resuming and request.model in self.protected)
 
     def decision(self, request: MemoryRequest, *, granted: bool, reason: str = "") -> GrantDecision:
         total, available = self.grants.get(request.model, 0), max(0, self.available_bytes)
@@ -139,7 +143,7 @@ class Ledger(msgspec.Struct):
         return [self._grant(request), *self.grant_waiting()]
 
     def _fits(self, request: MemoryRequest) -> bool:
-        growth, kept_back = self.growth(request), self.keeps_back(request.model)
+        growth, kept_back = self.growth(request), self.keeps_back(request)
         if request.total_bytes < 0:
             return False
         return growth <= 0 or (not kept_back and growth <= self.available_bytes)

@@ -5,6 +5,7 @@ An account exists from before a model's process starts until the registry drops 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,9 @@ from protocol.worker import ReclaimMethod
 GRACE_S = 1.0
 """Seconds that a request, or a report about it, may be on its way. A model is evicted only after
 it has been idle for this time."""
+
+PROTECTED_LOADS, MAX_PROTECTED_S = 2.0, 300.0
+"""A model is protected for as many times as its load took, and at most for so many seconds."""
 
 
 class OpenReclaim(msgspec.Struct, frozen=True):
@@ -43,6 +47,10 @@ class ModelAccount(msgspec.Struct):
     """When the load first requested memory, including attempts before the current one."""
     load_s: float = 1.0
     """Seconds that the last load took: the cost of an eviction."""
+    protected_since: float = -math.inf
+    """When rows ran again after a time without any."""
+    no_rows_since: float | None = -math.inf
+    """None while rows run."""
     idle_since: float | None = None
     """None while the model has requests or is not ready."""
     serving: bool = False
@@ -70,6 +78,11 @@ class ModelAccount(msgspec.Struct):
     def is_evictable(self, now: float) -> bool:
         """Whether an eviction now would delay only the next request."""
         return self._is_idle_for(GRACE_S, now)
+
+    def is_protected(self, now: float, least_s: float) -> bool:
+        """Return whether the model has run rows for less than it must: at least ``least_s``."""
+        lasts_s = max(least_s, min(PROTECTED_LOADS * self.load_s, MAX_PROTECTED_S))
+        return self.state == "ready" and now < self.protected_since + lasts_s
 
     def is_expired(self, now: float) -> bool:
         ttl = self.policy.idle_ttl_s
@@ -100,11 +113,21 @@ class ModelAccount(msgspec.Struct):
         """Note what the worker could give back, and whether it has requests."""
         if reclaimable.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
             self.kept_since = None
+        self._note_rows(reclaimable.rows, now)
         self.reclaimable = reclaimable
         if self.state != "ready" or self.serving or reclaimable.rows or reclaimable.waiting:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
+
+    def _note_rows(self, rows: int, now: float) -> None:
+        """Protect the model if rows run again after a time without any."""
+        if not rows:
+            self.no_rows_since = now if self.no_rows_since is None else self.no_rows_since
+            return
+        if self.no_rows_since is not None and now >= self.no_rows_since + GRACE_S:
+            self.protected_since = now
+        self.no_rows_since = None
 
     def deduct(
         self, method: ReclaimMethod, level: int, freed_bytes: int, *, exhausted: bool
@@ -123,6 +146,7 @@ class ModelAccount(msgspec.Struct):
         self.state = "loading"
         self.reclaimable = Reclaimable()
         self.idle_since = self.open = self.kept_since = None
+        self.protected_since = self.no_rows_since = -math.inf
         self.barren.clear()
         self.evicting = self.serving = False
         self.level = self.measured_bytes = self.over_limit = 0

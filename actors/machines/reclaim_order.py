@@ -19,6 +19,7 @@ which actions are used.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -87,6 +88,8 @@ class MemoryView(msgspec.Struct, frozen=True):
     """By model, when its waiting request began to wait."""
     budget: int
     now: float
+    protected: frozenset[str] = frozenset()
+    """Models that are not preempted below their fair share for others of equal priority."""
     min_bytes: int = 1
     """Actions that free less are not worth a message."""
 
@@ -101,6 +104,17 @@ class MemoryView(msgspec.Struct, frozen=True):
             for name, account in self.accounts.items()
         )
         return self.budget // max(1, active)
+
+    def rank_over(self, account: ModelAccount, shortfall: Shortfall) -> float:
+        """Return a shortfall's priority towards a model: its wait counts unless that is protected.
+
+        The system's own shortfalls are above all models.
+        """
+        if shortfall.requester is None:
+            return math.inf
+        if account.name in self.protected:
+            return self.accounts[shortfall.requester].policy.priority
+        return shortfall.priority
 
     def is_behind(self, name: str, shortfall: Shortfall) -> bool:
         """Return whether a model waits for memory and its request is newer than this one."""
@@ -192,9 +206,10 @@ def _preemptions(shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
     found = []
     for account in view.others(shortfall):
         nbytes, priority = account.reclaimable.preempt, account.policy.priority
-        if shortfall.requester is not None and priority >= shortfall.priority:
+        rank = view.rank_over(account, shortfall)
+        if priority >= rank:
             above_share = view.granted(account.name) - share
-            is_fair = priority == shortfall.priority and shortfall.total_bytes <= share
+            is_fair = priority == rank and shortfall.total_bytes <= share
             nbytes = min(nbytes, above_share) if is_fair else 0
         if nbytes >= view.min_bytes:
             found.append(ReclaimAction("preempt", account.name, nbytes))

@@ -159,7 +159,8 @@ class SimWorker:
         while grown and self.queue and len(self.running) < self.model.max_rows:
             head = self.queue[0]
             ahead = sum(row.extra(row.level) for row in self.running)
-            needed = ahead + head.size(self.level, head.target)
+            level = self._level_of(head)
+            needed = ahead + head.size(level, head.target)
             missing = self.held + needed - self.grant
             resuming = head.number in self.preempted
             if missing > 0 and not self._find(missing, needed, resuming=resuming):
@@ -167,13 +168,20 @@ class SimWorker:
             self.queue.pop(0)
             for row in [*self.running, head]:
                 row.reserved_tokens = row.target
-            head.level = self.level
+            head.level = level
             self.preempted.discard(head.number)
             self.running.append(head)
             started.append(head)
         if self.idle:
             self._give_back_idle()
         return started
+
+    def _level_of(self, head: SimRequest) -> int:
+        """Return the level at which a row starts: a lower one if it is too large for the budget."""
+        level, lowest = self.level, len(self.model.per_1000) - 1
+        while level < lowest and 0 < self.budget < self.model.base + head.size(level, head.target):
+            level += 1
+        return level
 
     def _grow(self) -> bool:
         """Extend the reservations that are due, the oldest first; return whether all were."""

@@ -43,7 +43,7 @@ MODELS = (
 )
 LONGEST_S = 4 * HOUR
 """Limit on the seconds from a request's arrival to its end."""
-MAX_COMMANDS = 12
+MAX_COMMANDS = 6
 """Limit on the governor's commands, per request, crash, or other change by users or the system."""
 
 

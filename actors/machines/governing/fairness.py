@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from actors.machines.model_accounts import ModelAccount
 
 
+def note_protected(m: GovernorState, now: float) -> list[Command]:
+    """Note which models run rows that a load has just been spent on; grant what they may have."""
+    ledger, least_s = m.ledger, m.times.protected_s
+    before = ledger.protected
+    ledger.protected = {it.name for it in m.accounts.values() if it.is_protected(now, least_s)}
+    return [*ledger.grant_waiting()] if ledger.protected - before else []
+
+
 def choose_first(m: GovernorState, now: float) -> list[Command]:
     """Make the oldest due request the first; one that inherits a greater age may replace it."""
     ledger, before = m.ledger, m.ledger.first

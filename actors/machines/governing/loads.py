@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from actors.machines.governing import shortfalls
 from actors.machines.ledger import MemoryRequest
 from actors.machines.model_accounts import GRACE_S
@@ -27,7 +29,9 @@ def refuse_loads(m: GovernorState, now: float) -> list[Command]:
 def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Command]:
     ledger, model, growth = m.ledger, request.model, m.ledger.growth(request)
     # Looks GRACE_S ahead, because a model that just became idle can be evicted then.
-    view, shortfall = m.view(now + GRACE_S), shortfalls.of_request(m, request, now)
+    # Memory of protected models counts: they are protected for a while only.
+    view = replace(m.view(now + GRACE_S), protected=frozenset())
+    shortfall = shortfalls.of_request(m, request, now)
     pending = m.pending_bytes()
     reach = max(0, m.available_bytes) + pending + within_reach(shortfall, view)
     fits = request.total_bytes <= m.limit_of(model)

@@ -35,7 +35,7 @@ first part, free methods are used, above the second preemption too."""
 def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
     yield from _over_budget(m)
     for request in m.ledger.queue:
-        if m.is_needed(request) and not m.ledger.keeps_back(request.model):
+        if m.is_needed(request) and not m.ledger.keeps_back(request):
             shortfall = of_request(m, request, now)
             yield msgspec.structs.replace(shortfall, methods=_methods(m, shortfall, request, view))
     yield from _under_pressure(m, now)

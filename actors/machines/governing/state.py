@@ -27,6 +27,8 @@ class Times(msgspec.Struct, frozen=True):
     """Time after which a `Reclaim` counts as over even if the worker has not reported its end."""
     barren_s: float = 5.0
     """Time until a worker is asked again for a method that gave too little."""
+    protected_s: float = 30.0
+    """Shortest time for which a model is protected: see `actors.machines.governor`."""
     tick_s: float = 1.0
     """Interval of checks while a shortfall or a `Reclaim` is open."""
 
@@ -68,7 +70,8 @@ class GovernorState(msgspec.Struct):
         grants, budget = self.ledger.grants, self.ledger.budget_bytes
         waiting_since = {it.model: it.since or 0.0 for it in self.ledger.queue}
         min_bytes = max(1, budget // MIN_ACTION_PARTS)
-        return MemoryView(self.accounts, grants, waiting_since, budget, now, min_bytes)
+        protected = frozenset(self.ledger.protected)
+        return MemoryView(self.accounts, grants, waiting_since, budget, now, protected, min_bytes)
 
     def account(self, model: str) -> ModelAccount:
         return self.accounts.setdefault(model, ModelAccount(model))
