@@ -21,9 +21,9 @@ side by side spend at most a third of the time on loads.
 
 **No starvation.** Every request that can be granted at all becomes the first one after the older
 ones. From then on no other model grows, except the running rows of protected ones. Running rows
-finish within their reservations, or their worker preempts them when they need more. Models that replace finished rows by new ones are held. So
-all other models become idle, or run no row, and their memory can be reclaimed. **No aborts**: no
-command of the governor ends a request.
+finish within their reservations, or their worker preempts them when they need more. Models that
+replace finished rows by new ones are held. So all other models become idle, or run no row, and
+their memory can be reclaimed. **No aborts**: no command of the governor ends a request.
 """
 
 from __future__ import annotations

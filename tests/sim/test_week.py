@@ -9,8 +9,8 @@ import pytest
 
 from tests.sim.week import Week
 
-SEEDS = 50
-GROUPS = 10
+SEEDS = 20
+GROUPS = 4
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
