@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import PrefixTree
@@ -45,6 +46,8 @@ class Model:
     fingerprint: bytes | None
     """Identifies the weights in `kvd.worker.prefix.space`; None without a prefix store."""
     embedding_rules: EmbeddingRules
+    compiler: Compiler
+    """Compiles grammars for its vocabulary."""
 
 
 def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
@@ -63,10 +66,22 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     needed = loading.load_bytes(headers, command, packed=native.library is not None)
     loading.require_grant(ask_grant, needed, "weights and scratch")
     progress("weights", 0.1)
-    loaded = model_files.load(
-        path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
+    loaded = loading.limit_context(model_files.open_model(path), command.max_context)
+    text = Text(
+        loaded.tokenizer,
+        vocab_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        limit_template=_limit_template,
+        name=f"the model {command.source}",
     )
-    loaded = loading.limit_context(loaded, command.max_context)
+    compiler = Compiler(text.vocabulary)
+    with compiler.preparing(text.has_chat_template):
+        loaded = model_files.read_weights(
+            loaded,
+            path,
+            lambda stage, part: progress(stage, 0.1 + 0.7 * part),
+            native.library,
+        )
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
     verdict = calibration.find(headers)
@@ -75,13 +90,6 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     served.runner.compile()
     served.runner.group()
     served.runner.split_head()
-    text = Text(
-        loaded.tokenizer,
-        vocab_size=loaded.vocab_size,
-        context_length=loaded.context_length,
-        limit_template=_limit_template,
-        name=f"the model {command.source}",
-    )
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
@@ -92,7 +100,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         splits_head=served.runner.splits_head,
         appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
     )
-    return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules)
+    return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler)
 
 
 def _limit_template(render: Callable[[], str]) -> str:

@@ -133,7 +133,7 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._submissions = Submissions(text, batch, model.embedding_rules)
+        self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         self._prompts = Prompts(batch, memory, self._rates, embeddings)
         self._preemption, self._reclaiming = preemption, reclaiming
@@ -294,6 +294,8 @@ class MLXEngine:
             self._shrink_when_idle()
         elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
             time.sleep(WAIT_SECONDS)
+        if not (decode or plan.group or self._batch.in_flight):
+            self._submissions.wait()
 
     def _work_on_pools(self, start: float | None) -> None:
         """Return memory, continue transfers, grow pools or write segments: the first that is due.

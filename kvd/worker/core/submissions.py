@@ -24,7 +24,7 @@ from protocol.resume import ChoiceProgress
 from protocol.worker import RowFailed, RowNote, Submit
 
 WAIT_SECONDS = 0.001
-"""Seconds that a step waits if all that is left to do is to compile a grammar."""
+"""Seconds that a step waits if no row runs and a grammar is being compiled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,13 @@ class _Submission:
 class Submissions:
     """The new requests of one engine. ``now``: seconds on the engine's clock, for deadlines."""
 
-    def __init__(self, text: Text, batch: Batch, embedding_rules: EmbeddingRules) -> None:
+    def __init__(
+        self, text: Text, batch: Batch, embedding_rules: EmbeddingRules, compiler: Compiler
+    ) -> None:
         self._text = text
         self._embedding_rules = embedding_rules
         self._batch = batch
-        self._compiler = Compiler(text.vocabulary)
+        self._compiler = compiler
         self._waiting: dict[str, _Submission] = {}
         self.prompt_tokens = 0
         """Tokens of the prompts of all requests that were not replayed to their end."""
@@ -109,10 +111,13 @@ class Submissions:
             del self._waiting[rid]
             if error is not None:
                 self._batch.reports.append(RowFailed(rid=rid, error=error.info()))
-        if self._waiting and not self._batch.requests:
-            oldest = next(iter(self._waiting.values())).grammar
-            assert oldest is not None
-            oldest.wait(WAIT_SECONDS)
+
+    def wait(self) -> None:
+        """Wait for the oldest compilation, for `WAIT_SECONDS` at most."""
+        for submission in self._waiting.values():
+            assert submission.grammar is not None
+            submission.grammar.wait(WAIT_SECONDS)
+            return
 
     def cancel(self, rid: str) -> bool:
         """Cancel a request that waits for its grammar; return whether it did."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvd.worker.answer.forms import AnswerForms, HarmonyForm, WholeBody, opened_by_prompt
 from kvd.worker.grammar.calls import CallRules, harmony_calls
+from kvd.worker.grammar.schemas import arguments_of
 from kvd.worker.grammar.source import FREE, SPACE, Source, inner_grammar
 from kvd.worker.grammar.tool_texts import ToolTexts
 from protocol.tools import Tool
@@ -26,6 +27,10 @@ class AnswerGrammar:
     """What of the request it does not enforce, with the reason."""
     weaker: AnswerGrammar | None = None
     """The grammar without those of custom tools' texts, for when this one cannot be compiled."""
+    fields: tuple[str, ...] = ()
+    """Where the request has the arguments' grammar of each tool that may be called."""
+    parts: Callable[[], Iterator[str]] = lambda: iter(())
+    """Returns these grammars, to find the one that cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,21 @@ def _grammar(
         text is None and _is_auto(request),
         has_valid_calls,
         tuple(texts.notes),
+        fields=tuple(_field(request, tool) for tool in tools),
+        parts=lambda: (_alone(tool, texts.enforced) for tool in tools),
     )
+
+
+def _field(request: Submit, tool: Tool) -> str:
+    part = "parameters" if tool.grammar is None else "grammar"
+    return f"chat.tools[{request.chat.tools.index(tool)}].{part}"
+
+
+def _alone(tool: Tool, enforced: bool) -> str:
+    """Return the grammar of a tool's arguments."""
+    source = Source({})
+    arguments = arguments_of(source, tool, ToolTexts(enforced=enforced))
+    return source.text(arguments, canonical=False)
 
 
 def _is_auto(request: Submit) -> bool:

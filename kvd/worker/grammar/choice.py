@@ -32,7 +32,8 @@ class GrammarChoice:
     def is_over(self) -> bool:
         """Return whether it is known which grammar the request gets."""
         while self._compilation is not None and self._compiler.is_over(self._compilation):
-            error = self._compilation.error
+            fields = () if self.grammar is None else self.grammar.fields
+            error = self._compilation.failure(fields)
             if error is None or self.grammar is None:
                 return True
             self._compilation = None
@@ -56,7 +57,7 @@ class GrammarChoice:
     def _start(self, grammar: AnswerGrammar) -> None:
         self.grammar = grammar
         try:
-            self._compilation = self._compiler.start(grammar.text, accepted=self._accepted)
+            self._compilation = self._compiler.start(grammar, accepted=self._accepted)
         except Overloaded as error:
             self._weaken(grammar, error)
 

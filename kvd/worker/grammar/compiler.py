@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.matcher import Matcher, shown
 from kvd.worker.grammar.vocabulary import TokenTable, Vocabulary
 from protocol.errors import InvalidRequest, KvdError, Overloaded
@@ -29,8 +31,6 @@ CACHED = 64
 """Compiled grammars that are kept."""
 CACHED_CHARS = 4 << 20
 """Characters of their texts together."""
-_SHORT_S = 0.02
-"""Seconds that a submission waits for the compilation: most take 1 to 10 ms."""
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -53,10 +53,19 @@ class Compilation:
     grammar: Any = None
     """`LLMatcher` at the grammar's beginning; None until done, and after an error."""
     error: KvdError | None = None
+    culprit: int | None = None
+    """Which of the grammar's ``parts`` has the error; None: another part of it, or none alone."""
+
+    def failure(self, fields: Sequence[str]) -> KvdError | None:
+        """Return the error, which names the field that it is in; ``fields``: `AnswerGrammar`'s."""
+        if self.error is None or self.culprit is None:
+            return self.error
+        field = fields[self.culprit]
+        return InvalidRequest(f"{field}: {self.error.message}", field=field)
 
 
 class Compiler:
-    """The grammars of one engine. ``vocabulary`` is called at the first one."""
+    """The grammars of one engine. ``vocabulary`` is called at the first one, or by `preparing`."""
 
     def __init__(
         self,
@@ -71,12 +80,31 @@ class Compiler:
         self._compiling: set[str] = set()
         self._eos_ids: frozenset[int] = frozenset()
 
-    def start(self, text: str, wait_s: float = _SHORT_S, *, accepted: bool = False) -> Compilation:
-        """Return the compilation of a grammar; wait for it up to ``wait_s`` seconds.
+    @contextmanager
+    def preparing(self, wanted: bool = True) -> Iterator[None]:
+        """Build llguidance's tokenizer while the block runs; wait for it at the end.
 
-        ``text``: in llguidance's form. Raises `Overloaded` if too many are being compiled, unless
-        the request was ``accepted`` by an earlier worker.
+        It takes 0.8 s of Python's lock for 150,000 tokens, which rows would wait for. An error is
+        left to the first grammar.
         """
+        thread = threading.Thread(target=self._prepare, name="tokenizer", daemon=True)
+        if wanted:
+            thread.start()
+        yield
+        if wanted:
+            thread.join()
+
+    def _prepare(self) -> None:
+        with suppress(BaseException):  # panics of Rust derive from it
+            self._get_tokenizer()
+
+    def start(self, grammar: AnswerGrammar, *, accepted: bool = False) -> Compilation:
+        """Return the compilation of a grammar; does not wait for it.
+
+        Raises `Overloaded` if too many are being compiled, unless the request was ``accepted`` by
+        an earlier worker.
+        """
+        text = grammar.text
         compilation = self._known.get(text)
         if compilation is None:
             if len(self._compiling) >= MAX_COMPILING and not accepted:
@@ -87,12 +115,11 @@ class Compiler:
             self._known[text] = compilation
             self._compiling.add(text)
             thread = threading.Thread(
-                target=self._compile, args=(compilation,), name="grammar", daemon=True
+                target=self._compile, args=(compilation, grammar), name="grammar", daemon=True
             )
             thread.start()
             self._trim()
         self._known.move_to_end(text)
-        compilation.done.wait(wait_s)
         return compilation
 
     def is_over(self, compilation: Compilation) -> bool:
@@ -126,22 +153,26 @@ class Compiler:
                 del self._known[text]
                 chars -= len(text)
 
-    def _compile(self, compilation: Compilation) -> None:
-        error: KvdError | None = None
-        grammar: Any = None
-        try:
-            grammar = LLMatcher(
-                self._get_tokenizer(), compilation.text, log_level=0, limits=_LIMITS
-            )
-            error = _first_error(grammar)
-        except KvdError as failure:
-            error = failure
-        except BaseException as failure:  # noqa: BLE001 - panics of Rust derive from it
-            error = _refused(str(failure))
+    def _compile(self, compilation: Compilation, answer: AnswerGrammar) -> None:
+        grammar, error = self._compiled(compilation.text)
+        if error is not None:
+            for number, part in enumerate(answer.parts()):
+                if self._compiled(part)[1] is not None:
+                    compilation.culprit = number
+                    break
         # Later requests use it even if the first one waited in vain, as on a busy machine.
         compilation.grammar, compilation.error = grammar, error
         compilation.done.set()
         self._compiling.discard(compilation.text)
+
+    def _compiled(self, text: str) -> tuple[Any, KvdError | None]:
+        try:
+            grammar = LLMatcher(self._get_tokenizer(), text, log_level=0, limits=_LIMITS)
+            return grammar, _first_error(grammar)
+        except KvdError as failure:
+            return None, failure
+        except BaseException as failure:  # noqa: BLE001 - panics of Rust derive from it
+            return None, _refused(str(failure))
 
     def _get_tokenizer(self) -> Any:
         with self._lock:

@@ -10,7 +10,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -191,11 +191,12 @@ def load(
     progress: ReportProgress = lambda _stage, _fraction: None,
     library: ModuleType | None = None,
 ) -> LoadedModel:
-    """Load the model of an inspected folder, with floats in this machine's `default_dtype`.
+    """Open a model and read its weights: see `open_model` and `read_weights`."""
+    return read_weights(open_model(path), path, progress, library)
 
-    Quantized weights stay quantized; their scales are converted. With the library
-    (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
-    """
+
+def open_model(path: Path) -> LoadedModel:
+    """Open the model of an inspected folder; its weights are lazy until `read_weights`."""
     from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -213,8 +214,27 @@ def load(
             raise
         problem = f"has a tokenizer that cannot be loaded: {one_line(error)}"
         raise model_folder.invalid(path, problem) from error
-    product: products.Product | None = None
-    parameters = int(get_total_parameters(model))
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        parameters=int(get_total_parameters(model)),
+        weights_bytes=0,
+        context_length=_context_length(config, tokenizer),
+        vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
+        eos_ids=frozenset(tokenizer.eos_token_ids),
+    )
+
+
+def read_weights(
+    opened: LoadedModel, path: Path, progress: ReportProgress, library: ModuleType | None
+) -> LoadedModel:
+    """Read an opened model's weights, with floats in this machine's `default_dtype`.
+
+    Quantized weights stay quantized; their scales are converted. With the library
+    (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
+    """
+    model, product = opened.model, None
     if library is not None:
         try:
             pack_weights(model, library)
@@ -226,15 +246,9 @@ def load(
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=config,
-        parameters=parameters,
+    return replace(
+        opened,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
-        context_length=_context_length(config, tokenizer),
-        vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
-        eos_ids=frozenset(tokenizer.eos_token_ids),
         own_products=product is not None,
     )
 

@@ -58,7 +58,8 @@ def context(text: Text, form, *, end: str = "", reasoning=None) -> AnswerContext
 
 
 def accepts(text: Text, compiler: Compiler, grammar, answer: str) -> bool:
-    compilation = compiler.start(grammar.text, 10)
+    compilation = compiler.start(grammar)
+    assert compilation.done.wait(10)
     matcher = compiler.matcher(compilation)
     tokens = text._tokenizer.encode(answer, add_special_tokens=False)
     for token in tokens:

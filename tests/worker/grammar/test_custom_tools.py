@@ -10,6 +10,7 @@ import json
 import random
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
@@ -62,11 +63,17 @@ def grammar_for(text: Text, request: Submit) -> AnswerGrammar:
     return found
 
 
+def start_of(compiler: Compiler, grammar: AnswerGrammar) -> LLMatcher:
+    compilation = compiler.start(grammar)
+    assert compilation.done.wait(10)
+    return compiler.matcher(compilation).grammar
+
+
 def drawn(text: Text, request: Submit, seed: int) -> list[int]:
     """Return the tokens of an answer, with line ends and asterisks more often than others."""
     grammar = grammar_for(text, request)
     compiler = Compiler(text.vocabulary)
-    matcher = compiler.matcher(compiler.start(grammar.text, 10)).grammar
+    matcher = start_of(compiler, grammar)
     vocabulary = text.vocabulary().tokens
     chance = random.Random(seed)
     tokens: list[int] = []
@@ -113,7 +120,7 @@ JSON = '<tool_call>\n{{"name": "apply_patch", "arguments": {{"input": {}}}}}\n</
 
 def accepts(text: Text, request: Submit, answer: str) -> bool:
     compiler = Compiler(text.vocabulary)
-    matcher = compiler.matcher(compiler.start(grammar_for(text, request).text, 10)).grammar
+    matcher = start_of(compiler, grammar_for(text, request))
     tokens = text._tokenizer.encode(answer, add_special_tokens=False)
     return all(map(matcher.consume_token, tokens)) and matcher.is_accepting()
 

@@ -43,11 +43,7 @@ GRAMMARS = st.one_of(
 @settings(max_examples=15, deadline=None)
 @given(grammar=GRAMMARS, seed=st.integers(0, 99))
 def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar, seed) -> None:
-    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
-    found = grammar_of(request, AnswerContext(), canonical=False)
-    assert found is not None
-    compilation = COMPILER.start(found.text, 10.0)
-    matchers = [COMPILER.matcher(compilation) for _ in range(rows)]
+    matchers = [matcher_of(grammar) for _ in range(rows)]
     rng, filler = random.Random(seed), MaskFiller(512, rows)
     for _ in range(8):
         masks = filler.fill([*matchers, None])
@@ -100,7 +96,9 @@ def matcher_of(grammar: Grammar) -> Matcher:
     request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
     found = grammar_of(request, AnswerContext(), canonical=False)
     assert found is not None
-    return COMPILER.matcher(COMPILER.start(found.text, 10.0))
+    compilation = COMPILER.start(found)
+    assert compilation.done.wait(10)
+    return COMPILER.matcher(compilation)
 
 
 @pytest.mark.parametrize("vocabulary", [512, 500, 479])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.core.submissions import WAIT_SECONDS
+from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, Compiler
 from kvd.worker.text.splitting import Splitting
 from protocol.errors import InvalidRequest, Overloaded
@@ -18,7 +21,7 @@ from protocol.resume import ChoiceProgress
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatAbilities, ChatMessage, Sampling
 from protocol.worker import ChoiceFinished, RowFailed, RowFinished, RowNote, RowTokens, Submit
-from tests.worker.core.driver import Driver
+from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
 
@@ -289,7 +292,6 @@ def test_a_request_that_is_too_large_is_refused_once_its_grammar_is_compiled(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests go on: the refusal must not end the step."""
-    monkeypatch.setattr(Compiler.start, "__defaults__", (0.0,))
     properties = {f"key{number}": {"type": "integer"} for number in range(300)}
     slow = Grammar("json_schema", json.dumps({"type": "object", "properties": properties}))
     demo.submit("other", WORDS, max_tokens=4)
@@ -356,8 +358,8 @@ def test_a_grammar_that_took_too_long_once_is_used_once_it_is_compiled(
     now = [0.0]
     compiler = demo.engine._submissions._compiler
     compiler._clock = lambda: now[0]
-    text = json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]})
-    slow = compiler.start(text, 0)
+    grammar = AnswerGrammar(json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]}))
+    slow = compiler.start(grammar)
     now[0] = COMPILE_SECONDS
     assert compiler.is_over(slow)
     with pytest.raises(InvalidRequest, match="not compiled within"):
@@ -367,7 +369,7 @@ def test_a_grammar_that_took_too_long_once_is_used_once_it_is_compiled(
         if thread.name == "grammar":
             thread.join(30)
 
-    assert compiler.matcher(compiler.start(text)) is not None
+    assert compiler.matcher(compiler.start(grammar)) is not None
 
 
 TOOLS = ChatOptions(tools=[Tool("look_up")])
@@ -391,16 +393,16 @@ def test_an_answer_that_may_call_tools_runs_without_a_grammar_if_many_are_compil
     caller: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = threading.Event()
-    text = caller.engine._text
 
     def vocabulary():
         ready.wait(30)
-        return text.vocabulary()
+        return caller.engine._text.vocabulary()
 
     compiler = Compiler(vocabulary)
     monkeypatch.setattr(caller.engine._submissions, "_compiler", compiler)
     for number in range(MAX_COMPILING):
-        compiler.start(json.dumps({"grammars": [{"lark_grammar": f"start: /{number}/"}]}), 0)
+        text = json.dumps({"grammars": [{"lark_grammar": f"start: /{number}/"}]})
+        compiler.start(AnswerGrammar(text))
     try:
         _, notes, reason = calling(caller, "auto", max_tokens=4)
     finally:
@@ -440,3 +442,101 @@ def test_a_custom_tool_whose_grammar_cannot_be_compiled_keeps_the_frame(caller: 
     assert "grammars of custom tools are not enforced" in note
     parts = [part for one in reports if isinstance(one, RowTokens) for part in one.parts]
     assert [part.name for part in parts] == ["patch"]
+
+
+@pytest.mark.parametrize("choice", ["required", "name:bad", "auto"])
+def test_a_tool_whose_schema_cannot_be_compiled_is_named(caller: Driver, choice: str) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+    tools = [Tool("good"), Tool("bad", parameters=bad), Tool("last")]
+    chat = ChatOptions(tools=tools, tool_choice=choice)
+    messages = [ChatMessage("user", "Look up 7.")]
+    caller.outcomes["c"] = Outcome()
+    caller.engine.submit(Submit(rid="c", messages=messages, sampling=WARM, chat=chat, max_tokens=8))
+    notes = []
+    while caller.engine.has_work:
+        reports = caller.engine.step()
+        notes += [one.reason for one in reports if isinstance(one, RowNote)]
+        caller.take(reports)
+
+    error = caller.outcomes["c"].error
+    if choice == "auto":
+        assert error is None
+        assert "chat.tools[1].parameters" in notes[0]
+    else:
+        assert error.detail["field"] == "chat.tools[1].parameters"
+        assert error.message.startswith("chat.tools[1].parameters: the grammar cannot be used")
+
+
+def test_rows_never_wait_for_a_grammar_that_is_being_compiled(
+    demo: Driver, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at a submission nor in a step; only an engine without another step does."""
+    waits: list[float] = []
+
+    def wait(_event: threading.Event, timeout: float | None = None) -> bool:
+        waits.extend([timeout] if timeout else [])  # starting a thread waits without one
+        return False
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    monkeypatch.setattr(Compiler, "_compile", lambda *_: None)
+    demo.submit("other", WORDS, max_tokens=12)
+    demo.run(until=lambda: len(demo.outcomes["other"].tokens) > 2)
+    waits.clear()
+    for number in range(3):
+        demo.submit(f"r{number}", WORDS, grammar=DIGITS, max_tokens=30)
+    demo.run(until=lambda: demo.outcomes["other"].over)
+    assert not waits
+
+    for _ in range(3):
+        demo.step()
+    assert len(waits) >= 3
+    for number in range(3):
+        demo.engine.cancel(f"r{number}")
+    demo.run()
+
+
+def test_a_queue_that_cannot_move_does_not_spin_while_a_grammar_is_compiled(
+    demo: Driver, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = demo.engine._scheduler._max_rows
+    demo.submit("queued", WORDS, max_tokens=2)
+    demo.submit("compiles", WORDS, grammar=DIGITS, max_tokens=30)
+    monkeypatch.setattr(demo.engine._scheduler, "_max_rows", 0)
+    start = time.monotonic()
+    for _ in range(20):
+        demo.step()
+
+    assert time.monotonic() - start >= 20 * WAIT_SECONDS
+    monkeypatch.setattr(demo.engine._scheduler, "_max_rows", rows)
+    waiting.set()
+    demo.run()
+
+
+def test_the_tokenizer_is_built_before_the_first_grammar(demo: Driver) -> None:
+    """Building it takes 0.8 s of Python's lock for 150,000 tokens; rows would wait for it."""
+    calls: list[str] = []
+
+    def vocabulary():
+        calls.append(threading.current_thread().name)
+        return demo.engine._text.vocabulary()
+
+    compiler = Compiler(vocabulary)
+    with compiler.preparing():
+        pass
+    grammar = AnswerGrammar(json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]}))
+    assert compiler.start(grammar).done.wait(10)
+
+    assert calls == ["tokenizer"]
+
+
+def test_an_error_of_the_vocabulary_is_left_to_the_first_grammar() -> None:
+    def vocabulary():
+        raise ZeroDivisionError
+
+    compiler = Compiler(vocabulary)
+    with compiler.preparing():
+        pass
+    compilation = compiler.start(AnswerGrammar("{}"))
+    assert compilation.done.wait(10)
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        compiler.matcher(compilation)
