@@ -19,23 +19,29 @@ class WholeCalls:
         self.done = False
         self._end = end
         self._tools = tools
-        self._text = ""
+        self._pieces: list[str] = []
+        """The body as far as it was read."""
+        self._tail = ""
+        """The end of the text, which may contain the beginning of the end marker."""
         module = importlib.import_module(f"mlx_lm.tool_parsers.{body.parser}")
         self._parse = module.parse_tool_call
 
     def push(self, text: str) -> str:
-        self._text += text
         if self._end.token is not None:
+            self._pieces.append(text)
             return ""
-        at = self._text.find(self._end.text)
+        text = self._tail + text
+        at = text.find(self._end.text)
+        cut = max(0, len(text) - len(self._end.text) + 1) if at < 0 else at
+        self._pieces.append(text[:cut])
+        self._tail = text[cut:]
         if at < 0:
             return ""
-        body, rest = self._text[:at], self._text[at:]
-        self._read(body)
-        return rest
+        self._read("".join(self._pieces))
+        return self._tail
 
     def push_end(self, text: str) -> str:
-        self._read(self._text)
+        self._read("".join(self._pieces))
         return text
 
     def _read(self, body: str) -> None:

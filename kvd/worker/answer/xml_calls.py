@@ -43,7 +43,7 @@ class XmlCalls:
         self._streams = streams
         self._quotes_calls = quotes_calls
         self._text = ""
-        """Text that was not read yet; in a value, all of it."""
+        """Text that was not read yet; in a value, its end."""
         self._step: Callable[[], bool] = self._before_name
         self._end = body.end.strip()
         self._after_name = body.after_name.split()
@@ -56,11 +56,19 @@ class XmlCalls:
         self._types: set[str] = set()
         self._is_first = True
         self._searched = 0
-        """Characters of the value in which it cannot end."""
-        self._sent = 0
-        """Characters of the value that were passed on, or dropped before it."""
-        self._quoted = False
-        """Whether the value's opening quote was passed on."""
+        """Characters of the text in which the value cannot end."""
+        # A line break before the closing tag is a part of it; a quoted call's tags may be cut.
+        self._kept = max(map(len, self._opening)) if self._quotes_calls else 1
+        self._value_streams = False
+        """Whether the value is a string that is passed on as it arrives."""
+        self._value_pieces: list[str] = []
+        """The value as far as it was read, if it does not stream."""
+        self._is_empty = True
+        """Whether the value has no character yet."""
+        self._line_break = True
+        """Whether a line break at the value's beginning is the form's."""
+        self._open_calls = 0
+        """Calls that the value quotes, less their ends."""
 
     def push(self, text: str) -> str:
         self._text += text
@@ -119,37 +127,52 @@ class XmlCalls:
 
     def _key_end(self) -> bool:
         self._is_first = False
-        self._searched = self._sent = 0
-        self._quoted = False
+        self._searched = self._open_calls = 0
+        self._value_pieces, self._is_empty, self._line_break = [], True, True
+        self._value_streams = self._streams and self._types == {"string"}
         return self._skip_all(self._after_key, self._value)
 
     def _value(self) -> bool:
         end = self._find_end()
-        streams = self._streams and self._types == {"string"}
-        pieces = self.calls[0].pieces
         if end is None:
-            if streams:
-                self._send(pieces, self._searched)
+            self._read(max(0, self._searched - self._kept))
             return False
-        if streams:
-            self._send(pieces, end)
-            pieces.append('"' if self._quoted else '""')
-        else:
-            pieces.append(as_json(self._trimmed(self._text[:end]), self._types))
-        self._text, self._step = self._text[end + len(self._close) :], self._key
-        return True
-
-    def _send(self, pieces: list[str], end: int) -> None:
-        """Pass on the value before ``end``, except line breaks that belong to the form."""
-        text = self._text[self._sent : end]
-        if not self._sent and self._body.after_key.endswith("\n") and text.startswith("\n"):
-            text, self._sent = text[1:], 1
+        rest = self._text[end + len(self._close) :]
+        text = self._text[:end]
         if self._body.after_value.startswith("\n"):
             text = text.removesuffix("\n")
-        if text:
-            pieces.append(quoted(text)[int(self._quoted) : -1])
-            self._quoted = True
-            self._sent += len(text)
+        self._add(text)
+        pieces = self.calls[0].pieces
+        if not self._value_streams:
+            pieces.append(as_json("".join(self._value_pieces), self._types))
+        else:
+            pieces.append('""' if self._is_empty else '"')
+        self._text, self._step = rest, self._key
+        return True
+
+    def _read(self, size: int) -> None:
+        """Move the first characters of the text to the value."""
+        if self._quotes_calls:
+            opening, closing = (
+                self._text.count(tag, 0, size + len(tag) - 1) for tag in self._opening
+            )
+            self._open_calls += opening - closing
+        self._add(self._text[:size])
+        self._text = self._text[size:]
+        self._searched -= size
+
+    def _add(self, text: str) -> None:
+        """Add a piece to the value, except the line break that the form puts before it."""
+        if self._is_empty and self._body.after_key.endswith("\n") and self._line_break:
+            self._line_break = not text
+            text = text.removeprefix("\n")
+        if not text:
+            return
+        if self._value_streams:
+            self.calls[0].pieces.append(quoted(text)[int(not self._is_empty) : -1])
+        else:
+            self._value_pieces.append(text)
+        self._is_empty = False
 
     def _find_end(self) -> int | None:
         """Return where the value ends; None: more text is needed."""
@@ -167,17 +190,10 @@ class XmlCalls:
 
     def _inside(self, at: int) -> bool:
         """Return whether a call that the value quotes is still open at ``at``."""
-        opening, closing = self._opening
-        value = self._text[:at]
-        return self._quotes_calls and value.count(opening) > value.count(closing)
-
-    def _trimmed(self, value: str) -> str:
-        """Remove the line breaks that the form puts around a value."""
-        if self._body.after_key.endswith("\n"):
-            value = value.removeprefix("\n")
-        if self._body.after_value.startswith("\n"):
-            value = value.removesuffix("\n")
-        return value
+        if not self._quotes_calls:
+            return False
+        opening, closing = (self._text.count(tag, 0, at) for tag in self._opening)
+        return self._open_calls + opening - closing > 0
 
     def _skip_all(self, parts: list[str], then: Callable[[], bool]) -> bool:
         before = self._text

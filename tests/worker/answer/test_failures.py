@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -302,3 +303,22 @@ def test_reasoning_is_not_cut_within_a_character():
         stream.push(token)
         forced.append(list(stream.forced))
     assert forced == [[], [], [], [0]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("form", [forms.QWEN_CODER, forms.PYTHONIC])
+def test_long_values_take_linear_time(form, streams) -> None:
+    """Four times the text takes four times as long; with copies of all text it took 16 times."""
+
+    def seconds(count: int) -> float:
+        reader = reader_of(AnswerForms(call=form), streams=streams)
+        name = "<function=write_file>\n<parameter=content>\n"
+        head = name if form is forms.QWEN_CODER else "[write_file(content='"
+        reader.push(-1, form.begin.text + head, "")
+        begin = time.process_time()
+        for _ in range(count):
+            reader.push(-1, "a line of a file\n" * 4, "")
+        return time.process_time() - begin
+
+    seconds(10)
+    assert seconds(24_000) < 9 * seconds(6_000)
