@@ -160,7 +160,9 @@ class ChatAbilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     reasoning: str = ""
     """Marker that begins its reasoning; empty: it has none."""
     reasoning_switch: bool = False
-    """Whether reasoning can be turned off."""
+    """Whether requests can turn reasoning on and off."""
+    reasons_by_default: bool = True
+    """Whether the model reasons if the request does not turn it on or off."""
     efforts: list[str] = []
     """Values of the reasoning effort that change the prompt."""
     late_system: bool = False

@@ -83,7 +83,9 @@ def _abilities(chat: ChatAbilities | None) -> list[str]:
     if not chat.reasoning and not chat.efforts:
         return [first]
     second = f"reasoning after {chat.reasoning}" if chat.reasoning else "reasoning"
-    second += ", can be switched off" if chat.reasoning_switch else ""
+    if chat.reasoning_switch:
+        off = ", can be switched off"
+        second += off if chat.reasons_by_default else ", off unless a request turns it on"
     if chat.efforts:
         second += f", efforts {', '.join(chat.efforts)}"
     return [first, second]

@@ -184,6 +184,15 @@ def test_the_use_of_kernels_is_shown():
                 "reasoning after <think>, can be switched off",
             ],
         ),
+        (
+            ChatAbilities(
+                reasoning="<think>",
+                reasoning_switch=True,
+                reasons_by_default=False,
+                late_system=True,
+            ),
+            ["chat no tool calls", "reasoning after <think>, off unless a request turns it on"],
+        ),
     ],
 )
 def test_abilities_in_a_conversation(chat: ChatAbilities | None, lines: list[str]):

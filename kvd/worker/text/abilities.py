@@ -49,6 +49,7 @@ def abilities_of(template: ChatTemplate, forms: AnswerForms) -> ChatAbilities:
         tool_results=template.tool_results,
         reasoning=reasoning,
         reasoning_switch=template.switch is not None,
+        reasons_by_default=template.reasons_by_default,
         efforts=template.efforts,
         late_system=template.late_system,
     )

@@ -65,9 +65,10 @@ class ChatTemplate:
         )
         self.switch = next((name for name in _SWITCHES if self._switches(name)), None)
         """Argument that turns reasoning on and off."""
-        self._reasons_by_default = self.switch is None or plain != self._try(
+        self.reasons_by_default = self.switch is None or plain != self._try(
             [_ASKED], **{self.switch: False}
         )
+        """Whether the model reasons if a request does not turn it on or off."""
         self.efforts = find_efforts(
             plain, lambda value: self._try([_ASKED], reasoning_effort=value)
         )
@@ -98,7 +99,7 @@ class ChatTemplate:
         """Return whether reasoning is on for a request; without a switch it always may be."""
         if self.switch is None:
             return True
-        return bool(self._arguments(chat).get(self.switch, self._reasons_by_default))
+        return bool(self._arguments(chat).get(self.switch, self.reasons_by_default))
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         settings: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **arguments}
@@ -118,8 +119,8 @@ class ChatTemplate:
         if chat.tools and chat.tool_choice != "none":
             arguments["tools"] = [as_openai(tool) for tool in chat.tools]
         reasoning = chat.reasoning
-        if reasoning is None and chat.effort == "none":
-            reasoning = False
+        if reasoning is None and chat.effort is not None:
+            reasoning = chat.effort != "none"
         if reasoning is not None and self.switch is not None:
             arguments.setdefault(self.switch, reasoning)
         if chat.effort is not None and self.efforts:

@@ -113,6 +113,17 @@ def test_reasoning_is_on_if_the_prompt_is_that_of_the_switch():
     assert [off.may_reason(chat) for chat in given] == [False, True, False, True]
 
 
+def test_an_effort_enables_reasoning_that_is_off_by_default():
+    condition = "enable_thinking is defined and enable_thinking is false"
+    text = text_of(templates.QWEN.replace(condition, "not enable_thinking"), *MARKERS)
+    assert not text.abilities.reasons_by_default
+    assert rendered(text, [ASKED]).endswith("</think>\n\n")
+    assert rendered(text, [ASKED], effort="high").endswith("assistant\n")
+    assert rendered(text, [ASKED], effort="none").endswith("</think>\n\n")
+    assert rendered(text, [ASKED], effort="high", reasoning=False).endswith("</think>\n\n")
+    assert text.template.may_reason(ChatOptions(effort="low"))
+
+
 def test_calls_and_results_are_rendered():
     text = text_of(templates.CODER, *MARKERS)
     found = rendered(text, [ASKED, CALL, RESULT], tools=[TOOL])
