@@ -77,6 +77,7 @@ def test_the_workflow_installs_the_programs_that_tests_need():
         "plistutil": "libplist-utils",
         "prometheus": "prometheus",
         "promtool": "prometheus",
+        "ruby": "ruby",
         "systemd-analyze": "systemd",
     }
     (installed,) = [
