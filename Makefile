@@ -28,12 +28,15 @@ PROSE := kvd actors protocol tests bench tools deploy docs README.md CONTRIBUTIN
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
-.PHONY: run test test-clients check docs bench format clean
+# axe-core for the tests of the web page, which skip what needs it where npm is missing.
+AXE := axe-core@4.14.1
+
+.PHONY: run test test-clients axe check docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
 
-test: check
+test: check axe
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
@@ -51,6 +54,11 @@ test-clients: $(VENV)/.dev
 	then uv pip install --quiet --python $(BIN)/python --target $(VENV)/clients/python $(PYTHON_CLIENTS); \
 	else $(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/clients/python $(PYTHON_CLIENTS); fi
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m clients $(PYTEST_ARGS)
+
+# Only with Chromium, without which nothing needs it.
+axe: | $(VENV)/.dev
+	@if command -v npm >/dev/null && command -v chromium >/dev/null && ! [ -d $(VENV)/clients/node_modules/axe-core ]; \
+	then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(AXE) || echo "axe-core is not installed; going on without" >&2; fi
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

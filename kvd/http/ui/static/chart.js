@@ -8,6 +8,7 @@ import * as format from "/ui/format.js";
 
 const KEPT_S = 600;
 const SHADES = 6;
+const NAMED = 8;
 /** Distances of lines in bytes: round in MiB and GiB. */
 const POWERS = Array.from({ length: 44 }, (_, power) => 2 ** power);
 
@@ -70,8 +71,10 @@ export class Chart {
     if (!sample) return;
     const kind = /** @type {"model" | "part" | "speed"} */ (this.kind.value);
     const unit = kind === "speed" ? (/** @type {number} */ v) => `${format.count(Math.round(v))} tok/s` : format.bytes;
-    const all = Object.entries(sample[kind]).filter(([, value]) => value > 0).map(([name, value]) => `${name} ${unit(value)}`);
-    setText(byId("chart-values"), `${format.clock(sample.at)}  ${all.join(" · ") || "nothing"}`);
+    const largest = Object.entries(sample[kind]).filter(([, value]) => value > 0).sort(([, a], [, b]) => b - a);
+    const texts = largest.slice(0, NAMED).map(([name, value]) => `${name} ${unit(value)}`);
+    if (largest.length > NAMED) texts.push(`${largest.length - NAMED} more`);
+    setText(byId("chart-values"), `${format.clock(sample.at)}  ${texts.join(" · ") || "nothing"}`);
   }
 
   /** @param {"model" | "part" | "speed"} kind @param {string[]} names */
@@ -110,7 +113,7 @@ function options(kind, names, box, onCursor) {
     width: box.clientWidth, height: box.clientHeight, padding: [8, 8, 0, 0],
     legend: { show: false }, cursor: { y: false, points: { show: false }, drag: { x: false, y: false } },
     scales: {
-      x: { range: (/** @type {any} */ _, /** @type {number} */ from, /** @type {number} */ to) => [Math.min(from, to - 60), to] },
+      x: { range: (/** @type {any} */ _, /** @type {number} */ from, /** @type {number} */ to) => [Math.min(from, to - 30), to] },
       y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, (top || 1) * 1.06] },
     },
     axes: [

@@ -25,10 +25,10 @@ export class Chat {
     this.clear();
   }
 
-  /** Offer the models that requests can name. @param {any} status */
+  /** Offer the models that requests can name, loaded ones first. @param {any} status */
   offer(status) {
     const select = byId("chat-model"), chosen = select.value;
-    const names = [...status.models.map((/** @type {any} */ model) => model.name), ...status.unloaded].sort();
+    const names = [...status.models.map((/** @type {any} */ model) => model.name), ...status.unloaded];
     if (names.join("\n") === [...select.options].map((option) => option.value).join("\n")) return;
     select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     if (names.includes(chosen)) select.value = chosen;
@@ -210,7 +210,7 @@ class Answer {
       const { prompt_tokens: prompt, completion_tokens: made, prompt_tokens_details: details } = this.usage;
       facts.push(`prompt ${format.count(prompt)}, ${format.count(details?.cached_tokens ?? 0)} from cache`, `${format.count(made)} tokens`);
       const seconds = this.first === null ? 0 : (performance.now() - this.first) / 1000;
-      if (made > 1 && seconds > 0) facts.push(`${Math.round((made - 1) / seconds)} tok/s`);
+      if (made > 1 && seconds > 0.2) facts.push(`${Math.round((made - 1) / seconds)} tok/s`);
     }
     if (this.first !== null) facts.push(`first after ${format.duration((this.first - this.began) / 1000)}`);
     if (this.kvd?.level) facts.push(`KV level ${this.kvd.level}`);

@@ -33,5 +33,5 @@ export function median(values) {
   return sorted[Math.floor(sorted.length / 2)];
 }
 
-/** @param {number} part @param {number} whole */
-export const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)}%` : "");
+/** Rounded down: 100% means all. @param {number} part @param {number} whole */
+export const percent = (part, whole) => (whole > 0 ? `${Math.floor((100 * part) / whole)}%` : "");

@@ -163,6 +163,7 @@ function facts(model) {
   all.push(["Granted", `${format.bytes(model.granted_bytes)}; measured ${format.bytes(stats.memory.footprint)}`]);
   for (const part of partsOf(model)) all.push([part.name, format.bytes(part.bytes)]);
   if (stats.prefix.query_tokens) all.push(["Prefix hits", `${format.percent(found, stats.prefix.query_tokens)} of ${format.count(stats.prefix.query_tokens)} prompt tokens`]);
+  if (typeof model.expires_in_s === "number") all.push(["Unloaded in", `${format.duration(model.expires_in_s)} without a request`]);
   if (model.error) all.push(["Error", model.error.message]);
   return all;
 }

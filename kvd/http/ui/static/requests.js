@@ -57,6 +57,7 @@ function update(node, one, model) {
   const cached = one.cached_tokens;
   setText(node.querySelector(".cache").firstChild, cached === undefined || !one.prompt_tokens
     ? "" : `${format.count(cached)} / ${format.count(one.prompt_tokens)}`);
+  node.querySelector(".cache").classList.toggle("none", open);
   set("miss", one.miss ? ` ${one.miss}` : "");
   set("completion", format.count(one.completion_tokens ?? 0));
   set("first", format.duration(one.first_token_s));
