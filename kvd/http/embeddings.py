@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -36,6 +36,8 @@ _json = msgspec.json.Encoder()
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /v1/embeddings``."""
+
+    MOST_VALUES: ClassVar[int] = 2 * MOST_TOKENS
 
     model: fields.Name
     input: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]

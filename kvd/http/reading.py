@@ -11,6 +11,7 @@ from kvd.http import keep_alive
 from kvd.http.chat_api.conversation import chat_messages
 from kvd.http.chat_api.options import chat_options
 from kvd.http.grammars import grammar_of
+from kvd.http.json_size import MOST_VALUES, check_size
 from kvd.http.requests import (
     ABSENT,
     MOST_PROMPTS,
@@ -41,7 +42,11 @@ def read(body: bytes | bytearray, kind: type[R]) -> R:
 
 
 def decode(body: bytes | bytearray, kind: type[D]) -> D:
-    """Return a body as a struct; raises `InvalidRequest` with the field."""
+    """Return a body as a struct; raises `InvalidRequest` with the field.
+
+    A struct with lists of tokens has the limit `MOST_VALUES` of its own.
+    """
+    check_size(body, getattr(kind, "MOST_VALUES", MOST_VALUES))
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the fields that it skips

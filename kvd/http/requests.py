@@ -6,7 +6,7 @@ Unknown fields are refused, as OpenAI does, because a silently ignored field is 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -117,6 +117,8 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /v1/completions``."""
+
+    MOST_VALUES: ClassVar[int] = 2 * MOST_TOKENS
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None

@@ -12,6 +12,7 @@ from msgspec import Meta, Raw
 
 from protocol import fields
 from protocol.fields import MAX_INT
+from protocol.tools import MAX_TOOLS
 
 ABSENT = Raw()
 """The default of fields that stay JSON."""
@@ -98,7 +99,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: fields.Name
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

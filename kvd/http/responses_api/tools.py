@@ -11,7 +11,7 @@ import msgspec
 from kvd.http.responses_api.requests import Kind, RequestTool
 from protocol.chat_checks import NAMED
 from protocol.errors import InvalidRequest
-from protocol.tools import TOOL_NAME_PATTERN, Grammar, Tool
+from protocol.tools import MAX_TOOLS, TOOL_NAME_PATTERN, Grammar, Tool
 from protocol.validation import describe_error
 
 if TYPE_CHECKING:
@@ -71,6 +71,10 @@ def read_tools(encoded: Iterable[Raw]) -> Tools:
         if tool is None:
             ignored += 1
             continue
+        if len(tools) == MAX_TOOLS:
+            raise InvalidRequest(
+                f"tools has more than {MAX_TOOLS} tools; send fewer", field="tools"
+            )
         shown = flat_name(name.name, name.namespace)
         if not _NAME.match(shown):
             raise InvalidRequest(

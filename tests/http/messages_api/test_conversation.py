@@ -250,6 +250,6 @@ def test_the_last_message_of_the_assistant_is_continued():
 
 def test_any_number_of_neighbours_is_joined_in_linear_time():
     began = time.process_time()
-    (message,) = asked(*[user("a" * 99)] * 60_000).messages or []
-    assert len(message.content) == 60_000 * 100 - 1
-    assert time.process_time() - began < 4  # joined one by one: over 10 s, in the event loop
+    (message,) = asked(*[user("a" * 99)] * 30_000).messages or []
+    assert len(message.content) == 30_000 * 100 - 1
+    assert time.process_time() - began < 1  # joined one by one: over 2.5 s, in the event loop

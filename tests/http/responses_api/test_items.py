@@ -195,6 +195,6 @@ def test_settings_reach_the_daemon():
 
 def test_any_number_of_system_messages_is_joined_in_linear_time():
     began = time.process_time()
-    (message,) = read(input=[{"role": "system", "content": "a" * 98}] * 60_000).call.messages or []
-    assert len(message.content) == 60_000 * 100 - 2
-    assert time.process_time() - began < 4  # joined one by one: over 10 s, in the event loop
+    (message,) = read(input=[{"role": "system", "content": "a" * 98}] * 30_000).call.messages or []
+    assert len(message.content) == 30_000 * 100 - 2
+    assert time.process_time() - began < 1  # joined one by one: over 2.5 s, in the event loop
