@@ -1,4 +1,4 @@
-"""Compiles grammars for one model's vocabulary, each in a thread of its own.
+"""Compiles grammars for one model's vocabulary in a few threads.
 
 Clients choose the grammars. llguidance bounds what each may take (`_LIMITS`); its constructors
 release Python's lock, so other rows keep decoding. The first mask is computed in the same thread:
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,8 +25,10 @@ from protocol.errors import InvalidRequest, KvdError, Overloaded
 COMPILE_SECONDS = 10.0
 """Seconds until a compilation is given up. The slowest one that ended took 1.7 s: an object of
 2000 properties, on a busy machine."""
-MAX_COMPILING = 4
-"""Grammars of new requests that are compiled at the same time."""
+THREADS = 4
+"""Grammars that are compiled at the same time."""
+MAX_COMPILING = 64
+"""Grammars of new requests that are compiled or wait for that."""
 CACHED = 64
 """Compiled grammars that are kept."""
 CACHED_CHARS = 4 << 20
@@ -49,6 +51,8 @@ class Compilation:
 
     text: str
     started: float
+    """When it began, or when it was queued."""
+    begun: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     grammar: Any = None
     """`LLMatcher` at the grammar's beginning; None until done, and after an error."""
@@ -78,6 +82,10 @@ class Compiler:
         self._tokenizer: Any = None
         self._known: OrderedDict[str, Compilation] = OrderedDict()
         self._compiling: set[str] = set()
+        self._queue: deque[tuple[Compilation, AnswerGrammar]] = deque()
+        self._queue_lock = threading.Lock()
+        """Protects ``_queue`` and ``_threads``."""
+        self._threads = 0
         self._eos_ids: frozenset[int] = frozenset()
 
     @contextmanager
@@ -114,10 +122,12 @@ class Compiler:
             compilation = Compilation(text, self._clock())
             self._known[text] = compilation
             self._compiling.add(text)
-            thread = threading.Thread(
-                target=self._compile, args=(compilation, grammar), name="grammar", daemon=True
-            )
-            thread.start()
+            with self._queue_lock:
+                self._queue.append((compilation, grammar))
+                is_new = self._threads < THREADS
+                self._threads += is_new
+            if is_new:
+                threading.Thread(target=self._work, name="grammar", daemon=True).start()
             self._trim()
         self._known.move_to_end(text)
         return compilation
@@ -127,10 +137,17 @@ class Compiler:
         if not compilation.done.is_set():
             if self._clock() - compilation.started < COMPILE_SECONDS:
                 return False
-            compilation.error = InvalidRequest(
-                f"the grammar was not compiled within {COMPILE_SECONDS:g} s; simplify it",
-                field="grammar",
-            )
+            if compilation.begun:
+                compilation.error = InvalidRequest(
+                    f"the grammar was not compiled within {COMPILE_SECONDS:g} s; simplify it",
+                    field="grammar",
+                )
+            else:
+                compilation.error = Overloaded(
+                    f"the grammar waited {COMPILE_SECONDS:g} s for others to be compiled; retry"
+                    " later",
+                    retry_after_s=1.0,
+                )
             compilation.done.set()
         return True
 
@@ -152,6 +169,16 @@ class Compiler:
             if text not in self._compiling:
                 del self._known[text]
                 chars -= len(text)
+
+    def _work(self) -> None:
+        while True:
+            with self._queue_lock:
+                if not self._queue:
+                    self._threads -= 1
+                    return
+                compilation, grammar = self._queue.popleft()
+            compilation.started, compilation.begun = self._clock(), True
+            self._compile(compilation, grammar)
 
     def _compile(self, compilation: Compilation, answer: AnswerGrammar) -> None:
         grammar, error = self._compiled(compilation.text)

@@ -13,8 +13,9 @@ import pytest
 from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.core.submissions import WAIT_SECONDS
+from kvd.worker.grammar import compiler as compiler_module
 from kvd.worker.grammar.answers import AnswerGrammar
-from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, Compiler
+from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, THREADS, Compiler
 from kvd.worker.text.splitting import Splitting
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.resume import ChoiceProgress
@@ -322,9 +323,12 @@ def waiting(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     ready.set()
 
 
-def test_a_replay_is_not_refused_for_its_grammar(demo: Driver, waiting: threading.Event) -> None:
+def test_a_replay_is_not_refused_for_its_grammar(
+    demo: Driver, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tokens were sent, so a new worker that compiles many grammars at once goes on with it."""
-    count = MAX_COMPILING + 3
+    monkeypatch.setattr(compiler_module, "MAX_COMPILING", 4)
+    count = 7
     for number in range(count):
         digits = Grammar("regex", f"[0-9]{{{number + 1}}}")
         resume = [ChoiceProgress()]
@@ -540,3 +544,35 @@ def test_an_error_of_the_vocabulary_is_left_to_the_first_grammar() -> None:
     assert compilation.done.wait(10)
     with pytest.raises(InvalidRequest, match="cannot be used"):
         compiler.matcher(compilation)
+
+
+def test_grammars_beyond_the_threads_are_queued(demo: Driver, waiting: threading.Event) -> None:
+    """Clients send many requests at once, each with a schema of its own."""
+    for number in range(THREADS + 4):
+        grammar = Grammar("regex", f"[a-z]{{{number + 1}}}")
+        demo.submit(f"r{number}", WORDS, grammar=grammar, max_tokens=30)
+    waiting.set()
+    demo.run()
+
+    for number in range(THREADS + 4):
+        assert re.fullmatch(f"[a-z]{{{number + 1}}}", demo.outcomes[f"r{number}"].text)
+
+
+def test_grammars_that_hang_delay_others_for_a_bounded_time() -> None:
+    now, ready = [0.0], threading.Event()
+
+    def vocabulary():
+        ready.wait(30)
+        raise ZeroDivisionError
+
+    compiler = Compiler(vocabulary, lambda: now[0])
+    texts = [json.dumps({"grammars": [{"lark_grammar": f"start: /{n}/"}]}) for n in range(6)]
+    begun = [compiler.start(AnswerGrammar(text)) for text in texts]
+    while sum(one.begun for one in begun) < THREADS:
+        ready.wait(0.001)
+    now[0] = COMPILE_SECONDS
+    assert all(compiler.is_over(one) for one in begun)
+    codes = [one.error.info().code for one in begun]
+    ready.set()
+
+    assert codes == ["invalid_request"] * THREADS + ["overloaded"] * 2
