@@ -110,6 +110,14 @@ ssize_t pread64(int fd, void *data, size_t size, off64_t at) {
     return fd_fails(fd, 0) ? -1 : NEXT(pread64)(fd, data, size, at);
 }
 
+ssize_t readv(int fd, const struct iovec *parts, int count) {
+    return fd_fails(fd, 0) ? -1 : NEXT(readv)(fd, parts, count);
+}
+
+ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t at) {
+    return fd_fails(fd, 0) ? -1 : NEXT(preadv64)(fd, parts, count, at);
+}
+
 int fsync(int fd) { return fd_fails(fd, 1) ? -1 : NEXT(fsync)(fd); }
 int fdatasync(int fd) { return fd_fails(fd, 1) ? -1 : NEXT(fdatasync)(fd); }
 

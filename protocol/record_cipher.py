@@ -72,11 +72,8 @@ class _FileCipher:
     def seal_next(self, head: bytes) -> Sealing:
         return _Encryption(self._next().encryptor(), head)
 
-    def open_next(self, head: bytes) -> Opening:
-        return _Decryption(self._next().decryptor(), head)
-
-    def skip_next(self, check: bytes) -> None:  # noqa: ARG002
-        next(self._numbers)
+    def open_next(self, head: bytes, check: bytes) -> Opening:
+        return _Decryption(self._next().decryptor(), head, check)
 
     def _next(self) -> Cipher[GCM]:
         return Cipher(self._aes, GCM(next(self._numbers).to_bytes(_NONCE_BYTES, "big")))
@@ -98,16 +95,17 @@ class _Encryption:
 
 
 class _Decryption:
-    def __init__(self, decryptor: AEADDecryptionContext, head: bytes) -> None:
+    def __init__(self, decryptor: AEADDecryptionContext, head: bytes, check: bytes) -> None:
         decryptor.authenticate_additional_data(head)
         self._decryptor = decryptor
+        self._check = check
 
     def open(self, piece: memoryview) -> None:
         self._decryptor.update_into(piece, piece)
 
-    def verify(self, check: bytes) -> bool:
+    def verify(self) -> bool:
         try:
-            self._decryptor.finalize_with_tag(check)
+            self._decryptor.finalize_with_tag(self._check)
         except InvalidTag:
             return False
         return True

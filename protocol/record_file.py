@@ -24,6 +24,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -120,6 +121,25 @@ class RecordWriter:
             left = left[written:]
 
 
+@dataclass(frozen=True)
+class UnreadRecord:
+    """A record that a `RecordReader` has passed over, and that can be read later."""
+
+    reader: RecordReader
+    number: int
+    start: int
+    """Where its content begins in the file."""
+    nbytes: int
+    opening: Opening
+
+    def read(self) -> memoryview:
+        """Return the content; raises ``damaged`` or `OSError`.
+
+        Call it once, in any thread, while the reader is open.
+        """
+        return self.reader.read_content(self)
+
+
 class RecordReader:
     """An open record file; iterates over its records.
 
@@ -179,44 +199,45 @@ class RecordReader:
         return self
 
     def __next__(self) -> memoryview:
-        opening = self._format.open_next(self._head)
-        if self._length & _END:
-            self._check_end(opening)
+        if (record := self.next_unread()) is None:
             raise StopIteration
-        self._expect_record()
-        content = self._allocate(self._length)
-        for piece in _pieces(content):
-            self._read_into(piece)
-            opening.open(piece)
-        if not opening.verify(self._go_on()):
-            raise self._damage(f"has a wrong check of record {self._count - 1}")
-        return content
+        return record.read()
 
-    def skip(self) -> None:
-        """Pass over the next record, which is neither read nor checked.
+    def next_unread(self) -> UnreadRecord | None:
+        """Pass over the next record and return it; None: it was the last one.
 
-        Raises ``damaged`` or `OSError`. Call it only if `next_nbytes` is above 0.
+        Call it in one thread at a time. Raises ``damaged`` or `OSError`.
         """
-        self._expect_record()
-        self._seek(self._at + self._length)
-        self._format.skip_next(self._go_on())
-
-    def _expect_record(self) -> None:
-        """Raise ``damaged`` if the file ends before the next record does."""
-        if self._length > self.nbytes - self._at - CHECK_BYTES - _HEAD.size:
+        head, length, start = self._head, self._length, self._at
+        if length & _END:
+            self._check_end()
+            return None
+        if length > self.nbytes - start - CHECK_BYTES - _HEAD.size:
             raise self._damage("ends within a record")
-
-    def _go_on(self) -> bytes:
-        """Read up to the next content; return the check of the present one."""
+        self._at += length
         after = self._read(CHECK_BYTES + _HEAD.size)
+        opening = self._format.open_next(head, after[:CHECK_BYTES])
+        record = UnreadRecord(self, self._count, start, length, opening)
         self._count += 1
         self._head = after[CHECK_BYTES:]
         self._length = self._parse(self._head)
-        return after[:CHECK_BYTES]
+        return record
 
-    def _check_end(self, opening: Opening) -> None:
+    def read_content(self, record: UnreadRecord) -> memoryview:
+        """Return what `UnreadRecord.read` does."""
+        content = self._allocate(record.nbytes)
+        at = record.start
+        for piece in _pieces(content):
+            self._read_into(piece, at)
+            at += piece.nbytes
+            record.opening.open(piece)
+        if not record.opening.verify():
+            raise self._damage(f"has a wrong check of record {record.number}")
+        return content
+
+    def _check_end(self) -> None:
         at_end = self._at == self.nbytes - CHECK_BYTES and self._length == _END | self._count
-        if not at_end or not opening.verify(self._read(CHECK_BYTES)):
+        if not at_end or not self._format.open_next(self._head, self._read(CHECK_BYTES)).verify():
             raise self._damage("has an end mark that does not match its records")
 
     def _open(self, form: RecordFormat) -> FileFormat:
@@ -229,10 +250,10 @@ class RecordReader:
         end_bytes = _HEAD.size + CHECK_BYTES
         if self.nbytes < form.start_bytes + end_bytes:
             raise self._damage(f"has only {self.nbytes} bytes")
-        self._seek(self.nbytes - end_bytes)
+        self._at = self.nbytes - end_bytes
         if not self._parse(self._read(_HEAD.size)) & _END:
             raise self._damage("has no end mark")
-        self._seek(0)
+        self._at = 0
         start = self._read(form.start_bytes)
         if (found := form.open(start)) is None:
             raise self._damage(f"has another format: it begins with {start[:16]!r}")
@@ -245,20 +266,18 @@ class RecordReader:
             raise self._damage("has a damaged length")
         return length
 
-    def _seek(self, at: int) -> None:
-        self._at = os.lseek(self._fd, at, os.SEEK_SET)
-
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
-        self._read_into(memoryview(data))
+        self._read_into(memoryview(data), self._at)
+        self._at += size
         return bytes(data)
 
-    def _read_into(self, left: memoryview) -> None:
+    def _read_into(self, left: memoryview, at: int) -> None:
         while left:
-            size = os.readv(self._fd, [left])
+            size = os.preadv(self._fd, [left], at)
             if not size:
                 raise self._damage("became shorter while it was read")
-            self._at += size
+            at += size
             left = left[size:]
 
     def _damage(self, problem: str) -> DamagedFile:

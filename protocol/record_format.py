@@ -34,7 +34,7 @@ class Opening(Protocol):
     def open(self, piece: memoryview) -> None:
         """Restore a piece in place."""
 
-    def verify(self, check: bytes) -> bool:
+    def verify(self) -> bool:
         """Return whether this is the record that was sealed. Call it once, at the end."""
 
 
@@ -44,11 +44,12 @@ class FileFormat(Protocol):
     def seal_next(self, head: bytes) -> Sealing:
         """Begin the next record, or the end mark, that is written."""
 
-    def open_next(self, head: bytes) -> Opening:
-        """Begin the next record, or the end mark, that is read."""
+    def open_next(self, head: bytes, check: bytes) -> Opening:
+        """Pass over the next record, or the end mark; return what opens it, now or later.
 
-    def skip_next(self, check: bytes) -> None:
-        """Pass over the next record, which is not read. ``check``: the record's check."""
+        Records may be opened at the same time, in several threads. ``check``: the record's check,
+        as it is in the file.
+        """
 
 
 class RecordFormat(Protocol):
@@ -71,16 +72,19 @@ class _Checksums:
         self.seed = 0
         """Part of the last record's checksum."""
 
-    def seal_next(self, head: bytes) -> _Checksum:
-        return _Checksum(self, head)
+    def seal_next(self, head: bytes) -> Sealing:
+        return _Sealing(self, head)
 
-    open_next = seal_next
+    def open_next(self, head: bytes, check: bytes) -> Opening:
+        opening = _Opening(self.seed, head, check)
+        self.go_on(check)
+        return opening
 
-    def skip_next(self, check: bytes) -> None:
-        self.seed = _seed_of(check)
+    def go_on(self, check: bytes) -> None:
+        self.seed = int.from_bytes(check[:8], "little")
 
 
-class _Checksum:
+class _Sealing:
     """Leaves the pieces as they are."""
 
     def __init__(self, file: _Checksums, head: bytes) -> None:
@@ -91,20 +95,24 @@ class _Checksum:
         self._hash.update(piece)
         return piece
 
+    def check(self) -> bytes:
+        check = self._hash.digest()
+        self._file.go_on(check)
+        return check
+
+
+class _Opening:
+    """Leaves the pieces as they are."""
+
+    def __init__(self, seed: int, head: bytes, check: bytes) -> None:
+        self._hash = xxh3_128(head, seed=seed)
+        self._check = check
+
     def open(self, piece: memoryview) -> None:
         self._hash.update(piece)
 
-    def check(self) -> bytes:
-        check = self._hash.digest()
-        self._file.seed = _seed_of(check)
-        return check
-
-    def verify(self, check: bytes) -> bool:
-        return self.check() == check
-
-
-def _seed_of(check: bytes) -> int:
-    return int.from_bytes(check[:8], "little")
+    def verify(self) -> bool:
+        return self._hash.digest() == self._check
 
 
 class _Plain:

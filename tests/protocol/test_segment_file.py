@@ -183,13 +183,13 @@ def test_a_damaged_length_allocates_nothing(
     data[at : at + 8] = (len(data) - 200).to_bytes(8, "little")
     path.write_bytes(data)
     sizes = []
-    readv = os.readv
+    preadv = os.preadv
 
-    def spy(fd: int, buffers: list[memoryview]) -> int:
+    def spy(fd: int, buffers: list[memoryview], at: int) -> int:
         sizes.append(sum(map(len, buffers)))
-        return readv(fd, buffers)
+        return preadv(fd, buffers, at)
 
-    monkeypatch.setattr(os, "readv", spy)
+    monkeypatch.setattr(os, "preadv", spy)
     with pytest.raises(DamagedSegment):
         read(path, form)
     assert max(sizes) == form.start_bytes
@@ -334,18 +334,18 @@ def test_a_failing_disk_leaves_no_file(
 
 
 def test_writes_and_reads_may_be_short(tmp_path: Path, monkeypatch, form: RecordFormat) -> None:
-    write_, readv = os.write, os.readv
+    write_, preadv = os.write, os.preadv
     rng = random.Random(3)
 
-    def short_read(fd: int, buffers: list[memoryview]) -> int:
+    def short_read(fd: int, buffers: list[memoryview], at: int) -> int:
         (buffer,) = buffers
-        return readv(fd, [buffer[: rng.randint(1, len(buffer))]])
+        return preadv(fd, [buffer[: rng.randint(1, len(buffer))]], at)
 
     def short_write(fd: int, data: memoryview) -> int:
         return write_(fd, data[: rng.randint(1, len(data))])
 
     monkeypatch.setattr(os, "write", short_write)
-    monkeypatch.setattr(os, "readv", short_read)
+    monkeypatch.setattr(os, "preadv", short_read)
     assert read(write(tmp_path, form), form) == list(RECORDS)
 
 
@@ -353,15 +353,14 @@ def test_a_bad_sector_is_an_error_and_not_the_end_of_the_process(
     tmp_path: Path, monkeypatch, form: RecordFormat
 ) -> None:
     path = write(tmp_path, form)
-    readv = os.readv
+    preadv = os.preadv
 
-    def bad(fd: int, buffers: list[memoryview]) -> int:
-        at = os.lseek(fd, 0, os.SEEK_CUR)
+    def bad(fd: int, buffers: list[memoryview], at: int) -> int:
         if at <= 6000 < at + len(buffers[0]):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return readv(fd, buffers)
+        return preadv(fd, buffers, at)
 
-    monkeypatch.setattr(os, "readv", bad)
+    monkeypatch.setattr(os, "preadv", bad)
     with pytest.raises(OSError, match="Input/output"):
         read(path, form)
 
@@ -404,11 +403,19 @@ def test_records_are_skipped_unread(tmp_path: Path, form: RecordFormat) -> None:
         with segment_file.open_records(path, form) as reader:
             for number in range(6):
                 if number in skipped:
-                    reader.skip()
+                    reader.next_unread()
                 else:
                     found.append(bytes(next(reader)))
             assert next(reader, None) is None
         assert found == [one for number, one in enumerate(records) if number not in skipped]
+
+
+def test_records_are_read_in_any_order(tmp_path: Path, form: RecordFormat) -> None:
+    """So that several threads can read them at the same time."""
+    with RecordReader(write(tmp_path, form), form) as reader:
+        unread = list(iter(reader.next_unread, None))
+        contents = {record.number: bytes(record.read()) for record in reversed(unread)}
+        assert [contents[number] for number in range(len(unread))][1:] == list(RECORDS)
 
 
 def test_damage_after_a_skipped_record_is_found(tmp_path: Path, form: RecordFormat) -> None:
@@ -417,7 +424,7 @@ def test_damage_after_a_skipped_record_is_found(tmp_path: Path, form: RecordForm
     for back, check in ((32 + 1032 + 12, "the first check"), (32 + 500, "the second content")):
         path.write_bytes(data[:-back] + bytes([data[-back] ^ 1]) + data[len(data) - back + 1 :])
         with segment_file.open_records(path, form) as reader:
-            reader.skip()
+            reader.next_unread()
             if check == "the first check" and form is not PLAIN:
                 assert bytes(next(reader)) == b"b" * 1000, "nonces do not depend on it"
                 continue

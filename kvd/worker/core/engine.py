@@ -293,7 +293,7 @@ class MLXEngine:
         if not (self._batch.requests or self._reclaiming.active):
             self._shrink_when_idle()
         elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
-            time.sleep(WAIT_SECONDS)
+            self._preemption.wait(WAIT_SECONDS)
         if not (decode or plan.group or self._batch.in_flight):
             self._submissions.wait()
 

@@ -42,6 +42,8 @@ class _Job:
     """Whether it can proceed now."""
     begun: Callable[[], bool]
     """Whether pools must not shrink before its end."""
+    wait: Callable[[float], None]
+    """Waits until it can proceed, for at most some seconds."""
 
 
 class Preemption:
@@ -90,12 +92,19 @@ class Preemption:
         steps: Iterator[None],
         ready: Callable[[], bool] = lambda: True,
         begun: Callable[[], bool] = lambda: True,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         """Let `work` run a transfer of a request's rows whenever it is ``ready``.
 
         A reclaim waits for its end once it has ``begun``. Before, it has a row and nothing else.
         """
-        self._jobs[rid] = _Job(steps, ready, begun)
+        self._jobs[rid] = _Job(steps, ready, begun, wait)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the first transfer can proceed, for at most this time."""
+        for job in self._jobs.values():
+            job.wait(seconds)
+            return
 
     def work(self, seconds: float) -> None:
         """Continue transfers for about ``seconds``, at least one record if one is ready.

@@ -112,7 +112,11 @@ class SegmentReads:
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)
         self._preemption.start(
-            request.rid, self._run(read), lambda: self._ready(read), lambda: reading.started
+            request.rid,
+            self._run(read),
+            lambda: self._ready(read),
+            lambda: reading.started,
+            reading.wait,
         )
         return chain[0].tokens
 

@@ -30,7 +30,7 @@ class UnreadableSegments(Exception):
 
 
 class Reading:
-    """Reads segments in a thread, one after another. Nothing is read before `start`."""
+    """Reads segments in threads, one after another. Nothing is read before `start`."""
 
     def __init__(self, files: SegmentFiles, segments: Sequence[SegmentInfo]) -> None:
         self._files = files
@@ -62,6 +62,13 @@ class Reading:
         if self._reader is None:
             return not self._files.reads or self._files.hangs
         return self._reader.ready or self.hangs
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the next record is read, for at most this time."""
+        if self._reader is None:
+            time.sleep(seconds)
+        else:
+            self._reader.wait(seconds)
 
     @property
     def hangs(self) -> bool:
@@ -111,8 +118,8 @@ class Reading:
 class SegmentFiles:
     """The files of one space below the store's folder. ``clock``: monotonic seconds.
 
-    At most one thread reads them. If the disk hangs, that thread stays, and nothing else is read
-    until it ends.
+    One reading at a time. If the disk hangs, its threads stay, and nothing else is read until they
+    end.
     """
 
     def __init__(

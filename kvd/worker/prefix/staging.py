@@ -1,26 +1,39 @@
-"""A bounded queue between the engine and a thread that does I/O."""
+"""A bounded queue between the engine and threads that do I/O."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
+class Place(Generic[T]):
+    """A place in the queue. ``item`` None: it is not there yet, or the queue's items end."""
+
+    nbytes: int
+    item: T | None = None
+    is_filled: bool = False
+
+
 class Staging(Generic[T]):
     """A queue of items of at most ``limit_bytes`` together.
 
+    A place can be reserved before its item exists. The items behind it wait for that one.
+
     An item counts until the next one is taken, because its taker still uses it. An item above the
     limit is accepted only while nothing else counts, and an item without bytes always. The engine
-    calls the methods that return at once (`offer`, `poll`, `release`, `close`), the thread those
-    that wait (`wait_for_room`, `take`). No method holds the lock while it waits, and none does I/O.
+    calls the methods that return at once (`offer`, `poll`, `release`, `close`) or after some time
+    (`wait_for_item`), threads those that wait (`reserve`, `take`). No method holds the lock while
+    it waits, and none does I/O.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._items: deque[tuple[T, int]] = deque()
+        self._places: deque[Place[T]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._taken_bytes = 0
@@ -35,16 +48,25 @@ class Staging(Generic[T]):
                 return True
             if not self._fits(nbytes):
                 return False
-            self._items.append((item, nbytes))
-            self.held_bytes += nbytes
-            self._changed.notify_all()
+            self._add(Place(nbytes, item, is_filled=True))
             return True
 
-    def wait_for_room(self, nbytes: int) -> bool:
-        """Wait until an item of this size fits; return False if the queue is closed."""
+    def reserve(self, nbytes: int) -> Place[T] | None:
+        """Wait for room and return a place without an item; None: the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._fits(nbytes))
-            return not self._closed
+            return None if self._closed else self._add(Place(nbytes))
+
+    def fill(self, place: Place[T], item: T) -> None:
+        """Put the item of a reserved place there."""
+        with self._changed:
+            place.item, place.is_filled = item, True
+            self._changed.notify_all()
+
+    def wait_for_item(self, seconds: float) -> None:
+        """Wait until `poll` would return an item, the queue is closed, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_item, seconds)
 
     def poll(self) -> T | None:
         """Take the next item; None: there is none now."""
@@ -55,7 +77,7 @@ class Staging(Generic[T]):
         """Wait for the next item and take it; None: the queue is closed."""
         with self._changed:
             self._release()
-            self._changed.wait_for(lambda: self._closed or self._items)
+            self._changed.wait_for(lambda: self._closed or self._has_item)
             return self._take()
 
     @property
@@ -66,7 +88,7 @@ class Staging(Generic[T]):
         """Drop all items, and end all waiting."""
         with self._changed:
             self._closed = True
-            self._items.clear()
+            self._places.clear()
             self.held_bytes = self._taken_bytes = 0
             self._changed.notify_all()
 
@@ -74,12 +96,22 @@ class Staging(Generic[T]):
         """Stop counting the item that was taken last; return whether `poll` would return one."""
         with self._changed:
             self._release()
-            return bool(self._items)
+            return self._has_item
 
     def fits(self, nbytes: int) -> bool:
         """Return whether `offer` would accept an item of this size."""
         with self._changed:
             return self._closed or self._fits(nbytes)
+
+    @property
+    def _has_item(self) -> bool:
+        return bool(self._places) and self._places[0].is_filled
+
+    def _add(self, place: Place[T]) -> Place[T]:
+        self._places.append(place)
+        self.held_bytes += place.nbytes
+        self._changed.notify_all()
+        return place
 
     def _fits(self, nbytes: int) -> bool:
         return not (nbytes and self.held_bytes) or self.held_bytes + nbytes <= self._limit_bytes
@@ -91,7 +123,8 @@ class Staging(Generic[T]):
 
     def _take(self) -> T | None:
         self._release()
-        if not self._items:
+        if not self._has_item:
             return None
-        item, self._taken_bytes = self._items.popleft()
-        return item
+        place = self._places.popleft()
+        self._taken_bytes = place.nbytes
+        return place.item

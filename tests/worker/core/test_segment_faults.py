@@ -79,7 +79,7 @@ class Disk:
 
     def shorten(self) -> None:
         """Return at most 1000 bytes from each read."""
-        self._replace("readv", lambda plain, fd, parts: plain(fd, [parts[0][:1000]]))
+        self._replace("preadv", lambda plain, fd, parts, at: plain(fd, [parts[0][:1000]], at))
 
 
 def threads() -> list[threading.Thread]:
@@ -165,7 +165,7 @@ def submit(engine: Engine, rid: str = "r", prompt: list[int] = PROMPT) -> None:
 
 def begin_to_read(engine: Engine, disk: Disk) -> None:
     """Submit `PROMPT` and stop in mid-read; on a busy machine one step could read everything."""
-    disk.hang("readv")
+    disk.hang("preadv")
     submit(engine)
     engine.run(until=lambda: engine.engine._transfers.reading)
     assert engine.engine._transfers.reading
@@ -318,11 +318,11 @@ def test_a_segment_that_cannot_be_written_is_abandoned(
         ("open", errno.EMFILE, 0),
         ("open", errno.ENOENT, 0),
         ("fstat", errno.EIO, 0),
-        ("readv", errno.EIO, 0),
-        ("readv", errno.EIO, 1),
-        ("readv", errno.EIO, 4),
-        ("readv", errno.ENOMEM, 0),
-        ("readv", errno.ENOMEM, 4),
+        ("preadv", errno.EIO, 0),
+        ("preadv", errno.EIO, 1),
+        ("preadv", errno.EIO, 4),
+        ("preadv", errno.ENOMEM, 0),
+        ("preadv", errno.ENOMEM, 4),
     ],
 )
 def test_a_segment_that_cannot_be_read_is_a_miss(
@@ -379,7 +379,7 @@ def test_a_disk_that_hangs_delays_its_readers_for_a_second(
     right = plain.alone(OTHERS[0], max_tokens=100)
     engine.submit("other", OTHERS[0], max_tokens=100)
     engine.run(until=lambda: engine.outcomes["other"].tokens)
-    disk.hang("readv")
+    disk.hang("preadv")
     submit(engine)
     submit(engine, "second", [*PROMPT, 3])
     engine.run(until=lambda: len(engine.outcomes["other"].tokens) > 30)
@@ -444,7 +444,7 @@ def test_a_reclaim_does_not_wait_for_a_disk_that_hangs(
     engine: Engine, disk: Disk, wanted: Outcome, method: str
 ) -> None:
     clock = engine.engine._clock
-    disk.hang("readv")
+    disk.hang("preadv")
     submit(engine)
     submit(engine, "second", [7, *PROMPT])
     engine.run(until=lambda: disk.calls)
@@ -470,7 +470,7 @@ def test_a_request_is_preempted_before_its_read_begins(
     engine.alone(other, max_tokens=2)
     engine.write_all()
     engine.engine._prefix_cache.tree.clear()
-    disk.hang("readv")
+    disk.hang("preadv")
     submit(engine)
     submit(engine, "unread", other)
     engine.run(until=lambda: disk.calls)
@@ -492,7 +492,7 @@ def test_a_prompt_whose_reads_are_always_interrupted_is_prefilled(
     clock = engine.engine._clock
     submit(engine)
     for number in range(1, 4):
-        disk.hang("readv")
+        disk.hang("preadv")
         calls = disk.calls
         engine.run(until=lambda: disk.calls > calls)  # noqa: B023
         begin_reclaim(engine, "spare")
@@ -524,7 +524,7 @@ def test_one_read_that_took_long_does_not_end_all_reads(
 ) -> None:
     clock, prompts = engine.engine._clock, engine.engine._prompts
     monkeypatch.setattr(segment_files, "HANG_SECONDS", 1000.0)
-    disk.hang("readv")
+    disk.hang("preadv")
     submit(engine)
     engine.run(until=lambda: disk.calls)
     with monkeypatch.context() as patch:

@@ -88,14 +88,15 @@ def read(reader: BackgroundReader) -> tuple[list[tuple[bytes, bytes]], object]:
     return found, item
 
 
-def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_what_is_written_is_read_in_order(tmp_path: Path, readers: int) -> None:
     written = {key: records(number) for number, key in enumerate(KEYS)}
     for key, content in written.items():
         result = write(tmp_path, key, content)
         assert isinstance(result, Written)
         assert result.nbytes == segment_path(tmp_path, key).stat().st_size
         assert 0 < result.seconds < PATIENCE_S
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, 8192))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, 8192, readers))
     assert end is END
     assert found == [(key, record) for key in KEYS for record in written[key]]
 
@@ -288,14 +289,15 @@ def test_without_a_thread_nothing_is_written_or_read(
     reader.close()
 
 
-def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path, readers: int) -> None:
     for number, key in enumerate(KEYS):
         write(tmp_path, key, records(number))
     damaged = segment_path(tmp_path, KEYS[1])
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, threads=readers))
     assert isinstance(end, Failed)
     assert end.key == KEYS[1]
     assert damaged.name in end.reason
@@ -303,8 +305,47 @@ def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     correct = records(1)
     assert [record for key, record in found if key == KEYS[1]] == correct[: len(found) - 40]
     damaged.unlink()
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, threads=readers))
     assert end == Failed("No such file or directory", KEYS[1])
+
+
+def test_several_records_are_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = [bytes([letter]) * 5000 for letter in b"abcdefgh"]
+    write(tmp_path, KEYS[0], content)
+    gate, preadv = Gate(), os.preadv
+
+    def slow(fd: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers[0]) == 5000:
+            gate.pass_through()
+        return preadv(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, threads=3)
+    until(lambda: gate.waiting == 3)
+    assert reader.next_record() is NOT_YET
+    gate.open.set()
+    found, end = read(reader)
+    assert end is END
+    assert [record for _, record in found] == content
+
+
+def test_an_engine_that_waits_is_woken_by_the_next_record(tmp_path: Path) -> None:
+    write(tmp_path, KEYS[0], [b"a"])
+    gate = Gate()
+
+    def hang(path: Path) -> RecordReader:
+        gate.pass_through()
+        return open_plain(path)
+
+    reader = BackgroundReader(tmp_path, KEYS[:1], hang)
+    reader.wait(0.001)
+    assert not reader.ready
+    threading.Timer(0.05, gate.open.set).start()
+    reader.wait(PATIENCE_S)
+    assert reader.ready
+    assert read(reader)[1] is END
 
 
 def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
@@ -358,7 +399,7 @@ def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         write(tmp_path, key, records(number))
     opened = len(list(Path("/dev/fd").iterdir()))
     for turn in range(60):
-        reader = BackgroundReader(tmp_path, KEYS, open_plain, 4096)
+        reader = BackgroundReader(tmp_path, KEYS, open_plain, 4096, threads=1 + turn % 3)
         for _ in range(turn):
             if reader.next_record() is NOT_YET:
                 until(partial(getattr, reader, "ready"))
