@@ -1,6 +1,7 @@
 """Answer the second turn of a long chat after its prefix has left memory, with a real daemon.
 
-    python -m bench.ssd [--model demo|FOLDER] [--tokens 11000] [--runs 3] [--json FILE]
+    python -m bench.ssd [--model demo|FOLDER|SHAPE ...] [--tokens 11000] [--runs 3] [--streams]
+                        [--models DIR] [--json FILE]
 
 One daemon has a prefix store, another one has none. Each run has a chat of its own. The second turn
 is answered
@@ -14,8 +15,9 @@ is answered
 
 Times are those to the first token, at the client, once the model is loaded. The times of loads and
 starts are reported as well. All 16 greedy tokens of each answer and their logprobs must equal the
-cold ones to the bit. `bench.ssd.engine` measures the parts of a read, and streams that decode
-meanwhile.
+cold ones to the bit. ``--streams`` adds the delay of seven streams while the prefix is read, which
+`bench.ssd.engine` measures. A SHAPE of `bench.gpu` gets random weights, in a folder below that of
+``--models``. With several models, the JSON file of each has its name.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
@@ -34,8 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.ssd import prompts
-from bench.ssd.bars import BEYOND_PAGES, Bar, bars_of
+from bench.ssd.bars import BEYOND_PAGES, GAPS, Bar, bars_of
 from bench.ssd.daemon import Daemon, Reply, running
+from bench.ssd.models import open_model
 from kvd.config.config import Config
 from kvd.worker.cache.scheme import full_pages
 
@@ -43,13 +47,13 @@ CHUNK = Config().chunk
 RESTORED = ("evicted", "restarted", "killed")
 
 
-async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def compare(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Run all chats; return the results."""
-    chats = prompts.Chats(options.model, options.tokens)
+    chats = prompts.Chats(model, options.tokens)
     runs: list[dict[str, Any]] = []
     async with (
-        running(folder / "cold", options.model, store=False) as cold,
-        running(folder / "home", options.model, store=True) as stored,
+        running(folder / "cold", model, store=False) as cold,
+        running(folder / "home", model, store=True) as stored,
     ):
         cold_load_s = await cold.load()
         await stored.load()
@@ -74,7 +78,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "file_bytes": nbytes,
             "page_bytes": pages,
             "beyond_pages": nbytes / pages - 1,
-            "fp16_bytes": tokens * prompts.fp16_bytes_per_token(options.model),
+            "fp16_bytes": tokens * prompts.fp16_bytes_per_token(model),
         },
         "runs": runs,
     }
@@ -148,11 +152,40 @@ def verdicts(result: dict[str, Any]) -> list[Bar]:
     """Return all bars with their values."""
     medians = result["medians"]
     found = []
+    if "streams" in result:
+        found.append(Bar("p99 between tokens during a read", result["streams"]["ratio"], GAPS))
     for name in RESTORED:
         found += bars_of(name, medians[name], medians["cold_s"])
         share = medians[name]["with_load_share"]
         found.append(Bar(f"{name}, load included, time of cold", share, 1.0))
     return [*found, Bar("bytes beyond the pages", result["disk"]["beyond_pages"], BEYOND_PAGES)]
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Return the lines of a table of the ways to answer."""
+    medians = result["medians"]
+    lines = [f"{'second turn after':20}{'first token':>12}{'of cold':>9}{'cached':>8}{'equal':>7}"]
+    lines.append(f"{'nothing':20}{medians['cold_s']:10.2f} s{1:9.3f}{0:8.1%}")
+    for name in ("ram", *RESTORED):
+        one = medians[name]
+        equal = "yes" if one["equal_to_cold"] else "NO"
+        lines.append(
+            f"{name:20}{one['ttft_s']:10.2f} s{one['share_of_cold']:9.3f}"
+            f"{one['cached_share']:8.1%}{equal:>7}"
+        )
+    return lines
+
+
+def _streams(model: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Measure streams during reads, with an engine in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvd-ssd-") as folder:
+        file = Path(folder, "ssd.json")
+        command = [sys.executable, "-m", "bench.ssd.engine", "--model", model, "--store", folder]
+        command += ["--tokens", str(tokens), "--runs", str(rounds), "--minutes", "1000"]
+        subprocess.run([*command, "--json", str(file)], check=True)
+        (case,) = json.loads(file.read_text())["cases"]
+        found: dict[str, Any] = case["streams"]
+        return found
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -162,19 +195,38 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default="demo", help="demo, or a model's folder")
+    parser.add_argument(
+        "--model", nargs="+", default=["demo"], help="demo, a model's folder, or a shape"
+    )
     parser.add_argument("--tokens", type=int, default=11_000)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--streams", action="store_true", help="measure decoding streams as well")
+    parser.add_argument("--models", help="folder for random weights, such as /dev/shm")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="kvd-ssd-") as folder:
-        result = asyncio.run(compare(options, Path(folder)))
-    result["medians"] = summary(result)
-    bars = verdicts(result)
-    print("\n".join(map(str, bars)))
-    result["bars"] = [bar.as_dict() for bar in bars]
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    tables = []
+    for name in options.model:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvd-ssd-") as folder,
+            open_model(name, 2 * options.tokens, options.models) as model,
+        ):
+            result = asyncio.run(compare(options, model, Path(folder)))
+            if options.streams:
+                result["streams"] = _streams(model, options.tokens, options.runs)
+        result["medians"] = summary(result)
+        bars = verdicts(result)
+        tables += [
+            f"{name}, a chat of {options.tokens} tokens",
+            *table(result),
+            *map(str, bars),
+            "",
+        ]
+        result["bars"] = [bar.as_dict() for bar in bars]
+        if file := options.json:
+            several = len(options.model) > 1
+            file = file.with_stem(f"{file.stem}-{Path(name).name}") if several else file
+            file.write_text(json.dumps(result, indent=2) + "\n")
+    print("\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Restore a chat's prefix from disk in one process with an engine, and compare with prefill.
 
-    python -m bench.ssd.engine --shape qwen3-0.6b|qwen3-8b|tiny [--tokens 8192 32768 100000]
+    python -m bench.ssd.engine --shape qwen3-0.6b qwen3-8b [--tokens 8192 32768 100000]
                                [--runs 2] [--minutes 8] [--models DIR] [--store DIR] [--json FILE]
     python -m bench.ssd.engine --model FOLDER …
 
@@ -16,7 +16,8 @@ decode while prefixes are read (`bench.ssd.streams`). *Read alone* is the time t
 files without an engine. After each length, the results so far are written. A length that would
 exceed ``--minutes`` is skipped.
 
-A model of ``--shape`` is written to a folder in ``--models`` first. ``--store`` is where segments
+Each ``--shape`` is measured in a process of its own, and has a JSON file with its name. Its model
+has random weights and is written to a folder in ``--models`` first. ``--store`` is where segments
 are written: a folder on the disk to measure.
 """
 
@@ -31,14 +32,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.ssd import prompts, streams
+from bench.ssd import parts, prompts, streams
 from bench.ssd.bars import BEYOND_PAGES, GAPS, Bar, bars_of
 from bench.ssd.files import Files
+from bench.ssd.models import open_model
 from bench.ssd.worker import Answer, Worker
 from kvd.config.config import Config
 from kvd.host import memory
@@ -83,8 +83,11 @@ class Bench:
         if (written := self._write(first)) is None:
             return case  # prefill is too short to be worth a file
         case |= {"written": written, "read_alone": self._files.read_alone()}
-        found = {"ram": [self._worker.ask(second, max_tokens=NEW_TOKENS)]}
-        found["disk"] = [self._restored(second) for _ in range(self._runs)]
+        found = {"ram": [self._worker.chat(second, max_tokens=NEW_TOKENS)]}
+        with parts.measured() as first_read:
+            found["disk"] = [self._restored(second)]
+        case["first_read"] = first_read.as_dict()
+        found["disk"] += [self._restored(second) for _ in range(self._runs - 1)]
         found["disk, uncached"] = [self._restored(second, cached=False) for _ in range(self._runs)]
         for name, answers in found.items():
             case[name] = _summary(answers, case["cold_s"])
@@ -97,29 +100,29 @@ class Bench:
     def _cold(self, tokens: list[int], number: int) -> Answer:
         """Answer a prompt under a salt of its own, which nothing is cached for."""
         self._worker.forget()
-        self._worker.may_write = False
-        answer = self._worker.ask(tokens, max_tokens=NEW_TOKENS, salt=f"cold {number}")
-        self._worker.may_write = True
+        self._worker.store.allows = False
+        answer = self._worker.chat(tokens, max_tokens=NEW_TOKENS, salt=f"cold {number}")
+        self._worker.store.allows = True
         self._worker.forget()
-        if answer.cached_tokens:
-            raise RuntimeError(f"{answer.cached_tokens} tokens of a cold prompt were cached")
+        if answer.cached:
+            raise RuntimeError(f"{answer.cached} tokens of a cold prompt were cached")
         return answer
 
     def _write(self, first: list[int]) -> dict[str, Any] | None:
         """Answer the first turn, and let its prefix be written; None: it is not worth a file."""
         worker = self._worker
-        del worker.written[:]
-        answer = worker.ask(first, max_tokens=NEW_TOKENS)
+        del worker.store.written[:]
+        answer = worker.chat(first, max_tokens=NEW_TOKENS)
         worker.write_all()
-        if not worker.written:
+        if not worker.store.written:
             return None
-        tokens = max(report.segment.tokens for report in worker.written)
-        nbytes = sum(report.segment.nbytes for report in worker.written)
+        tokens = max(report.segment.tokens for report in worker.store.written)
+        nbytes = sum(report.segment.nbytes for report in worker.store.written)
         pages = full_pages(tokens) * worker.info.page_bytes
-        seconds = sum(report.seconds for report in worker.written)
+        seconds = sum(report.seconds for report in worker.store.written)
         return {
             "first_turn_s": answer.ttft_s,
-            "segments": len(worker.written),
+            "segments": len(worker.store.written),
             "tokens": tokens,
             "file_bytes": nbytes,
             "page_bytes": pages,
@@ -134,7 +137,7 @@ class Bench:
         self._worker.forget()
         if not cached:
             self._files.drop_from_page_cache()
-        return self._worker.ask(tokens, max_tokens=NEW_TOKENS)
+        return self._worker.chat(tokens, max_tokens=NEW_TOKENS)
 
 
 def _summary(answers: list[Answer], cold_s: float) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def _summary(answers: list[Answer], cold_s: float) -> dict[str, Any]:
         "ttft_s": ttft_s,
         "share_of_cold": ttft_s / cold_s,
         "runs_s": [answer.ttft_s for answer in answers],
-        "cached_share": min(it.cached_tokens / it.prompt_tokens for it in answers),
+        "cached_share": min(it.cached / it.prompt_tokens for it in answers),
         "restored_from_disk": len(reads),
         "read_s": statistics.median(it.seconds for it in reads) if reads else None,
     }
@@ -250,25 +253,39 @@ def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def _model(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the model's folder; one with random weights is deleted at the end."""
-    if options.model:
-        yield options.model
-        return
-    with tempfile.TemporaryDirectory(prefix="kvd-ssd-model-", dir=options.models) as parent:
-        folder = Path(parent, options.shape)
-        start = time.monotonic()
-        # In a process of its own, so that its memory is free again.
-        command = [sys.executable, "-m", "bench.gpu", "--shape", options.shape]
-        subprocess.run([*command, "--folder", str(folder)], check=True)
-        config = json.loads((folder / "config.json").read_text())
-        config["max_position_embeddings"] = max(
-            config["max_position_embeddings"], 2 * max(options.tokens)
-        )
-        (folder / "config.json").write_text(json.dumps(config))
-        print(f"{options.shape}: written in {time.monotonic() - start:.1f} s", flush=True)
-        yield str(folder)
+def run_shapes(options: argparse.Namespace) -> None:
+    """Measure each shape in a process of its own; print a table of all ratios."""
+    budget, table = Budget(options.minutes), [HEADING]
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in options.shape:
+            file = (options.json or Path(folder, "ssd.json")).with_stem(
+                f"{(options.json or Path('ssd')).stem}-{shape}"
+            )
+            minutes = (60 * options.minutes - budget.spent_s) / 60
+            command = [sys.executable, "-m", "bench.ssd.engine", "--shape", shape]
+            command += ["--runs", str(options.runs), "--minutes", f"{minutes:.2f}"]
+            command += ["--json", str(file), "--tokens", *map(str, options.tokens)]
+            for name in ("models", "store"):
+                if given := getattr(options, name):
+                    command += [f"--{name}", given]
+            subprocess.run(command, check=False)  # the other shapes are measured anyway
+            if file.exists():
+                cases = json.loads(file.read_text())["cases"]
+                table += [line(shape, case) for case in cases]
+    print("\n".join(table), flush=True)
+
+
+HEADING = f"{'':16}{'tokens':>8}{'cold s':>9}{'ram':>8}{'disk':>8}{'uncached':>10}{'p99':>8}"
+
+
+def line(shape: str, case: dict[str, Any]) -> str:
+    """Return a table row: times relative to cold, and the delay of streams."""
+    head = f"{shape:16}{case['tokens']:8}{case['cold_s']:9.2f}"
+    if "written" not in case:
+        return f"{head}  not stored"
+    shares = [case[name]["share_of_cold"] for name in ("ram", "disk", "disk, uncached")]
+    ratio = case["streams"]["ratio"]
+    return f"{head}{shares[0]:8.3f}{shares[1]:8.3f}{shares[2]:10.3f}{ratio:8.2f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -280,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="demo, or a model's folder")
-    which.add_argument("--shape", help="shape of random weights (bench.gpu)")
+    which.add_argument("--shape", nargs="+", help="shapes of random weights (bench.gpu)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 100_000])
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=8.0, help="start no length after this")
@@ -288,9 +305,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--store", help="folder on the disk to measure")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.shape and len(options.shape) > 1:
+        run_shapes(options)
+        return
+    options.shape = options.shape[0] if options.shape else None
     with (
         tempfile.TemporaryDirectory(prefix="kvd-ssd-", dir=options.store) as store,
-        _model(options) as model,
+        open_model(
+            options.model or options.shape, 2 * max(options.tokens), options.models
+        ) as model,
     ):
         run(options, model, Path(store))
 

@@ -42,7 +42,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         _steps(worker, rows, UNDISTURBED_STEPS)
         before += _gaps(rows, start, rows[0].arrivals[-1])
         _, restored = worker.send(prompt, max_tokens=1)
-        worker.run(lambda it=restored: it.over)  # type: ignore[misc]
+        worker.run_until(lambda it=restored: it.over)  # type: ignore[misc]
         if restored.read_at is None:
             continue  # prefill was estimated to be faster
         seconds.append(restored.read_at - restored.sent)
@@ -50,7 +50,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         reading += _gaps(rows, restored.sent, restored.read_at)
     for rid, _ in streams:
         worker.engine.cancel(rid)
-    worker.run(lambda: all(answer.over for answer in rows))
+    worker.run_until(lambda: all(answer.over for answer in rows))
     undisturbed, disturbed = percentile(before, 99), percentile(reading, 99)
     return {
         "reads": len(seconds),
@@ -69,7 +69,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
 def _steps(worker: Worker, rows: list[Answer], count: int) -> None:
     """Step until every row has ``count`` more tokens."""
     wanted = [len(row.tokens) + count for row in rows]
-    worker.run(
+    worker.run_until(
         lambda: all(len(row.tokens) >= least for row, least in zip(rows, wanted, strict=True))
     )
 

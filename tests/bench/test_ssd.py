@@ -30,6 +30,10 @@ def test_a_run_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert case[name]["equal_to_cold"], name
         assert case[name]["restored_from_disk"] == reads
         assert case[name]["cached_share"] == 768 / case["prompt_tokens"]
+    first_read = case["first_read"]
+    assert first_read["grow_s"] > 0
+    assert first_read["first_copies_s"] > 0
+    assert engine.line("demo", case).split()[:2] == ["demo", "768"]
     written = case["written"]
     assert (written["segments"], written["tokens"]) == (1, 768)
     assert written["page_bytes"] < written["file_bytes"] == case["read_alone"]["bytes"]

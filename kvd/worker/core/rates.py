@@ -46,8 +46,12 @@ class Rates:
         again soon, and one that stays slow is tried by few prompts.
         """
         initial = _INITIAL[work]
-        mean = self._measured.get(work, initial)
-        self._measured[work] = mean * max(1.0, initial / mean) ** _RECOVERY
+        if (mean := self._measured.get(work)) is not None:
+            self._measured[work] = mean * max(1.0, initial / mean) ** _RECOVERY
+
+    def is_measured(self, work: Work) -> bool:
+        """Whether a rate is not the initial one."""
+        return work in self._measured
 
     def seconds(self, work: Work, amount: float) -> float:
         """Return how long this much work takes."""

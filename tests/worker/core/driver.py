@@ -130,6 +130,10 @@ class Driver:
 
     def step(self) -> None:
         self.take(self.engine.step())
+        self.check()
+
+    def check(self) -> None:
+        """Check what holds after each step."""
         cache, budget = self.engine._runner.cache, self.engine._admission.budget
         # A step-down holds pages at two levels at once; the base includes scratch for that.
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0

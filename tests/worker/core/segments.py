@@ -46,6 +46,7 @@ class Store:
         self.damaged: list[SegmentDamaged] = []
         self.abandoned: list[SegmentAbandoned] = []
         self.used: list[SegmentUsed] = []
+        self.written: list[SegmentWritten] = []
 
     def serve(self, engine: Driver) -> None:
         reports, engine.segments = engine.segments, []
@@ -64,6 +65,7 @@ class Store:
                     path = segment_path(self.folder, segment.key)
                     assert path.stat().st_size == segment.nbytes
                     self.segments[segment.key] = segment
+                    self.written.append(report)
                 case SegmentDamaged():
                     self.damaged.append(report)
                 case SegmentAbandoned():
@@ -84,12 +86,13 @@ class Engine(Driver):
         store: Store,
         kv: KVSpec = KV,
         clock: Callable[[], float] = time.monotonic,
+        source: str = "demo",
         **more,
     ) -> None:
         self.store = store
         key_file = None if store.key_file is None else str(store.key_file)
         super().__init__(
-            "demo",
+            source,
             kv=kv,
             clock=clock,
             segments_folder=str(store.folder),
@@ -132,7 +135,7 @@ class Engine(Driver):
             segment_path(store.folder, key).unlink(missing_ok=True)
         store.segments.clear()
         self.engine.segment_command(SegmentsChanged(removed=removed))
-        for reports in (store.offered, store.damaged, store.abandoned, store.used):
+        for reports in (store.offered, store.damaged, store.abandoned, store.used, store.written):
             reports.clear()
         store.allows = True
         self.outcomes.clear()

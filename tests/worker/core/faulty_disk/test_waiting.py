@@ -1,372 +1,29 @@
-"""Disks that fail or hang, and requests that end in mid-read: a prefix store costs time at most."""
+"""Disks that hang or are slow, reclaims, and prompts that wait: nothing waits for long."""
 
 from __future__ import annotations
 
-import errno
-import functools
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.core.segment_reads import READ_MARGIN
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.read_ahead import PIECE_BYTES
-from kvd.worker.prefix.segment_io import BackgroundWriter
-from protocol.segments import segment_path
-from protocol.worker import Reclaim, SegmentsChanged, StartLevel
+from protocol.worker import Reclaim
 from tests.worker.core.driver import Driver, Outcome
-from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.faulty_disk.disk import (
+    OTHERS,
+    PROMPT,
+    STORED,
+    Disk,
+    begin_to_read,
+    settle,
+    submit,
+    threads,
+    until,
+)
 from tests.worker.core.prompts import prompt_of
-from tests.worker.core.segments import KV, Clock, Engine, Store, alone
+from tests.worker.core.segments import Engine, alone
 
 pytestmark = pytest.mark.mlx
-
-PROMPT = prompt_of(700, 1)
-STORED = 512
-OTHERS = [prompt_of(600, seed) for seed in (11, 12)]
-PATIENCE_S = 20.0
-
-
-class Disk:
-    """Makes calls of `os` in the threads of segments fail or hang."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self._works = threading.Event()
-        self._works.set()
-        self.calls = 0
-
-    def _replace(self, name: str, instead: Callable) -> None:
-        plain = getattr(os, name)
-
-        def call(*args, **options):
-            if not threading.current_thread().name.startswith("segment-"):
-                return plain(*args, **options)
-            self.calls += 1
-            return instead(plain, *args, **options)
-
-        self._monkeypatch.setattr(os, name, call)
-
-    def fail(self, name: str, error: int, after: int = 0) -> None:
-        def fail(plain, *args, **options):
-            if self.calls > after:
-                raise OSError(error, os.strerror(error))
-            return plain(*args, **options)
-
-        self._replace(name, fail)
-
-    def hang(self, name: str) -> None:
-        self._works.clear()
-
-        def wait(plain, *args, **options):
-            assert self._works.wait(PATIENCE_S)
-            return plain(*args, **options)
-
-        self._replace(name, wait)
-
-    def work(self) -> None:
-        self._works.set()
-
-    def hang_after_a_record(self) -> None:
-        """Hang at once, and let the engine copy only one record meanwhile."""
-        writer = functools.partial(BackgroundWriter, staging_bytes=1)
-        self._monkeypatch.setattr(segment_files, "BackgroundWriter", writer)
-        self.hang("write")
-
-    def shorten(self) -> None:
-        """Return at most 1000 bytes from each read."""
-        self._replace("preadv", lambda plain, fd, parts, at: plain(fd, [parts[0][:1000]], at))
-
-
-def threads() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith("segment-")]
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "the condition does not become true"
-        time.sleep(0.0005)
-
-
-@pytest.fixture(scope="module")
-def plain() -> Driver:
-    return Driver("demo", kv=KV)
-
-
-@pytest.fixture(scope="module")
-def wanted(plain: Driver) -> Outcome:
-    return alone(plain, PROMPT)
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose store has `PROMPT`'s prefix."""
-    store = Store(tmp_path_factory.mktemp("segments"))
-    engine = Engine(store, clock=Clock())
-    engine.alone(PROMPT, max_tokens=2)
-    engine.write_all()
-    assert [one.tokens for one in store.segments.values()] == [STORED]
-    return engine
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(monkeypatch)
-    yield disk
-    disk.work()
-    until(lambda: not threads())
-
-
-@pytest.fixture
-def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
-    """The engine without checkpoints in memory."""
-    for reports in (shared.store.damaged, shared.store.abandoned, shared.store.used):
-        reports.clear()
-    before = dict(shared.store.segments)
-    shared.outcomes.clear()
-    shared.reclaimed.clear()
-    shared.engine._out_of_memory.calm_steps = CALM_STEPS
-    shared.forget()
-    yield shared
-    disk.work()
-    until(lambda: not threads())
-    settle(shared)
-    shared.run()
-    removed = [key for key in shared.store.segments if key not in before]
-    shared.store.segments = before
-    shared.engine.segment_command(SegmentsChanged(removed=removed))
-    assert not shared.engine._transfers.reading
-    assert not shared.engine._preemption.busy
-    shared.engine._prefix_cache.tree.clear()
-    assert shared.engine._runner.cache.usage.pages_used == 0
-    assert not shared.engine._runner.cache.sequences
-    assert not list(shared.store.folder.rglob("*.part"))
-
-
-def settle(engine: Engine) -> None:
-    """Step until the present offer ends."""
-
-    def over() -> bool:
-        if engine.engine.has_work:
-            engine.step()
-        return engine.engine._segments._offer is None
-
-    until(over)
-
-
-def submit(engine: Engine, rid: str = "r", prompt: list[int] = PROMPT) -> None:
-    engine.submit(rid, prompt, max_tokens=12, logprobs=2)
-
-
-def begin_to_read(engine: Engine, disk: Disk) -> None:
-    """Submit `PROMPT` and stop in mid-read; on a busy machine one step could read everything."""
-    disk.hang("preadv")
-    submit(engine)
-    engine.run(until=lambda: engine.engine._transfers.reading)
-    assert engine.engine._transfers.reading
-    disk.work()
-
-
-# Requests that end, steps that fail, and precision levels, in mid-read.
-
-
-@pytest.mark.parametrize("records", [0, 1, 2, 4])
-def test_pages_of_a_request_that_ended_are_not_written(
-    engine: Engine, disk: Disk, plain: Driver, records: int
-) -> None:
-    """Other prompts get its pages, in the same step in which the read would have continued."""
-    right = [alone(plain, other) for other in OTHERS]
-    begin_to_read(engine, disk)
-    reads = engine.engine._preemption
-    for _ in range(records):
-        until(lambda: reads.ready)
-        reads.work(0.0)
-    engine.engine.cancel("r")
-    for number, other in enumerate(OTHERS):
-        submit(engine, f"other{number}", other)
-    engine.run()
-    assert [engine.outcomes[f"other{number}"] for number in range(len(OTHERS))] == right
-    assert engine.outcomes["r"].reason == "cancelled"
-
-
-@pytest.mark.parametrize("text", [UNABLE, LATE])
-@pytest.mark.parametrize("at", [1, 3, 7])
-def test_a_step_that_fails_in_mid_read_costs_time_only(
-    engine: Engine, disk: Disk, plain: Driver, wanted: Outcome, text: str, at: int
-) -> None:
-    submit(engine, "other", OTHERS[0])
-    begin_to_read(engine, disk)
-    until(lambda: engine.engine._preemption.ready)
-    with memory_runs_out(lambda number: number == at, text) as counted:
-        engine.run()
-    assert counted.failed == 1
-    assert [one.token for one in engine.outcomes["r"].logprobs] == [
-        one.token for one in wanted.logprobs
-    ]
-    assert engine.outcomes["other"].tokens == alone(plain, OTHERS[0]).tokens
-
-
-def test_a_step_that_fails_while_a_segment_is_written(engine: Engine, disk: Disk) -> None:
-    """The offer ends when the thread does: until then the file may come to exist."""
-    engine.alone(prompt_of(700, 5), max_tokens=2)
-    disk.hang_after_a_record()
-    engine.engine.drain(60)
-    store = engine.engine._segments
-
-    def is_copied(_number: int) -> bool:
-        return store._offer is not None and store._offer.writer is not None and not counted.failed
-
-    try:
-        with memory_runs_out(is_copied, LATE) as counted:
-            engine.run(until=lambda: counted.failed)
-        for _ in range(5):
-            engine.step()
-        assert not engine.store.abandoned
-        disk.work()
-        settle(engine)
-        assert [one.reason for one in engine.store.abandoned] == ["a step failed"]
-    finally:
-        store._drain_until = None
-
-
-def test_a_prefix_is_not_read_for_a_lower_level(engine: Engine) -> None:
-    engine.engine.start_level(StartLevel(level=1))
-    try:
-        submit(engine)
-        engine.run()
-    finally:
-        engine.engine.start_level(StartLevel(level=0))
-    assert engine.outcomes["r"].cached == 0
-    assert engine.outcomes["r"].usage.levels == [1]
-    assert not engine.store.used
-
-
-def test_a_step_down_in_mid_read_waits_for_the_read(engine: Engine, disk: Disk) -> None:
-    begin_to_read(engine, disk)
-    engine.reclaim("precision", 1 << 40, level=1)
-    engine.run()
-    found = engine.outcomes["r"]
-    assert found.cached == STORED
-    assert found.usage.levels == [0, 1]
-    engine.engine.start_level(StartLevel(level=0))
-    assert all(one.tokens == STORED for one in engine.store.segments.values())
-    # Lowered pages are in no checkpoint, and so they are not written.
-    engine.write_all()
-    assert engine.engine._prefix_cache.tree.checkpoints() == []
-
-
-def test_a_checkpoint_that_is_stepped_down_while_it_is_written_is_abandoned(
-    engine: Engine, disk: Disk
-) -> None:
-    prompt = prompt_of(700, 6)
-    engine.submit("long", prompt, max_tokens=300)
-    engine.run(until=lambda: engine.outcomes["long"].tokens)
-    disk.hang_after_a_record()
-    engine.engine.drain(60)
-    store = engine.engine._segments
-    try:
-        engine.run(until=lambda: store._offer is not None and store._offer.writer is not None)
-        engine.reclaim("precision", 1 << 40, level=1)
-        disk.work()
-        engine.run()
-        engine.write_all()
-    finally:
-        store._drain_until = None
-        engine.engine.start_level(StartLevel(level=0))
-    assert len(engine.store.abandoned) == 1
-    assert len(engine.store.segments) == 1
-
-
-# Disks that fail.
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("mkdir", errno.EROFS),
-        ("open", errno.EROFS),
-        ("open", errno.EMFILE),
-        ("open", errno.ENOSPC),
-        ("write", errno.ENOSPC),
-        ("write", errno.EIO),
-        ("fsync", errno.ENOSPC),
-        ("fsync", errno.EIO),
-        ("rename", errno.EIO),
-    ],
-)
-def test_a_segment_that_cannot_be_written_is_abandoned(
-    engine: Engine, disk: Disk, name: str, error: int
-) -> None:
-    prompt = prompt_of(700, 100 + error)
-    engine.alone(prompt, max_tokens=2)
-    disk.fail(name, error)
-    engine.write_all()
-    assert len(engine.store.segments) == 1 + (not disk.calls)  # the folder may exist already
-    if disk.calls:
-        assert [one.reason for one in engine.store.abandoned] == [os.strerror(error)]
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "after"),
-    [
-        ("open", errno.EIO, 0),
-        ("open", errno.EMFILE, 0),
-        ("open", errno.ENOENT, 0),
-        ("fstat", errno.EIO, 0),
-        ("preadv", errno.EIO, 0),
-        ("preadv", errno.EIO, 1),
-        ("preadv", errno.EIO, 4),
-        ("preadv", errno.ENOMEM, 0),
-        ("preadv", errno.ENOMEM, 4),
-    ],
-)
-def test_a_segment_that_cannot_be_read_is_a_miss(
-    engine: Engine, disk: Disk, wanted: Outcome, name: str, error: int, after: int
-) -> None:
-    """A missing file and a bad sector are damage; a limit of the process is not."""
-    disk.fail(name, error, after)
-    submit(engine)
-    engine.run()
-    assert engine.outcomes["r"] == wanted
-    assert disk.calls > after, "no call failed"
-    assert engine.outcomes["r"].cached == 0
-    is_damage = error in (errno.EIO, errno.ENOENT)
-    assert len(engine.store.damaged) == is_damage
-
-
-def test_a_file_that_the_daemon_deleted_is_not_damaged(
-    engine: Engine, disk: Disk, wanted: Outcome
-) -> None:
-    (key,) = engine.store.segments
-    path = segment_path(engine.store.folder, key)
-    disk.hang("open")
-    submit(engine)
-    engine.run(until=lambda: disk.calls)
-    content = path.read_bytes()
-    path.unlink()
-    try:
-        engine.engine.segment_command(SegmentsChanged(removed=[key]))
-        disk.work()
-        engine.run()
-    finally:
-        path.write_bytes(content)
-    assert engine.outcomes["r"] == wanted
-    assert engine.outcomes["r"].cached == 0
-    assert not engine.store.damaged
-
-
-def test_short_reads_are_continued(engine: Engine, disk: Disk, wanted: Outcome) -> None:
-    disk.shorten()
-    submit(engine)
-    engine.run()
-    assert engine.outcomes["r"] == wanted
-    assert engine.outcomes["r"].cached == STORED
-    assert disk.calls > 100
 
 
 # Disks that hang.
@@ -453,8 +110,7 @@ def test_a_reclaim_does_not_wait_for_a_disk_that_hangs(
         engine.step()
     assert not engine.reclaimed, "the read may still be fast"
     clock.now += 0.3
-    for _ in range(5):
-        engine.step()
+    engine.run(until=lambda: engine.reclaimed, steps=50)
     assert len(engine.reclaimed) == 1
     assert not engine.outcomes["r"].tokens
     disk.work()
@@ -695,3 +351,47 @@ def test_a_prefix_is_read_if_that_is_clearly_faster(
     before = rates.seconds("read", 1)
     assert alone(engine, PROMPT).cached == cached
     assert rates.seconds("read", 1) < before, "a read that is measured, or the next try is nearer"
+
+
+def slow_estimates(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Let prefill be estimated as far better than the first read; return its seconds."""
+    initial = {"prefill": 1000.0, "read": 1000.0, "write": 5e8, "decode": 50.0}
+    monkeypatch.setattr("kvd.worker.core.rates._INITIAL", initial)
+    return engine.engine._rates.seconds("prefill", STORED)
+
+
+def test_the_first_read_is_tried_whatever_is_estimated(
+    engine: Engine, wanted: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_estimates(engine, monkeypatch)
+    found = engine.engine._rates
+    found.recover("read")  # a prompt that is too short for it
+    assert not found.is_measured("read")
+    tried = alone(engine, PROMPT)
+    assert (tried, tried.cached) == (wanted, STORED)
+    assert found.is_measured("read")
+
+
+def test_the_first_read_ends_before_prefill_would(
+    engine: Engine, disk: Disk, wanted: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill_s = slow_estimates(engine, monkeypatch)
+    clock, prompts = engine.engine._clock, engine.engine._prompts
+    monkeypatch.setattr(segment_files, "HANG_SECONDS", 1000.0)
+    disk.hang("preadv")
+    submit(engine)
+    engine.run(until=lambda: disk.calls)
+    with monkeypatch.context() as patch:
+        plain = prompts.begin_single_tokens
+        patch.setattr(
+            prompts,
+            "begin_single_tokens",
+            lambda rids: (setattr(clock, "now", clock.now + 0.8 * prefill_s), plain(rids)),
+        )
+        engine.step()
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == 0
+    disk.work()
+    until(lambda: not threads())
+    assert alone(engine, PROMPT).cached == 0, "it is not tried again at once"

@@ -1,0 +1,73 @@
+"""What the engine's thread does while a prefix is read: pools that grow, and records copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.worker.cache import segment_records
+from kvd.worker.cache.layer import LayerStore
+
+
+@dataclass
+class Parts:
+    """Seconds of the parts of one read."""
+
+    grow_s: float = 0.0
+    """Growth of pools, piece by piece."""
+    first_copies_s: float = 0.0
+    """The first copy into each layer. With CUDA it may move the layer's pool."""
+    other_copies: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the parts for the JSON file."""
+        others = sorted(self.other_copies)
+        return {
+            "grow_s": self.grow_s,
+            "first_copies_s": self.first_copies_s,
+            "other_copies": len(others),
+            "other_copies_s": sum(others),
+            "median_copy_s": others[len(others) // 2] if others else None,
+        }
+
+
+@contextmanager
+def measured() -> Iterator[Parts]:
+    """Measure the reads within the context."""
+    parts, seen = Parts(), set[int]()
+    make_room_for, write_record = segment_records.make_room_for, LayerStore.write_record
+
+    def grow(*arguments: Any) -> Iterator[None]:
+        pieces = make_room_for(*arguments)
+        while True:
+            seconds, over = _timed(lambda: next(pieces, pieces) is pieces)
+            parts.grow_s += seconds
+            if over:
+                return
+            yield
+
+    def write(layer: LayerStore, level: int, slots: Sequence[int | None], record: Any) -> None:
+        seconds, _ = _timed(lambda: write_record(layer, level, slots, record))
+        if id(layer) in seen:
+            parts.other_copies.append(seconds)
+        else:
+            seen.add(id(layer))
+            parts.first_copies_s += seconds
+
+    patched: Any = segment_records
+    patched.make_room_for = grow
+    LayerStore.write_record = write  # type: ignore[method-assign]
+    try:
+        yield parts
+    finally:
+        patched.make_room_for = make_room_for
+        LayerStore.write_record = write_record  # type: ignore[method-assign]
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = call()
+    return time.perf_counter() - start, found
