@@ -54,10 +54,8 @@ def listed(items: Sequence[Raw], response_id: str, page: Page) -> bytes:
 def _shown(item: Raw, own_id: str) -> dict[str, Any]:
     """Return an item with its id and, if it is a message, its type and content parts."""
     found: dict[str, Any] = msgspec.json.decode(item, type=dict[str, Raw])
-    if not isinstance(_plain(found.get("id")), str):
-        found["id"] = own_id
-    else:
-        found["id"] = _plain(found["id"])
+    given = _plain(found.get("id"))
+    found["id"] = given if isinstance(given, str) else own_id
     if _plain(found.get("type")) in (None, "message"):
         found["type"] = "message"
         found.setdefault("status", "completed")
@@ -69,5 +67,10 @@ def _shown(item: Raw, own_id: str) -> dict[str, Any]:
 
 
 def _plain(value: Raw | None) -> Any:
-    """Return a short value decoded; the decoder shares nothing with lists and objects."""
-    return None if value is None else msgspec.json.decode(value)
+    """Return a value decoded; None for one that has no value in Python, such as 1e999."""
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value)
+    except ValueError:
+        return None

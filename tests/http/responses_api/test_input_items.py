@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,22 @@ async def test_items_are_those_of_the_conversation_in_their_order(home):
     assert rest[1] == result | {"id": rest[1]["id"]}
     assert (page["first_id"], page["last_id"]) == (hi["id"], rest[1]["id"])
     assert (page["object"], page["has_more"]) == ("list", False)
+
+
+@pytest.mark.parametrize("value", ["1e999", "7", "null", '"' + "x" * 9000 + '"'])
+@pytest.mark.parametrize("field", ["id", "content"])
+async def test_items_that_kvd_ignores_are_listed_whatever_they_contain(home, field, value):
+    odd = Raw(value.encode())
+    items = [{"role": "user", "content": "Hi"}, {"type": "odd", field: odd}]
+    body = msgspec.json.encode({"model": "m", "input": items})
+    async with serving(home) as stage, httpx.AsyncClient() as client:
+        made = await client.post(f"{stage.url}/v1/responses", content=body)
+        assert made.status_code == 200, made.text
+        path = f"{stage.url}/v1/responses/{made.json()['id']}/input_items"
+        listed = await client.get(path)
+    assert listed.status_code == 200
+    assert f'"{field}"' in listed.text
+    assert len(listed.json()["data"]) == 2
 
 
 @pytest.mark.parametrize(
