@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(built: Path) -> Path:
     (found,) = built.glob("*.whl")
     return found
+
+
+FOREIGN = re.compile(r"(pip|pipx|tool) install\b[^\n`]*?\s['\"]?kvd(\[|['\"`\s]|$)", re.MULTILINE)
+"""Advice to install `kvd` from an index, where it is another project."""
+
+
+def test_nothing_advises_to_install_the_other_project_of_this_name():
+    for old in ("pip install 'kvd[plot]'", "`pip install --upgrade kvd`", "uv tool install kvd"):
+        assert FOREIGN.search(old)
+    for name in sorted(tracked("kvd", "actors", "protocol", "docs", "deploy", "README.md")):
+        if name.endswith((".md", ".py", ".yml", ".rb")):
+            found = FOREIGN.search((ROOT / name).read_text(encoding="utf-8"))
+            assert found is None, (name, found)
 
 
 def tracked(*paths: str) -> set[str]:
