@@ -63,3 +63,10 @@ def test_names_refer_to_something_that_exists(source: Path):
     missing += [name for name in MODULE.findall(text) if not (OTHER.match(name) or is_known(name))]
 
     assert not missing
+
+
+def test_tests_that_the_page_on_http_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "http.md").read_text()))
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 30
+    assert named <= set(re.findall(r"def (test_\w+)\(", text))

@@ -95,9 +95,9 @@ def test_a_recorded_turn_is_answered_by_a_daemon(live: Live):
 
 
 class Session:
-    """Runs Codex in a folder, with a configuration that points at a daemon."""
+    """Runs Codex in a folder, with a configuration that points at a daemon, or at ``url``."""
 
-    def __init__(self, live: Live, root: Path, model: str) -> None:
+    def __init__(self, live: Live, root: Path, model: str, url: str | None = None) -> None:
         self.folder = root / "project"
         self.folder.mkdir()
         self._home = root / "codex"
@@ -108,7 +108,7 @@ class Session:
             f'model = "{model}"\nmodel_provider = "kvd"\n'
             f"model_catalog_json = {json.dumps(str(catalogue))}\n"
             '[model_providers.kvd]\nname = "kvd"\nwire_api = "responses"\n'
-            f'base_url = "{live.url}/v1"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
+            f'base_url = "{url or live.url}/v1"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
         )
 
     def exec(self, prompt: str) -> tuple[int, list[dict[str, Any]], str]:

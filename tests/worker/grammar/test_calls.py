@@ -154,6 +154,7 @@ def test_the_grammar_begins_after_the_reasoning(text: Text, compiler: Compiler, 
 
     assert accepts(text, compiler, grammar, begin + 'so {"b"\n</think>\n\n{"a": 1}')
     assert not accepts(text, compiler, grammar, begin + 'so {"b"\n</think>\n\nno')
+    assert not accepts(text, compiler, grammar, begin + 'so\n</think>.\n\n{"a": 1}')
     assert accepts(text, compiler, grammar, '{"a": 1}') is not opened
 
 
