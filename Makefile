@@ -3,6 +3,7 @@
 # make test-NAME  one package's tests without the slow ones, such as `make test-cache`
 # make test-clients  install agents with npm and litellm, and run the tests with them
 # make check  lint, types, import contracts, structure and wording
+# make check-page  types of the web page's scripts; needs npm
 # make docs   write the generated parts of docs/
 # make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
 #
@@ -31,7 +32,7 @@ BENCH_ARGS ?=
 # axe-core for the tests of the web page, which skip what needs it where npm is missing.
 AXE := axe-core@4.14.1
 
-.PHONY: run test test-clients axe check docs bench format clean
+.PHONY: run test test-clients axe check check-page docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
@@ -67,6 +68,11 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.check_structure
 	$(BIN)/python -m tools.check_wording $(PROSE)
+
+# The types of the page's scripts, from their comments.
+check-page:
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/clients typescript@5.9.3
+	$(VENV)/clients/node_modules/.bin/tsc -p tests/page
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.docs

@@ -18,8 +18,8 @@ _POLL_S = 0.05
 
 
 @contextlib.asynccontextmanager
-async def daemon(config: str) -> AsyncIterator[AsyncClient]:
-    """Run `kvd serve` with this ``config.toml``; yield a connected client.
+async def daemon(config: str, *options: str) -> AsyncIterator[AsyncClient]:
+    """Run `kvd serve` with this ``config.toml`` and these options; yield a connected client.
 
     The home and the log in it are deleted at the end.
     """
@@ -27,7 +27,7 @@ async def daemon(config: str) -> AsyncIterator[AsyncClient]:
         home = Path(folder)
         (home / "config.toml").write_text(config)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvd", "serve", "--home", folder),
+            *(sys.executable, "-m", "kvd", "serve", "--home", folder, *options),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )

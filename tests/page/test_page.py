@@ -206,6 +206,13 @@ def test_pressure_is_explained(visit: Visit):
     cached = "[...document.querySelectorAll('#requests .s-length ~ .cache')]"
     page.wait(f"{cached}.every(e => e.innerText.includes(' / '))")
     page.wait(shows("#requests .levels", "k"))
+    rid = page.js("document.querySelector('#requests .s-length').closest('tr').dataset.key")
+    page.js("location.hash = 'overview'")
+    reason = f"request {rid}: its text"
+    record = {"seq": 1, "at": 1, "kind": "malformed_call", "model": "demo", "reason": reason}
+    page.js(f"import('/ui/events.js').then(m => new m.Events().add([{json.dumps(record)}], []))")
+    page.click(f'#events a[href="#requests/{rid}"]')
+    page.wait(f"document.querySelector('#requests .found').dataset.key === {json.dumps(rid)}")
 
 
 def test_a_key_is_asked_for_and_kept_until_the_tab_closes(visit: Visit):

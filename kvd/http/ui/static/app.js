@@ -29,7 +29,7 @@ function onSnapshot(snapshot) {
   models.learn(snapshot.ended);
   models.show(status);
   events.add(snapshot.events, [...status.models.map((/** @type {any} */ model) => model.name), ...status.unloaded]);
-  requests.add(snapshot.open, snapshot.ended, status);
+  requests.add(snapshot.open, snapshot.ended, snapshot.events, status);
   chat.offer(status);
 }
 
@@ -84,7 +84,7 @@ byId("key").onsubmit = (/** @type {Event} */ event) => {
 byId("forget").onclick = () => { forgetKey(); stream.restart(); };
 
 function showView() {
-  const wanted = location.hash.slice(1);
+  const [wanted, request] = location.hash.slice(1).split("/");
   const chosen = VIEWS.includes(wanted) ? wanted : VIEWS[0];
   for (const view of document.querySelectorAll("[data-view]")) show(/** @type {HTMLElement} */ (view), /** @type {HTMLElement} */ (view).dataset.view === chosen);
   for (const link of document.querySelectorAll("nav a")) {
@@ -93,6 +93,7 @@ function showView() {
   }
   document.body.dataset.at = chosen;
   if (status) { requests.render(status); chart.draw(); }
+  if (request) requests.find(request);
 }
 addEventListener("hashchange", showView);
 showView();

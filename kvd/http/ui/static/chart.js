@@ -100,6 +100,7 @@ function stacked(samples, kind, names) {
 /**
  * @param {string} kind @param {string[]} names @param {HTMLElement} box
  * @param {(index: number | null | undefined) => void} onCursor
+ * @returns {any}
  */
 function options(kind, names, box, onCursor) {
   const style = getComputedStyle(document.documentElement);

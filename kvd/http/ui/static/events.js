@@ -5,6 +5,8 @@ import { byId, h, setText, show } from "/ui/dom.js";
 import * as format from "/ui/format.js";
 
 const SHOWN = 500;
+/** The beginning of a reason that concerns one request: its id, and the text about it. */
+export const NAMED_REQUEST = /^request (\S+): ([^]*)$/;
 const COSTLY = new Set(["evict", "requeue", "reclaim_precision", "reclaim_preempt", "hold", "first"]);
 const FAILED = new Set(["load_refused", "excess", "over_limit", "violation", "quarantine"]);
 
@@ -58,6 +60,13 @@ export class Events {
   }
 }
 
+/** Link the request that a reason begins with. @param {string} reason @returns {(Node | string)[]} */
+function linked(reason) {
+  const found = NAMED_REQUEST.exec(reason);
+  if (!found) return [reason];
+  return [h("a", { href: `#requests/${found[1]}` }, `request ${found[1]}`), `: ${found[2]}`];
+}
+
 /** @param {any} record an `EventRecord` */
 function line(record) {
   const numbers = Object.entries(record.numbers ?? {}).map(([name, value]) => (name.endsWith("_bytes")
@@ -69,7 +78,7 @@ function line(record) {
       h(`b.${kind}`, {}, record.kind.replaceAll("_", " ")),
       record.model ? h("span.of", {}, ` ${record.model}`) : null,
       record.requester && record.requester !== record.model ? h("span.dim", {}, ` for ${record.requester}`) : null,
-      record.reason ? h("p.why", {}, record.reason) : null,
+      record.reason ? h("p.why", {}, ...linked(record.reason)) : null,
       numbers.length ? h("p.numbers.num.dim", {}, numbers.join(" · ")) : null,
     ));
 }

@@ -52,8 +52,8 @@ export function levelText(model) {
   const names = schemes(model);
   if (!total) return model.info?.kv_scheme ?? "";
   return levels
-    .map((/** @type {number} */ bytes, /** @type {number} */ level) => [names[level] ?? level, bytes])
-    .filter(([, bytes]) => bytes > 0)
-    .map(([name, bytes]) => (bytes === total ? name : `${name} ${Math.round((100 * bytes) / total)}%`))
+    .map((/** @type {number} */ bytes, /** @type {number} */ level) => ({ name: names[level] ?? String(level), bytes }))
+    .filter((/** @type {{bytes: number}} */ part) => part.bytes > 0)
+    .map((/** @type {{name: string, bytes: number}} */ { name, bytes }) => (bytes === total ? name : `${name} ${Math.round((100 * bytes) / total)}%`))
     .join(" ");
 }

@@ -2,6 +2,7 @@
 /** Requests: those in flight, then the newest that ended. */
 
 import { byId, h, reconcile, setText, show } from "/ui/dom.js";
+import { NAMED_REQUEST } from "/ui/events.js";
 import * as format from "/ui/format.js";
 import { schemes } from "/ui/parts.js";
 
@@ -14,12 +15,24 @@ export class Requests {
     this.ended = [];
     /** @type {any[]} */
     this.open = [];
+    /** @type {Map<string, string>} what events say about a request, by its id */
+    this.notes = new Map();
   }
 
-  clear() { this.ended = []; }
+  clear() {
+    this.ended = [];
+    this.notes.clear();
+  }
 
-  /** @param {any[]} open @param {any[]} ended new ones @param {any} status */
-  add(open, ended, status) {
+  /**
+   * @param {any[]} open @param {any[]} ended new ones @param {any[]} events new ones
+   * @param {any} status
+   */
+  add(open, ended, events, status) {
+    for (const { reason } of events) {
+      const found = NAMED_REQUEST.exec(reason ?? "");
+      if (found) this.notes.set(found[1], found[2]);
+    }
     this.open = open;
     this.ended = [...[...ended].reverse(), ...this.ended].slice(0, KEPT);
     if (byId("requests").checkVisibility()) this.render(status);
@@ -33,7 +46,15 @@ export class Requests {
     show(byId("requests-empty"), rows.length === 0);
     show(byId("requests"), rows.length > 0);
     const models = new Map(status.models.map((/** @type {any} */ model) => [model.name, model]));
-    reconcile(byId("requests").tBodies[0], rows, (one) => one.rid, make, (node, one) => update(node, one, models.get(one.model)));
+    reconcile(byId("requests").tBodies[0], rows, (one) => one.rid, make, (node, one) => update(node, one, models.get(one.model), this.notes.get(one.rid)));
+  }
+
+  /** Bring a request into view and mark it. @param {string} rid */
+  find(rid) {
+    for (const row of byId("requests").tBodies[0].rows) {
+      row.classList.toggle("found", row.dataset.key === rid);
+      if (row.dataset.key === rid) row.scrollIntoView({ block: "center" });
+    }
   }
 }
 
@@ -44,8 +65,11 @@ function make() {
     cell("completion.num.right", "Completion"), cell("first.num.right", "First token"), cell("time.num.right", "Time"), cell("levels", "Levels"));
 }
 
-/** @param {any} node @param {any} one a `RequestRecord` @param {any} model its `ModelStatus` */
-function update(node, one, model) {
+/**
+ * @param {any} node @param {any} one a `RequestRecord` @param {any} model its `ModelStatus`
+ * @param {string} [note] what an event says about it
+ */
+function update(node, one, model, note) {
   const set = (/** @type {string} */ kind, /** @type {string} */ text) => setText(node.querySelector(`.${kind}`), text);
   const open = OPEN.has(one.stage);
   node.classList.toggle("open", open);
@@ -57,8 +81,8 @@ function update(node, one, model) {
   const cached = one.cached_tokens;
   setText(node.querySelector(".cache").firstChild, cached === undefined || !one.prompt_tokens
     ? "" : `${format.count(cached)} / ${format.count(one.prompt_tokens)}`);
-  node.querySelector(".cache").classList.toggle("none", open);
-  set("miss", one.miss ? ` ${one.miss}` : "");
+  node.querySelector(".cache").classList.toggle("none", open && !note);
+  set("miss", one.miss || note || "");
   set("completion", format.count(one.completion_tokens ?? 0));
   set("first", format.duration(one.first_token_s));
   set("time", format.duration(one.age_s));
