@@ -41,7 +41,7 @@ class Explainer:
     async def __call__(self, asked: Explain) -> Forecast:
         """Return the forecast; raise a `KvdError` if the model cannot be found or read."""
         status = self.status.models.get(asked.model)
-        known = self.status.known.get(asked.model)
+        known = self.status.lookup(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
         if status is None and known is None and not is_source(asked.model):

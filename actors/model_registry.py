@@ -161,7 +161,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         state = self._state
         if name in state.entries:
             return  # the router knows the model already
-        known = state.lookup(name)
+        known = state.statuses.lookup(name)
         if known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
@@ -171,7 +171,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     # -- policy and configuration -----------------------------------------------------------------
 
     def _known(self, name: str) -> KnownModel:
-        known = self._state.lookup(name)
+        known = self._state.statuses.lookup(name)
         if known is None:
             raise self._state.statuses.unknown_model(name)
         return known

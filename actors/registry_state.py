@@ -71,25 +71,11 @@ class RegistryState:
     governor: Ref[mail.GovernorMail]
     on_empty: Callable[[], None]
     """Called once, when a shutdown has stopped every worker."""
-    find_model: Callable[[str], str | None] = lambda _name: None
-    """Returns the source of a model in the models folder by name, if it could be loaded."""
     entries: dict[str, RegistryEntry] = field(default_factory=dict)
     draining: bool = False
     closing: bool = False
     closed: bool = False
     shutdown_watchers: list[mail.Watcher] = field(default_factory=list)
-
-    def lookup(self, name: str) -> KnownModel | None:
-        """Return how a model is known; names that are new are looked up in the models folder."""
-        known = self.statuses.known.get(name)
-        if name in self.entries or (known is not None and not known.found):
-            return known
-        if (source := self.find_model(name)) is None:
-            self.statuses.known.pop(name, None)  # its folder is gone
-            return None
-        if known is None:
-            known = self.statuses.known[name] = KnownModel(source, found=True)
-        return known
 
     def set_found(self, sources: Mapping[str, str]) -> None:
         """Set the models of the models folder; models that are known otherwise stay as they are."""
@@ -104,7 +90,7 @@ class RegistryState:
         """Return a load whose source is a known model's name as a load of that model's source."""
         if load.alias is not None or is_source(load.source):
             return load
-        if (known := self.lookup(load.source)) is None:
+        if (known := self.statuses.lookup(load.source)) is None:
             return load
         kv = known.kv if load.kv == KVSpec() else load.kv
         return replace(load, source=known.source, alias=load.source, kv=kv)

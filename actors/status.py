@@ -47,10 +47,24 @@ class StatusTable:
     """Written by each model's worker; the model registry removes entries."""
     requests: Mapping[str, int] = field(default_factory=dict)
     """Requests by model, from the router."""
+    find_model: Callable[[str], str | None] = lambda _name: None
+    """Returns the source of a model in the models folder by name, if it could be loaded."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
     expires_in: Callable[[str], float | None] = lambda _model: None
     """Returns the seconds until a model's idle limit, from the governor."""
+
+    def lookup(self, name: str) -> KnownModel | None:
+        """Return how a model is known; names that are new are looked up in the models folder."""
+        known = self.known.get(name)
+        if name in self.models or (known is not None and not known.found):
+            return known
+        if (source := self.find_model(name)) is None:
+            self.known.pop(name, None)  # its folder is gone
+            return None
+        if known is None:
+            known = self.known[name] = KnownModel(source, found=True)
+        return known
 
     def model(self, name: str) -> ModelStatus:
         return self._complete(name, self.paused())

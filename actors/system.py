@@ -161,8 +161,7 @@ class System:
         self._notify, self._observe, self._metrics = notify, observe, metrics
         self._estimate_model = estimate_model
         self._find_problems = find_problems
-        self._find_model = find_model
-        self._statuses = StatusTable(dict(known or {}))
+        self._statuses = StatusTable(dict(known or {}), find_model=find_model)
         self._events = EventLog(notify, observe)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
         self._router = RouterState(
@@ -204,7 +203,6 @@ class System:
             router=router,
             governor=governor,
             on_empty=self._end,
-            find_model=self._find_model,
         )
         registry = tree.start(Child("registry", lambda: ModelRegistry(self._registry)))
         self._registry_ref: Ref[mail.RegistryMail] = registry

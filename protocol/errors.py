@@ -202,6 +202,10 @@ class AgentError(KvdError, code="agent_error"):
     """A program that `kvctl launch` starts is missing or does not start."""
 
 
+class DownloadFailed(KvdError, code="download_failed"):
+    """`kvctl pull` could not download a model, or there is no space for it."""
+
+
 class InternalError(KvdError, code="internal"):
     """A bug in kvd; the log has the traceback."""
 

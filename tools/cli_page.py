@@ -68,6 +68,9 @@ def described(command: Any, name: str) -> list[str]:
     context = click.RichContext(command, info_name=name)
     pieces = " ".join(command.collect_usage_pieces(context))
     lines = [f"### {name}", "", command.help.strip(), "", "```", f"{name} {pieces}", "```", ""]
+    if aliases := list(getattr(command, "aliases", None) or ()):
+        names = ", ".join(f"`kvctl {alias}`" for alias in aliases)
+        lines += [f"{names} is the same command.", ""]
     if (picture := PAGE.parent / "img" / f"{name.removeprefix('kvctl ')}.svg").exists():
         lines += [f"![{name}]({picture.relative_to(PAGE.parent)})", ""]
     params = [param for param in command.get_params(context) if not is_common(param)]

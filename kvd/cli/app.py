@@ -28,6 +28,8 @@ class LazyCommand:
     """``module:attribute``."""
     panel: str
     """Section of the group's help page."""
+    aliases: tuple[str, ...] = ()
+    """Other names, for habits from other tools."""
 
 
 _WATCH, _MODELS, _TEXT = "Watch", "Models and memory", "Text"
@@ -35,18 +37,22 @@ _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
 
 COMMANDS = (
     LazyCommand("status", "kvd.cli.status:status", _WATCH),
+    LazyCommand("ps", "kvd.cli.ps:ps", _WATCH),
     LazyCommand("top", "kvd.cli.top:top", _WATCH),
     LazyCommand("events", "kvd.cli.events:events", _WATCH),
     LazyCommand("logs", "kvd.cli.logs:logs", _WATCH),
     LazyCommand("metrics", "kvd.cli.metrics:metrics", _WATCH),
     LazyCommand("bench", "kvd.cli.bench:bench", _WATCH),
-    LazyCommand("models", "kvd.cli.models:models", _MODELS),
+    LazyCommand("models", "kvd.cli.models:models", _MODELS, ("list",)),
+    LazyCommand("pull", "kvd.cli.pull:pull", _MODELS),
     LazyCommand("load", "kvd.cli.load:load", _MODELS),
-    LazyCommand("unload", "kvd.cli.load:unload", _MODELS),
+    LazyCommand("unload", "kvd.cli.load:unload", _MODELS, ("stop",)),
+    LazyCommand("rm", "kvd.cli.rm:rm", _MODELS),
     LazyCommand("pin", "kvd.cli.load:pin", _MODELS),
     LazyCommand("unpin", "kvd.cli.load:unpin", _MODELS),
     LazyCommand("cache", "kvd.cli.cache:cache", _MODELS),
     LazyCommand("explain", "kvd.cli.explain:explain", _MODELS),
+    LazyCommand("run", "kvd.cli.run:run", _TEXT),
     LazyCommand("generate", "kvd.cli.generate:generate", _TEXT),
     LazyCommand("chat", "kvd.cli.chat:chat", _TEXT),
     LazyCommand("launch", "kvd.cli.launch:launch", _TEXT),
@@ -75,6 +81,11 @@ class LazyGroup(Group):
     def __init__(self, *args: Any, lazy_commands: Iterable[LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self._lazy = {command.name: command for command in lazy_commands}
+        self._names = {
+            name: command
+            for command in self._lazy.values()
+            for name in (command.name, *command.aliases)
+        }
         for panel, commands in groupby(self._lazy.values(), lambda command: command.panel):
             names = [command.name for command in commands]
             self.add_panel(click.RichCommandPanel(panel, commands=names))
@@ -83,9 +94,9 @@ class LazyGroup(Group):
         return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        if cmd_name not in self._lazy:
+        if cmd_name not in self._names:
             return None
-        module, _, attribute = self._lazy[cmd_name].target.partition(":")
+        module, _, attribute = self._names[cmd_name].target.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -93,8 +104,8 @@ class LazyGroup(Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command, or suggest a similar name; click would suggest only imported commands."""
-        if args[0] not in self._lazy and not ctx.resilient_parsing:
-            similar = difflib.get_close_matches(args[0], self._lazy)
+        if args[0] not in self._names and not ctx.resilient_parsing:
+            similar = difflib.get_close_matches(args[0], self._names)
             if similar:
                 ctx.fail(f"No such command {args[0]!r}. Did you mean {similar[0]!r}?")
         return super().resolve_command(ctx, args)

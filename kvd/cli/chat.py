@@ -83,12 +83,14 @@ class Chat:
         common: CommonOptions,
         *,
         system: str | None = None,
+        keep_alive_s: float | None = None,
     ) -> None:
         self._client = client
         self._model = model
         self._settings = settings
         self._common = common
         self._system = system
+        self._keep_alive_s = keep_alive_s
         self._messages: list[ChatMessage] = []
         self._last: ReplyTiming | None = None
         self._commands: dict[str, tuple[Callable[[str], object], str]] = {
@@ -161,7 +163,10 @@ class Chat:
         self._messages.append(ChatMessage("user", text))
         try:
             completion = self._client.generate(
-                self._model, messages=self._all_messages(), **asdict(self._settings)
+                self._model,
+                messages=self._all_messages(),
+                keep_alive_s=self._keep_alive_s,
+                **asdict(self._settings),
             )
             self._last = ReplyTiming(completion)
             self._stream(completion)

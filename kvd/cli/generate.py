@@ -92,10 +92,10 @@ def generate(
         text = read_stdin() if prompt == "-" else prompt
         options["grammar"] = grammar or json_schema
         if tools is None:
-            _show(client.generate(model, text, **options), common)
+            show(client.generate(model, text, **options), common)
         else:
             messages, chat = [ChatMessage("user", text)], ChatOptions(tools=tools)
-            _show(client.generate(model, messages=messages, chat=chat, **options), common)
+            show(client.generate(model, messages=messages, chat=chat, **options), common)
 
 
 @click.command()
@@ -105,10 +105,11 @@ def generate(
 def attach(common: CommonOptions, request: str, n: int) -> None:
     """Fetch a completion that a restart of the daemon interrupted (`journal = "disk"`)."""
     with common.connected() as client:
-        _show(client.attach(request, choices=n), common)
+        show(client.attach(request, choices=n), common)
 
 
-def _show(completion: Completion, common: CommonOptions) -> None:
+def show(completion: Completion, common: CommonOptions) -> None:
+    """Print a completion as it arrives; Ctrl-C cancels it."""
     stream = WholeChoices(completion) if len(completion.choices) > 1 else Stream(completion)
     try:
         for event in stream:

@@ -55,7 +55,7 @@ def load(
             pinned=pin, priority=priority, idle_ttl_s=idle_ttl, max_context=max_context
         )
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
-        loaded = _follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])
+        loaded = follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])
         common.print_data(loaded, status_page.model(loaded, stdout_console().width))
 
 
@@ -68,7 +68,8 @@ def _policy(**given: float | None) -> ModelPolicy | None:
     return None if policy == ModelPolicy() and given["priority"] is None else policy
 
 
-def _follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
+def follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
+    """Return the loaded model; shows the progress on a terminal."""
     console = stderr_console()
     if common.json or not console.is_terminal:
         return loading.result
@@ -90,7 +91,7 @@ def _follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
     return loading.result
 
 
-@click.command()
+@click.command(aliases=["stop"])
 @model_name()
 @click.option("--force", is_flag=True, help="Cancel its requests instead of finishing them.")
 @common_options()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import kvd
+from kvd.host.models_dir import ModelsDir
 from protocol.model_source import EMBEDDED
 
-Kind = Literal["embedded", "folder", "hub"]
+Kind = Literal["embedded", "models_dir", "folder", "hub", "config"]
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
 _MAX_DEPTH = 3
@@ -34,11 +35,23 @@ class LocalModel:
     """Size of its safetensors files; 0 if it has none and cannot be loaded."""
     complete: bool
     """Whether it has weights, and all of its files are downloaded."""
+    problem: str = ""
+    """Why a folder of the models folder cannot be loaded."""
 
 
 def embedded() -> list[LocalModel]:
     root = Path(kvd.__file__).parent
     return [_model(name, "embedded", root / name) for name in EMBEDDED]
+
+
+def in_models_dir(folder: ModelsDir) -> list[LocalModel]:
+    """Return the models of the models folder by name, also those that cannot be loaded."""
+    found = []
+    for one in folder.scan():
+        model = _model(one.name, "models_dir", one.path)
+        complete = model.complete and not one.problem
+        found.append(replace(model, complete=complete, problem=one.problem))
+    return found
 
 
 def in_folder(folder: Path) -> list[LocalModel]:

@@ -160,7 +160,7 @@ def test_the_table_fits_its_width(width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
     odd = local_models.LocalModel("/[red]x", "folder", Path("/"), 5, complete=True)
     forecasts = [forecast("m", verdict) for verdict in ("waits", "never")]
-    candidates = [models.Candidate(long, ("a", "b"), forecast) for forecast in forecasts]
+    candidates = [models.Candidate(long, ("a", "b"), forecast=forecast) for forecast in forecasts]
     candidates.append(models.Candidate(odd, forecast=forecasts[0]))
     console.print(models.page(candidates))
     assert max(map(len, console.file.getvalue().splitlines())) <= width

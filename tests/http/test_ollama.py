@@ -226,11 +226,11 @@ def test_what_is_not_supported_is_refused(ai: ollama.Client):
 
 def test_operations_on_files_are_refused_with_advice(ai: ollama.Client):
     refused = {
-        "kvctl load nope": lambda: ai.pull("nope"),
+        "kvctl pull nope": lambda: ai.pull("nope"),
         "does not publish": lambda: ai.push("fast"),
         "mlx_lm.convert": lambda: ai.create("x", from_="fast"),
         "--alias": lambda: ai.copy("fast", "x"),
-        "kvctl unload": lambda: ai.delete("fast"),
+        "kvctl rm NAME": lambda: ai.delete("fast"),
     }
     for advice, operation in refused.items():
         with pytest.raises(ollama.ResponseError, match=advice) as found:

@@ -39,7 +39,7 @@ _REFUSED = {
     "push": "kvd does not publish models",
     "create": "kvd makes no models; convert one with mlx_lm.convert, then kvctl load its folder",
     "copy": "models have one name; give another with kvctl load SOURCE --alias NAME",
-    "delete": "kvd deletes no files; kvctl unload NAME frees the model's memory",
+    "delete": "no HTTP request deletes files; use: kvctl rm NAME",
     "blobs": "kvd takes no files; kvctl load SOURCE loads a folder or a model of the Hub",
 }
 """Operations that are refused, with advice."""
@@ -96,7 +96,10 @@ class OllamaRoutes:
         name, status = self._known(_named(asked)), self.backend.status()
         if name in status.unloaded or any(model.name == name for model in status.models):
             return _reply({"status": "success"}, _JSON if asked.stream is False else LINES)
-        raise errors.plain(501, f"kvd downloads {name} only with: kvctl load {name}")
+        raise errors.plain(
+            501,
+            f"no HTTP request downloads a model; use: kvctl pull {name} (owner/name of the Hub)",
+        )
 
     async def refuse(self, request: web.Request) -> web.Response:
         operation = request.path.split("/")[2]
