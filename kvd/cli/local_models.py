@@ -19,6 +19,9 @@ from protocol.model_source import EMBEDDED
 Kind = Literal["embedded", "models_dir", "folder", "hub", "config"]
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
+STAGING = ".pull-"
+"""Beginning of a folder's name in the models folder until its download is complete."""
+_HALF = "its download is not complete; `kvctl pull` continues it, `kvctl rm` deletes it"
 _MAX_DEPTH = 3
 """Levels of folders below the searched one; ``models/owner/name`` is two."""
 
@@ -51,6 +54,10 @@ def in_models_dir(folder: ModelsDir) -> list[LocalModel]:
         model = _model(one.name, "models_dir", one.path)
         complete = model.complete and not one.problem
         found.append(replace(model, complete=complete, problem=one.problem))
+    for path in sorted(folder.path.glob(f"{STAGING}*")) if folder.path is not None else ():
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        name = path.name.removeprefix(STAGING)
+        found.append(LocalModel(name, "models_dir", path, size, complete=False, problem=_HALF))
     return found
 
 

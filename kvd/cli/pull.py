@@ -86,7 +86,7 @@ def pull_model(
     if not re.search(ALIAS_PATTERN, place.name) or "/" in place.name or place.name[0] == ".":
         raise ConfigError(f"a model's folder {ALIAS_RULE}, without / and . at its start", key="")
     try:
-        with place.locked(_say_waiting):
+        with place.locked(say_waiting):
             if _is_there(place, hub_id):
                 return place.folder
             asyncio.run(_pull(common, place, hub_id, revision, force=force))
@@ -119,8 +119,9 @@ def announce(common: CommonOptions, name: str) -> None:
         pass
 
 
-def _say_waiting() -> None:
-    print_message("[dim]another kvctl pulls this model; waiting for it[/]")
+def say_waiting() -> None:
+    """Print why the lock of a model is not there at once."""
+    print_message("[dim]another kvctl pulls or deletes this model; waiting for it[/]")
 
 
 def _is_there(place: Place, hub_id: str) -> bool:

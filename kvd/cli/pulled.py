@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvd.cli.hub import HubFile, HubModel
+from kvd.cli.local_models import STAGING
 from protocol.errors import DownloadFailed
 
 _MARKER = ".kvd-pull.json"
@@ -52,7 +53,7 @@ class Place:
 
     @property
     def staging(self) -> Path:
-        return self.models / f".pull-{self.name}"
+        return self.models / f"{STAGING}{self.name}"
 
     @contextmanager
     def locked(self, on_wait: Callable[[], None]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ import rich_click as click
 from kvd.cli import local_models
 from kvd.cli.common import CommonOptions, common_options
 from kvd.cli.console import print_message
-from kvd.cli.pull import folder_of_models
+from kvd.cli.pull import folder_of_models, say_waiting
 from kvd.cli.pulled import Place
 from kvd.client import Client
 from kvd.host.models_dir import ModelsDir
@@ -32,6 +33,8 @@ class Stored:
     folders: tuple[Path, ...]
     sources: frozenset[str]
     """Sources under which a daemon may have loaded it."""
+    place: Place | None = None
+    """Its place in the models folder; None: it is in the cache."""
 
     @property
     def size(self) -> int:
@@ -52,7 +55,15 @@ def rm(common: CommonOptions, model: str, *, yes: bool) -> None:
         size = stored.size
         if not yes:
             _confirm(stored, size)
-        _delete(common, stored)
+        try:
+            with contextlib.ExitStack() as stack:
+                if stored.place is not None:
+                    stack.enter_context(stored.place.locked(say_waiting))
+                _delete(common, stored)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot delete {error.filename}: {error.strerror}", field="model"
+            ) from error
         values = {"model": model, "folders": [str(one) for one in stored.folders], "bytes": size}
         common.print_outcome(values, "{} deleted, {} freed", model, format_bytes(size))
 
@@ -67,13 +78,14 @@ def find(common: CommonOptions, name: str) -> Stored:
         place = Place(models, name)
         known = {one.name for one in ModelsDir(models).scan()}
         folders = [place.folder] if name in known else []
-        folders += [place.staging] if paths.is_folder(place.staging) else []
+        folders += [one for one in (place.staging,) if _is_left(one)]
+        folders += [place.folder] if not folders and _is_left(place.folder) else []
         if folders:
             real = str(paths.resolved(place.folder))
-            return Stored(name, tuple(folders), frozenset({str(place.folder), real}))
+            return Stored(name, tuple(folders), frozenset({str(place.folder), real}), place)
     if is_hub_id(name):
         folder = local_models.hub_cache() / f"models--{name.replace('/', '--')}"
-        if paths.is_folder(folder):
+        if _is_left(folder):
             inside = {str(one) for one in folder.glob("snapshots/*")}
             return Stored(name, (folder,), frozenset({name, *inside}))
     raise UnknownModel(
@@ -82,6 +94,16 @@ def find(common: CommonOptions, name: str) -> Stored:
         " to delete",
         model=name,
     )
+
+
+def _hidden(folder: Path) -> Path:
+    """Return the name of a folder while it is deleted; it remains if the process is killed."""
+    return folder.with_name(f".rm-{folder.name.lstrip('.')}")
+
+
+def _is_left(folder: Path) -> bool:
+    """Return whether a folder exists, or a part of it after a deletion that was killed."""
+    return paths.is_folder(folder) or paths.is_folder(_hidden(folder))
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -120,7 +142,11 @@ def _delete(common: CommonOptions, stored: Stored) -> None:
         if folder.is_symlink():
             folder.unlink()
             continue
-        hidden = folder.with_name(f".rm-{os.getpid()}-{folder.name.lstrip('.')}")
+        hidden = _hidden(folder)
+        if paths.exists(hidden):
+            shutil.rmtree(hidden)
+        if not paths.exists(folder):
+            continue
         folder.rename(hidden)
         try:
             _check_unused(common, stored)

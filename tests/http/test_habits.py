@@ -63,12 +63,18 @@ def test_run_reads_stdin_and_never_pulls_without_asking(live: Live, monkeypatch)
 
 def test_list_shows_every_model_with_its_state(live: Live, mine):
     (mine.parent / "half").mkdir()
+    staging = Place(mine.parent, "quarter").staging
+    staging.mkdir()
+    (staging / "x.part").write_bytes(b"abc")
     try:
         found = {one["source"]: one for one in json.loads(live.kvctl("list", "--json").stdout)}
     finally:
         (mine.parent / "half").rmdir()
+        shutil.rmtree(staging)
     assert (found["mine"]["kind"], found["mine"]["state"]) == ("models_dir", "unloaded")
     assert "has no model*.safetensors" in found["half"]["problem"]
+    assert "kvctl pull" in found["quarter"]["problem"]
+    assert found["quarter"]["weights_bytes"] == 3
     assert found["demo"]["kind"] == "embedded"
     by_name = {name: one["state"] for one in found.values() for name in one["names"]}
     assert by_name["fast"] == "ready"
@@ -95,6 +101,16 @@ def test_rm_deletes_half_pulled_models_and_those_of_the_cache(live: Live, monkey
         assert removed.returncode == 0, removed.stderr
     assert not staging.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rm_completes_a_deletion_that_was_killed(live: Live, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    left = [live.home.root / "models" / ".rm-gone", tmp_path / ".rm-models--org--y"]
+    for name, folder in zip(("gone", "org/y"), left, strict=True):
+        folder.mkdir(parents=True)
+        (folder / "rest").touch()
+        assert live.kvctl("rm", name, "--yes").returncode == 0
+        assert not folder.exists()
 
 
 def test_a_link_is_deleted_and_not_its_target(live: Live, mine):
