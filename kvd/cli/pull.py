@@ -159,7 +159,7 @@ async def _download(hub: Hub, model: HubModel, place: Place, *, shows: bool) -> 
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    turns = asyncio.Semaphore(_AT_ONCE)
+    places = asyncio.Semaphore(_AT_ONCE)
     with Progress(*columns, console=console, disable=not (shows and console.is_terminal)) as bar:
         task = bar.add_task(place.name, total=model.size)
 
@@ -170,7 +170,7 @@ async def _download(hub: Hub, model: HubModel, place: Place, *, shows: bool) -> 
             if place.whole(file).exists():
                 advance(file.size)
                 return
-            async with turns:
+            async with places:
                 await hub.fetch(model, file, place.part(file), advance)
             place.part(file).rename(place.whole(file))
 
