@@ -13,6 +13,7 @@ from typing import Any, TypeVar, assert_never
 from msgspec.structs import replace
 
 from actors import mail
+from actors.cache_outcomes import CacheOutcomes
 from actors.event_log import EventLog, concerns
 from actors.machines import admission_events
 from actors.ports import Configuration, Metrics
@@ -22,7 +23,12 @@ from actors.tokenizing import TokenizeRequests
 from protocol import messages
 from protocol.embedding import Embed
 from protocol.errors import InternalError, InvalidRequest, KvdError, Overloaded, SlowReader
-from protocol.explain_messages import Explain, Explained
+from protocol.explain_messages import (
+    Explain,
+    Explained,
+    ExplainedRequests,
+    ExplainRequest,
+)
 from protocol.forecast import Forecast
 from protocol.message_base import VERSION
 from protocol.messages import Event, Request
@@ -65,6 +71,7 @@ class ClientServices:
     registry: Ref[mail.RegistryMail]
     governor: Ref[mail.GovernorMail]
     events: EventLog
+    outcomes: CacheOutcomes
     tokenizing: TokenizeRequests
     explain: Callable[[Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
@@ -211,6 +218,8 @@ class Client(Actor[mail.ClientMail]):
                 services.registry.tell(mail.Shutdown(force, mail.Watcher(self.ref, key)))
             case messages.Events():
                 self._send_events(request)
+            case ExplainRequest(request=name):
+                self._send(ExplainedRequests(id=key, requests=services.outcomes.find(name)))
             case Explain():
                 explained = services.explain(request)
                 self._answer(key, explained, lambda it: Explained(id=key, forecast=it))

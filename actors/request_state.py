@@ -19,6 +19,7 @@ from actors.runtime.actor import Ref
 from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
+from protocol.cache_outcome import RowCached
 from protocol.errors import InvalidRequest
 from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
@@ -167,7 +168,7 @@ class RequestState:
                 return self._apply_accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
-            case wire.RowNote():
+            case wire.RowNote() | RowCached():
                 return None
             case wire.RowAdmitted():
                 self.running = True

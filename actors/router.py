@@ -17,6 +17,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from actors import mail, telemetry
+from actors.cache_outcomes import CacheOutcomes
 from actors.event_log import EventLog
 from actors.machines import admission, admission_events, lifecycle_events
 from actors.ports import Notice, Notify, Observe
@@ -30,6 +31,7 @@ from actors.status import StatusTable
 from actors.telemetry import Observation, Timing
 from protocol import messages
 from protocol import worker as wire
+from protocol.cache_outcome import RowCached
 from protocol.embedding import Embed, EmbedOptions
 from protocol.errors import ErrorInfo, KvdError, UnknownRequest
 from protocol.json_values import size_of
@@ -57,6 +59,7 @@ class RouterState:
     saved: SavedRequests
     events: EventLog
     observe: Observe
+    outcomes: CacheOutcomes
     request_load: Callable[[str], None] = lambda _model: None
     keep_loaded: Callable[[str, float], None] = lambda _model, _seconds: None
     requests: dict[str, RequestState] = field(default_factory=dict)
@@ -229,6 +232,9 @@ class Router(Actor[mail.RouterMail]):
             case wire.RowNote(reason=reason):
                 model = self._state.machine.requests[rid].model
                 self._state.events.record("malformed_call", model, f"request {rid}: {reason}")
+            case RowCached(outcome=outcome):
+                model = self._state.machine.requests[rid].model
+                self._state.outcomes.record(rid, request.id, model, outcome)
             case wire.RowAdmitted():
                 self._observe(request.timing.observe_admission(_now()))
             case wire.RowQueued() if not request.queued_in_worker:

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from actors import mail, ports
+from actors.cache_outcomes import CacheOutcomes
 from actors.caller import Call, Caller
 from actors.client import Client, ClientServices, Identity, Socket
 from actors.event_log import EventLog
@@ -163,6 +164,7 @@ class System:
         self._find_problems = find_problems
         self._statuses = StatusTable(dict(known or {}), find_model=find_model)
         self._events = EventLog(notify, observe)
+        self._outcomes = CacheOutcomes(self._events)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
         self._router = RouterState(
             Admission(self._settings.max_queue, self._settings.max_queue_bytes),
@@ -172,6 +174,7 @@ class System:
             saved_requests or SavedRequests(),
             self._events,
             observe,
+            self._outcomes,
         )
         self._statuses.expires_in = self._expires_in
         self._time_slices = TimeSlicesState()
@@ -234,6 +237,7 @@ class System:
             registry=registry,
             governor=governor,
             events=self._events,
+            outcomes=self._outcomes,
             tokenizing=TokenizeRequests(registry),
             explain=self._explainer(),
             configuration=self.configuration,

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from protocol import messages
+from protocol.cache_outcome import CacheOutcome
 from protocol.messages import Event, FinishReason
 from protocol.types import ModelState, WorkerStats
 
@@ -33,6 +34,12 @@ class RequestAdmitted(_Observation, frozen=True):
     """The request was admitted for the first time."""
 
     waited_s: float
+
+
+class PromptCached(_Observation, frozen=True):
+    """A prompt's prefill began."""
+
+    outcome: CacheOutcome
 
 
 class TokensSent(_Observation, frozen=True):
@@ -117,6 +124,7 @@ Observation = (
     RequestArrived
     | RequestAccepted
     | RequestAdmitted
+    | PromptCached
     | TokensSent
     | RequestPaused
     | RequestResumed

@@ -7,10 +7,11 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol import fields
+from protocol.cache_outcome import RequestOutcome
 from protocol.fields import PositiveCount
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
-from protocol.message_base import EventBase, RequestBase
+from protocol.message_base import EventBase, RequestBase, RequestId
 
 MAX_FORECAST_ROWS = 65_536
 
@@ -29,7 +30,22 @@ class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
 
 
+class ExplainRequest(RequestBase, tag="explain_request", frozen=True, kw_only=True):
+    """Return what the prefix cache did for the prompts of recent requests, and why."""
+
+    request: RequestId | None = None
+    """Id of the request: its own ``id``, the daemon's name for it, or the header ``x-request-id``
+    of its HTTP answer; absent: the newest requests."""
+
+
 class Explained(EventBase, tag="explain", frozen=True, kw_only=True):
     """Answers ``explain``."""
 
     forecast: Forecast
+
+
+class ExplainedRequests(EventBase, tag="explain_request", frozen=True, kw_only=True):
+    """Answers ``explain_request``."""
+
+    requests: list[RequestOutcome]
+    """The newest first. Several requests may have the same ``id``; empty: none is known."""

@@ -13,7 +13,12 @@ from msgspec import Meta
 from protocol import fields
 from protocol.embedding import Embed
 from protocol.errors import ErrorInfo
-from protocol.explain_messages import Explain, Explained
+from protocol.explain_messages import (
+    Explain,
+    Explained,
+    ExplainedRequests,
+    ExplainRequest,
+)
 from protocol.fields import Count, PositiveCount
 from protocol.kv import KVSpec
 from protocol.message_base import EventBase, RequestBase, RequestId
@@ -218,6 +223,7 @@ Request = (
     | Reload
     | Events
     | Explain
+    | ExplainRequest
     | Tokenize
     | Cache
     | CacheDrop
@@ -451,6 +457,7 @@ Event = (
     | EventRecord
     | EventsReply
     | Explained
+    | ExplainedRequests
     | Tokenized
     | CacheReply
     | CacheDropped

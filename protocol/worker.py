@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from protocol import fields
+from protocol.cache_outcome import RowCached
 from protocol.embedding import EmbeddingsMode, EmbedOptions
 from protocol.errors import ErrorInfo
 from protocol.fields import Choice, Count, TokenId
@@ -455,6 +456,7 @@ RowReport = (
     RowAccepted
     | RowQueued
     | RowAdmitted
+    | RowCached
     | RowPreempted
     | RowResumed
     | RowPrompt

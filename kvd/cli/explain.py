@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import CommonOptions, common_options, model_name, option, standard_panels
+from kvd.cli.explain_request import explain_requests
 from kvd.cli.options import Tokens, kv_options
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from kvd.config.sources import absolute
@@ -30,7 +31,15 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 
 
 @click.command(panels=standard_panels())
-@model_name("The name of a known model, or a model to load.")
+@model_name("The name of a known model, or a model to load.", required=False)
+@click.option(
+    "--request",
+    "request",
+    metavar="ID",
+    is_flag=False,
+    flag_value="",
+    help="Show what the prefix cache did for a request, and why; without ID, list the newest ones.",
+)
 @click.option(
     "--ctx",
     "context",
@@ -42,9 +51,23 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 @kv_options()
 @common_options()
 def explain(
-    common: CommonOptions, model: str, *, context: int | None, rows: int, kv: KVSpec | None
+    common: CommonOptions,
+    model: str | None,
+    *,
+    request: str | None,
+    context: int | None,
+    rows: int,
+    kv: KVSpec | None,
 ) -> None:
-    """Show the memory that rows of a model would need, and what would make room for them."""
+    """Show the memory that rows of a model would need, and what would make room for them.
+
+    With --request, show why the tokens of a prompt were computed instead of found in the cache.
+    """
+    if request is not None:
+        explain_requests(common, request or None)
+        return
+    if model is None:
+        raise click.UsageError("give MODEL, or --request to explain a request's prompt")
     with common.connected() as client:
         forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv)
         common.print_data(forecast, page(forecast, context, rows))

@@ -164,6 +164,7 @@ class Client:
     attach = _blocking(_Connection.attach)
     cancel = _blocking(_Connection.cancel)
     explain = _blocking(_Connection.explain)
+    explain_requests = _blocking(_Connection.explain_requests)
     cache = _blocking(_Connection.cache)
     cache_drop = _blocking(_Connection.cache_drop)
     tokenize = _blocking(_Connection.tokenize)

@@ -14,9 +14,15 @@ from typing import Any, Generic, TypeVar, Unpack
 from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
+from protocol.cache_outcome import RequestOutcome
 from protocol.embedding import Embed, vector_of
 from protocol.errors import InvalidRequest, KvdError, LocalProtocolError
-from protocol.explain_messages import Explain, Explained
+from protocol.explain_messages import (
+    Explain,
+    Explained,
+    ExplainedRequests,
+    ExplainRequest,
+)
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
@@ -222,6 +228,11 @@ class Calls(ABC, Generic[C, L]):
         number = self._exchange.next_id()
         request = Explain(id=number, model=model, rows=rows, context=context, kv=kv)
         return (await self._call(request, Explained)).forecast
+
+    async def explain_requests(self, request: str | None = None) -> list[RequestOutcome]:
+        """Return what the prefix cache did for the requests with an id, or the newest ones."""
+        asked = ExplainRequest(id=self._exchange.next_id(), request=request)
+        return (await self._quick(asked, ExplainedRequests)).requests
 
     async def tokenize(
         self,

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from kvd.http.completion import StreamedCompletion, WholeCompletion
+from kvd.http.request_keys import REQUEST_ID
 from kvd.http.send_buffer import SendBuffer
 
 if TYPE_CHECKING:
@@ -34,8 +36,10 @@ class Delivery:
     unread_limit: int
     """Unread bytes of a stream at which its client is disconnected."""
 
-    async def whole(self, calls: Sequence[Generate], answer: Whole) -> web.Response:
-        body = await WholeCompletion(self.backend, calls, answer).body()
+    async def whole(
+        self, request: web.Request, calls: Sequence[Generate], answer: Whole
+    ) -> web.Response:
+        body = await WholeCompletion(self.backend, _named(request, calls), answer).body()
         return web.Response(body=body, content_type="application/json")
 
     async def stream(
@@ -47,7 +51,7 @@ class Delivery:
     ) -> web.StreamResponse:
         transport = _transport(request)
         buffer = SendBuffer(self.unread_limit, transport.get_write_buffer_size, transport.abort)
-        completion = StreamedCompletion(self.backend, calls, answer, buffer)
+        completion = StreamedCompletion(self.backend, _named(request, calls), answer, buffer)
         return await self.follow(request, completion.chunks(), content_type)
 
     async def follow(
@@ -72,3 +76,8 @@ def _transport(request: web.Request) -> asyncio.Transport:
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
     return request.transport
+
+
+def _named(request: web.Request, calls: Sequence[Generate]) -> list[Generate]:
+    """Return the calls with the id of the answer's headers, by which `kvctl explain` finds them."""
+    return [replace(call, id=request[REQUEST_ID]) for call in calls]

@@ -142,7 +142,7 @@ class Routes:
         if wanted.stream:
             streamed = StreamedAnswer(head, wanted, now)
             return await self.delivery.stream(request, wanted.calls, streamed)
-        return await self.delivery.whole(wanted.calls, WholeAnswer(head, wanted, now))
+        return await self.delivery.whole(request, wanted.calls, WholeAnswer(head, wanted, now))
 
 
 def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[Head, Wanted]:

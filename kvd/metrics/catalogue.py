@@ -206,6 +206,11 @@ PREFIX_EVICTED = Metric(
     "Checkpoints that were evicted from the prefix cache",
     "Many evictions mean that the cache is too small for the working set",
 )  # fmt: skip
+CACHE_TOKENS = Metric(
+    "kvd_prefix_cache_tokens_total", "counter", ("model", "reason"),
+    "Prompt tokens by what the prefix cache did for them; memory and disk were not computed again",
+    "kvctl explain --request lists the newest requests by the same reasons",
+)  # fmt: skip
 PREFIX_CHECKPOINTS = Metric(
     "kvd_prefix_cache_checkpoints", "gauge", MODEL,
     "Checkpoints in the prefix cache",
@@ -406,7 +411,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Tokens and prompts": (
         PROMPT_TOKENS, COMPUTED_TOKENS, GENERATED, PREFIX_LOOKUPS, PREFIX_QUERIES, PREFIX_HITS,
-        PREFIX_EVICTED, PREFIX_CHECKPOINTS, PREFIX_BYTES,
+        CACHE_TOKENS, PREFIX_EVICTED, PREFIX_CHECKPOINTS, PREFIX_BYTES,
     ),
     "The prefix store": (
         STORE_ON, STORE_BYTES, STORE_LIMIT, STORE_SEGMENTS, STORE_HITS, STORE_HIT_TOKENS,

@@ -17,6 +17,7 @@ from actors.machines.process_exit import CAUSES
 from kvd.metrics import bounds
 from kvd.metrics.histogram import Histogram
 from kvd.metrics.worker_counters import WorkerCounters
+from protocol.cache_outcome import CacheReason
 from protocol.messages import FinishReason
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ FAILURES = (
 """Error codes of requests. Their series start at 0, because ``increase()`` misses a first value."""
 PAUSE_REASONS = ("memory", "restart")
 ACTIONS = (
-    "evict", "first", "hold", "let_go", "load_refused", "malformed_call", "over_limit",
+    "cache_miss", "evict", "first", "hold", "let_go", "load_refused", "malformed_call",
+    "over_limit",
     "quarantine", "reclaim_precision", "reclaim_preempt", "reclaim_prefixes", "reclaim_spare",
     "reclaimed", "replay", "requeue", "segment_damaged", "start_level",
 )  # fmt: skip
@@ -57,6 +59,8 @@ class ModelCounters:
 
     received: int = 0
     prompt_tokens: int = 0
+    cache_tokens: Counter[str] = field(default_factory=_from_zero(*get_args(CacheReason)))
+    """Prompt tokens by what the prefix cache did for them."""
     generated: int = 0
     finished: Counter[str] = field(default_factory=_from_zero(*get_args(FinishReason)))
     failed: Counter[str] = field(default_factory=_from_zero(*FAILURES))
@@ -132,6 +136,9 @@ def _count(counters: ModelCounters, observation: Observation) -> None:  # noqa: 
             counters.received += 1
         case telemetry.RequestAccepted(prompt_tokens=prompt_tokens):
             counters.prompt_tokens += prompt_tokens
+        case telemetry.PromptCached(outcome=outcome):
+            for part in outcome.parts:
+                counters.cache_tokens[part.reason] += part.tokens
         case telemetry.RequestAdmitted(waited_s=waited_s):
             counters.queue.observe(waited_s)
         case telemetry.RequestPaused(reason=reason):

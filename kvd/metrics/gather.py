@@ -168,6 +168,7 @@ def _counted(to: Samples, name: str, it: ModelCounters) -> None:
     to.put_all(c.PAUSED, it.paused, name)
     to.put(c.RESUMED, it.resumed, name)
     to.put(c.PROMPT_TOKENS, it.prompt_tokens, name)
+    to.put_all(c.CACHE_TOKENS, it.cache_tokens, name)
     to.put(c.GENERATED, it.generated, name)
     to.put(c.LOADS, it.loads, name)
     to.put_all(c.RESTARTS, it.restarts, name)

@@ -18,6 +18,7 @@ def _demo() -> Driver:
 @pytest.fixture
 def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.outcomes.clear()
+    _demo.found.clear()
     yield _demo
     # A test must not leave a request, a row or a page.
     for rid in list(_demo.engine._batch.requests):

@@ -12,7 +12,7 @@ from msgspec import inspect as types
 
 from protocol import messages as m
 from protocol.embedding import Embed
-from protocol.explain_messages import Explain, Explained
+from protocol.explain_messages import Explain, Explained, ExplainedRequests, ExplainRequest
 from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
@@ -34,6 +34,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Reload: (m.Configured,),
     m.Events: (m.EventRecord, m.EventsReply),
     Explain: (Explained,),
+    ExplainRequest: (ExplainedRequests,),
     m.Tokenize: (m.Tokenized,),
     Cache: (CacheReply,),
     CacheDrop: (CacheDropped,),

@@ -50,7 +50,7 @@ class MessagesRoutes:
         if wanted.stream:
             streamed = StreamedMessage(head, wanted, now)
             return await self.delivery.stream(request, [wanted.call], streamed)
-        return await self.delivery.whole([wanted.call], WholeMessage(head, wanted, now))
+        return await self.delivery.whole(request, [wanted.call], WholeMessage(head, wanted, now))
 
     async def count(self, request: web.Request) -> web.Response:
         text = reading.text_to_count(await self._read(request, COUNT_PATH))

@@ -121,7 +121,7 @@ class OllamaRoutes:
         if call is None:
             return await self._load(name, head, asked)
         if asked.stream is False:
-            return await self.delivery.whole([call], answers.WholeAnswer(head, now))
+            return await self.delivery.whole(request, [call], answers.WholeAnswer(head, now))
         streamed = answers.StreamedAnswer(head, now)
         return await self.delivery.stream(request, [call], streamed, LINES)
 

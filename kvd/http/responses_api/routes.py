@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from kvd.http.bodies import expect_later
 from kvd.http.errors import INVALID, Refusal
 from kvd.http.queries import read_query
-from kvd.http.request_keys import OWNER
+from kvd.http.request_keys import OWNER, REQUEST_ID
 from kvd.http.responses_api import reading
 from kvd.http.responses_api.answer import ResponseAnswer, WholeResponse
 from kvd.http.responses_api.background import Run, ShowQuery
@@ -62,7 +63,7 @@ class ResponsesRoutes:
         answer = kind(wanted, asyncio.get_running_loop().time(), _now, keep)
         if wanted.stream:
             return await self.delivery.stream(request, [wanted.call], answer)
-        return await self.delivery.whole([wanted.call], answer)
+        return await self.delivery.whole(request, [wanted.call], answer)
 
     async def _run(
         self, request: web.Request, wanted: Wanted, owner: str | None
@@ -79,7 +80,7 @@ class ResponsesRoutes:
                 field="background",
             )
         body = run.body
-        run.start(self.delivery.backend, wanted.call)
+        run.start(self.delivery.backend, replace(wanted.call, id=request[REQUEST_ID]))
         if wanted.stream:
             return await self.delivery.follow(request, run.follow(-1))
         return _json(body)

@@ -28,7 +28,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.core.decode_step import DecodeStep, input_tokens
-from kvd.worker.core.delivery import report_rest, report_text
+from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.replay import SentText, finish_replayed
@@ -182,7 +182,7 @@ class Batch:
         request.row = row
         if not request.started:
             request.started = True
-            request.choices.cached_tokens = tokens
+            self.reports += report_cached(request, tokens, self.text)
 
     # Decode steps.
 

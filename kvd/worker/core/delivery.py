@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.text.text import Text
+from protocol.cache_outcome import EXCERPT_CHARS, Difference, RowCached
 from protocol.types import TokenLogprob
 from protocol.worker import Report, RowNote, RowPrompt, RowTokens
+
+LOCATED_TOKENS = 256
+"""Tokens computed again from which on the message with the difference is looked up. That takes as
+long as rendering the prompt twice: 10 ms for 30K tokens."""
+_EXCERPT_TOKENS = 16
 
 
 def report_text(
@@ -57,3 +66,31 @@ def report_prompt(request: Request, index: int, logprobs: list[TokenLogprob]) ->
         return []
     request.prompt_reported = index + len(logprobs)
     return [RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])]
+
+
+def report_cached(request: Request, held: int, text: Text) -> list[Report]:
+    """Return the report of what the prefix cache did; set the usage, and forget the conversation.
+
+    ``held``: tokens of the request's row when its prefill begins. Embeddings, and requests that
+    another worker had, are not reported.
+    """
+    conversation, request.conversation = request.conversation, None
+    request.choices.cached_tokens = held
+    outcome = request.tracked.outcome(held)
+    if outcome is None or request.submit.embed is not None or request.resumed_at is not None:
+        return []
+    if outcome.difference is not None and outcome.parts[-1].tokens >= LOCATED_TOKENS:
+        token, lookup = outcome.difference.token, request.tracked.lookup
+        cached = () if lookup is None else lookup.nearest.rest[:_EXCERPT_TOKENS]
+        place = None
+        if conversation is not None:
+            place = text.place_of(conversation, request.prompt, token, cached)
+        described = Difference(
+            token,
+            place,
+            text.excerpt(request.prompt[max(0, token - _EXCERPT_TOKENS) : token])[-EXCERPT_CHARS:],
+            text.excerpt(request.prompt[token : token + _EXCERPT_TOKENS])[:EXCERPT_CHARS],
+            text.excerpt(cached)[:EXCERPT_CHARS],
+        )
+        outcome = replace(outcome, difference=described)
+    return [RowCached(rid=request.rid, outcome=outcome)]

@@ -124,7 +124,7 @@ class Reclaiming:
         self._batch.admission.closed = True  # the end of a transfer may have opened it
         match command.method:
             case "prefixes":
-                self._batch.prefix_cache.evict(command.wanted_bytes)
+                self._batch.prefix_cache.evict(command.wanted_bytes, "reclaim")
             case "precision":
                 yield from self._step_down(command)
             case "preempt":

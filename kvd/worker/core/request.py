@@ -16,6 +16,7 @@ from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
+from kvd.worker.text.places import Conversation
 from kvd.worker.text.stream import TextStream
 from protocol.messages import FinishReason
 from protocol.worker import Submit
@@ -117,6 +118,8 @@ class Request:
     """The level at which its prompt was prefilled, if it was stepped down since."""
     level: int = 0
     """Its precision level; a step-down may still be requantizing its pages."""
+    conversation: Conversation | None = None
+    """What its prompt was rendered from, until its prefill begins; None: it is not known."""
     prompt_reported: int = 0
     """Prompt tokens whose logprobs were reported, also by an earlier worker."""
     resumed_at: int | None = None

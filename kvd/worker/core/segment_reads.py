@@ -23,9 +23,11 @@ from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.staging_memory import StagingMemory
+from kvd.worker.prefix.lookup import Unread
 from kvd.worker.prefix.segment_files import Reading, SegmentFiles, UnreadableSegments
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.tree import Hit
+from protocol.cache_outcome import UnreadCause
 from protocol.record_file import DamagedFile
 from protocol.segments import SegmentInfo
 from protocol.worker import SegmentDamaged, SegmentUsed
@@ -111,6 +113,7 @@ class SegmentReads:
         limit_s = self._limit(chain, prefill_s)
         if not limit_s:
             self._rates.recover("read")
+            request.tracked.unread = Unread(chain[0].tokens, "slower")
             return 0
         row = self._batch.new_row(request, hit)
         reading = self._files.read(chain)
@@ -147,12 +150,17 @@ class SegmentReads:
         Empty if there is none, or if they must not or cannot be read.
         """
         tracked = request.tracked
-        if tracked.lowered or tracked.full_prefill or not tracked.reads_store or self._files.hangs:
-            return []
-        if not self._staging.charged:
+        if tracked.lowered or tracked.full_prefill or not tracked.reads_store:
             return []
         chain = self._index.find(tracked.path, above=held)
-        return [segment for segment in chain if segment.tokens > held]
+        chain = [segment for segment in chain if segment.tokens > held]
+        if chain and not self._staging.charged:
+            tracked.unread = Unread(chain[0].tokens, "memory")
+            return []
+        if chain and self._files.hangs:
+            tracked.unread = Unread(chain[0].tokens, "hangs")
+            return []
+        return chain
 
     def _limit(self, chain: Sequence[SegmentInfo], prefill_s: float) -> float:
         """Return the seconds that a read may take; 0: prefill is better."""
@@ -203,9 +211,9 @@ class SegmentReads:
         except DamagedFile as error:
             self._report_damage(read, str(error)[:200])
             # The index lacks the segment from now on, and another one may be read instead.
-            self._give_up(read, str(error)[:200], retries=True)
+            self._give_up(read, "damaged", str(error)[:200], retries=True)
         except UnreadableSegments as error:
-            self._give_up(read, str(error)[:200])
+            self._give_up(read, "failed", str(error)[:200])
         finally:
             read.reading.close()
 
@@ -217,17 +225,19 @@ class SegmentReads:
         """Give up a read for one of the reasons of `_must_end`."""
         tracked = read.request.tracked
         if tracked.lowered:
-            self._give_up(read, "the request was stepped down meanwhile")
+            self._give_up(read, "reclaim", "the request was stepped down meanwhile")
         elif not self._is_slow(read):
             tracked.interrupted += 1
             retries = tracked.interrupted < MAX_INTERRUPTED
-            self._give_up(read, "memory is reclaimed", retries=retries)
+            self._give_up(read, "reclaim", "memory is reclaimed", retries=retries)
         else:
             if read.reading.started:
                 seconds = self._clock() - read.started_at
                 self._rates.note_failure("read", read.reading.nbytes, seconds)
-            hangs = read.reading.hangs
-            self._give_up(read, "the disk hangs" if hangs else "it takes longer than prefill")
+            if read.reading.hangs:
+                self._give_up(read, "hangs", "the disk hangs")
+            else:
+                self._give_up(read, "slow", "it takes longer than prefill")
 
     def _copy_next(self, read: _Read) -> bool:
         """Write the next record into the pools; return whether there is none."""
@@ -243,8 +253,11 @@ class SegmentReads:
         self._batch.reports.append(SegmentDamaged(key=key, reason=reason))
         self._index.change([], [key])
 
-    def _give_up(self, read: _Read, problem: str, *, retries: bool = False) -> None:
+    def _give_up(
+        self, read: _Read, cause: UnreadCause, problem: str, *, retries: bool = False
+    ) -> None:
         """Begin the prompt again; ``retries``: with segments, if there are others."""
+        read.request.tracked.unread = Unread(read.chain[0].tokens, cause)
         _log.warning("a stored prefix is not used: %s", problem)
         read.request.tracked.reads_store = retries
         read.reader.forget()

@@ -18,11 +18,15 @@ from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
+from kvd.worker.text.places import Conversation
 from kvd.worker.text.text import Text
 from protocol.errors import ContextTooLong, KvdError
 from protocol.resume import ChoiceProgress
 from protocol.worker import RowFailed, RowNote, Submit
 
+MAX_KEPT_CHARACTERS = 8 * 1024 * 1024
+"""Characters of queued requests' messages that are kept for explaining a miss of the prefix cache.
+Requests beyond that are explained without the message."""
 WAIT_SECONDS = 0.001
 """Seconds that a step waits if no row runs and a grammar is being compiled."""
 
@@ -170,7 +174,17 @@ class Submissions:
             completions=completions,
             choices=Choices(request, submission.prompt_tokens),
             tracked=tracked,
+            conversation=self._conversation(request),
             prompt_reported=request.prompt_reported,
         )
         if self._batch.add(accepted, submission.deadline):
             self.prompt_tokens += submission.prompt_tokens
+
+    def _conversation(self, request: Submit) -> Conversation | None:
+        """Return what a prompt was rendered from, unless queued requests keep too much of that."""
+        if request.messages is None:
+            return None
+        conversation = Conversation(request.messages, request.chat)
+        waiting = (one.conversation for one in self._batch.requests.values())
+        kept = sum(one.characters for one in waiting if one is not None)
+        return conversation if kept + conversation.characters <= MAX_KEPT_CHARACTERS else None

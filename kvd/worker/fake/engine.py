@@ -111,7 +111,7 @@ class FakeEngine:
             request.max_tokens or room,
             self._model.ends_at(request.max_tokens),
             FakeTokens(prompt, seed),
-            self._prefix_cache.track(request.rid, prompt, salt, full_prefill=scored),
+            self._prefix_cache.track(request.rid, memoryview(prompt), salt, full_prefill=scored),
             self._pages.of(prompt, salt),
             Choices(request, len(prompt)),
         )
@@ -268,6 +268,7 @@ class FakeEngine:
         hit = self._prefix_cache.begin_prefill(row.tracked)
         self._pages.hold(row.pages)
         row.holds_pages, row.over.cached_tokens = True, hit.tokens
+        self._reports += row.cache_report(hit.tokens)
         return hit.tokens
 
     def _decode(self, row: FakeRow) -> None:

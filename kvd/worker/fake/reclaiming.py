@@ -66,7 +66,7 @@ class FakeReclaiming:
         preempted: list[str] = []
         match command.method:
             case "prefixes":
-                self._prefix_cache.evict(command.wanted_bytes)
+                self._prefix_cache.evict(command.wanted_bytes, "reclaim")
             case "precision":
                 self._step_down(command.level, command.wanted_bytes)
             case "preempt":

@@ -12,6 +12,7 @@ from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.stops import StopFilter
+from protocol.cache_outcome import RowCached
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import FinishReason
 from protocol.parts import PartStart
@@ -57,6 +58,7 @@ class FakeRow:
     kept_pages: int = 0
     """Always 0: a preempted row keeps nothing in memory."""
     resumed_at: int | None = None
+    cache_reported: bool = False
 
     def __post_init__(self) -> None:
         prompt, seed = self.source.prompt, self.source.seed
@@ -100,6 +102,14 @@ class FakeRow:
                     self.over, choice.number, resumed, reason, stopped=stopped, rest=rest
                 )
         return reports
+
+    def cache_report(self, held: int) -> list[Report]:
+        """Return the report of what the prefix cache did, once for a request."""
+        reported, self.cache_reported = self.cache_reported, True
+        outcome = self.tracked.outcome(held)
+        if reported or outcome is None or self.submit.embed is not None or self.submit.resume:
+            return []
+        return [RowCached(rid=self.rid, outcome=outcome)]
 
     def prompt_reports(self) -> list[Report]:
         top = self.submit.prompt_logprobs

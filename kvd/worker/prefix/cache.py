@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvd.worker.prefix.lookup import Lookup, Unread
 from kvd.worker.prefix.queued_paths import Path, QueuedPaths, path_of
 from kvd.worker.prefix.tree import Hit, PrefixTree
 from kvd.worker.scheduling.scheduler import Chunk, Scheduler
+from protocol.cache_outcome import CacheOutcome, EvictionCause
 from protocol.types import PrefixUse
 
 
@@ -76,6 +78,14 @@ class TrackedPrompt:
     """Whether its request has returned good logits."""
     lowered: bool = False
     """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
+    lookup: Lookup | None = None
+    """What was known when its prefill last began."""
+    unread: Unread | None = None
+    """The longest stored beginning that was not read."""
+
+    def outcome(self, held: int) -> CacheOutcome | None:
+        """Return what the cache did for it. ``held``: tokens of its row when prefill begins."""
+        return None if self.lookup is None else self.lookup.outcome(held, self.unread)
 
 
 class PrefixCache:
@@ -165,13 +175,28 @@ class PrefixCache:
     def begin_prefill(self, prompt: TrackedPrompt) -> Hit:
         """Begin the prefill of a prompt; return the checkpoint to continue from."""
         self._dequeue(prompt)
+        prompt.lookup = Lookup(
+            len(prompt.tokens), all_for="off" if self.tree is None else "lowered"
+        )
         if self.tree is None or prompt.lowered:
             return Hit(0)
         diverging = {chunks * self.tree.chunk for chunks in self._queued.divergences(prompt.path)}
         prompt.boundaries = self.tree.boundaries(prompt.tokens, prompt.salt, diverging)
         hit = Hit(0) if prompt.full_prefill else self.tree.match(prompt.tokens, prompt.salt)
+        prompt.lookup = self._explain(prompt, hit, self.tree)
         self._set_wanted(prompt, hit.tokens)
         return hit
+
+    def _explain(self, prompt: TrackedPrompt, hit: Hit, tree: PrefixTree) -> Lookup:
+        if prompt.full_prefill:
+            return Lookup(len(prompt.tokens), all_for="scored")
+        return Lookup(
+            len(prompt.tokens),
+            tree.chunk,
+            hit.tokens,
+            tree.nearest(prompt.tokens, prompt.salt),
+            tree.evictions.find(prompt.path, tree.chunk, hit.tokens),
+        )
 
     def prefilled(
         self, prompt: TrackedPrompt, end: int, sequence: Any, spare_bytes: Callable[[], int]
@@ -192,7 +217,7 @@ class PrefixCache:
             tokens, charge = prompt.tokens[:end], self._charge(end)
             needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
             if (missing := needed - spare_bytes()) > 0:
-                tree.evict(missing, tree.value_of(tokens, prompt.salt, charge))
+                tree.evict(missing, "full", tree.value_of(tokens, prompt.salt, charge))
             stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, sequence)
             if stored and not prompt.has_checkpoint:
                 prompt.has_checkpoint = True
@@ -217,8 +242,8 @@ class PrefixCache:
     def peek(self, tokens: Sequence[int], salt: str) -> Hit:
         return Hit(0) if self.tree is None else self.tree.peek(tokens, salt)
 
-    def evict(self, wanted_bytes: int) -> int:
-        return 0 if self.tree is None else self.tree.evict(wanted_bytes)
+    def evict(self, wanted_bytes: int, cause: EvictionCause = "rows") -> int:
+        return 0 if self.tree is None else self.tree.evict(wanted_bytes, cause)
 
     def trust(self, prompt: TrackedPrompt) -> None:
         if self.tree is not None:

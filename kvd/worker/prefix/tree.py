@@ -17,13 +17,18 @@ One tree serves one cache: the model, its KV schemes and the chunk never change.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
+from kvd.worker.prefix.evicted import Evictions
+from kvd.worker.prefix.lookup import Nearest, common_tokens
 from kvd.worker.prefix.queued_paths import Path, edge_of, salt_digest
 from kvd.worker.prefix.segment_index import Checkpoint
+from protocol.cache_outcome import EvictionCause
 from protocol.segments import prefix_value
 
 Snapshot = Any
@@ -100,9 +105,17 @@ class PrefixTree:
 
     ``chunk``: tokens of a prefill chunk. ``every``: distance in tokens between the checkpoints that
     each prompt leaves besides its last one, rounded up to whole chunks; 0: only the last one.
+    ``clock``: seconds since 1970.
     """
 
-    def __init__(self, snapshots: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
+    def __init__(
+        self,
+        snapshots: Snapshotter,
+        chunk: int,
+        every: int,
+        cap_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         if chunk < 1 or every < 0 or cap_bytes < 0:
             raise ValueError(
                 f"chunk {chunk} must be positive, every {every} and cap_bytes {cap_bytes} not"
@@ -112,6 +125,7 @@ class PrefixTree:
         self.every = -(-every // chunk) * chunk
         self.cap_bytes = cap_bytes
         self.counts = PrefixCounts()
+        self.evictions = Evictions(clock)
         self._source = snapshots
         self._root = _Node(None, "", 0, salt_digest(""))
         self._stored: dict[_Node, None] = {}
@@ -165,6 +179,26 @@ class PrefixTree:
                 return node
         return None
 
+    def nearest(self, tokens: Sequence[int], salt: str = "") -> Nearest:
+        """Return the cached prompt of this salt with the longest common beginning.
+
+        The tree knows the tokens of a prompt up to its last checkpoint.
+        """
+        root = self._root.children.get(salt)
+        if root is None:
+            return Nearest(0)
+        node = [root, *self._path(tokens, salt, proper=False)][-1]
+        rest = edge_of(tokens[node.depth : node.depth + self.chunk])
+        edges = [edge for edge in node.children if isinstance(edge, bytes)]
+        if not (edges and rest):
+            return Nearest(node.depth)
+        same, edge = max((common_tokens(rest, edge), edge) for edge in edges)
+        if node.depth + same == len(tokens):
+            return Nearest(len(tokens))
+        cached = array("i")
+        cached.frombytes(edge)
+        return Nearest(node.depth + same, cached[same:])
+
     def boundaries(
         self, tokens: Sequence[int], salt: str = "", diverging: Collection[int] = ()
     ) -> set[int]:
@@ -204,8 +238,10 @@ class PrefixTree:
         node.used = self._clock
         self._stored[node] = None
         self.counts.stored += 1
+        self.evictions.remove(node.name)
         while self.held_bytes > self.cap_bytes:
-            self._evict(self._least_valuable(one for one in self._stored if one is not node)[0])
+            others = (one for one in self._stored if one is not node)
+            self._evict(self._least_valuable(others)[0], "full")
         return True
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -233,7 +269,7 @@ class PrefixTree:
 
     # Eviction.
 
-    def evict(self, wanted: int, below: float = math.inf) -> int:
+    def evict(self, wanted: int, cause: EvictionCause = "rows", below: float = math.inf) -> int:
         """Drop the least valuable checkpoints until ``wanted`` bytes are free, or none is left.
 
         Only checkpoints with a value (`prefix_value`) less than ``below`` are dropped. Returns the
@@ -246,7 +282,7 @@ class PrefixTree:
             if value >= below:
                 break
             freed += node_bytes
-            self._evict(node)
+            self._evict(node, cause)
         return freed
 
     def value_of(self, tokens: Sequence[int], salt: str, nbytes: int) -> float:
@@ -261,9 +297,9 @@ class PrefixTree:
         candidates = [(node, freed, self._value(node, freed)) for node, freed in sizes]
         return min(candidates, key=lambda candidate: candidate[2])
 
-    def _evict(self, node: _Node) -> None:
+    def _evict(self, node: _Node, cause: EvictionCause) -> None:
         self.counts.evicted += 1
-        self._drop(node)
+        self._drop(node, cause)
 
     def _value(self, node: _Node, freed: int) -> float:
         above = node.parent
@@ -273,8 +309,9 @@ class PrefixTree:
         return prefix_value(saved, freed, self._clock - node.used)
 
     def clear(self) -> None:
+        """Drop all checkpoints, because a step failed."""
         for node in list(self._stored):
-            self._drop(node)
+            self._drop(node, "failure")
 
     def trust(self, tokens: Sequence[int], salt: str = "") -> None:
         """Trust the checkpoints on the path of a prompt whose request returned good logits."""
@@ -291,7 +328,7 @@ class PrefixTree:
         for node in list(self._path(tokens, salt, proper=False)):
             if node.snapshot is not None:
                 self.counts.untrusted += 1
-                self._drop(node)
+                self._drop(node, "untrusted")
 
     def drop_lowered(self) -> None:
         """Drop now the checkpoints whose pages were stepped down; otherwise `match` drops them."""
@@ -303,11 +340,12 @@ class PrefixTree:
         valid = self._source.unlowered(node.snapshot)
         if not valid:
             self.counts.lowered += 1
-            self._drop(node)
+            self._drop(node, "precision")
         return valid
 
-    def _drop(self, node: _Node) -> None:
+    def _drop(self, node: _Node, cause: EvictionCause) -> None:
         self._source.drop(node.snapshot)
+        self.evictions.add(node.name, cause)
         node.snapshot = None
         node.trusted = False
         del self._stored[node]

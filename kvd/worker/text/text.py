@@ -16,10 +16,12 @@ from kvd.worker.text.abilities import abilities_of, forms_of
 from kvd.worker.text.choices import check_token_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
 from kvd.worker.text.failures import is_failure, one_line
+from kvd.worker.text.places import Conversation, common, find_place
 from kvd.worker.text.splitting import Splitting
 from kvd.worker.text.stream import TextStream
 from kvd.worker.text.template import ChatTemplate, Limit
 from kvd.worker.text.token_texts import TokenTexts
+from protocol.cache_outcome import PromptPlace
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
 from protocol.tools import ChatOptions
 from protocol.types import ChatMessage, TokenLogprob
@@ -162,6 +164,47 @@ class Text:
         others = [self._token_texts.alternative(*pair) for pair in top]
         text, raw = self._token_texts.of(token)
         return TokenLogprob(token, text, logprob, raw, others)
+
+    def place_of(
+        self, conversation: Conversation, prompt: Sequence[int], token: int, other: Sequence[int]
+    ) -> PromptPlace | None:
+        """Return the message or tool in which a conversation's prompt differs from another prompt.
+
+        None: it is not known. ``token``: position of the first token that differs. ``other``: some
+        tokens of the other prompt from there on.
+        """
+        try:
+            text = self.template.render(conversation.messages, conversation.chat)
+            at = self._offset(text, prompt, token)
+            if at is None:
+                return None
+            # Both tokens may begin with the same characters, some of them of the message before.
+            at += common(self.excerpt(prompt[token : token + len(other)]), self.excerpt(other))
+            ends = [self._token_texts.of(one)[0] for one in self.eos_ids]
+            return find_place(self.template, conversation, text, at, ends)
+        except InvalidRequest:
+            return None
+
+    def _offset(self, text: str, prompt: Sequence[int], token: int) -> int | None:
+        """Return the position in a text at which one of its tokens begins, if known."""
+        before, data = self._bytes(prompt[:token]), text.encode("utf-8", "surrogatepass")
+        if data.startswith(before):
+            return len(before.decode("utf-8", "ignore"))
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
+        return int(offsets[token][0]) if token < len(offsets) else None
+
+    def excerpt(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens with special tokens; incomplete characters are U+FFFD."""
+        return self._bytes(tokens).decode("utf-8", "replace")
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        table, raw = self._table, self._token_texts.raw
+        if table is None:
+            return b"".join(map(raw, tokens))
+        return b"".join([table.bytes_of(token) or raw(token) for token in tokens])
 
     def _encode_text(self, request: Submit | Tokenize) -> list[int]:
         if request.prompt is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvd.worker.core.engine import MLXEngine
+from protocol.cache_outcome import CacheOutcome, RowCached
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.types import Sampling, TokenLogprob, Usage
@@ -88,6 +89,8 @@ class Driver:
         """By request: the mode of each preemption, followed by "resumed" once it resumed."""
         self.positions: dict[str, list[int]] = {}
         self.reclaimed: list[Reclaimed] = []
+        self.found: dict[str, CacheOutcome] = {}
+        """By request: what the prefix cache did for its prompt."""
         self.segments: list[SegmentReport] = []
         """Reports to the prefix store, which a test plays."""
         self.info = self.engine.load(
@@ -185,6 +188,8 @@ class Driver:
         match report:
             case RowQueued():
                 self.positions.setdefault(report.rid, []).append(report.position)
+            case RowCached():
+                self.found[report.rid] = report.outcome
             case RowPreempted():
                 assert report.nbytes > 0
                 self.preemptions.setdefault(report.rid, []).append(report.where)

@@ -47,6 +47,7 @@ def engine(shared: Engine, disk: Disk) -> Iterator[Engine]:
         reports.clear()
     before = dict(shared.store.segments)
     shared.outcomes.clear()
+    shared.found.clear()
     shared.reclaimed.clear()
     shared.engine._out_of_memory.calm_steps = CALM_STEPS
     shared.forget()

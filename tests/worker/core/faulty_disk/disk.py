@@ -83,6 +83,13 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.0005)
 
 
+def unread(engine: Engine, rid: str) -> tuple[int, str] | None:
+    """Return how many stored tokens a prompt did not read, and why."""
+    outcome = engine.found[rid]
+    stored = sum(part.tokens for part in outcome.parts if part.reason == "unread")
+    return None if outcome.unread is None else (stored, outcome.unread)
+
+
 def settle(engine: Engine) -> None:
     """Step until the present offer ends."""
 

@@ -18,6 +18,7 @@ from tests.worker.core.faulty_disk.disk import (
     begin_to_read,
     settle,
     submit,
+    unread,
     until,
 )
 from tests.worker.core.prompts import prompt_of
@@ -190,6 +191,7 @@ def test_a_segment_that_cannot_be_read_is_a_miss(
     assert disk.calls > after, "no call failed"
     assert engine.outcomes["r"].cached == 0
     is_damage = error in (errno.EIO, errno.ENOENT)
+    assert unread(engine, "r") == (STORED, "damaged" if is_damage else "failed")
     assert len(engine.store.damaged) == is_damage
 
 

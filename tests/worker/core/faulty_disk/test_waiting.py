@@ -18,6 +18,7 @@ from tests.worker.core.faulty_disk.disk import (
     settle,
     submit,
     threads,
+    unread,
     until,
 )
 from tests.worker.core.prompts import prompt_of
@@ -54,6 +55,7 @@ def test_a_disk_that_hangs_delays_its_readers_for_a_second(
     engine.engine._prefix_cache.tree.clear()
     found = alone(engine, PROMPT)  # no time passes
     assert (found, found.cached) == (wanted, 0)
+    assert unread(engine, "r") == (STORED, "hangs")
     assert not engine.store.damaged
 
     disk.work()
@@ -160,6 +162,7 @@ def test_a_prompt_whose_reads_are_always_interrupted_is_prefilled(
     engine.run()
     assert engine.outcomes["r"] == wanted
     assert engine.outcomes["r"].cached == 0
+    assert unread(engine, "r") == (STORED, "reclaim")
 
 
 # Disks that are slow.
@@ -350,6 +353,7 @@ def test_a_prefix_is_read_if_that_is_clearly_faster(
     rates._measured["read"] = times_as_long * READ_MARGIN * segment.nbytes / prefill_s
     before = rates.seconds("read", 1)
     assert alone(engine, PROMPT).cached == cached
+    assert unread(engine, "alone") == (None if cached else (STORED, "slower"))
     assert rates.seconds("read", 1) < before, "a read that is measured, or the next try is nearer"
 
 
