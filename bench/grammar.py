@@ -1,22 +1,44 @@
-"""Grammars: tokens per second of 8 rows with and without, and the validity of many answers.
+"""Grammars: speed beside rows without grammars, masks over a large vocabulary, and compilation.
 
-python -m bench.grammar [--model demo] [--rounds 5]
-python -m bench.grammar --valid 10000
+    LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
+    python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--json FILE]
+
+Runs with and without grammars alternate, and each pair gives a ratio; on a machine that does other
+work, the ratio of CPU time is the steadier one. ``--shape``: a model with random weights, with a
+tokenizer as large as its vocabulary. Validity has a campaign of its own:
+`tests.worker.grammar.valid_campaign`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
+from bench.gpu import shapes
+from bench.report import machine, publish
+from kvd import demo
+from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
+from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.matcher import MaskFiller, Matcher
+from kvd.worker.grammar.vocabulary import Vocabulary
 from protocol.tools import Grammar
 from protocol.types import Sampling
+from protocol.worker import Submit
 from tests.worker.core.driver import Driver
 
 ROWS = 8
-TOKENS = 96
+VOCABULARY = 151_936
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -27,59 +49,148 @@ SCHEMA = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-LONG = Grammar("json_schema", json.dumps({"type": "array", "items": SCHEMA, "minItems": 99}))
-ONE = Grammar("json_schema", json.dumps(SCHEMA))
+LONG = Grammar("json_schema", json.dumps({"type": "array", "items": SCHEMA, "minItems": 999}))
 
 
-def rate(driver: Driver, grammar: Grammar | None) -> float:
-    """Return the tokens per second of `ROWS` rows."""
+def run(driver: Driver, grammar: Grammar | None, tokens: int) -> tuple[float, float]:
+    """Return wall and CPU seconds per token of `ROWS` rows."""
     for row in range(ROWS):
         sampling = Sampling(temperature=1.0, seed=row)
         more = {} if grammar is None else {"grammar": grammar}
-        driver.submit(f"r{row}", "A list:", sampling, max_tokens=TOKENS, ignore_eos=True, **more)
-    driver.step()
-    start = time.perf_counter()
-    driver.run()
-    seconds = time.perf_counter() - start
-    tokens = sum(len(outcome.tokens) for outcome in driver.outcomes.values())
+        driver.submit(f"r{row}", "A list:", sampling, max_tokens=tokens, ignore_eos=True, **more)
+    batch = driver.engine._batch  # noqa: SLF001
+    while any(not one.tokens for one in driver.outcomes.values()):  # grammars are compiled
+        driver.take(driver.engine.step())
+    before = batch.generated_tokens
+    wall, cpu = time.perf_counter(), time.process_time()
+    while driver.engine.has_work:
+        driver.take(driver.engine.step())
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     driver.outcomes.clear()
-    return tokens / seconds
+    count = batch.generated_tokens - before
+    return wall / count, cpu / count
 
 
-def valid(driver: Driver, count: int) -> tuple[int, int]:
-    """Return how many answers match the schema, and how many were given."""
-    right = 0
-    for start in range(0, count, ROWS):
-        for row in range(start, min(count, start + ROWS)):
-            sampling = Sampling(temperature=1.0, seed=row)
-            driver.submit(f"r{row}", "A pet:", sampling, grammar=ONE, max_tokens=400)
-        driver.run()
-        for outcome in driver.outcomes.values():
-            value = json.loads(outcome.text) if outcome.reason == "stop" else {}
-            right += (
-                list(value) == ["name", "age", "kind"]
-                and len(value["name"]) <= 12
-                and 0 <= value["age"] <= 150
-                and value["kind"] in {"cat", "dog"}
-            )
-        driver.outcomes.clear()
-    return right, count
+def compare(driver: Driver, pairs: int, tokens: int) -> dict[str, Any]:
+    run(driver, LONG, tokens)
+    found: list[tuple[float, float]] = []
+    speeds: list[tuple[float, float]] = []
+    for number in range(pairs):
+        order = (None, LONG) if number % 2 else (LONG, None)
+        seconds = {grammar is None: run(driver, grammar, tokens) for grammar in order}
+        plain, bound = seconds[True], seconds[False]
+        found.append((plain[0] / bound[0], plain[1] / bound[1]))
+        speeds.append((1 / plain[0], 1 / bound[0]))
+    wall, cpu = zip(*found, strict=True)
+    without, with_grammars = zip(*speeds, strict=True)
+    return {
+        "tokens_per_second_without": round(statistics.median(without), 1),
+        "tokens_per_second_with": round(statistics.median(with_grammars), 1),
+        "ratio": round(statistics.median(wall), 3),
+        "ratios": [round(one, 3) for one in wall],
+        "cpu_ratio": round(statistics.median(cpu), 3),
+        "cpu_ratios": [round(one, 3) for one in cpu],
+    }
+
+
+def pieces(count: int) -> list[bytes]:
+    """Return the bytes of random tokens: single bytes, words with and without space, digits."""
+    chance = random.Random(0)
+    found = {bytes([one]): None for one in range(256)}
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    while len(found) < count:
+        word = "".join(chance.choices(letters, k=chance.randint(2, 9)))
+        kind = chance.random()
+        if kind < 0.02:
+            word = str(chance.randrange(1000))
+        elif kind < 0.06:
+            word = "".join(chance.choices('{}[]":,.;()<>/\\=-+ \n\t', k=chance.randint(2, 4)))
+        elif kind < 0.15:
+            word = "".join(map(chr, chance.choices(range(0x400, 0x9FFF), k=chance.randint(1, 3))))
+        found[(" " * (chance.random() < 0.5) + word).encode()] = None
+    return list(found)
+
+
+def masks(steps: int = 400) -> dict[str, float]:
+    """Return CPU times of masks over a random vocabulary, one row at a time."""
+    words = pieces(VOCABULARY - 1)
+    eos = len(words)
+    vocabulary = Vocabulary(
+        [*words, b"<end>"], frozenset({eos}), frozenset({eos}), lambda _: [], canonical=False
+    )
+    compiler = Compiler(lambda: vocabulary)
+    start = time.perf_counter()
+    with compiler.preparing():
+        pass
+    built = time.perf_counter() - start
+    start = time.perf_counter()
+    compilation = compiler.start(_grammar(LONG))
+    compilation.done.wait(60)
+    compiled = time.perf_counter() - start
+    filler, chance, seconds = MaskFiller(VOCABULARY), random.Random(1), list[float]()
+    matcher: Matcher = compiler.matcher(compilation)
+    for _ in range(steps):
+        start = time.thread_time()  # other processes do not count
+        (mask,) = filler.fill([matcher])
+        seconds.append(time.thread_time() - start)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        matcher.push(int(chance.choice(allowed)))
+    seconds.sort()
+    return {
+        "vocabulary": VOCABULARY,
+        "tokenizer_s": round(built, 3),
+        "compile_ms": round(1e3 * compiled, 2),
+        "mask_median_ms": round(1e3 * seconds[steps // 2], 3),
+        "mask_p99_ms": round(1e3 * seconds[int(0.99 * steps)], 3),
+    }
+
+
+def _grammar(grammar: Grammar) -> AnswerGrammar:
+    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
+    found = grammar_of(request, AnswerContext(), canonical=False)
+    assert found is not None
+    return found
+
+
+@contextmanager
+def shaped(shape: str) -> Iterator[str]:
+    """Yield a folder with a model of random weights, whose tokenizer has all of its tokens."""
+    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        folder = Path(name) / "model"
+        shapes.write(shape, mx.bfloat16, folder)
+        count = shapes.SHAPES[shape]["vocab_size"]
+        tokenizer = json.loads((demo.path() / "tokenizer.json").read_text())
+        known = tokenizer["model"]["vocab"]
+        used = set(known.values()) | {one["id"] for one in tokenizer["added_tokens"]}
+        free = (at for at in range(count) if at not in used)
+        for at, word in zip(free, pieces(count), strict=False):
+            known.setdefault("".join(_shown(one) for one in word), at)
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        yield str(folder)
+
+
+def _shown(byte: int) -> str:
+    """Return the character that byte-level tokenizers write for a byte (GPT-2)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in visible:
+        return chr(byte)
+    return chr(256 + [one for one in range(256) if one not in visible].index(byte))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--valid", type=int, default=0)
+    parser.add_argument("--shape", choices=list(shapes.SHAPES))
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    driver = Driver(asked.model)
-    if asked.valid:
-        print("valid: {} of {}".format(*valid(driver, asked.valid)))
-        return
-    rate(driver, LONG)
-    pairs = [(rate(driver, None), rate(driver, LONG)) for _ in range(asked.rounds)]
-    plain, bound = (statistics.median(values) for values in zip(*pairs, strict=True))
-    print(f"without {plain:.0f} tokens/s, with {bound:.0f} tokens/s: {bound / plain:.3f}")
+    report = {"machine": machine(), "model": asked.shape or "demo", "rows": ROWS, "masks": masks()}
+    if asked.shape is None:
+        report["speed"] = compare(Driver("demo"), asked.pairs, asked.tokens)
+    else:
+        with shaped(asked.shape) as folder:
+            report["speed"] = compare(Driver(folder), asked.pairs, asked.tokens)
+    publish(report, asked.json)
 
 
 if __name__ == "__main__":
