@@ -39,6 +39,8 @@ class Matcher:
         """Tokens of the tokenizer."""
         self.mask: Mask | None = None
         """The mask of the next token, if it was computed already."""
+        self.first: Mask | None = None
+        """The mask of the first token over the tokenizer's tokens, from the compilation."""
         self._eos_ids = eos_ids
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
@@ -49,14 +51,14 @@ class Matcher:
             self._ahead = None
             return
         self.settle()
-        self.mask = None
+        self.mask = self.first = None
         if not self.grammar.is_stopped():
             self.grammar.consume_token(token)
 
     def push_ahead(self, token: int) -> None:
         """Advance by a token that was drawn; `push` follows, or `settle` if the draw is dropped."""
         self.settle()
-        self.mask = None
+        self.mask = self.first = None
         if not self.grammar.is_stopped() and self.grammar.consume_token(token):
             self._ahead = token
 
@@ -125,6 +127,12 @@ class MaskFiller:
 
         A matcher that fails has an empty mask. Masks that were computed already are copied.
         """
+        for one in matchers:
+            if one is not None and one.mask is None and one.first is not None:
+                words = np.zeros((1, (self._vocabulary + 31) // 32), np.int32)
+                count = min(one.first.size, words.nbytes)
+                words.view(np.uint8)[0, :count] = one.first[:count]
+                one.mask = self._with_logits(words)[0]
         new = [one for one in matchers if one is not None and one.mask is None]
         if new:
             self.fill_ahead(new)
@@ -146,11 +154,15 @@ class MaskFiller:
             width = words.itemsize * words.shape[1]
             for grammar, row in followed:
                 grammar.unsafe_compute_mask_ptr(words.ctypes.data + row * width, width)
-        masks = words.view(np.uint8)[:, : (self._vocabulary + 31) // 32 * 4]
-        # Tokens of the tokenizer for which the model has no logit cannot be drawn.
-        for token in range(self._vocabulary, 8 * masks.shape[1]):
-            masks[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
+        masks = self._with_logits(words)
         for matcher, mask in zip(matchers, masks, strict=True):
             if matcher.failed:
                 mask[:] = 0
             matcher.mask = mask
+
+    def _with_logits(self, words: NDArray[np.int32]) -> Mask:
+        """Return masks without tokens of the tokenizer for which the model has no logit."""
+        masks = words.view(np.uint8)[:, : (self._vocabulary + 31) // 32 * 4]
+        for token in range(self._vocabulary, 8 * masks.shape[1]):
+            masks[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
+        return masks

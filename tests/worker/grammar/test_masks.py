@@ -112,3 +112,14 @@ def test_a_mask_allows_no_token_without_a_logit(vocabulary: int) -> None:
 
     assert not bits[vocabulary:].any()
     assert bits[:vocabulary].any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(grammar=GRAMMARS, vocabulary=st.sampled_from([512, 500]))
+def test_the_first_mask_is_that_of_the_compilation(grammar: Grammar, vocabulary: int) -> None:
+    """It takes up to 50 ms, which other rows would wait for, so it is computed only once."""
+    known, new = matcher_of(grammar), matcher_of(grammar)
+    new.first, filler = None, MaskFiller(vocabulary)
+    known.grammar = None  # not used
+
+    assert (filler.fill([known])[0] == filler.fill([new])[0]).all()

@@ -1,0 +1,147 @@
+"""Random and hostile grammars against a running daemon, beside an undisturbed stream.
+
+    python -m tests.http.grammar_campaign 10000 [--seed 0] [--json FILE]
+
+Every request ends with a result or a typed error. The tokens of a stream that runs all the time
+equal those of a run alone. The report has the gaps between the stream's tokens, alone and beside
+the grammars, in milliseconds, and the worker's resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.own import daemon
+from bench.report import publish
+from kvd.client import AsyncClient
+from protocol.errors import KvdError
+from protocol.messages import Tokens
+from tests.http.hostile_grammars import random_grammar
+from tests.worker.grammar.json_schemas import is_valid
+
+CLIENTS = 4
+TYPED = {"invalid_request", "overloaded", "request_too_large"}
+STREAM: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+
+
+@dataclass
+class Report:
+    """What became of the requests."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[int, str]] = field(default_factory=list)
+    """Seeds with an untyped error or an invalid answer."""
+    streams: int = 0
+    changed: int = 0
+    """Streams whose tokens differ from those alone."""
+    slowest_s: float = 0.0
+    """Longest request."""
+    gaps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    rss_mb: list[float] = field(default_factory=list)
+    """Resident memory of the worker after each fifth of the requests."""
+
+
+async def stream(client: AsyncClient, gaps: list[float]) -> list[int]:
+    """Return a stream's tokens; append the seconds between them."""
+    tokens: list[int] = []
+    last = None
+    async for event in await client.generate("demo", prompt="Once", **STREAM):
+        if isinstance(event, Tokens):
+            now = time.perf_counter()
+            gaps.extend([] if last is None else [now - last])
+            last = now
+            tokens += event.tokens
+    return tokens
+
+
+async def campaign(client: AsyncClient, seed: int, count: int) -> Report:
+    """Send ``count`` grammars to the model ``demo``."""
+    report = Report()
+    alone: list[float] = []
+    beside: list[float] = []
+    await stream(client, [])
+    wanted = await stream(client, alone)
+    pid = next(one.worker_pid for one in (await client.status()).models if one.worker_pid)
+    numbers = iter(range(seed, seed + count))
+    ended = asyncio.Event()
+
+    async def keep_streaming() -> None:
+        while not ended.is_set():
+            report.changed += await stream(client, beside) != wanted
+            report.streams += 1
+
+    async def attack() -> None:
+        for number in numbers:
+            start = time.monotonic()
+            await _ask(client, number, report)
+            report.slowest_s = max(report.slowest_s, time.monotonic() - start)
+            if (number - seed + 1) % max(1, count // 5) == 0:
+                report.rss_mb.append(_resident_mb(pid))
+
+    streaming = asyncio.create_task(keep_streaming())
+    await asyncio.gather(*(attack() for _ in range(CLIENTS)))
+    ended.set()
+    await streaming
+    report.gaps_ms = {"alone": _summary(alone), "beside": _summary(beside)}
+    return report
+
+
+async def _ask(client: AsyncClient, number: int, report: Report) -> None:
+    grammar = random_grammar(number)
+    try:
+        answer = await client.generate(
+            "demo", prompt="x", grammar=grammar, max_tokens=24, temperature=1.0, seed=number
+        )
+        text = await answer.text()
+    except KvdError as error:
+        info = error.info()
+        report.outcomes[info.code] += 1
+        if info.code not in TYPED or not info.message:
+            report.wrong.append((number, f"{info.code}: {info.message}"))
+        return
+    report.outcomes[str(answer.reason)] += 1
+    complete = answer.reason == "stop" and grammar.kind == "json_schema"
+    if complete and not is_valid(grammar.value, text):
+        report.wrong.append((number, text))
+
+
+def _resident_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    line = next(one for one in status.splitlines() if one.startswith("VmRSS"))
+    return round(int(line.split()[1]) / 1024, 1)
+
+
+def _summary(gaps: list[float]) -> dict[str, float]:
+    ordered = sorted(1e3 * gap for gap in gaps)
+    size = len(ordered)
+    shares = {"median": size // 2, "p99": int(0.99 * size), "longest": size - 1}
+    return {name: round(ordered[at], 2) for name, at in shares.items()}
+
+
+async def _run(asked: argparse.Namespace) -> Report:
+    async with daemon("") as client:
+        await (await client.load("demo")).result()
+        return await campaign(client, asked.seed, asked.count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    start = time.monotonic()
+    report = asyncio.run(_run(asked))
+    found = {name: getattr(report, name) for name in Report.__dataclass_fields__}
+    publish({"count": asked.count, "seconds": round(time.monotonic() - start), **found}, asked.json)
+    raise SystemExit(bool(report.wrong or report.changed))
+
+
+if __name__ == "__main__":
+    main()
