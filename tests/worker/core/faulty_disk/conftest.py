@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.prefix import segment_files
+from kvd.worker.prefix.segment_io import BackgroundReader
 from protocol.worker import SegmentsChanged
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faulty_disk.disk import PROMPT, STORED, Disk, settle, threads, until
@@ -35,6 +38,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk(monkeypatch)
+    reader = functools.partial(BackgroundReader, threads=3)  # also on machines with few cores
+    monkeypatch.setattr(segment_files, "BackgroundReader", reader)
     yield disk
     disk.work()
     until(lambda: not threads())
