@@ -425,7 +425,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="write the model here; measure nothing")
     options = parser.parse_args(arguments)
     if options.folder is not None:
-        shapes.write(options.shape, default_dtype() or mx.bfloat16, options.folder)
+        shapes.write(options.shape, mx.bfloat16, options.folder)
         return
     console = Console(width=None if sys.stdout.isatty() else 200)
     show(measure(options, console), console)
