@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,8 @@ from types import ModuleType
 
 import mlx.core as mx
 import platformdirs
+
+_log = logging.getLogger("kvd.worker")
 
 NAME = "kvd_native"
 SOURCES = Path(__file__).parent / "src"
@@ -160,6 +163,7 @@ def _compiled(folder: Path) -> Path:
     includes = [binding / "include", binding / "ext" / "robin_map" / "include", mlx / "include"]
     includes.append(Path(sysconfig.get_path("include")))
     target = folder / f"{NAME}.so"
+    _log.info("building kvd's operations for this processor, once, with %s", command)
     arguments = [*_FLAGS, *(f"-I{path}" for path in includes)]
     arguments += [str(SOURCES / "module.cpp"), str(binding / "src" / "nb_combined.cpp")]
     arguments += ["-shared", "-o", str(target), f"-L{mlx / 'lib'}", "-lmlx"]

@@ -37,8 +37,12 @@ def test_without_a_compiler_the_reason_names_the_package(
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "kvd.worker")
     fake = tmp_path / "g++"
     fake.write_text("#!/bin/sh\necho 'module.cpp: error: no room' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -47,6 +51,8 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     with pytest.raises(build.NotBuiltError, match="error: no room"):
         build.load()
     assert not list((empty_cache / "kvd").rglob("*kvd_native*"))
+    # The first load of a new user takes minutes on a busy machine, and the log gives the reason.
+    assert f"once, with {fake}" in caplog.text
 
 
 def _put_into_cache(content: bytes, *, digest: str | None = None) -> Path:
