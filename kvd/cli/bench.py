@@ -29,6 +29,7 @@ from kvd.cli.bench_room import obstacles
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stderr_console, stdout_console
+from kvd.cli.options import Number
 from kvd.client import Client
 from kvd.config.sources import absolute
 from kvd.demo.recall import filler_sentences
@@ -85,7 +86,7 @@ class Chosen(NamedTuple):
     multiple=True,
     help="Measure only this trace; repeatable.",
 )
-@option("--seconds", "S", "Time limit without starts and loads.", type=click.FloatRange(5, 86_400))
+@option("--seconds", "S", "Time limit without starts and loads.", type=Number(5, 86_400))
 @click.option(
     "--make-room",
     is_flag=True,
