@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from actors.request_state import RequestState
 from protocol import messages
+from protocol.cache_text import summary
 from protocol.messages import Event
 from protocol.request_record import RequestRecord
 
@@ -59,12 +60,14 @@ def open_records(requests: Iterable[RequestState], now: float) -> list[RequestRe
 
 
 def open_record(request: RequestState, now: float) -> RequestRecord:
-    timing = request.timing
+    timing, outcome = request.timing, request.outcome
     return RequestRecord(
         rid=request.submit.rid,
         model=timing.model,
         stage=request.stage,
         prompt_tokens=request.prompt_tokens,
+        cached_tokens=None if outcome is None else outcome.reused_tokens,
+        cache="" if outcome is None else summary(outcome),
         completion_tokens=sum(len(choice.tokens) for choice in request.choices),
         age_s=None if timing.arrived_at is None else now - timing.arrived_at,
         first_token_s=timing.first_token_s,

@@ -19,7 +19,7 @@ from actors.runtime.actor import Ref
 from actors.telemetry import Timing
 from protocol import messages
 from protocol import worker as wire
-from protocol.cache_outcome import RowCached
+from protocol.cache_outcome import CacheOutcome, RowCached
 from protocol.errors import InvalidRequest
 from protocol.finish_reason import combined_reason
 from protocol.messages import Event, FinishReason
@@ -106,6 +106,8 @@ class RequestState:
     """Name to attach by; empty if the request is not journaled."""
     prompt_tokens: int | None = None
     """None until a worker accepts the request."""
+    outcome: CacheOutcome | None = None
+    """What the prefix cache did for the prompt; None until a worker has looked it up."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent."""
     awaits_tokens: bool = True
@@ -159,7 +161,7 @@ class RequestState:
             return None
         return report.choice if report.choice >= len(self.choices) else None
 
-    def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911
+    def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911, PLR0912 - one match
         """Return the client's event, if there is one."""
         match report:
             case wire.RowTokens():
@@ -168,7 +170,10 @@ class RequestState:
                 return self._apply_accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
-            case wire.RowNote() | RowCached():
+            case wire.RowNote():
+                return None
+            case RowCached(outcome=outcome):
+                self.outcome = outcome
                 return None
             case wire.RowAdmitted():
                 self.running = True

@@ -28,7 +28,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_tokens: int | None = None
     """Absent until a worker has tokenized the prompt."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were in the prefix cache; absent until the end."""
+    """Tokens of the prompt that were in the prefix cache; absent until a worker has looked
+    it up."""
+    cache: str = ""
+    """Why tokens of the prompt were computed; empty until a worker has looked it up."""
     completion_tokens: int = 0
     age_s: float | None = None
     """Seconds from the arrival until now, or until the end; absent if an earlier daemon accepted

@@ -152,6 +152,7 @@ def test_the_stream_has_the_status_new_events_and_requests(browser: httpx.Client
     )
     assert (done["model"], done["stage"], done["completion_tokens"]) == ("fast", "length", 3)
     assert 0 < done["first_token_s"] <= done["age_s"]
+    assert done["cache"].startswith(f"{done['prompt_tokens']} of {done['prompt_tokens']} prompt")
     assert (second["ended"], second["events"]) == ([], [])  # only what is new
     assert second["status"]["uptime_s"] > first["status"]["uptime_s"]
 

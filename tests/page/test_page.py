@@ -206,6 +206,7 @@ def test_pressure_is_explained(visit: Visit):
     cached = "[...document.querySelectorAll('#requests .s-length ~ .cache')]"
     page.wait(f"{cached}.every(e => e.innerText.includes(' / '))")
     page.wait(shows("#requests .levels", "k"))
+    page.wait(shows("#requests .miss", "prompt tokens were computed"))
     rid = page.js("document.querySelector('#requests .s-length').closest('tr').dataset.key")
     page.js("location.hash = 'overview'")
     reason = f"request {rid}: its text"

@@ -81,8 +81,8 @@ function update(node, one, model, note) {
   const cached = one.cached_tokens;
   setText(node.querySelector(".cache").firstChild, cached === undefined || !one.prompt_tokens
     ? "" : `${format.count(cached)} / ${format.count(one.prompt_tokens)}`);
-  node.querySelector(".cache").classList.toggle("none", open && !note);
-  set("miss", one.miss || note || "");
+  node.querySelector(".cache").classList.toggle("none", cached === undefined && !note);
+  set("miss", one.cache || note || "");
   set("completion", format.count(one.completion_tokens ?? 0));
   set("first", format.duration(one.first_token_s));
   set("time", format.duration(one.age_s));
