@@ -102,6 +102,15 @@ async def test_openais_client_waits_and_retries(home: Home):
         assert len(it.backend.calls) == 2
 
 
+async def test_calls_have_the_id_of_the_answers_header(home: Home):
+    """`kvctl explain --request` finds them by it."""
+    async with serving(home) as stage, httpx.AsyncClient(base_url=stage.url) as http:
+        for stream in (False, True):
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": stream}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert stage.backend.calls[-1].request.id == answer.headers["x-request-id"]
+
+
 async def test_openais_client_does_not_retry_permanent_errors(home: Home):
     async with serving(home, fails(errors.ModelFailed("gave up"))) as it:
         async with AsyncOpenAI(base_url=f"{it.url}/v1", api_key="none") as client:

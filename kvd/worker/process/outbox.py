@@ -8,8 +8,8 @@ The worker does not wait for the daemon. Reports that could not be sent yet are 
   likewise for resumptions.
 
 The size of the outbox is therefore bounded by the requests themselves. Per request it holds at most
-an acceptance, a queue position, the prompt's logprobs, the tokens and the end of each completion,
-one preemption and one resumption. Reports of one completion, and those of a request itself, stay in
+an acceptance, a queue position, a cache outcome, the prompt's logprobs, the tokens and the end of
+each completion, one preemption and one resumption. Reports of one completion, and those of a request itself, stay in
 order. The order between completions, or between tokens and preemptions, has no meaning.
 """
 

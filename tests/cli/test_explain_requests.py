@@ -1,0 +1,60 @@
+"""`kvctl explain --request`: one request's page, the list, and ids that are not known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from kvd.host.home import Home
+from protocol import messages as m
+from protocol.cache_outcome import (
+    CacheOutcome,
+    CachePart,
+    Difference,
+    PromptPlace,
+    RequestOutcome,
+)
+from protocol.explain_messages import ExplainedRequests, ExplainRequest
+from tests.cli.stub import stub_daemon, well
+
+PLACE = PromptPlace("message", 3, 17, "user")
+OUTCOME = CacheOutcome(
+    parts=[CachePart("memory", 1024), CachePart("between", 76), CachePart("differs", 5000)],
+    chunk=256,
+    difference=Difference(1100, PLACE, "\nnow ", "12:04\x1b[2J", "12:03"),
+)
+ONE = RequestOutcome(request="1.7", client_id="req_ab", model="demo", at=0.0, outcome=OUTCOME)
+
+
+def daemon(request: m.Request) -> Iterable[m.Event | None]:
+    if not isinstance(request, ExplainRequest):
+        yield from well(request)
+        return
+    known = request.request in (None, "req_ab", "1.7")
+    yield ExplainedRequests(id=request.id, requests=[ONE] if known else [])
+
+
+def test_a_request_is_explained_with_the_texts_that_differ(kvctl, home: Home) -> None:
+    with stub_daemon(home.socket, daemon):
+        code, out, err = kvctl("explain", "--request", "req_ab")
+        assert (code, err) == (0, "")
+        lines = " ".join(out.split())
+        assert "5,076 of 6,100 prompt tokens were computed" in lines
+        assert "1,024 found in memory" in lines
+        assert "at token 1,100, in message 3 of 17 (user)" in lines
+        assert "this prompt '12:04\\x1b[2J' cached prompt '12:03'" in lines
+        assert "\x1b[2J" not in out, "text of a prompt must not control the terminal"
+        code, out, _ = kvctl("explain", "--request", "1.7", "--json")
+    assert json.loads(out)["outcome"]["difference"]["place"]["number"] == 3
+
+
+def test_without_an_id_the_newest_are_listed(kvctl, home: Home) -> None:
+    with stub_daemon(home.socket, daemon):
+        code, out, _ = kvctl("explain", "--request")
+        assert code == 0
+        assert {"req_ab", "demo", "6,100", "5,076"} <= set(out.split())
+        _, out, err = kvctl("explain", "--request", "nope")
+        assert "no request 'nope'" in out + err
+        code, _, err = kvctl("explain")
+    assert code == 2
+    assert "give MODEL" in err
