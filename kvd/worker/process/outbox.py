@@ -9,8 +9,9 @@ The worker does not wait for the daemon. Reports that could not be sent yet are 
 
 The size of the outbox is therefore bounded by the requests themselves. Per request it holds at most
 an acceptance, a queue position, a cache outcome, the prompt's logprobs, the tokens and the end of
-each completion, one preemption and one resumption. Reports of one completion, and those of a request itself, stay in
-order. The order between completions, or between tokens and preemptions, has no meaning.
+each completion, one preemption and one resumption. Reports of one completion, and those of a
+request itself, stay in order. The order between completions, or between tokens and preemptions, has
+no meaning.
 """
 
 from __future__ import annotations
