@@ -29,6 +29,8 @@ from protocol.types import ReceivedChoice, TokenLogprob, Usage, record_level
 
 Stage = Literal["waiting", "running", "paused"]
 
+_MAX_NOTES = 8
+
 
 @dataclass
 class SentChoice:
@@ -123,6 +125,8 @@ class RequestState:
     choices: list[SentChoice] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     """Precision levels at which the tokens were generated, in order."""
+    notes: list[str] = field(default_factory=list)
+    """What workers noted about the answer's calls and grammars; each text once."""
 
     def __post_init__(self) -> None:
         self.choices = self.choices or [SentChoice() for _ in range(self.submit.n)]
@@ -170,7 +174,8 @@ class RequestState:
                 return self._apply_accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
-            case wire.RowNote():
+            case wire.RowNote(reason=reason):
+                self._note(reason)
                 return None
             case RowCached(outcome=outcome):
                 self.outcome = outcome
@@ -238,6 +243,11 @@ class RequestState:
             logprobs=None if report.logprobs is None else report.logprobs[known:],
         )
 
+    def _note(self, reason: str) -> None:
+        """Keep a note for the end. A replay reports the same ones again."""
+        if reason not in self.notes and len(self.notes) < _MAX_NOTES:
+            self.notes.append(reason)
+
     def _finish(self, report: wire.RowFinished) -> Event:
         if report.reason != "cancelled":
             try:
@@ -251,6 +261,7 @@ class RequestState:
             usage=report.usage,
             stop_text=report.stop_text,
             embedding=report.embedding,
+            notes=self.notes,
         )
 
     def _apply_accepted(self, prompt_tokens: int) -> Event | None:

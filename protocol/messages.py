@@ -356,6 +356,8 @@ class Done(EventBase, tag="done", frozen=True, kw_only=True):
     """Text of ``stop`` that ended the only choice; empty: none did, or there are several."""
     embedding: bytes | None = None
     """Vector of length 1, float32, little endian (base64 in JSON); only after ``embed``."""
+    notes: list[str] = []
+    """Why a tool call was sent as text, and which grammars were not enforced; at most 8."""
 
 
 class Pinned(EventBase, tag="pinned", frozen=True, kw_only=True):

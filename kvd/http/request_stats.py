@@ -24,6 +24,7 @@ class _Call:
     resumed: int = 0
     usage: CallUsage | None = None
     """None while the call runs."""
+    notes: list[str] = field(default_factory=list)
 
     def end_pause(self, now: float) -> None:
         if self.paused_at is not None:
@@ -52,8 +53,8 @@ class RequestStats:
             case messages.Resumed():
                 call.resumed += 1
                 call.end_pause(now)
-            case messages.Done(usage=usage):
-                call.usage = usage
+            case messages.Done(usage=usage, notes=notes):
+                call.usage, call.notes = usage, notes
                 call.end_pause(now)
             case _:
                 pass
@@ -84,6 +85,7 @@ class RequestStats:
         seed = calls[0].seed if len(calls) == 1 else None
         all_levels = sorted({level for levels_of_call in levels for level in levels_of_call})
         paused = any(call.was_paused for call in calls)
+        notes = [note for call in calls for note in call.notes]
         return Extension(
             seed=UNSET if seed is None else seed,
             level=max(levels_of_call[-1] for levels_of_call in levels) if levels else UNSET,
@@ -91,6 +93,7 @@ class RequestStats:
             queued_ms=_ms(max(queued)) if queued else UNSET,
             paused_ms=_ms(max(call.paused_s for call in calls)) if paused else UNSET,
             resumed=sum(call.resumed for call in calls) if paused else UNSET,
+            notes=notes or UNSET,
         )
 
 

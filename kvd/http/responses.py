@@ -164,6 +164,8 @@ class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
     paused_ms: int | UnsetType = UNSET
     """Milliseconds that the request was preempted, or waited for a restart of its worker."""
     resumed: int | UnsetType = UNSET
+    notes: list[str] | UnsetType = UNSET
+    """Why a tool call was sent as text, and which grammars were not enforced."""
 
 
 class Body(msgspec.Struct, frozen=True):

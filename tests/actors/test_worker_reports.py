@@ -74,7 +74,8 @@ async def test_a_malformed_call_is_in_the_event_log():
         process = w.spawn.last("demo")
         (rid,) = process._rows
         process.report(RowNote(rid=rid, reason="invalid JSON"))
-        assert (await client.end(request)).reason == "length"
+        done = await client.end(request)
+        assert (done.reason, done.notes) == ("length", ["invalid JSON"])
         records = w.system._events.since(0, "demo")
         (record,) = [one for one in records if one.kind == "malformed_call"]
         assert (record.model, record.reason) == ("demo", f"request {rid}: invalid JSON")

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.http.answer import Head, Wanted
 from kvd.http.formats import ChatFormat, TextFormat
@@ -132,6 +133,13 @@ def test_the_field_kvd_has_levels_times_and_pauses():
         "paused_ms": 2000,
         "resumed": 1,
     }
+
+
+def test_the_field_kvd_says_what_was_not_enforced():
+    ended = replace(done(), notes=["the grammar of the tool t is not enforced"])
+    answer = whole(CHAT, asked(), accepted(), said("a"), ended)
+    assert answer["kvd"]["notes"] == ["the grammar of the tool t is not enforced"]
+    assert "notes" not in whole(CHAT, asked(), accepted(), said("a"), done())["kvd"]
 
 
 def test_several_choices_have_separate_texts_and_ends():
