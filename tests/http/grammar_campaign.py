@@ -43,6 +43,8 @@ class Report:
     slowest_s: float = 0.0
     """Longest request."""
     gaps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    workers: set[int] = field(default_factory=set)
+    """Process ids of the model's worker: more than one if it died."""
     rss_mb: list[float] = field(default_factory=list)
     """Resident memory of the worker after each fifth of the requests."""
 
@@ -67,7 +69,7 @@ async def campaign(client: AsyncClient, seed: int, count: int) -> Report:
     beside: list[float] = []
     await stream(client, [])
     wanted = await stream(client, alone)
-    pid = next(one.worker_pid for one in (await client.status()).models if one.worker_pid)
+    report.workers.add(await _worker(client))
     numbers = iter(range(seed, seed + count))
     ended = asyncio.Event()
 
@@ -82,6 +84,7 @@ async def campaign(client: AsyncClient, seed: int, count: int) -> Report:
             await _ask(client, number, report)
             report.slowest_s = max(report.slowest_s, time.monotonic() - start)
             if (number - seed + 1) % max(1, count // 5) == 0:
+                report.workers.add(pid := await _worker(client))
                 report.rss_mb.append(_resident_mb(pid))
 
     streaming = asyncio.create_task(keep_streaming())
@@ -109,6 +112,13 @@ async def _ask(client: AsyncClient, number: int, report: Report) -> None:
     complete = answer.reason == "stop" and grammar.kind == "json_schema"
     if complete and not is_valid(grammar.value, text):
         report.wrong.append((number, text))
+
+
+async def _worker(client: AsyncClient) -> int:
+    while True:
+        models = (await client.status()).models
+        if found := [one.worker_pid for one in models if one.worker_pid]:
+            return found[0]
 
 
 def _resident_mb(pid: int) -> float:
@@ -139,8 +149,9 @@ def main() -> None:
     start = time.monotonic()
     report = asyncio.run(_run(asked))
     found = {name: getattr(report, name) for name in Report.__dataclass_fields__}
+    found["workers"] = len(report.workers)
     publish({"count": asked.count, "seconds": round(time.monotonic() - start), **found}, asked.json)
-    raise SystemExit(bool(report.wrong or report.changed))
+    raise SystemExit(bool(report.wrong or report.changed or len(report.workers) > 1))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ async def test_hostile_grammars_do_not_change_a_stream(demo: Live) -> None:
 
     assert not report.wrong
     assert not report.changed
+    assert len(report.workers) == 1
     assert report.streams
     assert sum(report.outcomes.values()) == 60
     assert {"stop", "invalid_request"} <= report.outcomes.keys()
