@@ -13,8 +13,8 @@ from protocol.types import TokenLogprob
 from protocol.worker import Report, RowNote, RowPrompt, RowTokens
 
 LOCATED_TOKENS = 256
-"""Tokens computed again from which on the message with the difference is looked up. That takes as
-long as rendering the prompt twice: 10 ms for 30K tokens."""
+"""Tokens computed again from which on the message with the difference is looked up. For a
+prompt of 39K tokens that took 16 to 120 ms on a busy machine, and tokenizing it 216 ms."""
 _EXCERPT_TOKENS = 16
 
 
