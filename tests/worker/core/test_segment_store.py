@@ -17,6 +17,7 @@ from protocol.key_file import create_key
 from protocol.record_format import PLAIN
 from protocol.segments import segment_path
 from tests.worker.core.driver import Driver
+from tests.worker.core.faulty_disk.disk import settle
 from tests.worker.core.prompts import prompt_of
 from tests.worker.core.segments import KV, Clock, Engine, Store, alone
 
@@ -37,6 +38,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def engine(shared: Engine) -> Iterator[Engine]:
     """An engine whose memory and store are empty."""
     yield shared
+    settle(shared)  # otherwise the next test finds what this one has offered
     assert not list(shared.store.folder.rglob("*.part"))
     shared.delete_all()
     assert shared.engine._runner.cache.usage.pages_used == 0
