@@ -23,6 +23,8 @@ FREE = "/(?s:.*)/"
 """Any text without markers."""
 SPACE = r"/[ \n\r\t]{0,4}/"
 """Whitespace around the parts of a frame: models differ in it."""
+MAX_PATTERN_CHARS = 1 << 16
+"""Characters of a regular expression or a Lark grammar. One of 1 MiB takes 150 MB to compile."""
 MAX_DEPTH = 64
 """Depth of a schema. llguidance itself gives up above about 100."""
 
@@ -107,6 +109,12 @@ def inner_grammar(grammar: Grammar, name: str = "grammar") -> dict[str, Any]:
         return json_grammar({"type": "object"}, name)
     if not grammar.value:
         raise InvalidRequest(f"{name}.value is empty; a {grammar.kind} needs one", field=name)
+    if grammar.kind in {"regex", "lark"} and len(grammar.value) > MAX_PATTERN_CHARS:
+        raise InvalidRequest(
+            f"{name}.value has {len(grammar.value)} characters; a {grammar.kind} takes at most"
+            f" {MAX_PATTERN_CHARS}",
+            field=name,
+        )
     if grammar.kind == "regex":
         known: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(grammar.value))
         return {"lark_grammar": known["grammars"][0]["lark_grammar"]}

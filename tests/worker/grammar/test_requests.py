@@ -269,6 +269,8 @@ def test_a_required_call_is_made_and_parses(caller: Driver, choice: str) -> None
         (Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "JSON|deep"),
         (Grammar("json_schema", ""), "empty"),
         (Grammar("regex", "("), "regex"),
+        (Grammar("regex", "x" * (1 << 20)), "1048576 characters"),
+        (Grammar("lark", "start: //" + "x" * (1 << 17)), "characters"),
         (Grammar("regex", "(" * 5000 + ")" * 5000), "regex|nest"),
         (Grammar("lark", "start: nothing"), "nothing"),
         (Grammar("lark", "start: start"), "text|NoExt"),
