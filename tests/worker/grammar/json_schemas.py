@@ -40,6 +40,13 @@ _TIME = re.compile(
 CHECKER = FormatChecker()
 
 
+@CHECKER.checks("date", ValueError)
+def _is_date(text: object) -> bool:
+    if isinstance(text, str):  # RFC 3339 has a year 0, a leap year, which Python does not have
+        dt.date.fromisoformat(text.replace("0000", "2000", 1) if text[:4] == "0000" else text)
+    return True
+
+
 @CHECKER.checks("time")
 def _is_time(text: object) -> bool:
     return not isinstance(text, str) or _TIME.fullmatch(text) is not None
@@ -49,7 +56,7 @@ def _is_time(text: object) -> bool:
 def _is_date_time(text: object) -> bool:
     if not isinstance(text, str):
         return True
-    dt.date.fromisoformat(text[:10])
+    _is_date(text[:10])
     return text[10:11] in {"T", "t", " "} and _TIME.fullmatch(text[11:]) is not None
 
 

@@ -33,3 +33,7 @@ def test_answers_are_valid_by_random_schemas(demo: Driver) -> None:
 )
 def test_the_judge_rejects_what_is_not_valid(schema: str, text: str) -> None:
     assert not is_valid(schema, text)
+
+
+def test_the_judge_accepts_the_year_0() -> None:
+    assert is_valid('{"type": "string", "format": "date"}', '"0000-02-29"')
