@@ -233,7 +233,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         if state.draining:
             raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name) or self._add(name, known, patient=True)
-        if entry.leaving:
+        if entry.leaving and not entry.evicted:
             raise errors.Draining(f"{name} is being unloaded; ask again when that is done")
         if entry.state == "failed":
             error = state.statuses.model(name).error
@@ -247,6 +247,9 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         return reply
 
     def _send_texts(self, entry: RegistryEntry) -> None:
+        """Send the waiting texts to the worker; those of an evicted model wait for its reload."""
+        if entry.leaving:
+            return
         texts, entry.texts = entry.texts, []
         for reply, message in texts:
             self.pipe(entry.worker.ask(mail.Tokenize(message.command)), reply.answer, reply.fail)
@@ -315,15 +318,16 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             self._forget(entry.name, keep=keep)
         for reply in entry.unload_replies:
             reply.answer(freed_bytes)
-        if entry.reloads:
+        if entry.reloads or entry.texts:
             self._reload(entry)
         self._finish_if_empty()
 
     def _reload(self, entry: RegistryEntry) -> None:
         policies = [load.policy for _, load in entry.reloads if load.policy is not None]
         known = dataclasses.replace(entry.known, policy=policies[-1]) if policies else entry.known
-        added = self._add(entry.name, known, patient=False)
+        added = self._add(entry.name, known, patient=not entry.reloads)
         added.load_replies = [(reply, load.watcher) for reply, load in entry.reloads]
+        added.texts = entry.texts
 
     def _forget(self, name: str, *, keep: bool = False) -> None:
         """Tell the governor that a model is gone, and unless ``keep`` also forget its name."""

@@ -46,6 +46,7 @@ class RegistryEntry:
     texts: list[tuple[DeferredReply[wire.Tokenized], mail.TokenizeText]] = field(
         default_factory=list
     )
+    """Texts to be tokenized when the model is ready; after an eviction they load it again."""
     reloads: list[tuple[DeferredReply[ModelStatus], mail.LoadModel]] = field(default_factory=list)
     """Loads that arrived during the eviction; they start after it."""
     keep_alive_s: float | None = None

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
+from msgspec import Meta
 
 from kvd.host.units import MAX_BYTES
 from protocol import model_folder
@@ -63,7 +64,7 @@ class _ListedFile(msgspec.Struct, frozen=True, rename={"name": "rfilename", "git
 class _Listed(msgspec.Struct, frozen=True):
     """The Hub's answer about a model, as far as it is used."""
 
-    sha: str
+    sha: Annotated[str, Meta(pattern="^[0-9a-f]{40,64}$")]
     siblings: list[_ListedFile] = []
 
 
@@ -98,7 +99,7 @@ class Hub:
                     self._endpoint + path, params={"blobs": "true"}
                 ) as reply:
                     failures.check(reply)
-                    data = await reply.content.read(_MAX_LIST_BYTES)
+                    data = await _read_up_to(reply, _MAX_LIST_BYTES)
             except _FAULTS as error:
                 await failures.wait(error)
             else:
@@ -142,7 +143,7 @@ class Hub:
         self, model: HubModel, file: HubFile, part: Path, advance: Callable[[int], None]
     ) -> str:
         """Download what is missing; return the checksum of everything."""
-        digest, failures = file.digest, _Failures(model.id)
+        digest, failures, most = file.digest, _Failures(model.id), 0
         with part.open("a+b") as stream:
             have = await asyncio.to_thread(_hash_start, stream, digest, file.size)
             advance(have)
@@ -164,7 +165,8 @@ class Hub:
                             digest.update(chunk)
                             have += len(chunk)
                             advance(len(chunk))
-                            failures.count = 0
+                            if have > most:  # not what an earlier attempt also brought
+                                most, failures.count = have, 0
                     if have < file.size:
                         raise _AgainError("the connection ended early")
                 except _FAULTS as error:
@@ -185,12 +187,36 @@ _FAULTS = (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, Conne
 async def connect(environment: Mapping[str, str] = os.environ) -> AsyncIterator[Hub]:
     """Connect with the user's token, which a redirect to another server does not get."""
     token = environment.get("HF_TOKEN") or _saved_token(environment)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    headers["Accept-Encoding"] = "identity"  # ranges count the bytes of the file itself
+    headers = {"Accept-Encoding": "identity"}  # ranges count the bytes of the file itself
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session:
+    async with aiohttp.ClientSession(
+        headers=headers,
+        timeout=timeout,
+        trust_env=True,
+        middlewares=[_Token(token, endpoint)] if token else (),
+    ) as session:
         yield Hub(session, endpoint)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """Adds the token to requests to the Hub itself.
+
+    As a header of the session, aiohttp would refuse it beside a password in ``~/.netrc``.
+    """
+
+    token: str
+    endpoint: str
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        hub, url = urlsplit(self.endpoint), request.url
+        port = hub.port or {"https": 443, "http": 80}.get(hub.scheme)
+        if (url.scheme, url.host, url.port) == (hub.scheme, hub.hostname, port):
+            request.headers["Authorization"] = f"Bearer {self.token}"
+        return await handler(request)
 
 
 def _saved_token(environment: Mapping[str, str]) -> str:
@@ -280,9 +306,10 @@ def _model(hub_id: str, data: bytes) -> HubModel:
 
 
 def _is_wanted(name: str) -> bool:
-    """Return whether a load reads this file; names with other folders or ``..`` are not."""
+    """Return whether a load reads this file, and its name is harmless in paths and terminals."""
     inner = name.removeprefix(_TEMPLATES)
-    return "/" not in inner and not inner.startswith(".") and model_folder.is_read(inner)
+    harmless = name.isprintable() and "/" not in inner and not inner.startswith(".")
+    return harmless and model_folder.is_read(inner)
 
 
 def _file(hub_id: str, listed: _ListedFile) -> HubFile:
@@ -315,7 +342,7 @@ def _check_size(model: HubModel, file: HubFile, reply: aiohttp.ClientResponse, h
         begin, _, given = reply.headers.get("Content-Range", "").rpartition("/")
         if not begin.startswith(f"bytes {have}-"):
             raise DownloadFailed(f"the server sends {begin!r:.60} instead of bytes from {have}")
-        total = int(given) if given.isdecimal() else None
+        total = int(given) if given.isdecimal() and len(given) < 20 else None
     if total is not None and total != file.size:
         raise _wrong_size(model, file, total)
 
@@ -328,7 +355,7 @@ def _wrong_size(model: HubModel, file: HubFile, size: int) -> DownloadFailed:
 
 
 async def _read_up_to(reply: aiohttp.ClientResponse, count: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < count and (more := await reply.content.read(count - len(data))):
         data += more
-    return data
+    return bytes(data)

@@ -78,9 +78,9 @@ def parse_keep_alive(given: str | float) -> float:
 
     Negative values mean no limit.
     """
-    seconds = _signed_seconds(given) if isinstance(given, str) else float(given)
+    seconds = _signed_seconds(given) if isinstance(given, str) else given
     if seconds is not None and abs(seconds) <= MAX_S:
-        return seconds
+        return float(seconds)
     raise ValueError(
         f"{str(given)[:40]!r} is not a time to stay loaded; write seconds or a duration up to"
         " 365d, such as 300, 5m or 1h30m, 0 to unload when idle, or -1 for no limit"

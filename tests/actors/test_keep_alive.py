@@ -94,3 +94,26 @@ async def test_embeddings_set_it_too():
         key = client.start(messages.Embed, model="demo", prompt="hello", keep_alive_s=5.0)
         await client.end(key)
         await until(lambda: w.model() is None, 10)
+
+
+@simulated
+async def test_a_text_that_arrives_while_0_unloads_the_model_loads_it_again():
+    async with world({"demo": [Script(kill_s=2.0)]}) as w:
+        await answered(w, keep_alive_s=0.0)
+        await until(lambda: w.state() not in ("ready", None), 5)
+        client = w.client()
+        texts = [client.start(messages.Tokenize, model="demo", prompt="Hi!") for _ in range(2)]
+        assert [(await client.end(text)).count for text in texts] == [3, 3]
+        assert w.state() == "ready"
+
+
+@simulated
+async def test_an_unload_by_a_client_refuses_texts_that_waited_for_the_reload():
+    async with world({"demo": [Script(kill_s=2.0)]}) as w:
+        await answered(w, keep_alive_s=0.0)
+        await until(lambda: w.state() not in ("ready", None), 5)
+        client = w.client()
+        text = client.start(messages.Tokenize, model="demo", prompt="Hi!")
+        await client.ask(messages.Unload, model="demo")
+        assert (await client.end(text)).error.code == "draining"
+        assert w.model() is None

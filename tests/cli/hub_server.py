@@ -29,6 +29,12 @@ class FakeHub:
     ranges: bool = True
     slow_s: float = 0.0
     """Seconds between pieces of 64 KiB."""
+    list_piece: int = 65536
+    """Bytes of a piece of the list of files."""
+    redirect: str = ""
+    """Server to which requests for files are redirected."""
+    given: list[str | None] = field(default_factory=list)
+    """Header ``Authorization`` of all requests."""
     token: str | None = None
     """Token that requests must have."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
@@ -63,13 +69,16 @@ class Handler(BaseHTTPRequestHandler):
         path, given = self.path.partition("?")[0], self.headers.get("Range")
         name = path.removeprefix(f"/{self.hub.id}/resolve/{self.hub.commit}/")
         self.hub.requests.append((path, given))
+        self.hub.given.append(self.headers.get("Authorization"))
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self.answer(401, b"", {"X-Error-Message": "Access to org/tiny is restricted"})
         elif self.hub.statuses and (status := self.hub.statuses.pop(0)) != 200:
             wait = {"Retry-After": self.hub.retry_after} if self.hub.retry_after else {}
             self.answer(status, b"", wait)
         elif path.startswith(f"/api/models/{self.hub.id}/revision/"):
-            self.answer(200, self.hub.listed())
+            self.answer(200, self.hub.listed(), piece=self.hub.list_piece)
+        elif name in self.hub.files and self.hub.redirect:
+            self.answer(302, b"", {"Location": self.hub.redirect + path})
         elif name in self.hub.files:
             self.send_file(name, given)
         else:
@@ -91,14 +100,14 @@ class Handler(BaseHTTPRequestHandler):
         cut = self.hub.cuts.pop(0) if self.hub.cuts and whole and not outline else None
         self.answer(status, body, head, cut)
 
-    def answer(self, status, body, head=None, cut=None) -> None:
+    def answer(self, status, body, head=None, cut=None, piece=65536) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": len(body), **(head or {})}.items():
             self.send_header(name, str(value))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
-            for at in range(0, len(body[:cut]), 65536):
-                self.wfile.write(body[:cut][at : at + 65536])
+            for at in range(0, len(body[:cut]), piece):
+                self.wfile.write(body[:cut][at : at + piece])
                 if self.hub.slow_s:
                     time.sleep(self.hub.slow_s)
         if cut is not None:

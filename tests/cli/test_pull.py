@@ -166,8 +166,54 @@ def test_the_token_is_sent(kvctl, home: Home, hub, monkeypatch, tmp_path):
     assert kvctl("pull", "org/tiny")[0] == 0
 
 
+def test_a_password_in_netrc_does_not_get_in_the_way_of_the_token(
+    kvctl, home: Home, hub, monkeypatch, tmp_path
+):
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password secret\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    code, _, err = kvctl("pull", "org/tiny")
+    assert code == 0, err
+    assert set(hub.given) == {"Bearer secret"}
+
+
+def test_another_server_does_not_get_the_token(kvctl, home: Home, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with serving(FakeHub(hub.files)) as other:
+        hub.redirect = other.url
+        code, _, err = kvctl("pull", "org/tiny")
+    assert code == 0, err
+    assert (set(hub.given), set(other.given)) == ({"Bearer secret"}, {None})
+    assert same(home, hub)
+
+
+def test_a_list_of_files_that_arrives_in_pieces(kvctl, home: Home, hub):
+    hub.list_piece, hub.slow_s = 200, 0.01
+    code, _, err = kvctl("pull", "org/tiny")
+    assert code == 0, err
+    assert same(home, hub)
+
+
+def test_a_server_without_ranges_that_never_completes_is_given_up(kvctl, hub, monkeypatch):
+    monkeypatch.setattr(hub_module, "_MAX_FAILURES", 3)
+    hub.cuts, hub.ranges = [MIB] * 20, False
+    code, _, err = kvctl("pull", "org/tiny")
+    assert (code, "pull it again to continue" in err) == (1, True)
+    assert len(hub.cuts) == 20 - 3
+
+
+@pytest.mark.parametrize("commit", ["../../x", "\x1b[31mc", ""])
+def test_a_revision_that_is_no_commit_is_refused(kvctl, hub, commit: str):
+    hub.commit = commit
+    code, _, err = kvctl("pull", "org/tiny")
+    assert (code, "is not readable" in err, "\x1b[31mc" in err) == (1, True, False)
+
+
 def test_names_of_files_stay_in_the_folder(kvctl, home: Home, hub):
     hub.files |= dict.fromkeys(("../model.jinja", "/model.jinja", "a/model.jinja"), b"x")
+    hub.files |= dict.fromkeys(("a\0.jinja", "\x1b[2Ja.jinja"), b"x")
     hub.files["additional_chat_templates/t.jinja"] = b"y"
     assert kvctl("pull", "org/tiny")[0] == 0
     folder = home.root / "models" / "tiny"
