@@ -264,7 +264,7 @@ class Batch:
         self._step = None
         for request in list(self.requests.values()):
             for completion in request.completions:
-                completion.dropped = False
+                completion.forget_draw()
             for completion in [one for one in request.completions if one.ended]:
                 self._release(request, completion)
 

@@ -69,6 +69,12 @@ class Completion:
         self.matcher = None
         self.stream.note(reason)
 
+    def forget_draw(self) -> None:
+        """Return to the state before the token that a failed step has drawn."""
+        self.dropped = False
+        if self.matcher is not None:
+            self.matcher.settle()
+
     @property
     def next_input(self) -> int:
         """The next step's input token, or 0 if the step in flight still computes it."""

@@ -16,6 +16,7 @@ from kvd.worker.core.submissions import WAIT_SECONDS
 from kvd.worker.grammar import compiler as compiler_module
 from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, THREADS, Compiler
+from kvd.worker.process.shortage import TRIES
 from kvd.worker.text.splitting import Splitting
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.resume import ChoiceProgress
@@ -169,19 +170,22 @@ def test_preempted_rows_continue_in_their_grammar(demo: Driver) -> None:
             assert demo.outcomes.pop("p") == wanted
 
 
-@pytest.mark.parametrize("fault", [UNABLE, LATE])
-def test_failed_steps_do_not_change_answers(demo: Driver, fault) -> None:
+@pytest.mark.parametrize(("fault", "tries"), [(UNABLE, TRIES + 1), (LATE, 1)])
+def test_failed_steps_do_not_change_answers(demo: Driver, fault: str, tries: int) -> None:
+    """The tokens of such a step are drawn again, although masks were computed with them."""
     mixed(demo)
     demo.run()
     wanted = demo.outcomes
-    for call in (6, 13, 22, 31):
+    for after, evaluation in ((1, 0), (3, 1), (4, 0), (10, 0), (11, 2)):
         demo.outcomes = {}
         demo.engine._out_of_memory.calm_steps = CALM_STEPS
-        with memory_runs_out(lambda number, call=call: number == call, fault) as failed:
-            mixed(demo)
+        mixed(demo)
+        demo.run(until=lambda count=after: len(demo.outcomes["person"].tokens) >= count)
+        failing = range(evaluation + 1, evaluation + 1 + tries)
+        with memory_runs_out(failing.__contains__, fault) as seen:
             demo.run()
-        assert failed.failed
-        assert demo.outcomes == wanted
+        assert seen.failed == tries
+        assert demo.outcomes == wanted, (after, evaluation)
 
 
 @pytest.mark.parametrize("grammar", [PERSON, DIGITS])
