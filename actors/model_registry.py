@@ -191,7 +191,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _keep_loaded(self, name: str, seconds: float) -> None:
         if (entry := self._state.entries.get(name)) is not None:
             entry.keep_alive_s = seconds
-            self._tell_governor(governor_events.PolicyChanged(name, entry.policy))
+            changed = governor_events.PolicyChanged(name, entry.policy, by_request=True)
+            self._tell_governor(changed)
 
     def _change_known(self, name: str, change: Callable[[KnownModel], KnownModel]) -> KnownModel:
         """Change how a model is known, and how it will be known if its current load is refused."""

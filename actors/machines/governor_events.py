@@ -28,6 +28,8 @@ class PolicyChanged(Record, frozen=True):
 
     model: str
     policy: ModelPolicy
+    by_request: bool = False
+    """Whether a request has changed it: the model is idle from now on at the earliest."""
 
 
 class ModelReady(ModelRecord, frozen=True):

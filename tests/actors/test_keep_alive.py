@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from protocol import messages
 from protocol.policy import ModelPolicy
 from tests.sim.fakes import Script
@@ -51,6 +53,31 @@ async def test_0_unloads_an_idle_model_and_waits_for_running_requests():
         await client.end(client.generate(max_tokens=1, keep_alive_s=0.0))
         assert (await client.end(long)).reason == "length"
         assert client.count(long) == 30
+        await until(lambda: w.model() is None, 5)
+
+
+@simulated
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+async def test_the_time_before_a_request_does_not_count(seconds: float):
+    """The limit may arrive before the governor knows that the model is busy."""
+    async with world() as w:
+        await answered(w)
+        await asyncio.sleep(100)
+        await answered(w, keep_alive_s=seconds)
+        assert w.state() == "ready"
+        await asyncio.sleep(seconds - 1)
+        assert w.state() == "ready"
+        await until(lambda: w.model() is None, 5)
+
+
+@simulated
+async def test_a_limit_without_a_request_counts_from_now_on():
+    async with world() as w:
+        await answered(w)
+        await asyncio.sleep(100)
+        w.system.keep_loaded("demo", 20.0)
+        await asyncio.sleep(19)
+        assert w.state() == "ready"
         await until(lambda: w.model() is None, 5)
 
 

@@ -55,8 +55,10 @@ def _apply_to_account(
     m: GovernorState, account: ModelAccount, event: ev.Event, now: float
 ) -> list[ev.Command]:
     match event:
-        case ev.PolicyChanged(policy=policy):
+        case ev.PolicyChanged(policy=policy, by_request=by_request):
             account.policy = policy
+            if by_request and account.idle_since is not None:
+                account.idle_since = now
         case ev.ModelReady() if account.state == "loading":
             account.state, account.patient = "ready", True
             account.load_s = max(0.1, now - account.load_started_at)
