@@ -68,6 +68,8 @@ class Weights:
     float_elements: int
     half_elements: int
     """Elements of half-precision matrices, which the native library keeps as stored."""
+    largest_bytes: int = 0
+    """Bytes of the largest tensor as stored."""
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Weights:
@@ -83,6 +85,7 @@ class Weights:
                 for entry in floats
                 if entry.dtype in _HALVES and len(entry.shape) == 2
             ),
+            largest_bytes=max((entry.nbytes for entry in entries), default=0),
         )
 
     def in_memory(self, itemsize: int | None, *, packed: bool = False) -> int:

@@ -44,6 +44,17 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Call the function at once: threads know nothing of simulated time."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - the caller receives it
+            future.set_exception(error)
+        return future
+
     def _jump(self, timeout: float) -> None:
         self.now += timeout
 

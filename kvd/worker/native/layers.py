@@ -19,6 +19,8 @@ from mlx import nn
 
 PANEL = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+_CHECKED_BYTES = 16 * 2**20
+"""Bytes of a weight that are compared at once."""
 
 
 class _Packed(nn.Module):  # type: ignore[misc]
@@ -34,8 +36,11 @@ class _Packed(nn.Module):  # type: ignore[misc]
         weight = _narrowed(layer.weight)
         self.outputs, inputs = weight.shape
         panels = -(-self.outputs // PANEL)
-        padded = mx.pad(weight, [(0, panels * PANEL - self.outputs), (0, 0)])
-        self._panels = mx.contiguous(padded.reshape(panels, PANEL, inputs).swapaxes(1, 2))
+        if missing := panels * PANEL - self.outputs:
+            weight = mx.pad(weight, [(0, missing), (0, 0)])
+        self._panels = mx.contiguous(weight.reshape(panels, PANEL, inputs).swapaxes(1, 2))
+        if layer.weight.dtype == mx.float32:  # it was read to be checked: keep one copy only
+            mx.eval(self._panels)
 
     @property
     def packed(self) -> mx.array:
@@ -55,11 +60,16 @@ class _Packed(nn.Module):  # type: ignore[misc]
 def _narrowed(weight: mx.array) -> mx.array:
     """Return a float32 weight as half floats if that is exact; evaluates."""
     if weight.dtype == mx.float32:
+        rows = max(1, _CHECKED_BYTES // max(1, weight.nbytes // len(weight)))
         for half in _DTYPES[1:]:
-            narrow = weight.astype(half)
-            if bool(mx.array_equal(narrow.astype(mx.float32), weight).item()):
-                return narrow
+            parts = (weight[at : at + rows] for at in range(0, len(weight), rows))
+            if all(_is_exact(part, half) for part in parts):
+                return weight.astype(half)
     return weight
+
+
+def _is_exact(weight: mx.array, half: mx.Dtype) -> bool:
+    return bool(mx.array_equal(weight.astype(half).astype(mx.float32), weight).item())
 
 
 class PackedLinear(_Packed):

@@ -135,13 +135,17 @@ def has_separate_memory() -> bool:
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
     """Return an upper estimate of the process's bytes while it loads the model.
 
-    While weights are converted, some exist twice. Later, the checks need memory besides the
-    weights. The scratch, which nothing else uses yet, has room for either.
+    While weights are converted, some exist twice: those that are read together, and one more.
+    Later, the checks need memory besides the weights. The scratch, which nothing else uses yet, has
+    room for the checks and for the weights that are read together.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
     native = packed and not kernel_choice.plain_only()
     scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
+    if on_cpu():
+        largest = headers.weights.largest_bytes
+        scratch = max(scratch, largest + min(model_files.READ_BYTES, weights))
     # The tokenizer is loaded before the weights are read.
     tokenizer = model_folder.tokenizer_bytes(headers.path)
     held = weights + scratch + memory_bounds.TOKENIZER_HELD * tokenizer

@@ -29,7 +29,7 @@ from protocol.weights import Weights
 
 DEFAULT_CONTEXT = 4096
 _T = TypeVar("_T")
-_EVAL_BYTES = 256 * 1024 * 1024
+READ_BYTES = 256 * 1024 * 1024
 """Weights that are read between two progress reports."""
 
 
@@ -266,7 +266,7 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
         for array in arrays:
             batch.append(array)
             pending += array.nbytes
-            if pending >= _EVAL_BYTES or array is arrays[-1]:
+            if pending >= READ_BYTES or array is arrays[-1]:
                 mx.eval(batch)
                 done, pending, batch = done + pending, 0, []
                 progress("weights", done / total)

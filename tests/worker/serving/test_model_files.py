@@ -142,6 +142,33 @@ def test_memory_of_packed_weights_from_headers(tmp_path):
     assert headers.packed_bytes <= loaded.weights_bytes <= 1.1 * headers.packed_bytes
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_reading_float32_weights_takes_no_second_copy_of_them(tmp_path, exact):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder = tiny_model.save(tmp_path / "tiny")
+    (path,) = model_files.inspect(folder).weight_files
+    weights = mx.load(str(path))
+    dtype = mx.bfloat16 if exact else mx.float32
+    wide = {
+        name: mx.random.normal(one.shape).astype(dtype).astype(mx.float32)
+        for name, one in weights.items()
+    }
+    mx.eval(wide)
+    mx.save_safetensors(str(path), wide, {"format": "mlx"})
+    headers = model_files.inspect(folder)
+    library = build.load()
+    del weights, wide
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+
+    loaded = model_files.load(folder, library=library)
+
+    largest = headers.weights.largest_bytes
+    assert mx.get_peak_memory() - before <= loaded.weights_bytes + largest
+
+
 def test_headers_of_quantized_weights(tmp_path):
     folder = tiny_model.save(tmp_path / "tiny", quantized=True)
     headers = model_files.inspect(folder)
@@ -276,7 +303,7 @@ def test_quantized_weights_stay_quantized_with_float32_scales(tmp_path):
 
 
 def test_progress_while_weights_are_read(folder, monkeypatch):
-    monkeypatch.setattr(model_files, "_EVAL_BYTES", 50_000)
+    monkeypatch.setattr(model_files, "READ_BYTES", 50_000)
     seen = []
     model_files.load(folder, lambda _stage, part: seen.append(part))
     assert len(seen) > 3
