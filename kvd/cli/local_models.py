@@ -55,10 +55,20 @@ def in_models_dir(folder: ModelsDir) -> list[LocalModel]:
         complete = model.complete and not one.problem
         found.append(replace(model, complete=complete, problem=one.problem))
     for path in sorted(folder.path.glob(f"{STAGING}*")) if folder.path is not None else ():
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        size = _size_of_files(path)
         name = path.name.removeprefix(STAGING)
         found.append(LocalModel(name, "models_dir", path, size, complete=False, problem=_HALF))
     return found
+
+
+def _size_of_files(folder: Path) -> int:
+    size = 0
+    with contextlib.suppress(OSError):  # the download has just ended
+        for file in folder.iterdir():
+            if file.is_file():
+                with contextlib.suppress(FileNotFoundError):  # it has just got another name
+                    size += file.stat().st_size
+    return size
 
 
 def in_folder(folder: Path) -> list[LocalModel]:

@@ -102,11 +102,11 @@ class Place:
     def finish(self, model: HubModel) -> None:
         """Give the files their names, and make the folder visible."""
         complete = self.staging / "model"
-        complete.mkdir(exist_ok=True)
+        shutil.rmtree(complete, ignore_errors=True)  # of a process that was killed here
+        complete.mkdir()
         for file in model.files:
             path = complete / file.name
             path.parent.mkdir(exist_ok=True)
-            path.unlink(missing_ok=True)  # of a process that was killed here
             try:
                 path.hardlink_to(self.whole(file))
             except OSError:  # the file system has no hard links

@@ -12,6 +12,7 @@ from rich.console import Console
 from kvd.cli import completion, local_models, models
 from kvd.demo import path as demo
 from kvd.host.home import Home
+from kvd.host.models_dir import ModelsDir
 from protocol import messages as m
 from protocol.errors import InvalidModel
 from protocol.explain_messages import Explain, Explained
@@ -165,3 +166,14 @@ def test_the_table_fits_its_width(width):
     console.print(models.page(candidates))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
     assert "/[red]x" in console.file.getvalue()
+
+
+def test_the_list_shows_downloads_and_what_only_looks_like_one(tmp_path):
+    part = tmp_path / ".pull-part"
+    part.mkdir()
+    (part / "x.part").write_bytes(b"123")
+    (part / "outline").mkdir()
+    (part / "gone").symlink_to("nothing")
+    (tmp_path / ".pull-file").touch()
+    found = local_models.in_models_dir(ModelsDir(tmp_path))
+    assert [(one.source, one.weights_bytes) for one in found] == [("file", 0), ("part", 3)]

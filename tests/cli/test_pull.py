@@ -278,6 +278,14 @@ def test_a_killed_pull_continues_and_two_at_once_are_one(home: Home, hub):
     assert int(resumed.removeprefix("bytes=").rstrip("-")) > MIB
 
 
+def test_files_of_an_earlier_revision_do_not_get_into_the_model(kvctl, home: Home, hub):
+    killed = home.root / "models" / ".pull-tiny" / "model"  # just before its last step
+    killed.mkdir(parents=True)
+    (killed / "model-00002-of-00002.safetensors").write_bytes(b"old")
+    assert kvctl("pull", "org/tiny")[0] == 0
+    assert same(home, hub)
+
+
 def test_ctrl_c_keeps_what_is_there(kvctl, home: Home, hub):
     hub.slow_s = 0.05
     staging = home.root / "models" / ".pull-tiny"

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+class _Named(msgspec.Struct, frozen=True):
+    id: Raw = Raw(b"null")
+
+
 class Page(msgspec.Struct, frozen=True):
     """The query of a page."""
 
@@ -28,34 +32,38 @@ def listed(items: Sequence[Raw], response_id: str, page: Page) -> bytes:
     Items without an id get one that later pages know.
     """
     own = response_id.removeprefix("resp_")
-    shown = [_shown(item, f"in_{own}_{number}") for number, item in enumerate(items)]
-    if page.order == "desc":
-        shown.reverse()
+    # Only the items of the page are decoded: all of 16,000 took 90 ms of CPU time.
+    ids = [_id(item) or f"in_{own}_{number}" for number, item in enumerate(items)]
+    order = range(len(items)) if page.order == "asc" else range(len(items))[::-1]
     start = 0
     if page.after is not None:
-        ids = [item["id"] for item in shown]
         if page.after not in ids:
             raise InvalidRequest(
                 f"after: the response has no input item {page.after!r}", field="after"
             )
-        start = ids.index(page.after) + 1
-    data = shown[start : start + page.limit]
+        start = order.index(ids.index(page.after)) + 1
+    data = [_shown(items[number], ids[number]) for number in order[start : start + page.limit]]
     return msgspec.json.encode(
         {
             "object": "list",
             "data": data,
             "first_id": data[0]["id"] if data else None,
             "last_id": data[-1]["id"] if data else None,
-            "has_more": start + page.limit < len(shown),
+            "has_more": start + page.limit < len(items),
         }
     )
 
 
-def _shown(item: Raw, own_id: str) -> dict[str, Any]:
+def _id(item: Raw) -> str:
+    """Return the item's own id; empty if it has none."""
+    given = _plain(msgspec.json.decode(item, type=_Named).id)
+    return given if isinstance(given, str) else ""
+
+
+def _shown(item: Raw, item_id: str) -> dict[str, Any]:
     """Return an item with its id and, if it is a message, its type and content parts."""
     found: dict[str, Any] = msgspec.json.decode(item, type=dict[str, Raw])
-    given = _plain(found.get("id"))
-    found["id"] = given if isinstance(given, str) else own_id
+    found["id"] = item_id
     if _plain(found.get("type")) in (None, "message"):
         found["type"] = "message"
         found.setdefault("status", "completed")

@@ -7,7 +7,7 @@ they exceed the bytes, their oldest events are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,20 +39,24 @@ class Stored:
     previous: str | None
     input: tuple[Raw, ...]
     body: bytes
-    size: int
-    """Bytes that count for it."""
     used_at: float
     run: Run | None = None
     """The events of a background response."""
+    size: int = field(init=False)
+    """Bytes that count for it."""
+
+    def __post_init__(self) -> None:
+        self._fixed = sum(memoryview(item).nbytes for item in self.input) + _OVERHEAD_BYTES
+        self.size = self.measure()
 
     @property
     def runs(self) -> bool:
         return self.run is not None and not self.run.over
 
     def measure(self) -> int:
+        """Return the bytes that count now; called after each event of a background response."""
         events = 0 if self.run is None else self.run.nbytes
-        own = sum(memoryview(item).nbytes for item in self.input)
-        return len(self.body) + own + events + _OVERHEAD_BYTES
+        return self._fixed + len(self.body) + events
 
 
 class Store:
@@ -78,8 +82,7 @@ class Store:
         Return False, and do nothing, if it is too large.
         """
         now = self._clock()
-        stored = Stored(owner, previous, own_input, body, 0, now, run)
-        stored.size = stored.measure()
+        stored = Stored(owner, previous, own_input, body, now, run)
         if stored.size > self._max_bytes:
             return False
         for found in list(self._chain(previous, owner)):

@@ -18,7 +18,10 @@ from tests.http.stage import serving
 
 
 def pages(count: int, limit: int, order: str) -> list[dict[str, Any]]:
-    items = [Raw(json.dumps({"role": "user", "content": str(n)}).encode()) for n in range(count)]
+    items = []
+    for number in range(count):
+        own = {} if number % 3 else {"id": f"own_{number}"}
+        items.append(Raw(json.dumps({"role": "user", "content": str(number)} | own).encode()))
     after, found = None, []
     while True:
         page = json.loads(listed(items, "resp_a", Page(limit, order, after)))

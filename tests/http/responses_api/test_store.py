@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import httpx
 import pytest
@@ -47,6 +48,30 @@ def test_a_conversation_continues_from_its_last_response():
         ChatMessage("assistant", "answer 2"),
         ChatMessage("user", "next"),
     ]
+
+
+def test_the_events_of_a_background_response_do_not_measure_its_input_again():
+    class Items(list):
+        read = 0
+
+        def __iter__(self):
+            self.read += 1
+            return super().__iter__()
+
+    @dataclass
+    class Growing:
+        over: bool = False
+        nbytes: int = 0
+        body: bytes = b"{}"
+
+    store, items, run = Store(Clock()), Items([Raw(b'"' + b"x" * 5000 + b'"')]), Growing()
+    assert store.put("resp_1", None, None, items, run.body, run)
+    before = store.bytes
+    assert before > 5000
+    for _ in range(9):
+        run.nbytes += 100
+        store.update("resp_1")
+    assert (store.bytes - before, items.read) == (900, 1)
 
 
 def test_an_item_is_found_by_its_id():
