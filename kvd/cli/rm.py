@@ -77,9 +77,9 @@ def find(common: CommonOptions, name: str) -> Stored:
     if models is not None and "/" not in name and name[:1] not in {"", "."}:
         place = Place(models, name)
         known = {one.name for one in ModelsDir(models).scan()}
-        folders = [place.folder] if name in known else []
-        folders += [one for one in (place.staging,) if _is_left(one)]
-        folders += [place.folder] if not folders and _is_left(place.folder) else []
+        check = _is_model if name in known else _is_left
+        folders = [place.folder] if check(place.folder) else []
+        folders += [place.staging] if _is_left(place.staging) else []
         if folders:
             real = str(paths.resolved(place.folder))
             return Stored(name, tuple(folders), frozenset({str(place.folder), real}), place)
@@ -94,6 +94,15 @@ def find(common: CommonOptions, name: str) -> Stored:
         " to delete",
         model=name,
     )
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder is a model, complete or not, or a link.
+
+    What else is in the models folder is no business of kvd, such as a folder of many models.
+    """
+    names = ("config.json", "*.safetensors")
+    return folder.is_symlink() or any(True for name in names for _ in folder.glob(name))
 
 
 def _hidden(folder: Path) -> Path:

@@ -90,6 +90,21 @@ def test_rm_finds_only_models_of_its_two_places(live: Live, monkeypatch, tmp_pat
         find(CommonOptions(home=str(live.home.root)), name)
 
 
+def test_rm_keeps_folders_that_are_no_models(live: Live, mine):
+    several = mine.with_name("several")
+    several.mkdir()
+    shutil.copytree(mine, several / "one")
+    try:
+        kept = live.kvctl("rm", "several", "--yes")
+        assert (kept.returncode, "yours to delete" in kept.stderr) == (6, True)
+        assert (several / "one" / "config.json").exists()
+        (several / "config.json").touch()  # a model without weights
+        assert live.kvctl("rm", "several", "--yes").returncode == 0
+        assert not several.exists()
+    finally:
+        shutil.rmtree(several, ignore_errors=True)
+
+
 def test_rm_deletes_half_pulled_models_and_those_of_the_cache(live: Live, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     staging = Place(live.home.root / "models", "part").staging
