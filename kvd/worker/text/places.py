@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,6 +23,8 @@ from protocol.types import ChatMessage
 
 MAX_MESSAGES = 4096
 """Messages of a conversation whose places are found; each takes 7 us to render."""
+_MESSAGE_CHARACTERS = 200
+"""Characters for which a message counts besides its texts: about the bytes of an empty one."""
 _FIRST_MARK = 0xF0000
 _START = "\U00100000"
 """Marks the start of the first message."""
@@ -35,11 +38,15 @@ class Conversation:
     messages: list[ChatMessage]
     chat: ChatOptions
 
-    @property
+    @cached_property
     def characters(self) -> int:
-        """Characters of the messages' texts, without those of tools."""
+        """Characters of the messages' texts, without those of tools, and some for each message.
+
+        Computed once: 4000 messages take 5 ms on a busy machine.
+        """
         return sum(
-            len(message.content)
+            _MESSAGE_CHARACTERS
+            + len(message.content)
             + len(message.reasoning)
             + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages

@@ -109,13 +109,14 @@ def test_excerpts_show_special_tokens_and_characters(demo: Driver) -> None:
     assert text.excerpt(tokens[:-1]).startswith("a<|im_end|> b")
 
 
+@pytest.mark.parametrize("content", ["x" * 90, ""])
 def test_conversations_of_a_long_queue_are_not_kept(
-    demo: Driver, monkeypatch: pytest.MonkeyPatch
+    demo: Driver, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
-    monkeypatch.setattr(submissions, "MAX_KEPT_CHARACTERS", 30)
+    monkeypatch.setattr(submissions, "MAX_KEPT_CHARACTERS", 800)
     for rid in "ab":
         demo.outcomes[rid] = Outcome()
-        messages = [ChatMessage("user", "x" * 20)]
+        messages = [ChatMessage("user", "x"), *[ChatMessage("assistant", content)] * 2]
         demo.engine.submit(
             Submit(rid=rid, messages=messages, max_tokens=1, sampling=Sampling(seed=0))
         )

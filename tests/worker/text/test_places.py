@@ -129,3 +129,12 @@ def test_a_template_that_reacts_to_marks_and_long_conversations_are_not_explaine
         text.template, "render", lambda messages, _chat: str([len(m.content) for m in messages])
     )
     assert place(text, [ChatMessage("user", "abc")], [ChatMessage("user", "abcd")]) is None
+
+
+def test_the_size_of_a_conversation_is_computed_once():
+    """Each new request adds up the sizes of those that wait."""
+    messages = [ChatMessage("user", "x" * 10)]
+    conversation = Conversation(messages, ChatOptions())
+    size = conversation.characters
+    messages *= 1000
+    assert conversation.characters == size
