@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,7 +90,9 @@ def regex_of_lark(grammar: str) -> str:
     if len(grammar) > MAX_CHARS:
         raise NotRegular(f"it has {len(grammar)} characters, more than {MAX_CHARS}")
     definitions = _read(list(_tokens(grammar)))
-    ignored = "|".join(_Expansion(definitions, one, ()).whole() for one in definitions.ignored)
+    ignored = _joined(
+        "|", (_Expansion(definitions, one, ()).whole() for one in definitions.ignored)
+    )
     if "start" not in definitions.tokens:
         raise NotRegular("it has no rule 'start'")
     skip = f"(?:{ignored})*" if ignored else ""
@@ -204,20 +206,25 @@ class _Expansion:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NotRegular(f"more than {_MAX_DEPTH} groups or rules are inside each other")
-        options = [self._sequence()]
+        first = self._sequence()
+        others = _joined("", self._other_options())
+        self._depth -= 1
+        return _bounded(f"(?:{first}{others})" if others else first)
+
+    def _other_options(self) -> Iterator[str]:
         while self._peek().text == "|" and self._peek().kind == "sign":
             self._take()
-            options.append(self._sequence())
-        self._depth -= 1
-        return _bounded(options[0] if len(options) == 1 else f"(?:{'|'.join(options)})")
+            yield f"|{self._sequence()}"
 
     def _sequence(self) -> str:
-        found: list[str] = []
-        while (token := self._peek()).kind != "end" and token.text not in ("|", ")", "]", "->"):
-            found.append(self._repeated())
+        found = _joined("", self._parts())
         if self._peek().text == "->":  # an alias
             self._at += 2
-        return _bounded("".join(found))
+        return found
+
+    def _parts(self) -> Iterator[str]:
+        while (token := self._peek()).kind != "end" and token.text not in ("|", ")", "]", "->"):
+            yield self._repeated()
 
     def _repeated(self) -> str:
         found = self._atom()
@@ -276,10 +283,24 @@ class _Expansion:
         return terminal + self._skip
 
 
+def _joined(separator: str, pieces: Iterable[str]) -> str:
+    """Join pieces; raises `NotRegular` at the first one that makes the expression too long."""
+    found, size = list[str](), 0
+    for piece in pieces:
+        size += len(piece)
+        _check_size(size)
+        found.append(piece)
+    return separator.join(found)
+
+
 def _bounded(expression: str) -> str:
-    if len(expression) > MAX_CHARS:
-        raise NotRegular(f"its expression has more than {MAX_CHARS} characters")
+    _check_size(len(expression))
     return expression
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_CHARS:
+        raise NotRegular(f"its expression has more than {MAX_CHARS} characters")
 
 
 def _value(string: str) -> str:

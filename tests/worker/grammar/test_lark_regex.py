@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -106,3 +107,26 @@ def test_a_patch_with_quotes_and_other_characters_is_accepted() -> None:
 def test_other_grammars_are_refused_with_the_reason(grammar: str, reason: str) -> None:
     with pytest.raises(NotRegular, match="(?s).*" + reason.replace("(", r"\(")):
         regex_of_lark(grammar)
+
+
+LONG = f"/{'a' * 24_000}/"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        f"A: {LONG}\nstart: " + "A " * 2000,
+        f"A: {LONG}\nstart: " + "|".join("A" * 2000),
+        f"%ignore {LONG}\nstart: " + '"" ' * 2000,
+        f"A: {LONG}\nstart: A\n" + "%ignore A\n" * 2000,
+    ],
+)
+def test_a_grammar_that_becomes_too_long_takes_little_memory(grammar: str) -> None:
+    """Reading it takes 7 MB; 2000 times 24,000 characters would be 48 MB."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotRegular, match="more than 50000 characters"):
+            regex_of_lark(grammar)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
