@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from rich.console import Group, RenderableType
@@ -13,6 +14,9 @@ from kvd.cli.console import print_message
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from protocol.cache_outcome import REUSED, Difference, RequestOutcome
 from protocol.cache_text import advice, sentence, summary
+
+_HTTP_ID = re.compile(r"req_[0-9a-f]+")
+"""Ids of HTTP's requests. Other clients choose any text, which a terminal might obey."""
 
 
 def explain_requests(common: CommonOptions, request: str | None) -> None:
@@ -80,7 +84,7 @@ def _excerpts(difference: Difference) -> Table:
 
 def _name(one: RequestOutcome) -> str:
     """Return the id that the client knows, if it is one of HTTP's."""
-    return one.client_id if one.client_id.startswith("req_") else one.request
+    return one.client_id if _HTTP_ID.fullmatch(one.client_id) else one.request
 
 
 def _clock(at: float) -> str:

@@ -26,12 +26,19 @@ OUTCOME = CacheOutcome(
 ONE = RequestOutcome(request="1.7", client_id="req_ab", model="demo", at=0.0, outcome=OUTCOME)
 
 
+ODD = RequestOutcome(
+    request="2.1", client_id="req_[/b]\x1b[2J", model="demo", at=0.0, outcome=OUTCOME
+)
+
+
 def daemon(request: m.Request) -> Iterable[m.Event | None]:
     if not isinstance(request, ExplainRequest):
         yield from well(request)
         return
     known = request.request in (None, "req_ab", "1.7")
-    yield ExplainedRequests(id=request.id, requests=[ONE] if known else [])
+    yield ExplainedRequests(
+        id=request.id, requests=[ONE, ODD] if request.request is None else [ONE] if known else []
+    )
 
 
 def test_a_request_is_explained_with_the_texts_that_differ(kvctl, home: Home) -> None:
@@ -52,7 +59,7 @@ def test_without_an_id_the_newest_are_listed(kvctl, home: Home) -> None:
     with stub_daemon(home.socket, daemon):
         code, out, _ = kvctl("explain", "--request")
         assert code == 0
-        assert {"req_ab", "demo", "6,100", "5,076"} <= set(out.split())
+        assert {"req_ab", "2.1", "demo", "6,100", "5,076"} <= set(out.split())
         _, out, err = kvctl("explain", "--request", "nope")
         assert "no request 'nope'" in out + err
         code, _, err = kvctl("explain")
