@@ -53,14 +53,15 @@ class ModelsDir:
 
 
 def _entries(folder: Path) -> set[str]:
-    """Return the names in a folder, without hidden ones.
+    """Return the names in a folder, without hidden ones and those that cannot be printed.
 
     File systems may find ``QWEN`` as ``Qwen``; the list has each model under one name.
     """
     try:
-        return {name for name in os.listdir(folder) if not name.startswith(".")}  # noqa: PTH208
+        names = os.listdir(folder)  # noqa: PTH208
     except OSError:
         return set()
+    return {name for name in names if name.isprintable() and not name.startswith(".")}
 
 
 def _problem(folder: Path, name: str, *, deep: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_each_folder_is_a_model_by_its_name(folder):
     assert ModelsDir(folder).find("qwen") == folder / "qwen"
     assert ModelsDir(folder).find("QWEN") is None
     assert ModelsDir(folder).find("notes.txt") is None
+
+
+@pytest.mark.parametrize("name", [b"x\x1b[2J", b"caf\xe9", b"a\nb"])
+def test_names_that_cannot_be_printed_are_no_models(folder, name: bytes):
+    try:
+        model_at(folder / os.fsdecode(name))
+    except OSError:
+        pytest.skip("the file system refuses this name")
+    assert ModelsDir(folder).scan() == []
 
 
 @pytest.mark.parametrize("path", [None, "nowhere"])
