@@ -140,6 +140,17 @@ def test_models_are_loaded_changed_and_unloaded(visit: Visit):
     )
 
 
+def test_the_settings_of_an_unloaded_model_cannot_be_overwritten(visit: Visit):
+    page = visit.open()
+    page.wait(shows(row(LONG), "unloaded"))
+    page.click(f"{row(LONG)} .link")
+    page.wait("document.querySelector('#settings').open")
+    for part in ("policy", "save", "force"):
+        assert page.js(f"document.querySelector('#settings-{part}').hidden"), part
+    page.press("Escape")
+    page.wait("!document.querySelector('#settings').open")
+
+
 def test_a_chat_streams_stops_and_calls_tools(visit: Visit):
     page = visit.open("chat")
     page.js("document.querySelector('#chat-input').focus()")
@@ -185,6 +196,31 @@ def test_a_chat_streams_stops_and_calls_tools(visit: Visit):
     assert "rain" in page.text(".message.tool")
     page.click("details.more summary")
     take_pictures(page, "chat")
+
+
+def test_a_new_chat_drops_what_was_being_written(visit: Visit):
+    page = visit.open("chat")
+    page.js(
+        "window.sent = []; const send = window.fetch;"
+        " window.fetch = (path, options) => { window.sent.push([path, options.body]);"
+        " return send(path, options); }; 0"
+    )
+    page.js("document.querySelector('#chat-tokens').value = '8000'")
+    page.js("document.querySelector('#chat-temperature').value = '1.5'")
+    page.js("document.querySelector('#chat-input').focus()")
+    page.type("Write a very long story about a file.")
+    page.press("Enter")
+    page.wait("document.querySelector('.message.assistant > .text')?.innerText.length > 5")
+    page.click("#chat-new")
+    page.wait("document.querySelector('#chat-stop').hidden")
+    visit.daemon.wait_idle("demo")
+    page.js("document.querySelector('#chat-tokens').value = '4'")
+    page.js("document.querySelector('#chat-input').focus()")
+    page.type("Hello")
+    page.press("Enter")
+    page.wait(shows(".foot", "from cache"))
+    bodies = [json.loads(body) for path, body in page.js("window.sent") if "/chat/" in path]
+    assert [len(body["messages"]) for body in bodies] == [1, 1]
 
 
 def test_pressure_is_explained(visit: Visit):

@@ -36,6 +36,8 @@ export class Chat {
 
   clear() {
     this.stop();
+    this.running = null; // what still arrives belongs to the conversation that is dropped
+    this.ended();
     this.messages = [];
     this.list.replaceChildren(h("p.empty", {}, "The conversation stays in this tab."));
     this.input.focus();
@@ -43,11 +45,18 @@ export class Chat {
 
   stop() { this.running?.abort(); }
 
+  /** Offer to send again. */
+  ended() {
+    show(byId("chat-stop"), false);
+    show(byId("chat-send"), true);
+  }
+
   send() {
     const text = this.input.value.trim();
     if (this.running || !text || !byId("chat-model").value) return;
     if (!this.tools()) return;
     this.input.value = "";
+    for (const form of this.list.querySelectorAll("form.results")) form.remove();
     this.append({ role: "user", content: text });
     this.answer();
   }
@@ -113,13 +122,11 @@ export class Chat {
     } catch (error) {
       answer.ended(own.signal.aborted ? "stopped" : /** @type {Error} */ (error).message, !own.signal.aborted);
     }
+    if (this.running !== own) return;
     this.running = null;
-    show(byId("chat-stop"), false);
-    show(byId("chat-send"), true);
-    if (answer.content || answer.calls.length) {
-      this.messages.push(answer.message());
-      if (answer.calls.length && !own.signal.aborted) this.ask(answer);
-    }
+    this.ended();
+    if (answer.content || answer.asks) this.messages.push(answer.message());
+    if (answer.asks) this.ask(answer);
     if (document.activeElement === document.body) this.input.focus();
     this.scroll(false);
   }
@@ -217,12 +224,15 @@ class Answer {
     this.note(facts.join(" · "));
   }
 
+  /** Whether its calls are complete: those of an answer that was cut off have half of their arguments. */
+  get asks() { return this.reason === "tool_calls"; }
+
   /** @returns {Message} */
   message() {
     return {
       role: "assistant", content: this.content || null,
       ...(this.reasoning ? { reasoning_content: this.reasoning } : {}),
-      ...(this.calls.length ? { tool_calls: this.calls } : {}),
+      ...(this.asks ? { tool_calls: this.calls } : {}),
     };
   }
 }

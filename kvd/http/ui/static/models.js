@@ -127,7 +127,7 @@ export class Models {
     byId("settings-priority").value = model?.priority ?? 0;
     byId("settings-ttl").value = model?.idle_ttl_s ?? "";
     byId("settings-pinned").checked = model?.pinned ?? false;
-    show(byId("settings-force"), Boolean(model));
+    for (const id of ["settings-force", "settings-policy", "settings-save"]) show(byId(id), Boolean(model));
     byId("settings-facts").replaceChildren(...facts(model).flatMap(([term, text]) => [h("dt", {}, term), h("dd.num", {}, text)]));
     this.dialog.showModal();
   }
@@ -150,7 +150,7 @@ export class Models {
 
 /** @param {any} model a `ModelStatus` @returns {string[][]} */
 function facts(model) {
-  if (!model) return [["State", "unloaded; a request loads it"]];
+  if (!model) return [["State", "unloaded; a request loads it. Its settings can be changed while it is loaded."]];
   const { info, stats } = model;
   const found = stats.prefix.hit_tokens + stats.prefix.disk_tokens;
   /** @type {string[][]} */
