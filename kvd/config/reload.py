@@ -96,7 +96,10 @@ class Reloader:
     async def reload(self) -> list[Changed]:
         """Read and apply the file; raises `ConfigError` before anything changes."""
         async with self.lock:
-            return await self.apply(config.load(self._options.home.config))
+            changes = await self.apply(config.load(self._options.home.config))
+            if not any(change.key == "models_dir" for change in changes):
+                await self._find_models()
+            return changes
 
     async def apply(self, wanted: Config) -> list[Changed]:
         """Apply this configuration as far as possible; return the changes.
@@ -116,12 +119,17 @@ class Reloader:
                 after = {change.key: getattr(wanted, change.key)}
                 self.settings = replace(self.settings, **after)
         changes += await self._change_models(wanted)
-        folder = models_dir(self.settings, self._options.home.root)
-        await self._running.set_found_models(await asyncio.to_thread(sources_in, folder))
+        if "models_dir" in differing:
+            await self._find_models()
         self.pending = tuple(change.key for change in changes if change.pending)
         for change in changes:
             self._log_change(change)
         return changes
+
+    async def _find_models(self) -> None:
+        """Read the models folder again."""
+        folder = models_dir(self.settings, self._options.home.root)
+        await self._running.set_found_models(await asyncio.to_thread(sources_in, folder))
 
     async def _change(self, key: str, wanted: Config) -> Changed:
         before, after = getattr(self.settings, key), getattr(wanted, key)
