@@ -297,7 +297,8 @@ class Daemon:
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # stdout may be closed
                 http = [listener.address for listener in self._listeners]
-                text = welcome(self._options.home, loaded, failed, http, self._system.problems())
+                problems, page = self._system.problems(), self._reloader.settings.http.ui
+                text = welcome(self._options.home, loaded, failed, http, problems, page=page)
                 print(text, flush=True)  # noqa: T201
 
     def _models_to_load(self) -> list[ModelToLoad]:

@@ -24,8 +24,13 @@ def welcome(
     failed: list[tuple[str, str]],
     http: Sequence[str] = (),
     problems: Sequence[Problem] = (),
+    *,
+    page: bool = False,
 ) -> str:
-    """Return the models, addresses and first commands to try; ``failed``: name and reason."""
+    """Return the models, addresses and first commands to try.
+
+    ``failed``: name and reason. ``page``: the web page is on.
+    """
     kvctl = _command("kvctl")
     if home.root != Path("~/.kvd").expanduser():
         kvctl += f" --home {shlex.quote(str(home.root))}"
@@ -42,7 +47,9 @@ def welcome(
     lines = [f"kvd {kvd.__version__} serves {models}"]
     lines += [f"failed  {name}: {reason}" for name, reason in failed]
     lines.append(f"socket  {home.socket}")
-    lines += [f"http    {address}/v1" for address in http if address.startswith("http:")]
+    tcp = [address for address in http if address.startswith("http:")]
+    lines += [f"http    {address}/v1" for address in tcp]
+    lines += [f"page    {address}/" for address in tcp if page]
     lines += [f"WARNING {one.observed}\n        {one.advice}" for one in problems]
     lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(commands)]
     return "\n".join([*lines, "stop    Ctrl-C"])

@@ -140,6 +140,13 @@ def test_problems_of_the_start_and_of_the_budget_are_logged_and_in_the_status(ho
     assert within._system.problems() == []
 
 
+def test_the_welcome_has_the_address_of_the_web_page(home: Home):
+    http = ["http://127.0.0.1:11711", f"unix:{home.http_socket}"]
+    line = "page    http://127.0.0.1:11711/"
+    assert line in welcome(home, [MODEL], [], http, page=True).splitlines()
+    assert line not in welcome(home, [MODEL], [], http).splitlines()
+
+
 def test_the_welcome_warns_of_problems_and_how_to_solve_them(home: Home):
     lines = welcome(home, [MODEL], [], [f"unix:{home.http_socket}"], [PORT]).splitlines()
     at = lines.index("WARNING no HTTP on 127.0.0.1 port 11711")
