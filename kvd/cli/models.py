@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rich_click as click
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvd.cli import local_models, status_page
@@ -188,9 +188,10 @@ def offline_forecast(common: CommonOptions, context: int) -> Callable[[str], For
     return estimated
 
 
-def page(candidates: list[Candidate]) -> Table:
+def page(candidates: list[Candidate]) -> RenderableType:
+    """Return a table of the models, and below it why some cannot be loaded."""
     columns = {
-        "MODEL": text_column(style="bold", min_width=16),
+        "MODEL": text_column(style="bold"),
         "NAMES": text_column(),
         "KIND": fixed_column(),
         "SIZE": number_column(),
@@ -206,7 +207,16 @@ def page(candidates: list[Candidate]) -> Table:
     table = headed(*(columns[name] for name in shown))
     for row in rows:
         table.add_row(*(row[name] for name in shown))
-    return table
+    problems = [(one.model.source, problem) for one in candidates if (problem := _problem(one))]
+    lines = [Text.assemble((name, "bold"), ": ", problem) for name, problem in problems]
+    return Group(table, *([Text(), *lines] if lines else []))
+
+
+def _problem(candidate: Candidate) -> str:
+    """Return why a model cannot be loaded; empty: nothing is known against it."""
+    if candidate.model.problem:
+        return candidate.model.problem
+    return candidate.error.message if candidate.error is not None else ""
 
 
 def _cells(candidate: Candidate) -> dict[str, str | Text]:
@@ -226,15 +236,13 @@ def _cells(candidate: Candidate) -> dict[str, str | Text]:
 
 
 def _fits(candidate: Candidate) -> Text:
-    if candidate.model.problem:
-        return Text(candidate.model.problem, "red")
+    if _problem(candidate):
+        return Text("no, see below", "red")
     if not candidate.model.complete and candidate.forecast is None and candidate.error is None:
         hub = candidate.model.kind == "hub"
         if candidate.model.kind == "config":
             return Text("")
         return Text("not completely downloaded" if hub else "has no weights", "dim")
-    if candidate.error is not None:
-        return Text(candidate.error.message, "red")
     forecast = candidate.forecast
     assert forecast is not None
     if forecast.verdict in _VERDICTS:

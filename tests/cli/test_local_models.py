@@ -155,17 +155,28 @@ def test_without_a_daemon_the_forecast_is_for_a_new_daemon(kvctl, home: Home, hu
     assert found["forecast"]["verdict"] == "never"
 
 
-@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("width", [60, 72, 76, 80, 160])
 def test_the_table_fits_its_width(width):
     long = local_models.LocalModel("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
     odd = local_models.LocalModel("/[red]x", "folder", Path("/"), 5, complete=True)
     forecasts = [forecast("m", verdict) for verdict in ("waits", "never")]
-    candidates = [models.Candidate(long, ("a", "b"), forecast=forecast) for forecast in forecasts]
+    candidates = [
+        models.Candidate(long, ("a", "b"), "unloaded", "k8v8", forecast) for forecast in forecasts
+    ]
     candidates.append(models.Candidate(odd, forecast=forecasts[0]))
+    broken = local_models.LocalModel(
+        "broken", "models_dir", Path("/"), 0, complete=False, problem="/a/models/broken has none"
+    )
+    candidates.append(models.Candidate(broken))
     console.print(models.page(candidates))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
     assert "/[red]x" in console.file.getvalue()
+    text = console.file.getvalue()
+    assert "broken: /a/models/broken has none" in text
+    (head, *lines) = text.splitlines()
+    verdicts = "".join("".join(line[head.index("FITS") :].split()) for line in lines)
+    assert "hastowait" in verdicts or width == 60, "no letter may be lost"
 
 
 def test_the_list_shows_downloads_and_what_only_looks_like_one(tmp_path):
