@@ -14,6 +14,7 @@ from kvd.cli.console import print_message
 from kvd.cli.tables import fixed_column, grid, headed, number_column, text_column
 from protocol.cache_outcome import REUSED, Difference, RequestOutcome
 from protocol.cache_text import advice, sentence, summary
+from protocol.errors import UnknownRequest
 
 _HTTP_ID = re.compile(r"req_[0-9a-f]+")
 """Ids of HTTP's requests. Other clients choose any text, which a terminal might obey."""
@@ -23,17 +24,18 @@ def explain_requests(common: CommonOptions, request: str | None) -> None:
     """Print a request's page, or a table of the newest ones."""
     with common.connected() as client:
         found = client.explain_requests(request)
-    if request is None and found:
-        common.print_data(found, listing(found))
-    elif request is None:
-        print_message("no requests so far")
-    elif found:
+        if not found and request is not None:
+            raise UnknownRequest(
+                f"no request {request!r} is among the newest; `kvctl explain --request` lists them",
+                request=request,
+            )
+    if request is not None:
         for one in found:
             common.print_data(one, page(one))
+    elif found or common.json:
+        common.print_data(found, listing(found))
     else:
-        print_message(
-            f"no request {request!r} is among the newest; kvctl explain --request lists them"
-        )
+        print_message("no requests so far")
 
 
 def listing(found: list[RequestOutcome]) -> Table:

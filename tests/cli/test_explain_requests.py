@@ -60,8 +60,9 @@ def test_without_an_id_the_newest_are_listed(kvctl, home: Home) -> None:
         code, out, _ = kvctl("explain", "--request")
         assert code == 0
         assert {"req_ab", "2.1", "demo", "6,100", "5,076"} <= set(out.split())
-        _, out, err = kvctl("explain", "--request", "nope")
-        assert "no request 'nope'" in out + err
+        code, out, err = kvctl("explain", "--request", "nope")
+        assert (code, out) == (6, "")
+        assert "error: no request 'nope'" in err
         code, _, err = kvctl("explain")
     assert code == 2
     assert "give MODEL" in err
