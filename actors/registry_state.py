@@ -88,10 +88,14 @@ class RegistryState:
             known.setdefault(name, KnownModel(source, found=True))
 
     def named(self, load: mail.LoadModel) -> mail.LoadModel:
-        """Return a load whose source is a known model's name as a load of that model's source."""
+        """Return a load whose source is a known model's name as a load of that model's source.
+
+        Raises a `ModelError` if the name is that of a folder that cannot be loaded.
+        """
         if load.alias is not None or is_source(load.source):
             return load
         if (known := self.statuses.lookup(load.source)) is None:
+            self.statuses.find_model(load.source)  # raises the reason
             return load
         kv = known.kv if load.kv == KVSpec() else load.kv
         return replace(load, source=known.source, alias=load.source, kv=kv)

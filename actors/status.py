@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from protocol.errors import UnknownModel
+from protocol.errors import ModelError, UnknownModel
 from protocol.kv import KVSpec
 from protocol.model_source import unknown_model
 from protocol.policy import ModelPolicy
@@ -48,7 +48,8 @@ class StatusTable:
     requests: Mapping[str, int] = field(default_factory=dict)
     """Requests by model, from the router."""
     find_model: Callable[[str], str | None] = lambda _name: None
-    """Returns the source of a model in the models folder by name, if it could be loaded."""
+    """Returns the source of a model in the models folder by name; raises a `ModelError` if its
+    folder cannot be loaded."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
     expires_in: Callable[[str], float | None] = lambda _model: None
@@ -59,8 +60,12 @@ class StatusTable:
         known = self.known.get(name)
         if name in self.models or (known is not None and not known.found):
             return known
-        if (source := self.find_model(name)) is None:
-            self.known.pop(name, None)  # its folder is gone
+        try:
+            source = self.find_model(name)
+        except ModelError:
+            source = None
+        if source is None:
+            self.known.pop(name, None)  # its folder is gone, or damaged
             return None
         if known is None:
             known = self.known[name] = KnownModel(source, found=True)
@@ -74,7 +79,11 @@ class StatusTable:
         return [self._complete(name, paused) for name in sorted(self.models)]
 
     def unknown_model(self, name: str) -> UnknownModel:
-        """Return the error for a name that is not known."""
+        """Return the error for a name that is not known, or whose folder cannot be loaded."""
+        try:
+            self.find_model(name)
+        except ModelError as error:
+            return UnknownModel(f"model {name!r} cannot be loaded: {error.message}", model=name)
         return unknown_model(name, self.models, self.known.keys() - self.models.keys())
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:

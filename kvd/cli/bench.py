@@ -26,7 +26,7 @@ from kvd.bench.session import Outcome, Session
 from kvd.bench.traces import TRACES, Trace, build
 from kvd.cli import bench_page, bench_sides
 from kvd.cli.bench_room import obstacles
-from kvd.cli.common import CommonOptions, common_options, option
+from kvd.cli.common import CommonOptions, common_options, option, status_with
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stderr_console, stdout_console
 from kvd.cli.options import Number
@@ -106,7 +106,7 @@ def bench(
     """Measure a model's speed in the running daemon, and of other servers beside it."""
     with common.connected() as client:
         bench_sides.check(against)
-        status = client.status()
+        status = client.status() if model is None else status_with(client, absolute(model))
         chosen = choose(status, model)
         built = [build(name, 1, 0) for name in traces or (QUICK if quick else FULL)]
         runnable, notes = _runnable(client, chosen, built, make_room=make_room)

@@ -21,6 +21,7 @@ from kvd.cli.common import (
     model_name,
     option,
     standard_panels,
+    status_with,
 )
 from kvd.cli.console import print_message, stdout_console, write
 from kvd.cli.sampling import sampling_options
@@ -143,7 +144,7 @@ class Chat:
                 print_message("")
 
     def _check_model(self, name: str) -> None:
-        status = self._client.status()
+        status = status_with(self._client, name)
         if name not in status.unloaded:  # the first question loads an unloaded model
             find_model(status, name)
 

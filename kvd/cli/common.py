@@ -21,9 +21,9 @@ from kvd.client import Client
 from kvd.host import exits
 from kvd.host.exits import Exit
 from kvd.host.home import locate
-from protocol.errors import KvdError, UnknownModel
+from protocol.errors import KvdError, ModelError, UnknownModel
 from protocol.fields import MAX_INT
-from protocol.model_source import unknown_model
+from protocol.model_source import is_source, unknown_model
 from protocol.types import DaemonStatus, ModelStatus
 
 Command = Callable[..., Any]
@@ -204,6 +204,24 @@ def option_group(*decorators: Decorator) -> Decorator:
 def standard_panels() -> list[click.RichPanel[Any, Any]]:
     """Return the default panels, for a command with named panels: help would list those first."""
     return [click.RichOptionPanel("Arguments"), click.RichOptionPanel("Options")]
+
+
+def status_with(client: Client, name: str) -> DaemonStatus:
+    """Return the status, after the daemon has looked for a name in the models folder.
+
+    Raises a `ModelError` if the name is neither a model's nor a source.
+    """
+    status = client.status()
+    if name in {*status.unloaded, *(model.name for model in status.models)} or is_source(name):
+        return status
+    try:
+        client.explain(name, rows=0)
+    except ModelError:
+        status = client.status()
+        if name not in status.unloaded:  # otherwise only its memory cannot be estimated
+            raise
+        return status
+    return client.status()
 
 
 def find_model(status: DaemonStatus, name: str) -> ModelStatus:

@@ -19,7 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvd.cli.common import CommonOptions, common_options, option
+from kvd.cli.common import CommonOptions, common_options, option, status_with
 from kvd.cli.console import print_message, stderr_console
 from kvd.cli.hub import Hub, HubFile, HubModel, connect
 from kvd.cli.models import offline_forecast
@@ -35,6 +35,7 @@ from protocol.errors import (
     DownloadFailed,
     InsufficientMemory,
     InvalidModel,
+    ModelError,
     ModelExists,
     NotRunning,
     UnknownModel,
@@ -114,8 +115,8 @@ def announce(common: CommonOptions, name: str) -> None:
     """Make a running daemon look into the models folder for a name."""
     try:
         with Client(home=common.home, socket=common.socket) as client:
-            client.explain(name, rows=0)
-    except (NotRunning, InvalidModel, UnknownModel):
+            status_with(client, name)
+    except (NotRunning, ModelError):
         pass
 
 

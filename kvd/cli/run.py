@@ -9,7 +9,14 @@ import rich_click as click
 
 from kvd.cli import local_models
 from kvd.cli.chat import Chat, Settings
-from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
+from kvd.cli.common import (
+    CommonOptions,
+    common_options,
+    model_source,
+    option,
+    standard_panels,
+    status_with,
+)
 from kvd.cli.console import read_stdin
 from kvd.cli.generate import show
 from kvd.cli.load import follow
@@ -71,7 +78,7 @@ def run(
 
 def _ready(common: CommonOptions, client: Client, model: str, *, may_pull: bool) -> str:
     """Return the name for requests, after the model was loaded if it was not."""
-    status = client.status()
+    status = status_with(client, model)
     states = {one.name: one.state for one in status.models}
     if model not in states and model not in status.unloaded:
         model = _source(common, model, may_pull=may_pull)
@@ -98,6 +105,6 @@ def _source(common: CommonOptions, model: str, *, may_pull: bool) -> str:
     if not agrees:
         raise UnknownModel(
             f"{model} is not on this machine; `kvctl pull {model}` or --pull downloads it",
-            source=model,
+            model=model,
         )
     return pull_model(common, model).name

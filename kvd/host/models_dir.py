@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol import model_folder, paths
-from protocol.errors import KvdError
+from protocol.errors import InvalidModel, KvdError
 from protocol.fields import ALIAS_PATTERN
 from protocol.model_source import check_folder
 
@@ -33,20 +33,24 @@ class ModelsDir:
     path: Path | None
 
     def find(self, name: str) -> Path | None:
-        """Return the folder of a model, or None if there is none that could be loaded.
+        """Return the folder of a model, or None if there is no such folder.
 
-        Reads no weights, so that it may run on an event loop.
+        Raises a `ModelError` if the folder cannot be loaded. Reads no weights, so that it may run
+        on an event loop.
         """
         if self.path is None or name not in _entries(self.path):
             return None
-        return None if _problem(self.path, name) else self.path / name
+        if not paths.is_folder(self.path / name):
+            return None
+        _check(self.path, name, deep=False)
+        return self.path / name
 
     def scan(self) -> list[FolderModel]:
         """Return all models by name, also those that cannot be loaded. Reads weights' headers."""
         if self.path is None:
             return []
         return [
-            FolderModel(name, self.path / name, _problem(self.path, name, deep=True))
+            FolderModel(name, self.path / name, _problem(self.path, name))
             for name in sorted(_entries(self.path))
             if paths.is_folder(self.path / name)
         ]
@@ -64,18 +68,27 @@ def _entries(folder: Path) -> set[str]:
     return {name for name in names if name.isprintable() and not name.startswith(".")}
 
 
-def _problem(folder: Path, name: str, *, deep: bool = False) -> str:
-    """Return why a model cannot be loaded; ``deep`` also compares weights' headers with sizes."""
-    path = folder / name
-    if not re.search(ALIAS_PATTERN, name):
-        return "its name has characters that a model's name may not have; rename the folder"
-    if not paths.resolved(path).is_relative_to(paths.resolved(folder)):
-        return f"it is a link out of {folder}; list its target in config.toml instead"
+def _problem(folder: Path, name: str) -> str:
+    """Return why a model cannot be loaded; empty: nothing is known against it."""
     try:
-        check_model(path, deep=deep)
+        _check(folder, name, deep=True)
     except KvdError as error:
         return error.message
     return ""
+
+
+def _check(folder: Path, name: str, *, deep: bool) -> None:
+    """Raise a `ModelError` if a model cannot be loaded; ``deep``: as in `check_model`."""
+    path = folder / name
+    if not re.search(ALIAS_PATTERN, name):
+        raise InvalidModel(
+            f"{name!r} has characters that a model's name may not have; rename the folder"
+        )
+    if not paths.resolved(path).is_relative_to(paths.resolved(folder)):
+        raise InvalidModel(
+            f"{path} is a link out of its folder; list its target in config.toml instead"
+        )
+    check_model(path, deep=deep)
 
 
 def check_model(path: Path, *, deep: bool = True) -> None:

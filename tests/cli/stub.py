@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from protocol import messages as m
+from protocol.explain_messages import Explain
+from protocol.model_source import unknown_model
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.segments import PrefixSpace, PrefixStoreStatus
 from protocol.session import ServerSession
@@ -160,6 +162,8 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
             yield m.Loaded(id=number, model=MODEL)
         case m.Unload(model=model):
             yield m.Unloaded(id=number, model=model, freed_bytes=2**20)
+        case Explain(model=model):
+            yield m.Error(id=number, error=unknown_model(model, [MODEL.name], []).info())
         case m.Generate():
             yield m.Accepted(id=number, prompt_tokens=3, seed=7)
             yield m.Tokens(id=number, index=0, tokens=[1], text="Grüße")

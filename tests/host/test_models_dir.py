@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from kvd.host.models_dir import ModelsDir
+from protocol.errors import InvalidModel, KvdError
 
 
 @pytest.fixture
@@ -89,14 +91,18 @@ def test_links_must_stay_in_the_folder(folder):
     models = ModelsDir(folder)
     assert "is a link out of" in problem(folder, "link")
     assert "is a link out of" in problem(folder, "hop")
-    assert [models.find(name) for name in ("link", "hop", "loop")] == [None, None, None]
+    for name in ("link", "hop"):
+        with pytest.raises(InvalidModel, match="is a link out of"):
+            models.find(name)
+    assert models.find("loop") is None
     assert models.find("inside") == folder / "inside"
 
 
 def test_names_that_requests_cannot_have_are_listed_with_the_reason(folder):
     model_at(folder / "two words")
     assert "rename the folder" in problem(folder, "two words")
-    assert ModelsDir(folder).find("two words") is None
+    with pytest.raises(InvalidModel, match="rename the folder"):
+        ModelsDir(folder).find("two words")
 
 
 def test_half_pulled_and_broken_folders_are_listed_with_the_reason(folder):
@@ -121,4 +127,5 @@ def test_half_pulled_and_broken_folders_are_listed_with_the_reason(folder):
     for name, reason in reasons.items():
         assert reason in problem(folder, name)
         if name != "cut":  # only the scan reads headers
-            assert ModelsDir(folder).find(name) is None
+            with pytest.raises(KvdError, match=re.escape(reason)):
+                ModelsDir(folder).find(name)

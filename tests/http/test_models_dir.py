@@ -62,6 +62,30 @@ def test_a_reload_finds_new_folders_and_forgets_removed_ones(live: Live, client,
     shutil.rmtree(live.home.root / "models" / "half")
 
 
+def test_kvctl_finds_a_folder_that_is_new(live: Live, mine: Path):
+    chat = live.kvctl("chat", "mine", "--max-tokens", "2", input="Hi")
+    assert (chat.returncode, "error" in chat.stderr) == (0, False), chat.stderr
+    run = live.kvctl("run", "min", "Hi")
+    assert run.returncode == 6
+    assert "there is no model 'min'" in run.stderr
+    assert "did you mean 'mine'?" in run.stderr
+
+
+def test_a_folder_that_cannot_be_loaded_is_refused_with_the_reason(live: Live, client):
+    half = live.home.root / "models" / "half"
+    half.mkdir()
+    try:
+        reply = chat(client, "half")
+        assert reply.status_code == 404
+        assert f"{half} has no model*.safetensors" in reply.json()["error"]["message"]
+        for command in ("load", "chat", "run"):
+            refused = live.kvctl(command, "half")
+            assert refused.returncode == 6
+            assert f"{half} has no model*.safetensors" in refused.stderr
+    finally:
+        half.rmdir()
+
+
 def test_a_removed_folder_is_unknown_at_the_next_request(live: Live, client, mine: Path):
     assert chat(client, "mine").status_code == 200
     shutil.rmtree(mine)
