@@ -25,7 +25,7 @@ _SAME = 0.02
 
 @dataclass
 class Outcome:
-    """What was measured."""
+    """Results of the measured traces."""
 
     results: dict[str, dict[str, list[Measures]]] = field(default_factory=dict)
     """Measures of each run, by trace and by side."""

@@ -20,7 +20,7 @@ class GrammarChoice:
         self.grammar: AnswerGrammar | None = grammar
         """The grammar that is used if it can be compiled; None: the request runs without one."""
         self.notes = list(grammar.notes)
-        """What is not enforced, with the reason."""
+        """Constraints that are not enforced, with the reason."""
         self._compiler = compiler
         self._accepted = accepted
         self._compilation: Compilation | None = None

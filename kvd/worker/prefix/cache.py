@@ -79,7 +79,7 @@ class TrackedPrompt:
     lowered: bool = False
     """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
     lookup: Lookup | None = None
-    """What was known when its prefill last began."""
+    """Facts from when its prefill last began."""
     unread: Unread | None = None
     """The longest stored beginning that was not read."""
 

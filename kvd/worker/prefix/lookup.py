@@ -38,7 +38,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What is known of a prompt when its prefill begins."""
+    """Facts about a prompt when its prefill begins."""
 
     prompt_tokens: int
     chunk: int = 0

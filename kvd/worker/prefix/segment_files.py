@@ -134,7 +134,7 @@ class SegmentFiles:
         self._space = space
         self._form = form
         self._reader: BackgroundReader | ReadAhead | None = None
-        """What was opened last."""
+        """Reader of the segment that was opened last."""
         self._closed_at: float | None = None
         """When it was closed."""
 
