@@ -191,7 +191,7 @@ def offline_forecast(common: CommonOptions, context: int) -> Callable[[str], For
 def page(candidates: list[Candidate]) -> RenderableType:
     """Return a table of the models, and below it why some cannot be loaded."""
     columns = {
-        "MODEL": text_column(style="bold"),
+        "MODEL": text_column(style="bold", min_width=8),
         "NAMES": text_column(),
         "KIND": fixed_column(),
         "SIZE": number_column(),
