@@ -118,7 +118,7 @@ def _model_folders(folder: Path, depth: int) -> Iterator[Path]:
         return
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
+            if path.is_dir() and path.name.isprintable() and not path.name.startswith("."):
                 yield from _model_folders(path, depth - 1)
 
 

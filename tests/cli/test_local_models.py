@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,15 @@ def test_the_table_fits_its_width(width):
     (head, *lines) = text.splitlines()
     verdicts = "".join("".join(line[head.index("FITS") :].split()) for line in lines)
     assert "hastowait" in verdicts, "no letter may be lost"
+
+
+def test_folders_whose_names_cannot_be_printed_are_not_listed(kvctl, home: Home, hub):
+    try:
+        model_at(home.root / "models" / os.fsdecode(b"caf\xe9"), 1)
+    except OSError:
+        pytest.skip("the file system refuses this name")
+    code, out, err = kvctl("list", "--json")
+    assert (code, [one["source"] for one in json.loads(out)]) == (0, ["demo"]), err
 
 
 def test_the_list_shows_downloads_and_what_only_looks_like_one(tmp_path):
