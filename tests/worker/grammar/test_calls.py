@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
 from kvd.worker.grammar.answers import AnswerContext, grammar_of
-from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.compiler import THREADS, Compiler
+from kvd.worker.grammar.source import MAX_DEPTH
 from kvd.worker.text.text import Text
+from protocol.errors import InvalidRequest
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
@@ -165,3 +168,27 @@ def test_no_reasoning_begins_where_it_is_off(text: Text, compiler: Compiler) -> 
 
     assert accepts(text, compiler, grammar, '{"a": 1}')
     assert not accepts(text, compiler, grammar, '<think>so</think>{"a": 1}')
+
+
+def test_a_tool_that_is_too_deep_only_as_a_whole_ends_no_thread(
+    text: Text, compiler: Compiler
+) -> None:
+    """In XML calls each property has a grammar of its own, which is a level less deep."""
+    deep: dict = {"type": "integer"}
+    for _ in range(MAX_DEPTH - 2):
+        deep = {"type": "array", "items": deep}
+    impossible = {"type": "integer", "minimum": 5, "maximum": 3}
+    for number in range(THREADS + 1):
+        properties = {"deep": deep, f"p{number}": impossible}
+        tool = Tool("call", parameters={"properties": properties, "required": list(properties)})
+        request = msgspec.structs.replace(
+            asked(), chat=ChatOptions(tools=[tool], tool_choice="required")
+        )
+        grammar = grammar_of(request, context(text, forms.QWEN_CODER), canonical=False)
+        assert grammar is not None
+        with pytest.raises(InvalidRequest, match="nested more than"):
+            list(grammar.parts())
+        compilation = compiler.start(grammar)
+        assert compilation.done.wait(5)
+        with pytest.raises(InvalidRequest, match="Unsatisfiable"):
+            compiler.matcher(compilation)
