@@ -189,16 +189,19 @@ class Compiler:
     def _compile(self, compilation: Compilation, answer: AnswerGrammar) -> None:
         grammar, compilation.mask, error = self._compiled(compilation.text)
         if error is not None:
-            compilation.culprit = self._culprit(answer)
+            compilation.culprit = self._culprit(compilation, answer)
         # Later requests use it even if the first one waited in vain, as on a busy machine.
         compilation.grammar, compilation.error = grammar, error
         compilation.done.set()
         self._compiling.discard(compilation.text)
 
-    def _culprit(self, answer: AnswerGrammar) -> int | None:
-        """Return `Compilation.culprit`."""
+    def _culprit(self, compilation: Compilation, answer: AnswerGrammar) -> int | None:
+        """Return `Compilation.culprit`; None too if the time for the compilation is over."""
+        end = compilation.started + COMPILE_SECONDS
         with suppress(KvdError):  # a part alone may be nested too deep
             for number, part in enumerate(answer.parts()):
+                if self._clock() >= end:
+                    break
                 if self._compiled(part)[2] is not None:
                     return number
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import msgspec
@@ -9,8 +10,8 @@ import pytest
 from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
-from kvd.worker.grammar.answers import AnswerContext, grammar_of
-from kvd.worker.grammar.compiler import THREADS, Compiler
+from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
+from kvd.worker.grammar.compiler import COMPILE_SECONDS, THREADS, Compiler
 from kvd.worker.grammar.source import MAX_DEPTH
 from kvd.worker.text.text import Text
 from protocol.errors import InvalidRequest
@@ -192,3 +193,21 @@ def test_a_tool_that_is_too_deep_only_as_a_whole_ends_no_thread(
         assert compilation.done.wait(5)
         with pytest.raises(InvalidRequest, match="Unsatisfiable"):
             compiler.matcher(compilation)
+
+
+def test_the_search_for_a_tool_with_an_error_ends_after_the_time_of_a_compilation(
+    text: Text,
+) -> None:
+    """The request got its error by then, and other grammars wait for the thread."""
+    now, searched = [0.0], []
+
+    def parts():
+        for number in range(100):
+            searched.append(number)
+            now[0] += COMPILE_SECONDS / 4
+            yield json.dumps({"grammars": [{"lark_grammar": f"start: /{number}/"}]})
+
+    compiler = Compiler(text.vocabulary, lambda: now[0])
+    compilation = compiler.start(AnswerGrammar("{}", parts=parts))
+    assert compilation.done.wait(5)
+    assert searched == [0, 1, 2, 3]
