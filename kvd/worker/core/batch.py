@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from kvd.worker.core.decode_step import DecodeStep, input_tokens
 from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
-from kvd.worker.core.masks import StepMasks
+from kvd.worker.core.masks import Relieve, StepMasks
 from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
@@ -60,6 +60,7 @@ class Batch:
         transfers: Transfers,
         text: Text,
         enter_phase: OnPhase,
+        relieve: Relieve = lambda _: None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.reports: list[Report] = []
@@ -72,14 +73,13 @@ class Batch:
         self.runner = runner
         self.cache: Any = runner.cache
         """`ModelCache` or `MlxLmCache`."""
-        self.prefix_cache = prefix_cache
-        self.transfers = transfers
+        self.prefix_cache, self.transfers = prefix_cache, transfers
         self.text = text
         self.enter_phase = enter_phase
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size)
-        self._masks = StepMasks(text.vocab_size)
+        self._masks = StepMasks(text.vocab_size, relieve)
         self._step: DecodeStep | None = None
 
     @property

@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
-from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.compiler import Compiler, ProcessMemory
 from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import PrefixTree
-from kvd.worker.process import shortage
+from kvd.worker.process import memory, shortage
 from kvd.worker.process.cpu_limit import limit_cpu
 from kvd.worker.process.memory_limit import limit
 from kvd.worker.scheduling.admission import Admission
@@ -74,7 +74,9 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         limit_template=_limit_template,
         name=f"the model {command.source}",
     )
-    compiler = Compiler(text.vocabulary)
+    compiler = Compiler(
+        text.vocabulary, memory=ProcessMemory(limit.room, memory.private, loading.give_back)
+    )
     with compiler.preparing(text.has_chat_template):
         loaded = model_files.read_weights(
             loaded,

@@ -127,7 +127,8 @@ class MLXEngine:
         self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
         swap = SwapFolder.open(command.swap_folder, command.swap_bytes, swap_format(command))
         transfers = Transfers(swap)
-        batch = Batch(runner, admission, prefix_cache, transfers, text, self._enter_phase)
+        enter, relieve = self._enter_phase, model.compiler.relieve
+        batch = Batch(runner, admission, prefix_cache, transfers, text, enter, relieve)
         memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
         preemption = Preemption(batch, self._rates, self._clock)
         reclaiming = Reclaiming(batch, memory, preemption)

@@ -7,7 +7,7 @@ accelerators the call returns early, and the calling thread computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import mlx.core as mx
@@ -22,11 +22,15 @@ from kvd.worker.sampling.sampler import Sampler
 from kvd.worker.serving.runner import on_cpu
 from protocol.errors import KvdError
 
+Relieve = Callable[[Sequence[Matcher | None]], None]
+"""Gives up matchers if memory is too short for the masks of a step."""
+
 
 class StepMasks:
     """The masks of one engine's decode steps. ``vocabulary``: tokens of the model."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, relieve: Relieve = lambda _: None) -> None:
+        self._relieve = relieve
         # Half of the processors: the others compute the forward pass.
         self._filler = MaskFiller(vocabulary, thread_count() // 2)
         self._thread = ThreadPoolExecutor(1, "masks") if on_cpu() else None
@@ -71,6 +75,7 @@ class StepMasks:
         complete, or the error.
         """
         matchers = [None if one.ended or one.dropped else one.matcher for one in step.drawing]
+        self._relieve(matchers)
         masks = self._filler.fill(matchers)
         for completion, matcher, mask in zip(step.drawing, matchers, masks, strict=True):
             if matcher is not None:

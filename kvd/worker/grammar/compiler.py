@@ -34,16 +34,37 @@ CACHED = 64
 """Compiled grammars that are kept."""
 CACHED_CHARS = 4 << 20
 """Characters of their texts together."""
+CACHED_BYTES = 16 << 20
+"""Bytes that they take together, as measured. The newest one may take more."""
+COMPILE_BYTES = 64 << 20
+"""Bytes that a compilation may need (measured within `_LIMITS`: 39 MiB)."""
+STEP_BYTES = 48 << 20
+"""Bytes that the masks of a step may need."""
 
+# Measured need of a hundred tools, an enumeration of 3000 texts, 150 models of an OpenAPI document
+# and an object of 2000 properties: fuel of 100,000 at first and 5,000 a step, 1,000 states, size
+# 20,000.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
     step_max_items=20_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
+    max_lexer_states=8_192,
+    max_grammar_size=50_000,
     precompute_large_lexemes=True,  # without it, nested repetitions took minutes for one mask
     verbose_errors=False,
 )
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The memory of the worker's process, in bytes."""
+
+    room: Callable[[], int] = lambda: 1 << 62
+    """Returns how much the process may still grow before it is ended."""
+    held: Callable[[], int] = lambda: 0
+    """Returns how much the process holds."""
+    trim: Callable[[], object] = lambda: None
+    """Returns freed memory to the system."""
 
 
 @dataclass(eq=False)
@@ -60,6 +81,9 @@ class Compilation:
     mask: Mask | None = None
     """The mask of the first token: the slowest one, 25 ms for an object of 2000 properties."""
     error: KvdError | None = None
+    nbytes: int = 0
+    """Growth of the process while it was compiled. Other growth at the same time counts as well, so
+    that it is dropped early rather than late."""
     culprit: int | None = None
     """Which of the grammar's ``parts`` has the error; None: another part of it, or none alone."""
 
@@ -78,17 +102,23 @@ class Compiler:
         self,
         vocabulary: Callable[[], Vocabulary],
         clock: Callable[[], float] = time.monotonic,
+        memory: ProcessMemory | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._clock = clock
+        self._memory = memory or ProcessMemory()
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._known: OrderedDict[str, Compilation] = OrderedDict()
         self._compiling: set[str] = set()
         self._queue: deque[tuple[Compilation, AnswerGrammar]] = deque()
         self._queue_lock = threading.Lock()
-        """Protects ``_queue`` and ``_threads``."""
+        """Protects ``_queue``, ``_threads`` and ``_active``."""
         self._threads = 0
+        self._freed = 0
+        """Bytes of dropped grammars since memory was returned to the system."""
+        self._active = 0
+        """Compilations that need `COMPILE_BYTES` each."""
         self._eos_ids: frozenset[int] = frozenset()
 
     @contextmanager
@@ -117,7 +147,8 @@ class Compiler:
         """
         text = grammar.text
         compilation = self._known.get(text)
-        if compilation is None:
+        if compilation is None or self._may_be_retried(compilation):
+            self._trim()
             if len(self._compiling) >= MAX_COMPILING and not accepted:
                 raise Overloaded(
                     f"{MAX_COMPILING} grammars are being compiled; retry later", retry_after_s=1.0
@@ -131,9 +162,12 @@ class Compiler:
                 self._threads += is_new
             if is_new:
                 threading.Thread(target=self._work, name="grammar", daemon=True).start()
-            self._trim()
         self._known.move_to_end(text)
         return compilation
+
+    def _may_be_retried(self, compilation: Compilation) -> bool:
+        is_known = compilation.text not in self._compiling
+        return is_known and isinstance(compilation.error, Overloaded)
 
     def is_over(self, compilation: Compilation) -> bool:
         """Return whether a compilation ended or took too long; the latter sets its error."""
@@ -165,16 +199,55 @@ class Compiler:
         grammar = compilation.grammar.deep_copy()
         found = Matcher(grammar, self._eos_ids, size, optional=optional)
         found.first = compilation.mask
+        found.nbytes = compilation.nbytes
         return found
 
+    def shrink(self) -> None:
+        """Drop all compiled grammars, and return their memory to the system.
+
+        Matchers keep theirs.
+        """
+        self._drop(0, 0, 0)
+        self._memory.trim()
+
+    def relieve(self, matchers: Sequence[Matcher | None]) -> None:
+        """Keep `STEP_BYTES` of room for the masks of a step.
+
+        Grammars grow while they are followed. If memory is short, the compiled ones are dropped. If
+        there are none, the matcher with the largest grammar is given up.
+        """
+        followed = [one for one in matchers if one is not None]
+        if not followed or self._memory.room() >= STEP_BYTES:
+            return
+        if any(text not in self._compiling for text in self._known):
+            self.shrink()
+        else:
+            max(followed, key=lambda one: one.nbytes).give_up()
+
     def _trim(self) -> None:
-        chars = sum(len(text) for text in self._known)
-        for text in list(self._known)[:-1]:
-            if len(self._known) <= CACHED and chars <= CACHED_CHARS:
-                return
+        """Make room for a new grammar."""
+        if self._memory.room() < COMPILE_BYTES * (1 + self._active):
+            self.shrink()
+            return
+        self._freed += self._drop(CACHED - 1, CACHED_CHARS, CACHED_BYTES)
+        if self._freed > CACHED_BYTES // 2:
+            self._freed = 0
+            self._memory.trim()
+
+    def _drop(self, count: int, chars: int, nbytes: int) -> int:
+        """Drop the oldest grammars until the rest is within these bounds; return freed bytes."""
+        count = len(self._known) - count
+        chars = sum(len(text) for text in self._known) - chars
+        nbytes = sum(one.nbytes for one in self._known.values()) - nbytes
+        freed = 0
+        for text, one in list(self._known.items()):
+            if count <= 0 and chars <= 0 and nbytes <= 0:
+                break
             if text not in self._compiling:
                 del self._known[text]
-                chars -= len(text)
+                count, chars, nbytes = count - 1, chars - len(text), nbytes - one.nbytes
+                freed += one.nbytes
+        return freed
 
     def _work(self) -> None:
         while True:
@@ -187,13 +260,29 @@ class Compiler:
             self._compile(compilation, grammar)
 
     def _compile(self, compilation: Compilation, answer: AnswerGrammar) -> None:
+        with self._queue_lock:
+            self._active += 1
+            short = self._memory.room() < COMPILE_BYTES * self._active
+        before = self._memory.held()
+        grammar: Any = None
+        error: KvdError | None = _short()
+        if not short:
+            grammar, error = self._compile_now(compilation, answer)
+        compilation.nbytes = max(0, self._memory.held() - before)
+        # Later requests use it even if the first one waited in vain, as on a busy machine.
+        compilation.grammar, compilation.error = grammar, error
+        with self._queue_lock:
+            self._active -= 1
+        compilation.done.set()
+        self._compiling.discard(compilation.text)
+
+    def _compile_now(
+        self, compilation: Compilation, answer: AnswerGrammar
+    ) -> tuple[Any, KvdError | None]:
         grammar, compilation.mask, error = self._compiled(compilation.text)
         if error is not None:
             compilation.culprit = self._culprit(compilation, answer)
-        # Later requests use it even if the first one waited in vain, as on a busy machine.
-        compilation.grammar, compilation.error = grammar, error
-        compilation.done.set()
-        self._compiling.discard(compilation.text)
+        return grammar, error
 
     def _culprit(self, compilation: Compilation, answer: AnswerGrammar) -> int | None:
         """Return `Compilation.culprit`; None too if the time for the compilation is over."""
@@ -229,6 +318,13 @@ class Compiler:
                 table: Any = TokenTable(vocabulary)
                 self._tokenizer = LLTokenizer(table, eos_token=sorted(vocabulary.eos_ids))
             return self._tokenizer
+
+
+def _short() -> Overloaded:
+    return Overloaded(
+        "memory is too short to compile the grammar; retry later, or raise the budget",
+        retry_after_s=1.0,
+    )
 
 
 def _first_mask(grammar: Any) -> Mask:

@@ -13,7 +13,7 @@ from llguidance import LLExecutor
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from protocol.errors import InvalidRequest, KvdError, shorten
+from protocol.errors import InvalidRequest, KvdError, Overloaded, shorten
 
 Mask = NDArray[np.uint8]
 
@@ -41,6 +41,10 @@ class Matcher:
         """The mask of the next token, if it was computed already."""
         self.first: Mask | None = None
         """The mask of the first token over the tokenizer's tokens, from the compilation."""
+        self.nbytes = 0
+        """Bytes of the grammar, as measured at its compilation."""
+        self.given_up = False
+        """Whether memory is too short to follow the grammar any further."""
         self._eos_ids = eos_ids
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
@@ -71,12 +75,17 @@ class Matcher:
     @property
     def failed(self) -> bool:
         """Whether the grammar cannot be followed any further."""
-        return bool(self.grammar.is_error())
+        return self.given_up or bool(self.grammar.is_error())
+
+    def give_up(self) -> None:
+        """Follow the grammar no further, because memory is short."""
+        self.given_up = True
+        self.mask = self.first = None
 
     @property
     def complete(self) -> bool:
         """Whether the answer matches and no token may continue it. Computes a mask."""
-        if self.grammar.is_error() or not self.grammar.is_accepting():
+        if self.failed or not self.grammar.is_accepting():
             return False
         if self.mask is not None:
             mask = self.mask.copy()
@@ -97,6 +106,11 @@ class Matcher:
 
     def failure(self) -> KvdError | None:
         """Return why no token is allowed; None: the grammar is complete."""
+        if self.given_up:
+            return Overloaded(
+                "memory is too short to follow the grammar; retry later, or simplify it",
+                retry_after_s=1.0,
+            )
         if self.grammar.is_error():
             reason = shown(self.grammar.get_error())
             return InvalidRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from kvd.worker.answer.forms import Marker
+from kvd.worker.grammar.schema_limits import fault_of, fault_of_lark
 from protocol.errors import InvalidRequest
 from protocol.tools import Grammar
 
@@ -25,12 +26,18 @@ SPACE = r"/[ \n\r\t]{0,4}/"
 """Whitespace around the parts of a frame: models differ in it."""
 MAX_PATTERN_CHARS = 1 << 16
 """Characters of a regular expression or a Lark grammar. One of 1 MiB takes 150 MB to compile."""
+MAX_FORCED = 1 << 14
+"""Characters that a text of a grammar may force, counting repetitions. A matcher holds 350 bytes
+for each forced character, so texts that may force more are drawn token by token."""
 MAX_DEPTH = 64
 """Depth of a schema. llguidance itself gives up above about 100."""
 
 WHITESPACE = r"( |\n[ \t]{0,40})"
 """Whitespace between JSON tokens: one space, or a line's end and indentation. Without a bound,
 models can write spaces until ``max_tokens``; the embedded model does."""
+
+_REPEATED = re.compile(r"\{([0-9]{1,9})")
+"""The least count of a repetition."""
 
 
 def quoted(text: str) -> str:
@@ -93,9 +100,33 @@ class Source:
 
     def text(self, start: str, *, canonical: bool) -> str:
         """Return the whole grammar, whose answer is ``start``."""
+        canonical = canonical and not any(map(_forces_much, _texts([self.rules, self.inner])))
         options = "" if canonical else '%llguidance {"no_forcing": true}'
         lark = "\n".join([options, f"start: {start}", *self.rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.inner]})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Return the texts in which a lexeme may be written: lines of Lark, and strings in schemas."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield from one.split("\n")
+        elif isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+
+
+def _forces_much(text: str) -> bool:
+    """Return whether a text may force more than `MAX_FORCED` characters."""
+    most = len(text)
+    for count in _REPEATED.findall(text):
+        most *= max(1, int(count))
+        if most > MAX_FORCED:
+            return True
+    return most > MAX_FORCED
 
 
 def regex_of(text: str) -> str:
@@ -119,6 +150,8 @@ def inner_grammar(grammar: Grammar, name: str = "grammar") -> dict[str, Any]:
         known: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(grammar.value))
         return {"lark_grammar": known["grammars"][0]["lark_grammar"]}
     if grammar.kind == "lark":
+        if (fault := fault_of_lark(grammar.value)) is not None:
+            raise InvalidRequest(f"{name}.value cannot be used: {fault}; simplify it", field=name)
         return {"lark_grammar": grammar.value}
     try:
         schema = msgspec.json.decode(grammar.value)
@@ -130,7 +163,8 @@ def inner_grammar(grammar: Grammar, name: str = "grammar") -> dict[str, Any]:
 def json_grammar(schema: Any, name: str) -> dict[str, Any]:
     """Return the grammar of JSON by a schema.
 
-    Raises `InvalidRequest` if it is none or too deep; ``name``: the field, for errors.
+    Raises `InvalidRequest` if it is none, too deep, or beyond `kvd.worker.grammar.schema_limits`.
+    ``name``: the field, for errors.
     """
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
@@ -144,6 +178,10 @@ def json_grammar(schema: Any, name: str) -> dict[str, Any]:
             if isinstance(value, dict | list):
                 children += value.values() if isinstance(value, dict) else value
         if not children:
+            if (fault := fault_of(schema)) is not None:
+                raise InvalidRequest(
+                    f"the JSON schema in {name} cannot be used: {fault}; simplify it", field=name
+                )
             options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
             return {"json_schema": {**options, **schema} if isinstance(schema, dict) else schema}
         level = children

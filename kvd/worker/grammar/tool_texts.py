@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from kvd.worker.grammar.lark_regex import NotRegular, regex_of_lark
+from kvd.worker.grammar.schema_limits import MAX_TEXT_CHARS
 from protocol.tools import Tool
+
+_FRAME_CHARS = 16
+"""Characters around the expression in the schema's ``pattern``."""
 
 
 class ToolTexts:
@@ -24,6 +28,7 @@ class ToolTexts:
             regex = tool.grammar.value
             if tool.grammar.kind == "lark":
                 regex = regex_of_lark(regex)
+            _check_length(regex)
         except NotRegular as reason:
             self.notes.append(
                 f"the grammar of the tool {tool.name} is not enforced: {reason}; calls have the"
@@ -32,3 +37,10 @@ class ToolTexts:
             return None
         self.found = True
         return regex
+
+
+def _check_length(regex: str) -> None:
+    if len(regex) > MAX_TEXT_CHARS - _FRAME_CHARS:
+        raise NotRegular(
+            f"its regular expression has {len(regex)} characters, above {MAX_TEXT_CHARS}"
+        )

@@ -57,6 +57,10 @@ class MemoryLimit:
     def nbytes(self) -> int:
         return limit_bytes(self._granted)
 
+    def room(self) -> int:
+        """Return the bytes by which the process may grow before it is ended; takes 20 us."""
+        return self.nbytes - self._private() if self._started else 1 << 62
+
     @property
     def refuses_allocations(self) -> bool:
         """Whether allocations may fail because of this limit, and not for lack of memory."""
