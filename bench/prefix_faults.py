@@ -1,6 +1,6 @@
 """Damage stored prefixes, kill processes while they write, and let the disk fail.
 
-A real daemon serves the embedded model with a prefix store. Files are damaged in seven ways and the
+A real daemon serves the embedded model with a prefix store. Files are damaged in eight ways and the
 index in three; the worker and the daemon get ``SIGKILL`` at random moments during writes; calls of
 both fail with ``ENOSPC`` or ``EIO`` (`bench/faulty_disk.c`, if there is a C compiler). Every answer
 must have the tokens of the first one, which was computed. After the next start, no incomplete file
@@ -87,6 +87,8 @@ class Found:
     restored: int = 0
     """Answers of which a part came from the store."""
     damage_events: int = 0
+    unread: int = 0
+    """Damaged files that no answer needed: the worker expected prefill to be as fast."""
     store_off_events: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -253,16 +255,22 @@ class Store:
     def parts(self) -> list[Path]:
         return sorted(self.prefixes.glob(f"??/*{PART_SUFFIX}"))
 
-    async def check(self) -> None:
-        """Check the folder and the index, while nothing is written."""
-        wrong = self.found.wrong
-        wrong += [f"an incomplete file is left: {path.name}" for path in self.parts()]
+    def damaged(self) -> list[str]:
+        """Return what is wrong with the damaged files that are left."""
+        problems = []
         for path in self.files():
             try:
                 for _ in segment_file.read_records(path, PLAIN):
                     pass
             except DamagedFile as error:
-                wrong.append(f"a damaged file is left: {error}")
+                problems.append(str(error))
+        return problems
+
+    async def check(self) -> None:
+        """Check the folder and the index, while nothing is written."""
+        wrong = self.found.wrong
+        wrong += [f"an incomplete file is left: {path.name}" for path in self.parts()]
+        wrong += [f"a damaged file is left: {problem}" for problem in self.damaged()]
         store, size = (
             (await self.client.cache()).store,
             sum(it.stat().st_size for it in self.files()),
@@ -367,6 +375,8 @@ class Store:
             await self.written(1)
             if self.files() == before:
                 break
+        self.found.unread = len(self.damaged())
+        await self.client.cache_drop()
         await self.check()
 
     async def kill(self, kills: int) -> None:

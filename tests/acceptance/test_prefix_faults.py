@@ -17,6 +17,7 @@ def test_faults_of_disk_and_processes_give_no_wrong_token_and_leave_no_file() ->
 
     assert found.wrong == []
     assert sum(found.corruptions.values()) >= 3
+    assert found.damage_events + found.corruptions["gone"] > 0
     assert found.worker_kills > 0
     assert found.daemon_kills > 0
     assert found.restored > 0

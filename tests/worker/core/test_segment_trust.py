@@ -91,3 +91,21 @@ def test_checkpoints_that_a_recomputed_request_leaves_again_are_written(store: S
     engine.run()
     engine.write_all()
     assert store.segments
+
+
+def test_bytes_after_the_end_mark_are_damage(store: Store) -> None:
+    prompt = prompt_of(1200, 1)
+    first = Engine(store, clock=Clock())
+    wanted = first.alone(prompt, max_tokens=6)
+    first.write_all()
+    (stored,) = store.segments
+    path = segment_path(store.folder, stored)
+    content = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(content + content[-48:])
+
+    second = Engine(store, clock=Clock())
+    found = second.alone(prompt, max_tokens=6)
+    assert found.error is None
+    assert found.tokens == wanted.tokens
+    assert [one.key for one in store.damaged] == [stored]
