@@ -9,7 +9,6 @@ import asyncio
 import time
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from kvd.bench.measure import Stream
@@ -93,6 +92,8 @@ class OpenAIDriver:
         self._model = model
         # An option of vLLM, llama.cpp and others; servers that this program starts do not need it.
         self._extra = {} if endless else {"ignore_eos": True}
+        import aiohttp  # noqa: PLC0415 - `kvctl --help` imports this module
+
         # No limits here: the player limits concurrent requests, and `Comparison` a run's time.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),

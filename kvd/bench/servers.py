@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
-
 from kvd.bench import processes
 from kvd.bench.drivers import KvdDriver, OpenAIDriver
 from kvd.bench.player import Driver
@@ -104,6 +102,8 @@ class Server:
                     return True
             except NotRunning:
                 return False
+        import aiohttp  # noqa: PLC0415 - `kvctl --help` imports this module
+
         path = "/health" if self._process else "/v1/models"
         try:
             async with (

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 from rich.progress import (
@@ -21,7 +21,6 @@ from rich.progress import (
 
 from kvd.cli.common import CommonOptions, common_options, option, status_with
 from kvd.cli.console import print_message, stderr_console
-from kvd.cli.hub import Hub, HubFile, HubModel, connect
 from kvd.cli.models import offline_forecast
 from kvd.cli.pulled import Place, origin_of
 from kvd.client import Client
@@ -43,6 +42,9 @@ from protocol.errors import (
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
 from protocol.forecast import Forecast
 from protocol.model_source import is_hub_id, short_name
+
+if TYPE_CHECKING:
+    from kvd.cli.hub import Hub, HubFile, HubModel
 
 _AT_ONCE = 4
 """Files that are downloaded at once."""
@@ -141,6 +143,8 @@ def _is_there(place: Place, hub_id: str) -> bool:
 async def _pull(
     common: CommonOptions, place: Place, hub_id: str, revision: str, *, force: bool
 ) -> None:
+    from kvd.cli.hub import connect  # noqa: PLC0415 - slow, and `kvctl --help` needs no network
+
     async with connect() as hub:
         model = await hub.model(hub_id, revision)
         place.staging.mkdir(exist_ok=True)

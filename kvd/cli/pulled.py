@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.cli.hub import HubFile, HubModel
 from kvd.cli.local_models import STAGING
 from protocol.errors import DownloadFailed
+
+if TYPE_CHECKING:
+    from kvd.cli.hub import HubFile, HubModel
 
 _MARKER = ".kvd-pull.json"
 RESERVE_BYTES = 1 << 30

@@ -13,8 +13,9 @@ from kvd.config.config import Config
 from kvd.http.requests import ChatRequest, CompletionRequest
 from protocol.messages import Request
 
-FREE = {"v"}
-"""Fields without bounds: the protocol's version, of which only one is accepted."""
+FREE = {"v", "keep_alive"}
+"""Fields without bounds here: the protocol's version, of which only one is accepted, and what
+`parse_keep_alive` bounds, because it may be a text."""
 
 
 def numbers(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
