@@ -96,21 +96,15 @@ def test_ordinary_schemas_are_within_the_bounds() -> None:
     inner_grammar(Grammar("lark", 'start: "&" /&/ ' + '"a && b" ' * 40))
 
 
-@pytest.mark.parametrize("width", [100, 1000])
-def test_a_text_that_is_forced_takes_no_memory_of_its_length(width: int) -> None:
+def test_a_text_that_is_forced_takes_no_memory_of_its_length() -> None:
     """llguidance holds 350 bytes for each character that a matcher forces."""
     compiler = Compiler(TEXT.vocabulary)
     before = memory.private()
-    matchers = [
-        compiled(compiler, Grammar("regex", f"[{first}b]((x{{{width}}}){{100}}){{100}}"))
-        for first in "ac"
-    ]
-    for matcher in matchers:
-        matcher.first = None
-        matcher.grammar.consume_token(TEXT.vocabulary().tokens.index(b"b"))
-        MaskFiller(512).fill([matcher])
+    matcher = compiled(compiler, Grammar("regex", "((x{100}){100}){100}"))
+    matcher.first = None  # computed again
 
-    assert memory.private() - before < 24 * MIB
+    assert MaskFiller(512).fill([matcher]).any()
+    assert memory.private() - before < 16 * MIB
 
 
 def test_a_text_of_usual_length_is_forced() -> None:
