@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.http.kills import SHORT, deltas, text_of
 from tests.http.live import Live
-from tests.http.test_kills import SHORT, SHORT_JSON, deltas, text_of
 
 pytestmark = pytest.mark.mlx
 
@@ -86,7 +86,7 @@ def test_without_a_choice_of_tools_there_is_no_call(client: httpx.Client):
 def test_json_begins_with_reasoning_only_if_it_is_on(client: httpx.Client, switch: dict[str, Any]):
     schema = SHORT | {"properties": {"city": {"type": "string", "maxLength": 9}}}
     schema["required"] = ["city"]
-    form = SHORT_JSON | {"json_schema": {"name": "a", "schema": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     message, _ = ask(client, response_format=form, **switch)
     assert bool(message.get("reasoning_content")) is (switch.get("enable_thinking") is True)
     assert json.loads(message["content"]).keys() == {"city"}

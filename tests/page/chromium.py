@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ _KEYS = {
     "Space": ("Space", 32, " "),
     "Escape": ("Escape", 27, ""),
 }
+
+
+_EXEC = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3]]
+for own, pipe in zip((3, 4), pipes):
+    os.dup2(pipe, own)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Starts the browser, which reads file 3 and writes file 4."""
 
 
 class BrowserError(AssertionError):
@@ -216,10 +227,8 @@ def browser() -> Iterator[Page]:
     flags = [*_FLAGS, f"--user-data-dir={profile}"]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")
-    # The browser reads file 3 and writes file 4.
-    shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
     process = subprocess.Popen(
-        ["bash", "-c", shell, "bash", PROGRAM, *flags],
+        [sys.executable, "-SIc", _EXEC, str(to_browser), str(from_browser), PROGRAM, *flags],
         pass_fds=(to_browser, from_browser),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

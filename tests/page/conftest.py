@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -75,6 +75,7 @@ class Visit:
     page: Page
     daemon: Live
     url: str
+    caused: list[str] = field(default_factory=list)
 
     def open(self, view: str = "overview") -> Page:
         self.page.open("about:blank")
@@ -82,11 +83,16 @@ class Visit:
         self.page.wait("!document.querySelector('#views').hidden")
         return self.page
 
-    def forgive(self, text: str) -> None:
-        """Drop problems with this text, which the test causes on purpose; there must be one."""
-        found = [one for one in self.page.problems if text in one]
-        assert found, f"expected a problem with {text!r}"
-        self.page.problems = [one for one in self.page.problems if text not in one]
+    def check(self) -> None:
+        """Leave the page and check its problems: those that the test caused, and no others."""
+        self.page.open("about:blank")  # receives what the browser has reported
+        for text in self.caused:
+            assert any(text in one for one in self.page.problems), f"expected {text!r}"
+        others = [one for one in self.page.problems if not any(t in one for t in self.caused)]
+        assert others == []
+        assert {one for one in self.page.requested if not one.startswith(self.url)} <= {
+            "about:blank"
+        }
 
 
 @pytest.fixture
@@ -94,11 +100,9 @@ def visit(tab: Page, daemon: Live) -> Iterator[Visit]:
     """Fails the test if the page logged an error, broke its policy, or asked another server."""
     tab.problems.clear()
     tab.requested.clear()
-    url = daemon.url
-    yield Visit(tab, daemon, url)
-    tab.js("0")  # receives what the browser has reported
-    assert tab.problems == []
-    assert {one for one in tab.requested if not one.startswith(url)} <= {"about:blank"}
+    visit = Visit(tab, daemon, daemon.url)
+    yield visit
+    visit.check()
 
 
 def press(daemon: Live, spare_bytes: int, tokens: int) -> list[threading.Thread]:

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.loop import RATE_WINDOW_S, _Rate
+from protocol.cache_outcome import RowCached
 from protocol.types import Usage
 from protocol.worker import (
     CancelRow,
@@ -60,7 +61,7 @@ def test_a_worker_from_start_to_stop(start):
     kinds = [type(report) for report in peer.reports if not isinstance(report, periodic)]
     assert kinds[:5] == [Started, MemoryRequested, Ready, RowAccepted, RowAdmitted]
     assert kinds[-1] is RowFinished
-    assert set(kinds[5:-1]) == {RowTokens}
+    assert set(kinds[5:-1]) == {RowCached, RowTokens}
     assert peer.of(RowAccepted) == [RowAccepted(rid="a", prompt_tokens=5)]
     assert peer.of(RowFinished) == [
         RowFinished(rid="a", reason="length", usage=Usage(5, 3, levels=[0]))
