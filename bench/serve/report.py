@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,39 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.llama import settings
 from bench.serve.bars import Verdict
+from bench.serve.ratios import (
+    BEST_LLAMA,
+    MEASURES,
+    again,
+    best_llama,
+    compared,
+    firsts,
+    with_best,
+)
 from bench.serve.sides import PLAIN
-from kvd.bench.measure import Results, median, ratio
+from kvd.bench.measure import Measures, Results, median, ratio
 from kvd.bench.report import COLUMNS, LOWER_IS_BETTER
+
+_HEADINGS = {"ttft_p99": "TTFT p99 ms", "itl_p99": "gap p99 ms"}
+"""Headings of tables in which a measure does not follow its median."""
 
 
 def tables(results: Results, verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print a table for each trace, with the ratios to `PLAIN`, and then the bars."""
+    """Print a table for each trace with its ratios, first runs, repeated traces, and the bars."""
     for trace, sides in results.items():
         console.print(trace_table(trace, sides))
-    console.print(bars_table(verdicts))
+    for table in (first_runs_table(results), again_table(results), bars_table(verdicts)):
+        if table.row_count:
+            console.print(table)
 
 
-def trace_table(trace: str, sides: Any) -> Table:
-    """Return a table of the medians over runs, one row for each side, and the ratios to `PLAIN`."""
+def trace_table(trace: str, sides: Mapping[str, Sequence[Measures]]) -> Table:
+    """Return a table of the medians over runs, one row for each side, and the ratios.
+
+    Ratios are to `PLAIN`, and those of kvd also to the best setting of llama-server.
+    """
     medians = {side: median(runs) for side, runs in sides.items() if runs}
     shown = [
         name
@@ -37,12 +55,36 @@ def trace_table(trace: str, sides: Any) -> Table:
     for name in shown:
         table.add_column(COLUMNS[name][0], justify="right")
     for side, row in medians.items():
-        table.add_row(side, *(_number(row[name], *COLUMNS[name][1:]) for name in shown))
+        table.add_row(side, *_cells(row, shown))
     table.add_section()
-    for side in medians:
-        if side != PLAIN and sides.get(PLAIN):
-            found = [ratio(sides[side], sides[PLAIN], name) for name in shown]
-            table.add_row(f"{side} / {PLAIN}", *(_number(one, 1, 2) for one in found))
+    for side, runs in sides.items():
+        if side not in {PLAIN, *settings.SETTINGS} and runs and sides.get(PLAIN):
+            table.add_row(f"{side} / {PLAIN}", *_ratios(runs, sides[PLAIN], shown))
+    best = best_llama(sides)
+    every = with_best({trace: sides})[trace]
+    for ours, theirs in compared(every):
+        if theirs == BEST_LLAMA:
+            table.add_row(f"{ours} / {best}", *_ratios(every[ours], every[theirs], shown))
+    return table
+
+
+def first_runs_table(results: Results) -> Table:
+    """Return a table of each side's first run and of the medians of its other runs."""
+    table = _short_table("first runs, and medians of the others", "trace", "server", "runs")
+    for trace, sides in firsts(results).items():
+        for side, found in sides.items():
+            for name, row in found.items():
+                table.add_row(trace, side, name, *_cells(row, MEASURES))
+    return table
+
+
+def again_table(results: Results) -> Table:
+    """Return a table of the ratios of traces that were played again to those before."""
+    table = _short_table("played again, relative to before", "trace", "server")
+    for later, sides in again(results).items():
+        for side, row in sides.items():
+            cells = (_number(row.get(name, math.nan), 1, 3) for name in MEASURES)
+            table.add_row(later, side, *cells)
     return table
 
 
@@ -55,10 +97,31 @@ def bars_table(verdicts: Sequence[Verdict]) -> Table:
         bar = one.bar
         word = {True: "[green]pass", False: "[red]miss", None: "not measured"}[one.passed]
         limit = f"{'≥' if bar.at_least else '≤'} {bar.limit:g}"
+        reference = bar.than or bar.theirs
+        digits = 2 if bar.theirs else 4
         table.add_row(
-            bar.what, bar.trace, bar.ours, bar.theirs, _number(one.ratio, 1, 2), limit, word
+            bar.what, bar.trace, bar.ours, reference, _number(one.ratio, 1, digits), limit, word
         )
     return table
+
+
+def _short_table(caption: str, *headings: str) -> Table:
+    table = Table(title=caption)
+    for heading in headings:
+        table.add_column(heading)
+    for name in MEASURES:
+        table.add_column(_HEADINGS.get(name, COLUMNS[name][0]), justify="right")
+    return table
+
+
+def _cells(row: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    return [_number(row.get(name, math.nan), *COLUMNS[name][1:]) for name in names]
+
+
+def _ratios(
+    ours: Sequence[Measures], theirs: Sequence[Measures], names: Sequence[str]
+) -> list[str]:
+    return [_number(ratio(ours, theirs, name), 1, 2) for name in names]
 
 
 def _number(value: float, factor: float, digits: int) -> str:

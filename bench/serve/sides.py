@@ -1,11 +1,11 @@
-"""The compared servers, their traces, and the limits for ratios."""
+"""The compared servers, and which traces they run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bench.serve.bars import Bar
 from kvd.bench.servers import Side, kvd_side, mlx_lm_side, url_side
 
 DENSE, QUANTIZED = "kvd k16v16", "kvd k8v8"
@@ -37,28 +37,21 @@ def _of_url(text: str) -> Side:
     return url_side(name, url)
 
 
+def choose(sides: Iterable[Side], wanted: Sequence[str]) -> list[Side]:
+    """Return the sides that a name or pattern of ``wanted`` matches; all of them if it is empty.
+
+    Raises ValueError for a pattern that matches no side.
+    """
+    every = list(sides)
+    for pattern in wanted:
+        if not any(fnmatchcase(side.name, pattern) for side in every):
+            names = ", ".join(repr(side.name) for side in every)
+            raise ValueError(f"unknown --sides {pattern!r}; the sides are {names}")
+    if not wanted:
+        return every
+    return [side for side in every if any(fnmatchcase(side.name, one) for one in wanted)]
+
+
 def takes_part(side: str, trace: str) -> bool:
     """Return whether a side runs a trace."""
     return trace == "steady" or side not in ONLY_STEADY
-
-
-def bars(traces: Sequence[str]) -> list[Bar]:
-    """Return the bars for these traces."""
-    found = [
-        Bar("dense pages, throughput", "steady", "tok_s", DENSE, PLAIN, 2.2, at_least=True),
-        Bar("K8V8, throughput", "steady", "tok_s", QUANTIZED, PLAIN, 1.6, at_least=True),
-        Bar("K8V8 against 8 bits", "steady", "tok_s", QUANTIZED, PLAIN_8_BITS, 3.5, at_least=True),
-        Bar("each as started", "steady", "tok_s", QUANTIZED, AS_STARTED, 4.0, at_least=True),
-    ]
-    for ours in (DENSE, QUANTIZED):
-        found += [
-            Bar("inter-token p99 while a long prompt comes", "long", "during_p99",
-                ours, PLAIN, 0.33, at_least=False),
-            Bar("first token p50, shared prompt", "shared", "ttft_p50",
-                ours, PLAIN, 1.0, at_least=False),
-        ]  # fmt: skip
-        found += [
-            Bar("peak memory", trace, "peak_bytes", ours, PLAIN, 1.0, at_least=False)
-            for trace in traces
-        ]
-    return [bar for bar in found if bar.trace in traces]

@@ -58,8 +58,8 @@ class KvdDriver:
         try:
             async for event in completion:
                 match event:
-                    case Tokens(tokens=tokens):
-                        stream.arrived(time.monotonic(), len(tokens))
+                    case Tokens(tokens=tokens, text=text):
+                        stream.arrived(time.monotonic(), len(tokens), text)
                     case Done(usage=usage):
                         stream.prompt_tokens = usage.prompt_tokens
                         stream.output_tokens = usage.completion_tokens
@@ -130,8 +130,8 @@ def _take(line: bytes, stream: Stream) -> None:
     chunk = parse(line)
     if chunk is None:
         return
-    if any(choice.get("text") for choice in chunk.get("choices") or []):
-        stream.arrived(time.monotonic())
+    if text := "".join(choice.get("text") or "" for choice in chunk.get("choices") or []):
+        stream.arrived(time.monotonic(), text=text)
     if usage := chunk.get("usage"):
         stream.prompt_tokens = usage["prompt_tokens"]
         stream.output_tokens = usage["completion_tokens"]

@@ -34,12 +34,15 @@ class Stream:
     """Prompt tokens that the server had cached, if it reports them."""
     finished: bool = False
     """Whether all of its tokens have arrived."""
+    texts: list[str] = field(default_factory=list)
+    """Text of each message."""
     heard: Callable[[], None] = lambda: None
     """Called after every message."""
 
-    def arrived(self, when: float, tokens: int = 1) -> None:
+    def arrived(self, when: float, tokens: int = 1, text: str = "") -> None:
         """Record a message."""
         self.arrivals.append((when, tokens))
+        self.texts.append(text)
         self.heard()
 
     @property
@@ -210,10 +213,16 @@ def median(runs: Sequence[Measures]) -> dict[str, float]:
     }
 
 
-def ratio(ours: Sequence[Measures], theirs: Sequence[Measures], name: str) -> float:
-    """Return the median over runs of ours / theirs; the two values of a pair have the same run."""
+def ratios(ours: Sequence[Measures], theirs: Sequence[Measures], name: str) -> list[float]:
+    """Return ours / theirs of every run that both have; nan where theirs is 0."""
     pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(ours, theirs, strict=False)]
-    return statistics.median([a / b if b else math.nan for a, b in pairs]) if pairs else math.nan
+    return [a / b if b else math.nan for a, b in pairs]
+
+
+def ratio(ours: Sequence[Measures], theirs: Sequence[Measures], name: str) -> float:
+    """Return the median of `ratios`; nan without runs."""
+    found = ratios(ours, theirs, name)
+    return statistics.median(found) if found else math.nan
 
 
 Results = Mapping[str, Mapping[str, Sequence[Measures]]]

@@ -194,20 +194,30 @@ def mlx_lm_side(name: str, model: str, *, blas: Path | None, options: tuple[str,
     )
 
 
-def llama_side(name: str, program: str, gguf: Path, *, slots: int, context: int) -> Side:
+def llama_side(
+    name: str,
+    program: str,
+    gguf: Path,
+    *,
+    slots: int,
+    context: int,
+    options: tuple[str, ...] = (),
+    endless: bool = False,
+) -> Side:
     """Return the side of a llama-server.
 
-    ``slots``: requests that it runs at once; ``context``: tokens of each.
+    ``slots``: requests that it runs at once; ``context``: tokens of each; ``options``: more of its
+    options; ``endless``: the model never ends a completion.
     """
     port = _free_port()
     command = [program, "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--parallel", str(slots), "--ctx-size", str(slots * context)]
+    command += ["--parallel", str(slots), "--ctx-size", str(slots * context), *options]
     return Side(
         name=name,
-        about=f"llama-server, {gguf.name}",
+        about=" ".join(["llama-server,", gguf.name, *command[7:]]),
         command=tuple(command),
         url=f"http://127.0.0.1:{port}",
-        endless=False,
+        endless=endless,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Trace:
     @property
     def output_tokens(self) -> int:
         return sum(ask.output for ask in self.asks)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, including its new ones."""
+        return max(ask.prompt_tokens + ask.output for ask in self.asks)
 
 
 def alone(_: random.Random) -> Trace:
@@ -98,15 +103,51 @@ def unequal(rng: random.Random) -> Trace:
     return Trace("unequal", tuple(asks))
 
 
+def chats(_: random.Random) -> Trace:
+    """Return eight streams of 192 tokens after prompts of 12,000, all at once."""
+    return Trace("chats", (Ask(12_000, 192),) * 8)
+
+
+def dialogues(rng: random.Random) -> Trace:
+    """Return 24 requests that share 6000 tokens, eight at a time, with 64 new tokens each."""
+    asks = tuple(Ask(rng.randint(60, 120), 64, shared=6000) for _ in range(24))
+    return Trace("turns", asks, concurrency=8)
+
+
+def heavy(rng: random.Random) -> Trace:
+    """Return 32 streams of 256 tokens after prompts of 800 to 2500, all at once."""
+    return Trace("heavy", tuple(Ask(rng.randint(800, 2500), 256) for _ in range(32)))
+
+
 TRACES: dict[str, Callable[[random.Random], Trace]] = {
-    make.__name__: make for make in (alone, steady, poisson, shared, burst, long, unequal)
+    make.__name__: make
+    for make in (alone, steady, poisson, shared, burst, long, unequal, chats, heavy)
 }
+TRACES["turns"] = dialogues
 DEFAULT = ("steady", "poisson", "shared", "long", "unequal")
 
 
 def build(name: str, seed: int, run: int) -> Trace:
-    """Return a trace. Random lengths and times differ between runs, but not between servers."""
-    return TRACES[name](random.Random(f"{name} {seed} {run}"))
+    """Return a trace. Random lengths and times differ between runs, but not between servers.
+
+    ``NAME/N`` is the trace ``NAME`` with an ``N``-th of its prompt tokens, for models with a short
+    context and for slow machines. Raises ValueError if there is no such trace.
+    """
+    base, shortened, divisor = name.partition("/")
+    if base not in TRACES:
+        raise ValueError(f"there is no trace {name!r}; give one of {', '.join(TRACES)}")
+    trace = TRACES[base](random.Random(f"{base} {seed} {run}"))
+    if not shortened:
+        return trace
+    if not (divisor.isascii() and divisor.isdigit() and int(divisor) > 1):
+        raise ValueError(f"{name!r} must end with a number from 2, such as {base}/4")
+    return replace(
+        trace, name=name, asks=tuple(_shortened(ask, int(divisor)) for ask in trace.asks)
+    )
+
+
+def _shortened(ask: Ask, divisor: int) -> Ask:
+    return replace(ask, prompt=max(1, ask.prompt // divisor), shared=ask.shared // divisor)
 
 
 def _spread(rng: random.Random, low: int, high: int) -> int:

@@ -34,7 +34,7 @@ def rows(trace: Trace) -> tuple[int, int]:
 
 
 def _obstacle(trace: Trace, explain: Explain, *, make_room: bool) -> str:
-    longest = max(ask.prompt_tokens + ask.output for ask in trace.asks)
+    longest = trace.longest
     if (context := explain(1, longest).context) < longest:
         return f"a request has {longest:,} tokens, and the model's context {context:,}"
     forecast = explain(*rows(trace))

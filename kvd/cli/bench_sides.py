@@ -95,7 +95,7 @@ def _mlx_lm(source: str, folder: Path, free_bytes: int) -> Side:
 def _llama(gguf: Path, traces: Sequence[Trace], free_bytes: int) -> Side:
     _check_memory(_LLAMA_SERVER, gguf.stat().st_size, free_bytes)
     slots = max(rows(trace)[0] for trace in traces)
-    longest = max(ask.prompt_tokens + ask.output for trace in traces for ask in trace.asks)
+    longest = max(trace.longest for trace in traces)
     program = shutil.which(_LLAMA_SERVER) or _LLAMA_SERVER
     return llama_side("llama", program, gguf.resolve(), slots=slots, context=longest + 64)
 

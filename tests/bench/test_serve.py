@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.serve import sides
+from bench.llama import settings
+from bench.serve import goals, sides
 from bench.serve.bars import Bar, judge
+from bench.serve.ratios import BEST_LLAMA
 from bench.serve.report import bars_table, plot, trace_table
 from kvd.bench import processes, traces, twin
 from kvd.bench.drivers import parse
@@ -62,7 +64,7 @@ def test_a_trace_depends_only_on_its_seed_and_run(name: str) -> None:
     assert one == traces.build(name, 1, 0)
     assert one.name == name
     assert all(ask.prompt > 0 and ask.output > 1 for ask in one.asks)
-    assert all(ask.prompt_tokens + ask.output < 16384 for ask in one.asks)
+    assert one.longest < 16384
     if name in {"poisson", "unequal"}:
         assert one != traces.build(name, 2, 0)
         assert one != traces.build(name, 1, 1)
@@ -76,6 +78,29 @@ def test_the_traces_have_the_sizes_that_the_bars_assume() -> None:
     assert sum(not ask.behind for ask in long.asks) == 7
     assert len(shared.asks) == 32
     assert {ask.shared for ask in shared.asks} == {1500}
+    chats, dialogues, heavy = (traces.build(name, 1, 0) for name in ("chats", "turns", "heavy"))
+    assert [(ask.prompt, ask.output) for ask in chats.asks] == [(12_000, 192)] * 8
+    assert (len(dialogues.asks), dialogues.concurrency) == (24, 8)
+    assert {(ask.shared, ask.output) for ask in dialogues.asks} == {(6000, 64)}
+    assert len(heavy.asks) == 32
+    assert all(800 <= ask.prompt <= 2500 and ask.output == 256 for ask in heavy.asks)
+
+
+def test_a_shortened_trace_has_its_own_name_and_a_part_of_the_prompts() -> None:
+    whole, quarter = (traces.build(name, 1, 0) for name in ("turns", "turns/4"))
+
+    assert quarter.name == "turns/4"
+    assert quarter.concurrency == whole.concurrency
+    for ask, shorter in zip(whole.asks, quarter.asks, strict=True):
+        assert (shorter.prompt, shorter.shared) == (ask.prompt // 4, 1500)
+        assert shorter.output == ask.output
+    assert all(ask.prompt == 1 for ask in traces.build("unequal/5000", 1, 0).asks)
+
+
+@pytest.mark.parametrize("name", ["chat", "chats/", "chats/1", "chats/x", "chats/0.5", ""])
+def test_a_trace_that_does_not_exist(name: str) -> None:
+    with pytest.raises(ValueError, match=r"there is no trace|number from 2"):
+        traces.build(name, 1, 0)
 
 
 def test_poisson_arrivals_have_the_rate() -> None:
@@ -156,11 +181,30 @@ def test_bars_pass_or_miss_or_were_not_measured() -> None:
     assert bars_table(verdicts).row_count == 5
 
 
-def test_every_bar_names_sides_and_measures_that_exist(tmp_path: Path) -> None:
-    made = sides.make("/m", tmp_path, Path("/lib/blas.so"), ["other=http://127.0.0.1:1#name"])
-    names = {side.name for side in made}
+def test_a_bar_may_be_for_every_run_for_one_side_or_for_two_traces() -> None:
+    results = {
+        "steady": {"a": [measures(tok_s=2.0), measures(tok_s=4.0)], "b": [measures()] * 2},
+        "steady #2": {"a": [measures(tok_s=1.5)]},
+    }
+    bars = [
+        Bar("", "steady", "tok_s", "a", "b", 2.5, at_least=True),
+        Bar("", "steady", "tok_s", "a", "b", 2.5, at_least=True, every_run=True),
+        Bar("", "steady", "tok_s", "a", "b", 3.5, at_least=False, every_run=True),
+        Bar("", "steady", "tok_s", "a", "", 2.5, at_least=True),
+        Bar("", "steady #2", "tok_s", "a", "a", 0.9, at_least=True, than="steady"),
+    ]
+    assert [one.ratio for one in judge(bars, results)] == [3.0, 2.0, 4.0, 3.0, 0.5]
+    assert [one.passed for one in judge(bars, results)] == [True, False, False, True, False]
 
-    for bar in sides.bars(list(traces.TRACES)):
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_every_bar_names_sides_and_measures_that_exist(tmp_path: Path, accelerated: bool) -> None:
+    made = sides.make("/m", tmp_path, Path("/lib/blas.so"), ["other=http://127.0.0.1:1#name"])
+    names = {"", BEST_LLAMA, *settings.SETTINGS, *(side.name for side in made)}
+    found = goals.bars([*traces.TRACES, "steady"], accelerated=accelerated, llama=True)
+
+    assert {bar.trace for bar in found} == {*traces.TRACES, "steady #2"}
+    for bar in found:
         assert {bar.ours, bar.theirs} <= names
         assert bar.measure in Measures.__dataclass_fields__
         assert sides.takes_part(bar.ours, bar.trace)
