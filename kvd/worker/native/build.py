@@ -136,12 +136,12 @@ def _path() -> Path:
 
 def key() -> str:
     """Return a digest of the sources, and of everything that the compiled code depends on."""
-    parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), _processor()]
+    parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), processor()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the processor's features.
 
     They are part of the file's name, because different machines may share a home folder.

@@ -128,7 +128,7 @@ def test_the_name_of_the_file_depends_on_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = build.key()
-    monkeypatch.setattr(build, "_processor", lambda: "another one")
+    monkeypatch.setattr(build, "processor", lambda: "another one")
 
     assert build.key() != before
 

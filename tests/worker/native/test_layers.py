@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -184,3 +186,32 @@ def test_packing_leaves_no_second_copy(library: ModuleType) -> None:
     assert "weight" not in first
     assert "weight" not in second
     assert len(layers.packed_arrays(layer)) == 2
+
+
+def fused(a: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Sum products over the inputs one after another, each rounded once."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    found = np.zeros((len(a), len(weight)), np.float32)
+    columns = weight.tolist()
+    for row, inputs in enumerate(a.tolist()):
+        for column, weights in enumerate(columns):
+            total = 0.0
+            for one, other in zip(inputs, weights, strict=True):
+                total = fmaf(one, other, total)
+            found[row, column] = total
+    return found + bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 65), (150, 7), (272, 3)])
+def test_products_are_sums_in_order_to_the_bit(
+    library: ModuleType, outputs: int, inputs: int, dtype: mx.Dtype
+) -> None:
+    layer = linear(outputs, inputs, dtype)
+    packed = layers.PackedLinear(library, layer)
+    x = mx.random.normal((64, inputs), key=mx.random.key(8))
+    want = fused(np.array(x), np.array(layer.weight.astype(mx.float32)), np.array(layer.bias))
+
+    for rows in range(1, 65):
+        np.testing.assert_array_equal(np.array(packed(x[:rows])), want[:rows])

@@ -130,6 +130,13 @@ class Rows {
   std::vector<int64_t> shape_, strides_;
 };
 
+kvd::Stored stored_as(const mx::array& weight) {
+  if (weight.dtype() == mx::float16) {
+    return kvd::Stored::HALF;
+  }
+  return weight.dtype() == mx::bfloat16 ? kvd::Stored::BFLOAT : kvd::Stored::FLOAT;
+}
+
 class Multiply : public Operation {
  public:
   using Operation::Operation;
@@ -142,19 +149,11 @@ class Multiply : public Operation {
     const mx::array& packed = inputs[1];
     const float* bias = inputs.size() > 2 ? inputs[2].data<float>() : nullptr;
     const int64_t width = inputs[0].shape(-1), outs = out.shape(-1);
-    run([x = Rows(inputs[0]), weights = packed.data<void>(), dtype = packed.dtype(), bias, width,
-         outs, y = out.data<float>()] {
+    run([x = Rows(inputs[0]), weights = packed.data<void>(), stored = stored_as(packed), bias,
+         width, outs, y = out.data<float>()] {
       static thread_local std::vector<float> room;
       const float* from = x.all(room);
-      if (dtype == mx::float16) {
-        kvd::multiply(
-            from, x.count(), width, static_cast<const kvd::Half*>(weights), bias, y, outs);
-      } else if (dtype == mx::bfloat16) {
-        kvd::multiply(
-            from, x.count(), width, static_cast<const kvd::BFloat*>(weights), bias, y, outs);
-      } else {
-        kvd::multiply(from, x.count(), width, static_cast<const float*>(weights), bias, y, outs);
-      }
+      kvd::multiply(from, x.count(), width, {{weights, stored, bias, outs, y}});
     });
   }
 };

@@ -1,4 +1,5 @@
-// Vectors of eight floats and conversions to them, with GCC's and Clang's vector extensions.
+// Vectors of eight and of sixteen floats and conversions to them, with GCC's and Clang's vector
+// extensions.
 //
 // Compiled without contraction of a * b + c: a product is fused only where the code says `fma`.
 
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,17 +23,32 @@ typedef float F8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
 
+// Sixteen floats: one register of AVX-512, or two F8. Compilers keep a pair in registers, but not
+// a vector that is larger than a register.
+constexpr int WIDE = 16;
+#if defined(__AVX512F__)
+typedef float Wide __attribute__((vector_size(64)));
+constexpr int WIDE_REGISTERS = 32;
+#else
+struct Wide {
+  F8 low, high;
+};
+constexpr int WIDE_REGISTERS = 8;
+#endif
+
 inline F8 splat(float x) {
   return F8{x, x, x, x, x, x, x, x};
 }
 
-inline F8 load(const float* from) {
-  F8 found;
+template <typename V = F8>
+inline V load(const float* from) {
+  V found;
   std::memcpy(&found, from, sizeof found);
   return found;
 }
 
-inline void store(float* to, F8 x) {
+template <typename V>
+inline void store(float* to, V x) {
   std::memcpy(to, &x, sizeof x);
 }
 
@@ -47,6 +64,32 @@ inline F8 fma(F8 a, F8 b, F8 c) {
   return found;
 #endif
 }
+
+#if defined(__AVX512F__)
+inline Wide splat_wide(float x) {
+  return (Wide)_mm512_set1_ps(x);
+}
+
+inline Wide fma(Wide a, Wide b, Wide c) {
+  return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#else
+inline Wide splat_wide(float x) {
+  return {splat(x), splat(x)};
+}
+
+inline Wide fma(Wide a, Wide b, Wide c) {
+  return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
+
+inline Wide operator*(Wide a, Wide b) {
+  return {a.low * b.low, a.high * b.high};
+}
+
+inline Wide operator+(Wide a, Wide b) {
+  return {a.low + b.low, a.high + b.high};
+}
+#endif
 
 inline F8 max(F8 a, F8 b) {
   return a > b ? a : b;
@@ -98,6 +141,10 @@ struct BFloat {
 };
 
 inline F8 load(const BFloat* from) {
+#if defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (F8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
   uint16_t bits[LANES];
   std::memcpy(bits, from, sizeof bits);
   U8 wide;
@@ -105,6 +152,7 @@ inline F8 load(const BFloat* from) {
     wide[i] = static_cast<uint32_t>(bits[i]) << 16;
   }
   return (F8)wide;
+#endif
 }
 
 inline F8 load(const Half* from) {
@@ -118,6 +166,25 @@ inline F8 load(const Half* from) {
     found[i] = static_cast<float>(halves[i]);
   }
   return found;
+#endif
+}
+
+// Sixteen weights of any dtype.
+template <typename W>
+inline Wide load_wide(const W* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(W) == 4) {
+    return load<Wide>(from);
+  } else {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    if constexpr (std::is_same_v<W, BFloat>) {
+      return (Wide)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    } else {
+      return (Wide)_mm512_cvtph_ps(bits);
+    }
+  }
+#else
+  return {load(from), load(from + LANES)};
 #endif
 }
 
