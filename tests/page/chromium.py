@@ -227,9 +227,12 @@ def browser() -> Iterator[Page]:
     flags = [*_FLAGS, f"--user-data-dir={profile}"]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")
+    # Preloaded libraries may start threads, with which Chromium's first process cannot fork.
+    environment = {name: text for name, text in os.environ.items() if name != "LD_PRELOAD"}
     process = subprocess.Popen(
         [sys.executable, "-SIc", _EXEC, str(to_browser), str(from_browser), PROGRAM, *flags],
         pass_fds=(to_browser, from_browser),
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
