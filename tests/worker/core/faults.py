@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -44,12 +45,18 @@ class Evaluations:
 
 @contextlib.contextmanager
 def memory_runs_out(fails: Callable[[int], bool], text: str = UNABLE) -> Iterator[Evaluations]:
-    """Make evaluations fail; calls of `mx.eval` and `mx.async_eval` are counted together."""
+    """Make evaluations fail; calls of `mx.eval` and `mx.async_eval` are counted together.
+
+    Objects of earlier tests are excluded from the garbage collections that follow each failure:
+    in a process that has run thousands of tests each takes a second.
+    """
     counted = Evaluations(fails, text)
     functions = (mx.eval, mx.async_eval)
     plain = [function.plain for function in functions]
     for function in functions:
         function.plain = counted.over(function.plain)
+    gc.collect()
+    gc.freeze()
     try:
         yield counted
     finally:
