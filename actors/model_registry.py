@@ -282,7 +282,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             return
         entry.leaving = entry.evicted = True
         reason = f"{name} was evicted for a request that had waited longer"
-        self._fail_replies(entry, errors.InsufficientMemory(reason))
+        entry.fail_loads(errors.InsufficientMemory(reason))
         self._tell_router(admission_events.ModelEvicting(name))
         drains = entry.state == "ready" and not requeue
         drain = lifecycle_events.Drain(write_s=lifecycle_events.EVICT_WRITE_S)
@@ -297,7 +297,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         entry.reloads.clear()
         self._tell_governor(governor_events.UnloadStarted(entry.name))
         reason = "the daemon stops" if self._state.closing else ""
-        self._fail_replies(entry, errors.Draining(reason or unloaded))
+        entry.fail_replies(errors.Draining(reason or unloaded))
         order = lifecycle_events.Halt(reason) if force else lifecycle_events.Drain()
         entry.worker.tell(mail.LifecycleEvent(order))
 
@@ -325,7 +325,9 @@ class ModelRegistry(Actor[mail.RegistryMail]):
 
     def _reload(self, entry: RegistryEntry) -> None:
         policies = [load.policy for _, load in entry.reloads if load.policy is not None]
-        known = dataclasses.replace(entry.known, policy=policies[-1]) if policies else entry.known
+        known = self._known_models[entry.name]
+        if policies:
+            known = dataclasses.replace(known, policy=policies[-1])
         added = self._add(entry.name, known, patient=not entry.reloads)
         added.load_replies = [(reply, load.watcher) for reply, load in entry.reloads]
         added.texts = entry.texts
@@ -350,13 +352,13 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                 for reply, _ in replies:
                     reply.answer(self._state.statuses.model(entry.name))
                 self._send_texts(entry)
+            case "failed" if change.error is not None and change.refused:
+                self._on_refused(entry, change.error, change.freed_bytes)
             case "failed" if change.error is not None:
-                self._fail_replies(entry, errors.from_info(change.error))
-                if change.refused:
-                    self._on_refused(entry, change.error, change.freed_bytes)
+                entry.fail_replies(errors.from_info(change.error))
             case "backoff" if change.error and change.error.code == errors.InsufficientMemory.code:
                 # Do not let the replies wait: the memory may never become free.
-                self._fail_replies(entry, errors.from_info(change.error))
+                entry.fail_replies(errors.from_info(change.error))
             case "stopped" if entry.leaving:
                 self._remove(entry, freed_bytes=change.freed_bytes)
             case _:
@@ -366,15 +368,19 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         """Undo a refused load.
 
         A model that was ready before keeps its entry, whose error shows why it does not run. A
-        model that was known before the load is known as before, and requests that arrived during
-        the load cause another load, which waits for memory. If an unload was ordered too late to
-        reach the worker, these requests end instead.
+        model that was known before the load is known as before, and requests and texts that
+        arrived during the load cause another load, which waits for memory. If an unload was
+        ordered too late to reach the worker, they end instead.
         """
+        entry.fail_loads(errors.from_info(error))
         if entry.served:
+            entry.fail_texts(errors.from_info(error))
             self._tell_router(admission_events.ModelChanged(entry.name, "failed", error))
             return
         unloading = entry.leaving and not entry.evicted
         entry.evicted = entry.before is not None and not unloading
+        if not entry.evicted:
+            entry.fail_texts(errors.from_info(error))
         if entry.before is not None:
             self._known_models[entry.name] = entry.before
         self._remove(entry, freed_bytes=freed_bytes, error=error)
@@ -390,14 +396,6 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                     fraction=progress.fraction,
                 )
                 watcher.client.tell(mail.Deliver(event))
-
-    def _fail_replies(self, entry: RegistryEntry, error: errors.KvdError) -> None:
-        loads, entry.load_replies = entry.load_replies, []
-        texts, entry.texts = entry.texts, []
-        for load, _ in loads:
-            load.fail(error)
-        for text, _ in texts:
-            text.fail(error)
 
     # -- shutdown ---------------------------------------------------------------------------------
 

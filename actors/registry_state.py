@@ -12,10 +12,10 @@ from actors import mail
 from actors.runtime.actor import DeferredReply, Ref
 from actors.status import KnownModel, StatusTable
 from protocol import worker as wire
-from protocol.errors import InvalidRequest, ModelExists
+from protocol.errors import InvalidRequest, KvdError, ModelExists
 from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
 from protocol.kv import KVSpec
-from protocol.model_source import is_source
+from protocol.model_source import is_source, unknown_source
 from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus
 
@@ -60,6 +60,20 @@ class RegistryEntry:
             return policy
         return replace(policy, idle_ttl_s=limit if limit >= 0 else None)
 
+    def fail_replies(self, error: KvdError) -> None:
+        self.fail_loads(error)
+        self.fail_texts(error)
+
+    def fail_loads(self, error: KvdError) -> None:
+        loads, self.load_replies = self.load_replies, []
+        for reply, _ in loads:
+            reply.fail(error)
+
+    def fail_texts(self, error: KvdError) -> None:
+        texts, self.texts = self.texts, []
+        for reply, _ in texts:
+            reply.fail(error)
+
 
 @dataclass
 class RegistryState:
@@ -90,15 +104,17 @@ class RegistryState:
     def named(self, load: mail.LoadModel) -> mail.LoadModel:
         """Return a load whose source is a known model's name as a load of that model's source.
 
-        Raises a `ModelError` if the name is that of a folder that cannot be loaded.
+        Raises a `ModelError` if it is neither, or the name of a folder that cannot be loaded.
         """
-        if load.alias is not None or is_source(load.source):
+        if is_source(load.source):
             return load
-        if (known := self.statuses.lookup(load.source)) is None:
-            self.statuses.find_model(load.source)  # raises the reason
-            return load
-        kv = known.kv if load.kv == KVSpec() else load.kv
-        return replace(load, source=known.source, alias=load.source, kv=kv)
+        if (known := self.statuses.lookup(load.source)) is not None:
+            kv = known.kv if load.kv == KVSpec() else load.kv
+            return replace(load, source=known.source, alias=load.alias or load.source, kv=kv)
+        self.statuses.find_model(load.source)  # raises the reason
+        if not self.statuses.may_load(load.source):
+            raise unknown_source(load.source)
+        return load
 
     def check(self) -> None:
         for name, entry in self.entries.items():

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from protocol.errors import ModelError, UnknownModel
 from protocol.kv import KVSpec
-from protocol.model_source import unknown_model
+from protocol.model_source import is_source, unknown_model
 from protocol.policy import ModelPolicy
 from protocol.types import ModelStatus
 
@@ -50,6 +50,8 @@ class StatusTable:
     find_model: Callable[[str], str | None] = lambda _name: None
     """Returns the source of a model in the models folder by name; raises a `ModelError` if its
     folder cannot be loaded."""
+    may_load: Callable[[str], bool] = is_source
+    """Returns whether a worker may load a model from a text."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
     expires_in: Callable[[str], float | None] = lambda _model: None

@@ -46,6 +46,7 @@ from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.embedding import Embed, EmbeddingsMode
 from protocol.kv import KVSpec
 from protocol.messages import Event, EventRecord, Generate, Tokenize, Tokenized
+from protocol.model_source import is_source
 from protocol.policy import ModelPolicy
 from protocol.request_record import RequestRecord
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
@@ -145,6 +146,7 @@ class System:
         settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
         find_model: Callable[[str], str | None] = lambda _name: None,
+        may_load: Callable[[str], bool] = is_source,
         estimate_model: ports.EstimateModel,
         find_problems: ports.FindProblems = lambda _budget_bytes, _host: [],
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
@@ -162,7 +164,7 @@ class System:
         self._notify, self._observe, self._metrics = notify, observe, metrics
         self._estimate_model = estimate_model
         self._find_problems = find_problems
-        self._statuses = StatusTable(dict(known or {}), find_model=find_model)
+        self._statuses = StatusTable(dict(known or {}), find_model=find_model, may_load=may_load)
         self._events = EventLog(notify, observe)
         self._outcomes = CacheOutcomes(self._events)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
@@ -329,7 +331,7 @@ class System:
 
         Raises the KvdError of a failed load, and `UnknownModel`.
         """
-        known = self._statuses.known.get(name)
+        known = self._statuses.lookup(name)
         if known is None:
             raise self._statuses.unknown_model(name)
         return await self.load(known.source, alias=name, kv=known.kv)

@@ -36,6 +36,7 @@ from kvd.host import blas, files, listen, logs, memory
 from kvd.host.exits import Exit
 from kvd.host.home import check_socket_path
 from kvd.host.loop import DaemonLoop
+from kvd.host.models_dir import ModelsDir
 from kvd.host.units import format_bytes
 from kvd.http.listeners import check_keys, open_listeners
 from kvd.metrics.exposition import Exposition
@@ -44,6 +45,7 @@ from kvd.service.notify import Notifier
 from protocol.errors import ConfigError, KvdError
 from protocol.key_file import create_key
 from protocol.kv import KVSpec
+from protocol.model_source import is_source
 from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
@@ -154,6 +156,7 @@ class Daemon:
         )
         self._system.configuration = LiveSettings(options, self._reloader, self._reload)
         self._http: Server | None = None
+        self._models_dir = ModelsDir(None)
         self._stops: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Background tasks other than stops."""
@@ -197,6 +200,7 @@ class Daemon:
             estimate_model=FileEstimate(machine(settings.native, limits, attention)),
             known=known_models(settings, options.home.root),
             find_model=self._find_model,
+            may_load=(lambda _text: True) if options.fake else is_source,
             find_problems=lambda budget_bytes, host: [
                 *self._problems,
                 *compare_with_machine(budget_bytes, host),
@@ -276,7 +280,10 @@ class Daemon:
         await self._http.start()
 
     def _find_model(self, name: str) -> str | None:
-        folder = models_dir(self._reloader.settings, self._options.home.root).find(name)
+        wanted = models_dir(self._reloader.settings, self._options.home.root)
+        if self._models_dir != wanted:
+            self._models_dir = wanted
+        folder = self._models_dir.find(name)
         return None if folder is None else str(folder)
 
     def _apply_http(self, http: HttpSettings) -> None:

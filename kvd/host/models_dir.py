@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol import model_folder, paths
@@ -26,24 +27,43 @@ class FolderModel:
     """Why it cannot be loaded; empty: nothing is known against it."""
 
 
-@dataclass(frozen=True)
+_SETTLED_NS = 2_000_000_000
+"""Nanoseconds after a change of a folder from which on a further change has a later time. Some file
+systems count in seconds."""
+
+
+@dataclass
 class ModelsDir:
     """A folder of models; it may be missing."""
 
     path: Path | None
+    _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _changed_ns: int | None = field(default=None, init=False, repr=False, compare=False)
+    """When the folder had changed before it was listed; None: it must be listed again."""
 
     def find(self, name: str) -> Path | None:
         """Return the folder of a model, or None if there is no such folder.
 
-        Raises a `ModelError` if the folder cannot be loaded. Reads no weights, so that it may run
-        on an event loop.
+        Raises a `ModelError` if the folder cannot be loaded. Reads no weights, and lists the
+        models folder only after a change of it, so that it may run on an event loop.
         """
-        if self.path is None or name not in _entries(self.path):
+        if self.path is None or name not in self._known_names(self.path):
             return None
         if not paths.is_folder(self.path / name):
             return None
         _check(self.path, name, deep=False)
         return self.path / name
+
+    def _known_names(self, path: Path) -> set[str]:
+        try:
+            changed_ns = path.stat().st_mtime_ns
+        except (OSError, ValueError):
+            return set()
+        if changed_ns != self._changed_ns:
+            settled = time.time_ns() - changed_ns > _SETTLED_NS
+            self._changed_ns = changed_ns if settled else None
+            self._names = _entries(path)
+        return self._names
 
     def scan(self) -> list[FolderModel]:
         """Return all models by name, also those that cannot be loaded. Reads weights' headers."""

@@ -9,6 +9,7 @@ import pytest
 from actors import mail
 from protocol import errors, messages
 from protocol.kv import KVSpec
+from protocol.model_source import is_source
 from protocol.worker import Grant, LoadModel
 from tests.sim.fakes import SLOW, Script
 from tests.sim.loop import simulated, until
@@ -257,3 +258,25 @@ async def test_the_prefix_cache_may_take_a_quarter_of_the_budget():
     async with world(load=("a",), budget=1000) as w:
         command = next(it for it in w.spawn.last("a").commands if isinstance(it, LoadModel))
         assert command.prefix_bytes == 250
+
+
+@simulated
+@pytest.mark.parametrize("alias", [None, "other"])
+async def test_a_text_that_is_no_source_is_refused_before_a_process_starts(alias):
+    async with world(load=()) as w:
+        w.system._statuses.may_load = is_source
+        with pytest.raises(errors.UnknownModel, match="there is no model 'dmo'; did you mean"):
+            await w.client().ask(messages.Load, model="dmo", alias=alias)
+        assert not w.spawn.attempts
+        assert w.system.status().models == []
+
+
+@simulated
+async def test_a_model_of_the_models_folder_is_loaded_by_its_name():
+    async with world(load=()) as w:
+        w.system._statuses.find_model = {"mine": "/models/mine"}.get
+        assert (await w.system.load_known("mine")).source == "/models/mine"
+        loaded = await w.client().ask(messages.Load, model="mine", alias="second")
+        assert (loaded.model.name, loaded.model.source) == ("second", "/models/mine")
+        with pytest.raises(errors.UnknownModel, match="there is no model 'yours'"):
+            await w.system.load_known("yours")

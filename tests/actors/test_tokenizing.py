@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from actors import mail
 from actors.status import KnownModel
 from protocol import messages
-from protocol.errors import Overloaded, UnknownModel
+from protocol.errors import InvalidModel, Overloaded, UnknownModel
 from protocol.messages import Tokenize
 from protocol.tools import ChatOptions, Tool
 from protocol.types import ChatMessage
@@ -130,3 +131,58 @@ async def test_a_text_whose_caller_is_cancelled_counts_until_the_process_answers
         assert held(w) > 1000
         w.spawn.last("demo").die(-9)
         await until(lambda: held(w) == 0)
+
+
+@simulated
+@pytest.mark.parametrize("requeue", [True, False])
+async def test_texts_that_wait_for_a_load_that_is_evicted_wait_for_the_next_one(
+    requeue: bool,
+) -> None:
+    async with world(SLOW, load=(), known=DEMO) as w:
+        client = bounded(w).client()
+        text = client.start(messages.Tokenize, model="demo", prompt="Hi!")
+        request = client.generate()
+        await until(lambda: w.state() == "loading")
+        w.system._registry_ref.tell(mail.EvictModel("demo", requeue))
+
+        assert isinstance(reply := await client.end(text), messages.Tokenized)
+        assert (reply.count, w.spawn.attempts["demo"]) == (3, 2)
+        assert isinstance(await client.end(request), messages.Done)
+        assert held(w) == 0
+
+
+@simulated
+async def test_texts_during_a_refused_load_get_the_known_model() -> None:
+    broken = Script(load_error=InvalidModel("config.json is missing").info())
+    scripts = {"demo": [broken, Script()]}
+    async with world(scripts, load=(), known={"demo": KnownModel("/a/demo")}) as w:
+        client = bounded(w).client()
+        load = client.start(messages.Load, model="/other/demo")
+        await until(lambda: w.state() == "loading")
+        text = client.start(messages.Tokenize, model="demo", prompt="Hi!")
+        assert isinstance(refused := await client.end(load), messages.Error)
+        assert refused.error.code == "invalid_model"
+
+        assert isinstance(reply := await client.end(text), messages.Tokenized)
+        assert reply.count == 3
+        model = w.model("demo")
+        assert model is not None
+        assert model.source == "/a/demo"
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (Script(exit_at_load=1), "model_failed"),
+        (Script(load_error=InvalidModel("broken").info()), "invalid_model"),
+    ],
+)
+async def test_texts_that_wait_for_a_load_that_fails_get_its_error(
+    script: Script, code: str
+) -> None:
+    async with world({"demo": [script] * 3}, load=(), known=DEMO) as w:
+        client = bounded(w).client()
+        text = client.start(messages.Tokenize, model="demo", prompt="Hi!")
+        assert isinstance(refused := await client.end(text), messages.Error)
+        assert (refused.error.code, held(w)) == (code, 0)

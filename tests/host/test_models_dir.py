@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,23 @@ def test_half_pulled_and_broken_folders_are_listed_with_the_reason(folder):
         if name != "cut":  # only the scan reads headers
             with pytest.raises(KvdError, match=re.escape(reason)):
                 ModelsDir(folder).find(name)
+
+
+def test_names_are_looked_up_without_listing_the_folder_until_it_changes(folder, monkeypatch):
+    listed, plain = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: (listed.append(path), plain(path))[1])
+    models = ModelsDir(folder)
+    model_at(folder / "first")
+    for _ in range(3):
+        assert models.find("second") is None
+    assert len(listed) == 3, "the time of a recent change may also be that of a later one"
+    os.utime(folder, ns=(0, 10**18))
+    listed.clear()
+    for _ in range(100):
+        assert models.find("second") is None
+        assert models.find("first") == folder / "first"
+    assert len(listed) == 1
+    model_at(folder / "second")
+    assert models.find("second") == folder / "second"
+    shutil.rmtree(folder)
+    assert models.find("first") is None

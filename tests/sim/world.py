@@ -121,6 +121,7 @@ class World:
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
+            may_load=lambda _source: True,
             estimate_model=estimate_model,
             draw_seed=lambda: next(seeds),
             notify=notify or self.notices.append,
