@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvd.http import keep_alive
 from kvd.http.messages_api import conversation
 from kvd.http.messages_api.requests import NO_THINKING
 from protocol.chat_checks import NAMED, check_chat
@@ -58,6 +59,7 @@ def wanted(request: MessagesRequest) -> Wanted:
         priority=request.priority or 0,
         deadline_s=request.deadline_s,
         prefix_salt=request.cache_salt,
+        keep_alive_s=keep_alive.seconds(request.keep_alive),
     )
     omits = request.thinking is not None and request.thinking.display == "omitted"
     return Wanted(call, bool(request.stream), omits)

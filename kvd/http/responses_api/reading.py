@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw
 
-from kvd.http import reading
+from kvd.http import keep_alive, reading
 from kvd.http.grammars import of_schema
 from kvd.http.responses_api.items import Conversation, add_all
 from kvd.http.responses_api.objects import Response
@@ -68,6 +68,7 @@ def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: i
         priority=request.priority or 0,
         deadline_s=request.deadline_s,
         prefix_salt=request.cache_salt,
+        keep_alive_s=keep_alive.seconds(request.keep_alive),
     )
     return Wanted(
         call=call,

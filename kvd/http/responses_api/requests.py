@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from kvd.http.keep_alive import KeepAlive
 from protocol import fields
 from protocol.fields import MAX_INT
 from protocol.tools import MAX_GRAMMAR_CHARS
@@ -72,6 +73,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: fields.Priority | None = None
     deadline_s: fields.DeadlineSeconds | None = None
     cache_salt: fields.Salt | None = None
+    keep_alive: KeepAlive | None = None
 
     # Accepted without effect.
     stream_options: Raw = ABSENT

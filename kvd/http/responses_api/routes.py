@@ -73,12 +73,7 @@ class ResponsesRoutes:
         answer = ResponseAnswer(wanted, asyncio.get_running_loop().time(), _now)
         run = Run(answer, partial(store.update, response.id))
         previous = response.previous_response_id
-        if not store.put(response.id, owner, previous, wanted.input, run.body, run):
-            raise InvalidRequest(
-                "the request is too large for a background response, which must fit the store; "
-                "send it with stream: true and without background",
-                field="background",
-            )
+        store.begin(response.id, owner, previous, wanted.input, run)
         body = run.body
         run.start(self.delivery.backend, replace(wanted.call, id=request[REQUEST_ID]))
         if wanted.stream:
@@ -119,14 +114,18 @@ class ResponsesRoutes:
     def _stored(self, request: web.Request) -> Stored:
         stored = self.store.find(request.match_info["id"], request.get(OWNER))
         if stored is None:
-            raise _not_found(request)
+            raise self._not_found(request)
         return stored
 
     async def delete(self, request: web.Request) -> web.Response:
         if not self.store.delete(request.match_info["id"], request.get(OWNER)):
-            raise _not_found(request)
+            raise self._not_found(request)
         deleted = {"id": request.match_info["id"], "object": "response", "deleted": True}
         return _json(msgspec.json.encode(deleted))
+
+    def _not_found(self, request: web.Request) -> Refusal:
+        message = self.store.missing(request.match_info["id"])
+        return Refusal(404, message, INVALID, "not_found")
 
     def _read(self, body: bytearray, owner: str | None) -> Wanted:
         return reading.read(body, self.store, owner, _now())
@@ -142,8 +141,3 @@ def _json(body: bytes) -> web.Response:
 
 def _now() -> int:
     return int(time.time())
-
-
-def _not_found(request: web.Request) -> Refusal:
-    message = f"the response {request.match_info['id']!r} is not stored (any more)"
-    return Refusal(404, message, INVALID, "not_found")

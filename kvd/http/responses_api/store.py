@@ -1,7 +1,7 @@
 """Responses for ``previous_response_id`` and ``GET /v1/responses/{id}``, bounded in bytes and age.
 
-Only the API key that made a response may use it. Responses that run are kept until they end; if
-they exceed the bytes, their oldest events are dropped.
+Only the API key that made a response may use it. Background responses are kept while they run, in
+at most half of the bytes: beyond that, their oldest events are dropped, then new ones are refused.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw
 
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from kvd.http.responses_api.background import Run
 
 MAX_BYTES = 32 * 1024 * 1024
 """Limit of all stored responses. A longer conversation has each item once."""
+RUNNING_PARTS = 2
+"""Responses that run take at most one of so many parts of the limit."""
+EVENT_PARTS = 8
+"""Events of one response take at most one of so many parts of the limit: 4 MiB, which is enough for
+16,000 tokens."""
 MAX_AGE_S = 6 * 3600.0
 """Seconds without use after which a response is dropped."""
+_RETRY_AFTER_S = 10.0
 _OVERHEAD_BYTES = 1024
 _INDEX_DIGITS = 9
 """Most digits of an item's number in its id. Python refuses to read thousands of digits."""
@@ -47,16 +53,17 @@ class Stored:
 
     def __post_init__(self) -> None:
         self._fixed = sum(memoryview(item).nbytes for item in self.input) + _OVERHEAD_BYTES
+        self.first_bytes = self.event_bytes
+        """Bytes of the first events, which contain the request's tools and instructions."""
         self.size = self.measure()
 
     @property
-    def runs(self) -> bool:
-        return self.run is not None and not self.run.over
+    def event_bytes(self) -> int:
+        return 0 if self.run is None else self.run.nbytes
 
     def measure(self) -> int:
         """Return the bytes that count now; called after each event of a background response."""
-        events = 0 if self.run is None else self.run.nbytes
-        return self._fixed + len(self.body) + events
+        return self._fixed + len(self.body) + self.event_bytes
 
 
 class Store:
@@ -67,6 +74,9 @@ class Store:
         self._max_bytes = max_bytes
         self._stored: dict[str, Stored] = {}
         self.bytes = 0
+        self._running: dict[str, Stored] = {}
+        self.running_bytes = 0
+        """Bytes of the responses that run, which are a part of `bytes`."""
 
     def put(
         self,
@@ -75,22 +85,51 @@ class Store:
         previous: str | None,
         own_input: tuple[Raw, ...],
         body: bytes,
-        run: Run | None = None,
     ) -> bool:
-        """Store a response; drop others that are old, or the least recently used ones.
+        """Store a response that is over; drop those that are old or the least recently used.
 
         Return False, and do nothing, if it is too large.
         """
-        now = self._clock()
-        stored = Stored(owner, previous, own_input, body, now, run)
+        stored = Stored(owner, previous, own_input, body, self._clock())
         if stored.size > self._max_bytes:
             return False
-        for found in list(self._chain(previous, owner)):
-            self._use(found)
-        self._stored[response_id] = stored
-        self.bytes += stored.size
-        self._evict(now)
+        self._add(response_id, stored)
         return True
+
+    def begin(
+        self,
+        response_id: str,
+        owner: str | None,
+        previous: str | None,
+        own_input: tuple[Raw, ...],
+        run: Run,
+    ) -> None:
+        """Store a background response; `update` is called after each of its events.
+
+        Raises `InvalidRequest` if it is too large, and `Overloaded` if it does not fit beside
+        those that run.
+        """
+        stored = Stored(owner, previous, own_input, run.body, self._clock(), run)
+        limit = self._max_bytes // RUNNING_PARTS
+        if stored.size > limit:
+            raise InvalidRequest(
+                f"the request takes {stored.size} bytes as a background response, and the limit "
+                f"for all of them together is {limit}; send it with stream: true and without "
+                "background",
+                field="background",
+            )
+        kept = self.running_bytes - sum(one.event_bytes for one in self._running.values())
+        if kept + stored.size > limit:
+            raise Overloaded(
+                f"{len(self._running)} background responses run and take {kept} bytes; this one "
+                f"would add {stored.size}, and the limit is {limit}; send it again when one of "
+                "them is over, or without background",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._drop_events(self.running_bytes + stored.size - limit)
+        self._running[response_id] = stored
+        self.running_bytes += stored.size
+        self._add(response_id, stored)
 
     def update(self, response_id: str) -> None:
         """Take what the run of a response has changed; without effect if it is not stored."""
@@ -98,13 +137,14 @@ class Store:
         if stored is None or stored.run is None:
             return
         stored.body = stored.run.body
+        own_limit = stored.first_bytes + self._max_bytes // EVENT_PARTS
+        stored.run.drop_events(stored.run.nbytes - own_limit)
+        self._resize(response_id, stored)
         if stored.run.over:
+            self._end(response_id)
             self._use(response_id)
-        self._resize(stored)
+        self._drop_events(self.running_bytes - self._max_bytes // RUNNING_PARTS)
         self._evict(self._clock())
-        if (excess := self.bytes - self._max_bytes) > 0 and response_id in self._stored:
-            stored.run.drop_events(excess)
-            self._resize(stored)
 
     def body(self, response_id: str, owner: str | None) -> bytes | None:
         """Return a response as JSON."""
@@ -130,7 +170,7 @@ class Store:
         chain = list(self._chain(response_id, owner))
         for found in chain:
             stored = self._stored[found]
-            if stored.runs:
+            if found in self._running:
                 raise InvalidRequest(
                     f"previous_response_id: the response {found!r} is not over; wait for its end, "
                     "or cancel it",
@@ -141,15 +181,20 @@ class Store:
         last = self._stored[chain[-1]].previous if chain else response_id
         if last is not None:
             raise InvalidRequest(
-                f"previous_response_id: the response {last!r} is not stored (any more): responses "
-                f"are kept for {MAX_AGE_S / 3600:g} hours, in at most "
-                f"{self._max_bytes // 2**20} MiB of memory, and end with the daemon; send the "
-                "whole conversation in input",
+                f"previous_response_id: {self.missing(last)}; send the whole conversation in input",
                 field="previous_response_id",
             )
         for found in chain:
             self._use(found)
         return history[::-1]
+
+    def missing(self, response_id: str) -> str:
+        """Return what an error says about a response that is not stored."""
+        return (
+            f"the response {response_id!r} is not stored (any more): responses are kept for "
+            f"{MAX_AGE_S / 3600:g} hours, in at most {self._max_bytes // 2**20} MiB of memory, and "
+            "end with the daemon"
+        )
 
     def item(self, item_id: str, owner: str | None) -> Raw | None:
         """Return an output item by its id."""
@@ -184,16 +229,41 @@ class Store:
         for response_id, stored in self._stored.items():
             if excess <= 0 and now - stored.used_at <= MAX_AGE_S:
                 break
-            if not stored.runs:
+            if response_id not in self._running:
                 dropped.append(response_id)
                 excess -= stored.size
         for response_id in dropped:
             self._drop(response_id)
 
-    def _resize(self, stored: Stored) -> None:
-        self.bytes -= stored.size
-        stored.size = stored.measure()
+    def _add(self, response_id: str, stored: Stored) -> None:
+        for found in list(self._chain(stored.previous, stored.owner)):
+            self._use(found)
+        self._stored[response_id] = stored
         self.bytes += stored.size
+        self._evict(stored.used_at)
+
+    def _drop_events(self, excess: int) -> None:
+        """Drop so many bytes of events of the responses that run, of the one with most of them."""
+        while excess > 0 and self._running:
+            largest = max(self._running, key=lambda one: self._running[one].event_bytes)
+            stored, before = self._running[largest], self.running_bytes
+            if stored.run is None or not stored.run.nbytes:
+                return
+            stored.run.drop_events(excess)
+            self._resize(largest, stored)
+            excess -= before - self.running_bytes
+
+    def _resize(self, response_id: str, stored: Stored) -> None:
+        grown = stored.measure() - stored.size
+        stored.size += grown
+        self.bytes += grown
+        if response_id in self._running:
+            self.running_bytes += grown
+
+    def _end(self, response_id: str) -> None:
+        if (stored := self._running.pop(response_id, None)) is not None:
+            self.running_bytes -= stored.size
 
     def _drop(self, response_id: str) -> None:
+        self._end(response_id)
         self.bytes -= self._stored.pop(response_id).size

@@ -217,7 +217,7 @@ def test_structured_output(newer):
 def test_sampling_and_extensions():
     call = asked(
         temperature=0.5, top_p=0.9, top_k=40, stop_sequences=["END"], seed=7, priority=3,
-        deadline_s=9, cache_salt="s", metadata={"user_id": "u"},
+        deadline_s=9, cache_salt="s", keep_alive="5m", metadata={"user_id": "u"},
     )  # fmt: skip
     sampling = call.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (
@@ -227,6 +227,13 @@ def test_sampling_and_extensions():
         7,
     )
     assert (call.stop, call.priority, call.deadline_s, call.prefix_salt) == (["END"], 3, 9, "s")
+    assert (call.keep_alive_s, asked(keep_alive=0).keep_alive_s, asked().keep_alive_s) == (
+        300,
+        0,
+        None,
+    )
+    with pytest.raises(InvalidRequest, match="keep_alive"):
+        asked(keep_alive="soon")
     assert asked().sampling.temperature == 1.0
     assert asked(top_p=0).sampling.temperature == 0.0
 

@@ -200,26 +200,76 @@ async def test_a_response_that_runs_cannot_be_continued(home):
         assert "is not over" in refused.json()["error"]["message"]
 
 
-def kept(store: Store, max_events: int) -> Run:
+def kept(store: Store, max_events: int, **fields) -> Run:
     """Return a run in the store that has delivered so many words and goes on."""
-    wanted = read(background=True)
+    wanted = read(background=True, **fields)
     run = Run(ResponseAnswer(wanted, 0.0, lambda: 0), lambda: store.update(wanted.response.id))
-    assert store.put(wanted.response.id, None, None, wanted.input, run.body, run)
+    store.begin(wanted.response.id, None, None, wanted.input, run)
     for _ in range(max_events):
         run._handle(word("x" * 100))
     return run
 
 
-async def test_the_store_stays_within_its_bytes_while_responses_run():
-    store = Store(lambda: 0.0, max_bytes=40_000)
-    finished = store.put("resp_old", None, None, (Raw(b"{}"),), b"{}" * 5000)
-    assert finished
-    run = kept(store, 200)
-    assert store.body("resp_old", None) is None, "responses that are over are dropped first"
-    assert store.bytes <= 40_000
+async def test_responses_that_run_leave_half_of_the_store_to_the_others():
+    store = Store(lambda: 0.0, max_bytes=80_000)
+    assert store.put("resp_old", None, None, (Raw(b"{}"),), b"{}" * 15_000)
+    runs = [kept(store, 100) for _ in range(4)]
+    assert sum(run.nbytes for run in runs) <= store.running_bytes <= 40_000
+    assert store.body("resp_old", None) is not None
     assert store.bytes == sum(one.measure() for one in store._stored.values())
-    with pytest.raises(InvalidRequest, match="are not kept any more"):
-        await anext(run.follow(-1))
+    for run in runs:
+        with pytest.raises(InvalidRequest, match="are not kept any more"):
+            await anext(run.follow(-1))
+        run._handle(DONE)
+    assert (store.running_bytes, store._running) == (0, {})
+    assert store.bytes <= 80_000
+
+
+async def test_the_events_of_one_response_take_at_most_an_eighth_of_the_store():
+    store = Store(lambda: 0.0, max_bytes=160_000)
+    run = kept(store, 0)
+    first = run.nbytes
+    for _ in range(400):
+        run._handle(word("x" * 100))
+        assert run.nbytes <= first + 20_000
+    run._handle(DONE)
+    assert store.bytes < 100_000
+
+
+async def test_a_background_response_that_fits_no_more_is_refused_until_another_is_over():
+    store = Store(lambda: 0.0, max_bytes=60_000)
+    large = [{"role": "user", "content": "x" * 7_000}]
+    runs = [kept(store, 5, input=large)]
+    with pytest.raises(Overloaded, match="background responses run and take") as refused:
+        runs.extend(kept(store, 5, input=large) for _ in range(9))
+    assert refused.value.detail["retry_after_s"] > 0
+    assert len(store._running) == len(runs) >= 2
+    runs[0]._handle(DONE)
+    kept(store, 5, input=large)
+    with pytest.raises(InvalidRequest, match="send it with stream: true") as too_large:
+        kept(store, 0, input=[{"role": "user", "content": "x" * 40_000}])
+    assert too_large.value.detail["field"] == "background"
+
+
+async def test_responses_that_are_over_are_dropped_before_those_that_run():
+    store = Store(lambda: 0.0, max_bytes=40_000)
+    run = kept(store, 50)
+    for number in range(9):
+        store.put(f"resp_{number}", None, None, (Raw(b"{}"),), b"{}" * 5000)
+    assert store.bytes <= 40_000
+    assert len(store._stored) < 5
+    assert not run.over
+    assert run in [one.run for one in store._stored.values()]
+
+
+async def test_a_response_that_was_dropped_says_why(home):
+    async with started(home) as (_, client, path):
+        gone = (await client.get(path + "0")).json()["error"]
+        assert gone["code"] == "not_found"
+        assert (
+            "is not stored (any more): responses are kept for 6 hours, in at most 32 MiB"
+            in (gone["message"])
+        )
 
 
 async def test_a_follower_that_reads_slowly_is_left_behind_and_not_kept_for():

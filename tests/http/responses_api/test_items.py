@@ -183,8 +183,12 @@ def test_settings_reach_the_daemon():
         text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}},
         seed=-1,
         priority=3,
+        keep_alive="1h",
     ).call
     assert (call.max_tokens, call.priority, call.chat.effort) == (9, 3, "high")
+    assert (call.keep_alive_s, read(keep_alive=-1).call.keep_alive_s) == (3600, -1)
+    with pytest.raises(InvalidRequest, match="keep_alive"):
+        read(keep_alive="soon")
     assert (call.sampling.temperature, call.sampling.top_p) == (0.5, 0.9)
     assert call.sampling.seed == 2**63 - 1
     assert call.grammar.kind == "json_schema"
