@@ -87,7 +87,7 @@ class Server:
         started_at = int(time.time())
         self.ui = None
         if control is not None and settings.ui:
-            self.ui = UiRoutes(control, bodies, Streams(control))
+            self.ui = UiRoutes(control, bodies, Streams(control, self._is_allowed))
         page = self.ui is not None
         routes = Routes(backend, bodies, metrics, starting, delivery, started_at, page)
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
@@ -214,11 +214,24 @@ class Server:
         if request.method == "OPTIONS" and origin is not None:
             return _preflight(request)
         if request.path not in OPEN_PATHS:
-            keys = [single(request.headers, name) for name in ("Authorization", "x-api-key")]
-            owner = self._guard.check_key(*keys)
+            owner = self._check_key(request)
             if owner is not None:
                 request[OWNER] = owner
         return await handler(request)
+
+    def _check_key(self, request: web.Request) -> str | None:
+        keys = [single(request.headers, name) for name in ("Authorization", "x-api-key")]
+        return self._guard.check_key(*keys)
+
+    def _is_allowed(self, request: web.Request) -> bool:
+        """Return whether a request that was let in would be let in with the present keys."""
+        if self._uid(request) is not None:
+            return True
+        try:
+            self._check_key(request)
+        except errors.Refusal:
+            return False
+        return True
 
     def _uid(self, request: web.Request) -> int | None:
         """Return the user on the other end of a Unix socket; None for TCP."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from kvd.config.http import HttpSettings
 from kvd.host.home import Home
 from kvd.http import keys
 from kvd.http.ui import files, stream
@@ -227,3 +229,28 @@ async def test_without_ui_there_is_no_page_and_no_operation(home: Home):
         async with httpx.AsyncClient(base_url=it.url, headers={"Origin": it.url}) as client:
             for path in ("/ui/operations", "/ui/stream"):
                 assert (await client.post(path, json={})).status_code == 404
+
+
+async def test_the_stream_of_a_removed_key_ends(home: Home, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream, "INTERVAL_S", 0.01)
+    kept, removed = keys.make(), keys.make()
+    both = {"kept": keys.hashed(kept), "removed": keys.hashed(removed)}
+    control = Watched()
+    async with serving(home, control=control, keys=both) as it, httpx.AsyncClient() as client:
+        path, own = f"{it.url}/ui/stream", {"Origin": it.url}
+        authorized = own | {"Authorization": f"Bearer {removed}"}
+        stays = own | {"Authorization": f"Bearer {kept}"}
+        async with (
+            client.stream("POST", path, json={}, headers=authorized) as ends,
+            client.stream("POST", path, json={}, headers=stays) as goes_on,
+        ):
+            lines = goes_on.aiter_lines()
+            await anext(lines)
+            it.server.apply(HttpSettings(keys={"kept": keys.hashed(kept)}))
+            async with asyncio.timeout(10):
+                assert (await ends.aread()).endswith(b"\n\n")
+            asked = control.asked
+            await until(lambda: control.asked > asked + 1)
+            assert it.server.ui.streams.count == 1
+        refused = await client.post(path, json={}, headers=authorized)
+        assert refused.status_code == 401

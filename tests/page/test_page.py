@@ -159,6 +159,29 @@ def test_the_settings_of_an_unloaded_model_cannot_be_overwritten(visit: Visit):
     page.wait("!document.querySelector('#settings').open")
 
 
+def test_models_may_have_the_names_of_properties_of_javascript_objects(visit: Visit):
+    names = ("constructor", "__proto__")
+    page = visit.open()
+    with visit.daemon.client() as kvd:
+        for name in names:
+            kvd.load("demo", alias=name).result  # noqa: B018 - waits
+        for name in names:
+            list(kvd.generate(name, "A file", max_tokens=2))
+        for name in names:
+            page.wait(shows(row(name), "ready"))
+            page.wait(
+                f"/\\d ms|\\d s/.test(document.querySelector({json.dumps(row(name))})"
+                ".querySelector('.first').innerText)"
+            )
+            page.wait(shows("#bar", name))
+            page.wait(shows("#chart-values", f"{name} "))
+            assert name in page.js("document.querySelector('#chart').getAttribute('aria-label')")
+        assert "NaN" not in page.text("main")
+        for name in names:
+            kvd.unload(name)
+    page.wait("document.querySelectorAll('#models tbody tr').length === 3")
+
+
 def test_a_chat_streams_stops_and_calls_tools(visit: Visit):
     page = visit.open("chat")
     page.js("document.querySelector('#chat-input').focus()")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +60,13 @@ class Streams:
     """All open streams."""
 
     observed: Observed
+    is_allowed: Callable[[web.Request], bool]
+    """Whether the keys in force allow a page that watches already."""
     count: int = 0
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Send snapshots until the page closes the stream, or the daemon ends."""
+        """Send snapshots until the page closes it, its key is removed, or the daemon ends."""
         if self.count >= MAX_STREAMS:
             raise Overloaded(
                 f"{self.count} pages watch this daemon; close some of them", retry_after_s=5.0
@@ -73,7 +76,7 @@ class Streams:
             response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(request)
             snapshots = Snapshots(self.observed)
-            while not self._closing.is_set():
+            while not self._closing.is_set() and self.is_allowed(request):
                 await response.write(snapshots.next())
                 await self._wait()
             await response.write_eof()

@@ -12,7 +12,7 @@ const NAMED = 8;
 /** Distances of lines in bytes: round in MiB and GiB. */
 const POWERS = Array.from({ length: 44 }, (_, power) => 2 ** power);
 
-/** @typedef {{at: number, budget: number, model: Record<string, number>, part: Record<string, number>, speed: Record<string, number>}} Sample */
+/** @typedef {{at: number, budget: number, model: Map<string, number>, part: Map<string, number>, speed: Map<string, number>}} Sample */
 
 export class Chart {
   constructor() {
@@ -30,12 +30,12 @@ export class Chart {
   /** @param {any} status a `DaemonStatus` */
   add(status) {
     /** @type {Sample} */
-    const sample = { at: Date.now() / 1000, budget: status.budget_bytes, model: {}, part: {}, speed: {} };
+    const sample = { at: Date.now() / 1000, budget: status.budget_bytes, model: new Map(), part: new Map(), speed: new Map() };
     for (const model of status.models) {
-      sample.model[model.name] = model.granted_bytes;
-      sample.speed[model.name] = model.stats.tokens_per_s;
+      sample.model.set(model.name, model.granted_bytes);
+      sample.speed.set(model.name, model.stats.tokens_per_s);
     }
-    for (const part of totals(status.models)) sample.part[part.name] = part.bytes;
+    for (const part of totals(status.models)) sample.part.set(part.name, part.bytes);
     this.samples.push(sample);
     while (this.samples[0].at < sample.at - KEPT_S) this.samples.shift();
     this.draw();
@@ -46,7 +46,7 @@ export class Chart {
     const box = byId("chart");
     if (!box.clientWidth || !this.samples.length) return;
     const kind = /** @type {"model" | "part" | "speed"} */ (this.kind.value);
-    const names = [...new Set(this.samples.flatMap((sample) => Object.keys(sample[kind])))];
+    const names = [...new Set(this.samples.flatMap((sample) => [...sample[kind].keys()]))];
     const shape = JSON.stringify([kind, names]);
     if (shape !== this.shape) {
       this.shape = shape;
@@ -71,7 +71,7 @@ export class Chart {
     if (!sample) return;
     const kind = /** @type {"model" | "part" | "speed"} */ (this.kind.value);
     const unit = kind === "speed" ? (/** @type {number} */ v) => `${format.count(Math.round(v))} tok/s` : format.bytes;
-    const largest = Object.entries(sample[kind]).filter(([, value]) => value > 0).sort(([, a], [, b]) => b - a);
+    const largest = [...sample[kind]].filter(([, value]) => value > 0).sort(([, a], [, b]) => b - a);
     const texts = largest.slice(0, NAMED).map(([name, value]) => `${name} ${unit(value)}`);
     if (largest.length > NAMED) texts.push(`${largest.length - NAMED} more`);
     setText(byId("chart-values"), `${format.clock(sample.at)}  ${texts.join(" · ") || "nothing"}`);
@@ -91,7 +91,7 @@ export class Chart {
 function stacked(samples, kind, names) {
   const times = samples.map((sample) => sample.at);
   const sums = samples.map(() => 0);
-  const areas = names.map((name) => samples.map((sample, i) => { sums[i] += sample[kind][name] ?? 0; return sums[i]; }));
+  const areas = names.map((name) => samples.map((sample, i) => { sums[i] += sample[kind].get(name) ?? 0; return sums[i]; }));
   const rows = [times, ...areas.reverse()];
   if (kind !== "speed") rows.push(samples.map((sample) => sample.budget));
   return rows;

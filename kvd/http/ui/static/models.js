@@ -11,8 +11,8 @@ const FIRST_TOKENS = 20;
 export class Models {
   constructor() {
     this.busy = new Set();
-    /** @type {Record<string, number[]>} seconds until the first token of the newest requests */
-    this.firsts = {};
+    /** @type {Map<string, number[]>} seconds until the first token of the newest requests, by model */
+    this.firsts = new Map();
     /** @type {any} */
     this.status = null;
     this.dialog = byId("settings");
@@ -23,15 +23,13 @@ export class Models {
   }
 
   /** Forget what an earlier stream reported. */
-  clear() { this.firsts = {}; }
+  clear() { this.firsts.clear(); }
 
   /** @param {any[]} requests ended ones */
   learn(requests) {
     for (const { model, first_token_s: first } of requests) {
       if (first === undefined || first === null) continue;
-      const all = (this.firsts[model] ??= []);
-      all.push(first);
-      if (all.length > FIRST_TOKENS) all.shift();
+      this.firsts.set(model, [...(this.firsts.get(model) ?? []), first].slice(-FIRST_TOKENS));
     }
   }
 
@@ -81,7 +79,7 @@ export class Models {
     const queued = loaded ? (one.state === "ready" ? stats.rows_waiting : one.requests) : 0;
     setText(part("queue"), loaded ? String(queued) + (one.paused ? `, ${one.paused} paused` : "") : "");
     part("queue").classList.toggle("warn", queued > 0);
-    setText(part("first"), format.duration(format.median(this.firsts[one.name] ?? [])));
+    setText(part("first"), format.duration(format.median(this.firsts.get(one.name) ?? [])));
     const going = ["draining", "stopping"].includes(one.state);
     this.button(part("load"), loaded ? "Unload" : "Load", one.name, going || this.busy.has(one.name));
     this.button(part("pin"), one.pinned ? "Unpin" : "Pin", one.name, this.busy.has(one.name));
