@@ -29,7 +29,7 @@ from kvd.cli.bench_room import obstacles
 from kvd.cli.common import CommonOptions, common_options, option, status_with
 from kvd.cli.completion import model_sources
 from kvd.cli.console import print_message, stderr_console, stdout_console
-from kvd.cli.options import Number
+from kvd.cli.ranges import Number
 from kvd.client import Client
 from kvd.config.sources import absolute
 from kvd.demo.recall import filler_sentences

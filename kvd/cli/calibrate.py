@@ -13,7 +13,8 @@ from rich.table import Column, Table
 
 from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
-from kvd.cli.options import LEVELS, Number, Tokens, kv_options
+from kvd.cli.options import LEVELS, Tokens, kv_options
+from kvd.cli.ranges import Number
 from kvd.cli.tables import headed
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute

@@ -17,12 +17,12 @@ from rich.console import RenderableType
 from kvd.cli import completion
 from kvd.cli.console import discard_output, print_message, stdout_console, write
 from kvd.cli.hints import hints
+from kvd.cli.ranges import Count
 from kvd.client import Client
 from kvd.host import exits
 from kvd.host.exits import Exit
 from kvd.host.home import locate
 from protocol.errors import KvdError, ModelError, UnknownModel
-from protocol.fields import MAX_INT
 from protocol.model_source import is_source, unknown_model
 from protocol.types import DaemonStatus, ModelStatus
 
@@ -74,9 +74,8 @@ def model_source(text: str) -> Decorator:
 
 
 def last_lines(minimum: int) -> Decorator:
-    limits = click.IntRange(minimum, MAX_INT)
     return click.option(
-        "--lines", "-n", metavar="N", type=limits, default=50, help="Show the last N lines."
+        "--lines", "-n", metavar="N", type=Count(minimum), default=50, help="Show the last N lines."
     )
 
 

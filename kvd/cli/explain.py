@@ -64,7 +64,7 @@ def explain(
     With --request, show why the tokens of a prompt were computed instead of found in the cache.
     """
     if request is not None:
-        explain_requests(common, request or None)
+        explain_requests(common, request or None, model)
         return
     if model is None:
         raise click.UsageError("give MODEL, or --request to explain a request's prompt")

@@ -20,22 +20,30 @@ _HTTP_ID = re.compile(r"req_[0-9a-f]+")
 """Ids of HTTP's requests. Other clients choose any text, which a terminal might obey."""
 
 
-def explain_requests(common: CommonOptions, request: str | None) -> None:
-    """Print a request's page, or a table of the newest ones."""
+def explain_requests(common: CommonOptions, request: str | None, model: str | None) -> None:
+    """Print a request's page, or a table of the newest ones; ``model``: only of this one."""
     with common.connected() as client:
-        found = client.explain_requests(request)
+        explained = client.explain_requests(request)
+        found = [one for one in explained if model in (None, one.model)]
         if not found and request is not None:
-            raise UnknownRequest(
-                f"no request {request!r} is among the newest; `kvctl explain --request` lists them",
-                request=request,
-            )
+            raise _unknown(request, model, explained)
     if request is not None:
         for one in found:
             common.print_data(one, page(one))
     elif found or common.json:
         common.print_data(found, listing(found))
     else:
-        print_message("no requests so far")
+        print_message("no requests{} so far", "" if model is None else f" of {model}")
+
+
+def _unknown(request: str, model: str | None, others: list[RequestOutcome]) -> UnknownRequest:
+    """Return the error for a request that is not known, or only as that of ``others``."""
+    if not others:
+        text = f"no request {request!r} is among the newest; `kvctl explain --request` lists them"
+    else:
+        names = " and ".join(sorted({one.model for one in others}))
+        text = f"request {request!r} belongs to {names}, not to {model}; leave the model out"
+    return UnknownRequest(text, request=request)
 
 
 def listing(found: list[RequestOutcome]) -> Table:
@@ -63,7 +71,9 @@ def page(one: RequestOutcome) -> RenderableType:
     head = Text.assemble((_name(one), "bold"), f"  {one.model}, {_clock(one.at)}")
     table = grid(number_column(), text_column())
     for part in outcome.parts:
-        style = "green" if part.reason in REUSED else "" if part.reason == "new" else "yellow"
+        style = (
+            "green" if part.reason in REUSED else "" if part.reason in {"new", "end"} else "yellow"
+        )
         table.add_row(f"{part.tokens:,}", Text(sentence(outcome, part), style=style))
     parts: list[RenderableType] = [head, Text(summary(outcome).partition("; ")[0]), Text(), table]
     if outcome.difference is not None and outcome.difference.here:

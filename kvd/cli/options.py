@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -11,10 +10,11 @@ import msgspec
 import rich_click as click
 
 from kvd.cli.common import Command, Decorator
+from kvd.cli.ranges import Count
 from kvd.config import budget
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes, parse_duration, parse_keep_alive, parse_tokens
-from protocol.fields import MAX_INT, MAX_S
+from protocol.fields import MAX_S
 from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
 from protocol.validation import describe_error
 
@@ -28,32 +28,6 @@ def parse_budget(_: click.Context, __: click.Parameter, text: str | None) -> int
         return None if text is None else budget.parse_budget(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-
-
-class Number(click.FloatRange):
-    """A range without NaN, which click's comparisons accept."""
-
-    name = "number"
-
-    def __init__(self, low: float, high: float) -> None:
-        super().__init__(low, high)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
-        return number
-
-
-class Seconds(Number):
-    """A duration of at least this many seconds."""
-
-    name = "number of seconds"
-
-    def __init__(self, low: float) -> None:
-        super().__init__(low, MAX_S)
 
 
 class Duration(click.ParamType[float, Any]):
@@ -87,13 +61,10 @@ class KeepAlive(click.ParamType[float, Any]):
             self.fail(str(error), param, ctx)
 
 
-class Tokens(click.IntRange):
-    """A number of tokens up to `MAX_INT`, such as ``4096`` or ``64k``."""
+class Tokens(Count):
+    """A number of tokens, such as ``4096`` or ``64k``."""
 
     name = "number of tokens"
-
-    def __init__(self, low: int | None = None) -> None:
-        super().__init__(low, MAX_INT)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, str) and not value.startswith("-"):  # out of range, says click
@@ -101,8 +72,7 @@ class Tokens(click.IntRange):
                 value = parse_tokens(value)
             except ValueError as error:
                 self.fail(str(error), param, ctx)
-        count: int = super().convert(value, param, ctx)
-        return count
+        return super().convert(value, param, ctx)
 
 
 class TokenList(click.ParamType[list[int], Any]):

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 
 from kvd.cli.common import CommonOptions, common_options, find_model, model_name, option
 from kvd.cli.console import format_message, print_message, stdout_console
-from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
+from kvd.cli.ranges import Seconds
 from protocol.errors import NotRunning
 from protocol.types import DaemonStatus
 

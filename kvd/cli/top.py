@@ -18,8 +18,8 @@ from rich.live import Live
 from kvd.cli import top_page
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.keyboard import Keyboard
-from kvd.cli.options import Seconds
 from kvd.cli.polling import PollingClient
+from kvd.cli.ranges import Seconds
 from protocol.errors import KvdError
 from protocol.messages import EventRecord
 from protocol.types import DaemonStatus

@@ -66,3 +66,16 @@ def test_without_an_id_the_newest_are_listed(kvctl, home: Home) -> None:
         code, _, err = kvctl("explain")
     assert code == 2
     assert "give MODEL" in err
+
+
+def test_a_request_of_another_model_is_refused_with_its_models_name(kvctl, home: Home) -> None:
+    with stub_daemon(home.socket, daemon):
+        code, out, err = kvctl("explain", "writer", "--request", "req_ab")
+        assert (code, out) == (6, "")
+        assert "request 'req_ab' belongs to demo, not to writer; leave the model out" in err
+        code, out, _ = kvctl("explain", "demo", "--request", "req_ab")
+        assert (code, "5,076 of 6,100" in " ".join(out.split())) == (0, True)
+        code, out, err = kvctl("explain", "writer", "--request")
+        assert (code, out, err.strip()) == (0, "", "no requests of writer so far")
+        code, out, _ = kvctl("explain", "demo", "--request")
+        assert {"req_ab", "2.1"} <= set(out.split())
