@@ -178,8 +178,7 @@ class RequestState:
                 self._note(reason)
                 return None
             case RowCached(outcome=outcome):
-                self.outcome = outcome
-                return None
+                return self._apply_cached(outcome)
             case wire.RowAdmitted():
                 self.running = True
                 return None
@@ -272,6 +271,13 @@ class RequestState:
         return messages.Accepted(
             id=self.id, prompt_tokens=prompt_tokens, seed=seed, request=self.attach_name
         )
+
+    def _apply_cached(self, outcome: CacheOutcome) -> Event | None:
+        """Take what the prefix cache did; a second worker reports it again."""
+        known, self.outcome = self.outcome, outcome
+        if known is not None:
+            return None
+        return messages.PrefillStarted(id=self.id, cached_tokens=outcome.reused_tokens)
 
     def _pause(self, reason: Literal["restart", "memory"]) -> Event | None:
         if self.paused:

@@ -33,7 +33,7 @@ from typing import Any
 from bench.report import machine, publish
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.errors import NotRunning
-from protocol.messages import Accepted, Done, Event, Tokens
+from protocol.messages import Event, Tokens
 from protocol.types import ModelStatus
 
 WATCHDOG = """[watchdog]
@@ -236,7 +236,7 @@ class Storm:
         return next(model for model in status.models if model.name == "struck")
 
 
-_ORDINARY = {kind.__name__ for kind in (Accepted, Tokens, Done)} | {"ChoiceFinished", "Queued"}
+_ORDINARY = {"Accepted", "ChoiceFinished", "Done", "PrefillStarted", "Queued", "Tokens"}
 
 
 async def storm(

@@ -297,6 +297,13 @@ class Queued(EventBase, tag="queued", frozen=True, kw_only=True):
     """Position in the queue; 1 is next."""
 
 
+class PrefillStarted(EventBase, tag="prefill", frozen=True, kw_only=True):
+    """The prefill of the prompt begins; sent at most once, before the first tokens."""
+
+    cached_tokens: int
+    """Tokens of the prompt that were in the prefix cache."""
+
+
 class Paused(EventBase, tag="paused", frozen=True, kw_only=True):
     """The request is paused; it resumes later without loss."""
 
@@ -448,6 +455,7 @@ Event = (
     | Unloaded
     | Accepted
     | Queued
+    | PrefillStarted
     | Paused
     | Resumed
     | PromptLogprobs
@@ -480,6 +488,7 @@ _NOT_LAST = (
     Loading,
     Accepted,
     Queued,
+    PrefillStarted,
     Paused,
     Resumed,
     PromptLogprobs,

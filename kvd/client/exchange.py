@@ -213,7 +213,7 @@ class CompletionRecord:
         match event:
             case m.Accepted(seed=seed, request=request):
                 self.seed, self.request = seed, request
-            case m.Queued() | m.Paused() | m.Resumed():
+            case m.Queued() | m.PrefillStarted() | m.Paused() | m.Resumed():
                 pass
             case m.PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs

@@ -187,6 +187,8 @@ class Asked:
                 self._done(reason, usage)
             case messages.Error(error=error):
                 self.ended = error.code
+            case messages.PrefillStarted(cached_tokens=cached):
+                assert cached < len(self.prompt_bytes), f"{self}: {event}"
             case _:
                 assert isinstance(event, messages.Queued), f"{self}: {event}"
 

@@ -41,6 +41,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Generate: (
         m.Accepted,
         m.Queued,
+        m.PrefillStarted,
         m.Paused,
         m.Resumed,
         m.PromptLogprobs,

@@ -74,17 +74,24 @@ class _Answer:
 class StreamedMessage(_Answer):
     """A message as events: send the bytes that the methods return."""
 
+    def __init__(self, head: Head, wanted: Wanted, now: float) -> None:
+        super().__init__(head, wanted, now)
+        self._prompt_tokens = 0
+        self._begun = False
+
     def handle(self, _number: int, event: Event, now: float) -> bytes:
         """Take an event of the call."""
         self._stats.handle(0, event, now)
         match event:
             case messages.Accepted(prompt_tokens=tokens):
-                message = self._message([], _usage(tokens))
-                return _event("message_start", message=message)
+                self._prompt_tokens = tokens
+                return b""
+            case messages.PrefillStarted(cached_tokens=cached):
+                return self._begin(cached)
             case messages.Tokens():
-                return b"".join(map(_encoded, self._blocks.add(event)))
+                return self._begin() + b"".join(map(_encoded, self._blocks.add(event)))
             case messages.Done():
-                return self._done(event)
+                return self._begin(event.usage.cached_tokens) + self._done(event)
             case _:
                 return b""
 
@@ -96,6 +103,15 @@ class StreamedMessage(_Answer):
         """Return the last event of a stream that an error ends."""
         error = error_of(refusal, self._head.request_id)
         return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error, enc_hook=str)
+
+    def _begin(self, cached: int = 0) -> bytes:
+        """Return the first event, once: when the prefill begins, or if that is not known, later."""
+        if self._begun:
+            return b""
+        self._begun = True
+        return _event(
+            "message_start", message=self._message([], _usage(self._prompt_tokens, cached))
+        )
 
     def _done(self, done: messages.Done) -> bytes:
         data = b"".join(map(_encoded, self._blocks.finish()))

@@ -125,11 +125,12 @@ def test_message_start_has_the_true_input_tokens(ai: anthropic.Anthropic):
     count = ai.messages.count_tokens(model="fast", messages=HELLO).input_tokens
     for event in ai.messages.create(**asked(max_tokens=2), stream=True):
         if event.type == "message_start":
-            assert event.message.usage.input_tokens == count > 0
-            assert event.message.usage.cache_read_input_tokens == 0
+            first = event.message.usage
+            assert first.input_tokens + first.cache_read_input_tokens == count > 0
         if event.type == "message_delta":
             usage = event.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == count
+    assert usage.cache_read_input_tokens == first.cache_read_input_tokens
 
 
 def test_cache_usage_is_that_of_the_prefix_cache(ai: anthropic.Anthropic):
@@ -139,6 +140,10 @@ def test_cache_usage_is_that_of_the_prefix_cache(ai: anthropic.Anthropic):
     whole = first.usage.input_tokens + first.usage.cache_read_input_tokens
     assert again.usage.cache_read_input_tokens > 500
     assert again.usage.input_tokens + again.usage.cache_read_input_tokens == whole
+    with ai.messages.stream(**asked(system=system, max_tokens=1)) as stream:
+        begin = next(event for event in stream if event.type == "message_start").message.usage
+    assert begin.cache_read_input_tokens == again.usage.cache_read_input_tokens
+    assert begin.input_tokens == again.usage.input_tokens
 
 
 @pytest.mark.parametrize("streamed", [False, True])

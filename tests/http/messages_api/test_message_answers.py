@@ -200,9 +200,19 @@ def test_an_answer_without_text_has_no_blocks():
 
 def test_the_first_event_has_the_true_input_tokens():
     """sglang#20678: clients show the used context from it."""
-    first = streamed(ACCEPTED)[0]
-    assert first["message"]["usage"]["input_tokens"] == 10
+    assert streamed(ACCEPTED) == [], "the prefix cache is searched when the prefill begins"
+    (first,) = streamed(ACCEPTED, messages.PrefillStarted(id="http", cached_tokens=8))
+    usage = first["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (2, 8)
     assert first["message"]["stop_reason"] is None
+
+
+def test_a_stream_begins_with_the_first_tokens_or_the_end_if_no_prefill_is_reported():
+    """As after the death of a worker."""
+    for event in (*events_of([("text", "Hi")]), done()):
+        first, second, *_ = streamed(ACCEPTED, event)
+        assert (first["type"], first["message"]["usage"]["input_tokens"]) == ("message_start", 10)
+        assert second["type"] != "message_start"
 
 
 def test_usage_at_the_end_tells_cached_from_new_tokens():
