@@ -11,13 +11,14 @@ from protocol.worker_base import RowReportBase
 
 CacheReason = Literal[
     "memory", "disk",
-    "new", "differs", "between", "evicted", "unread", "empty", "lowered", "scored", "off",
+    "new", "end", "differs", "between", "evicted", "unread", "empty", "lowered", "scored", "off",
 ]  # fmt: skip
 """What became of a part of a prompt. The first two were not computed again:
 
 * ``memory``: found in a checkpoint in memory;
 * ``disk``: read from the prefix store;
 * ``new``: comes after the end of the nearest cached prompt;
+* ``end``: comes after the prompt's last whole chunk, where no prompt has a checkpoint;
 * ``differs``: begins with the first token that differs from the nearest cached prompt;
 * ``between``: equals the nearest cached prompt, but no checkpoint is at its end;
 * ``evicted``: a checkpoint at its end was dropped before;

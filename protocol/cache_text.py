@@ -59,6 +59,11 @@ def sentence(outcome: CacheOutcome, part: CachePart) -> str:
         return f"computed: {_evicted(outcome.eviction)}"
     if part.reason == "unread" and outcome.unread is not None:
         return f"computed: on disk, but not read, because {_UNREAD[outcome.unread]}"
+    if part.reason == "end":
+        return (
+            f"computed: after the last whole chunk of {outcome.chunk:,} tokens; only whole chunks"
+            " are cached"
+        )
     if part.reason == "between":
         return (
             "computed: the same as in a cached prompt, but no checkpoint is there"

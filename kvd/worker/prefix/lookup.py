@@ -80,9 +80,12 @@ class Lookup:
 
     def _last_reason(self, known: int) -> CacheReason:
         """Return the reason of a prompt's last tokens. ``known``: tokens that were ever cached."""
-        if known > self.nearest.tokens or not self.nearest.rest:
-            return "new" if known or self.nearest.tokens else "empty"
-        return "differs" if self.nearest.tokens else "empty"
+        common = self.nearest.tokens
+        if common and known <= common and self.nearest.rest:
+            return "differs"
+        if self.chunk and max(known, common) >= (self.prompt_tokens - 1) // self.chunk * self.chunk:
+            return "end"
+        return "new" if known or common else "empty"
 
 
 def common_tokens(one: bytes, other: bytes) -> int:

@@ -136,7 +136,7 @@ def _marked(message: ChatMessage, mark: str, *, text: bool) -> ChatMessage:
 def _marked_json(arguments: str, mark: str) -> str:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments + mark
     if not isinstance(value, dict):
         return arguments + mark

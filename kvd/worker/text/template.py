@@ -148,7 +148,7 @@ class ChatTemplate:
         if not self.wants_text:
             try:
                 value = json.loads(arguments)
-            except ValueError:  # it was cut off, or the model wrote it so
+            except (ValueError, RecursionError):  # cut off, or written so by the model
                 value = None
             if not isinstance(value, dict):
                 value = {"arguments": arguments}

@@ -182,7 +182,9 @@ class Text:
             at += common(self.excerpt(prompt[token : token + len(other)]), self.excerpt(other))
             ends = [self._token_texts.of(one)[0] for one in self.eos_ids]
             return find_place(self.template, conversation, text, at, ends)
-        except InvalidRequest:
+        except BaseException as error:  # templates and tokenizers raise any type
+            if not is_failure(error):
+                raise
             return None
 
     def _offset(self, text: str, prompt: Sequence[int], token: int) -> int | None:

@@ -44,7 +44,7 @@ def parts(outcome: CacheOutcome) -> list[tuple[str, int]]:
 def test_prompts_of_tokens(demo: Driver) -> None:
     prompt = prompt_of(600, 8301)  # no other test of this process uses it
     assert parts(found(demo, "a", tokens=prompt)) == [("empty", 600)]
-    assert parts(found(demo, "b", tokens=prompt)) == [("memory", 512), ("new", 88)]
+    assert parts(found(demo, "b", tokens=prompt)) == [("memory", 512), ("end", 88)]
     other = [*prompt[:300], (prompt[300] + 1) % 4000, *prompt[301:]]
     differs = found(demo, "c", tokens=other)
     # The first prompt has a checkpoint only at its end; this one leaves one where it diverges.
@@ -67,7 +67,7 @@ def test_prompts_of_tokens(demo: Driver) -> None:
 
     demo.reclaim("prefixes", 1 << 40)
     evicted = found(demo, "g", tokens=prompt)
-    assert parts(evicted) == [("evicted", 512), ("new", 88)]
+    assert parts(evicted) == [("evicted", 512), ("end", 88)]
     assert evicted.eviction is not None
     assert evicted.eviction.cause == "reclaim"
 

@@ -105,7 +105,7 @@ def test_memory_disk_and_prefill_each_give_a_part(
     assert store.used[-1].nbytes > 0
     use = engine.engine._prefix_cache.usage
     parts = [(part.reason, part.tokens) for part in engine.found["alone"].parts]
-    assert parts == [("memory", 512), ("disk", 768), ("new", 122)]
+    assert parts == [("memory", 512), ("disk", 768), ("end", 122)]
     found_tokens = use.hit_tokens - before[0], use.disk_tokens - before[1]
     assert found_tokens == (512, 1280 - 512)
 

@@ -46,3 +46,25 @@ def test_the_memory_is_charged_once_the_store_is_on_and_the_daemon_grants_it(
     assert engine.alone(prompt, max_tokens=2).cached == 512
     engine.engine.segment_command(SegmentsChanged())
     assert budget.base_bytes - base < 2 * GIB + budget.page_bytes  # charged once
+
+
+def test_a_stored_prefix_is_not_read_without_the_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, prompt = Store(tmp_path), prompt_of(600, 1)
+    writer = Engine(store, clock=Clock())
+    writer.alone(prompt, max_tokens=2)
+    writer.write_all()
+    assert len(store.segments) == 1
+
+    monkeypatch.setattr(loading, "STAGING_BYTES", GIB)
+    store.on = False
+    engine = Engine(store, clock=Clock(), prefix_store_on=False)
+    engine.others = engine.budget - engine.total - GIB // 2
+    engine.engine.segment_command(SegmentsChanged(added=list(store.segments.values())))
+    assert engine.alone(prompt, max_tokens=2).cached == 0
+    outcome = engine.found["alone"]
+    assert ([part.reason for part in outcome.parts], outcome.unread) == (
+        ["unread", "end"],
+        "memory",
+    )

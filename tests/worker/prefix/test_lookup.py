@@ -98,7 +98,7 @@ def test_an_evicted_beginning_is_named_with_cause_and_time(cause, drop):
     tree = tree_of([FIRST])
     drop(tree)
     outcome = outcome_of(tree, FIRST)
-    assert reasons(outcome) == [("evicted", 8), ("new", 2)]
+    assert reasons(outcome) == [("evicted", 8), ("end", 2)]
     assert outcome.eviction == Eviction(8, 7.0, cause)
 
 
@@ -114,7 +114,17 @@ def test_what_a_full_cache_replaces_is_named_until_it_is_stored_again():
         tree.insert(prompt[:8], "", tuple(range(prompt[0] * 10, prompt[0] * 10 + 8)))
     assert outcome_of(tree, FIRST).eviction == Eviction(8, 7.0, "full")
     tree.insert(FIRST[:8], "", tuple(range(10, 18)))
-    assert reasons(outcome_of(tree, FIRST)) == [("memory", 8), ("new", 2)]
+    assert reasons(outcome_of(tree, FIRST)) == [("memory", 8), ("end", 2)]
+
+
+def test_tokens_after_the_last_whole_chunk_are_the_end_of_the_prompt():
+    tree = tree_of([FIRST])
+    assert reasons(outcome_of(tree, FIRST)) == [("memory", 8), ("end", 2)]
+    assert reasons(outcome_of(tree, (*FIRST, 2, 2))) == [("memory", 8), ("end", 4)]
+    assert reasons(outcome_of(tree, (*FIRST, 2, 2, 2))) == [("memory", 8), ("new", 5)]
+    for one in (tree, tree_of([])):
+        assert reasons(outcome_of(one, (3,) * CHUNK)) == [("end", CHUNK)]
+        assert reasons(outcome_of(one, (3,) * (CHUNK + 1))) == [("empty", CHUNK + 1)]
 
 
 def test_reasons_that_concern_the_whole_prompt():

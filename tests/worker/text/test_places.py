@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from itertools import takewhile
 
@@ -14,6 +15,7 @@ from kvd.worker.text import places
 from kvd.worker.text.places import Conversation
 from kvd.worker.text.text import Text
 from protocol.cache_outcome import PromptPlace
+from protocol.errors import InvalidRequest
 from protocol.tools import ChatOptions, Tool, ToolCall
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
@@ -138,3 +140,46 @@ def test_the_size_of_a_conversation_is_computed_once():
     size = conversation.characters
     messages *= 1000
     assert conversation.characters == size
+
+
+def nested(depth: int) -> ChatMessage:
+    arguments = '{"name": ' + "[" * depth + '"a.py"' + "]" * depth + "}"
+    return ChatMessage("assistant", "", tool_calls=[ToolCall("find", arguments, "abcdefgh1")])
+
+
+@pytest.mark.parametrize("depth", [10, 200, 800, 100_000])
+def test_arguments_of_any_depth_end_no_request(depth: int):
+    """A place only explains a miss: an error while it is searched must not fail the step."""
+    messages = [SESSION[1], nested(depth), *SESSION[3:]]
+    text = Text(
+        wrap(byte_level(*MARKERS, "<|im_end|>"), template=templates.TEXT_ARGUMENTS),
+        vocab_size=2000,
+        context_length=1 << 20,
+    )
+    other = [edited(messages[0], 3), *messages[1:]]
+    assert place(text, messages, other) in (PromptPlace("message", 1, len(messages), "user"), None)
+    with contextlib.suppress(InvalidRequest):
+        text_of("QWEN").template.render(messages, ChatOptions())
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+Panic.__name__ = "PanicException"
+
+
+@pytest.mark.parametrize("error", [Panic("index"), RecursionError(), IndexError(), MemoryError()])
+def test_a_tokenizer_that_fails_leaves_the_place_unknown(error: BaseException, monkeypatch):
+    text = text_of("QWEN")
+    other = [edited(SESSION[0], 3), *SESSION[1:]]
+    assert place(text, other, SESSION) is not None
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(text, "_offset", fail)
+    assert place(text, other, SESSION) is None
+    monkeypatch.setattr(text, "_offset", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        place(text, other, SESSION)

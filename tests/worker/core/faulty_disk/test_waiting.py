@@ -210,6 +210,7 @@ def test_one_read_that_took_long_does_not_end_all_reads(
     engine.run()
     assert engine.outcomes["r"] == wanted
     assert engine.outcomes["r"].cached == 0
+    assert unread(engine, "r") == (STORED, "slow")
     disk.work()
     until(lambda: not threads())
     rates = engine.engine._rates
@@ -409,6 +410,7 @@ def test_the_first_read_ends_before_prefill_would(
     engine.run()
     assert engine.outcomes["r"] == wanted
     assert engine.outcomes["r"].cached == 0
+    assert unread(engine, "r") == (STORED, "slow")
     disk.work()
     until(lambda: not threads())
     assert alone(engine, PROMPT).cached == 0, "it is not tried again at once"
