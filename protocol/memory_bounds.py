@@ -23,6 +23,9 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """Replaces `TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
+STAGE_COPIES = 2
+"""Copies of a chunk's hidden states that exist between two stages of a prefill pass, while a decode
+step runs: the sum of the layers so far, and its norm."""
 LOGIT_COPIES = 3
 """Copies of a decode step's logits in float32 that exist at once, besides `SAMPLED_COPIES`
 (measured: 1.8)."""
@@ -134,7 +137,14 @@ def step_bytes(
     sampling = LOGIT_COPIES * logits + SAMPLED_COPIES * at_once
     if whole_logits:
         sampling += chunk * vocabulary * itemsize
+    elif on_cpu:
+        sampling += STAGE_COPIES * chunk * _hidden(config) * itemsize
     return COUNT_BYTES * rows * vocabulary + max(activations, sampling)
+
+
+def _hidden(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or config
+    return _largest(text, "hidden_size", "n_embd", "d_model")
 
 
 def _width(config: dict[str, Any]) -> int:

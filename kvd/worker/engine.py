@@ -43,6 +43,10 @@ OnPhase = Callable[[Phase], None]
 """Called before each phase of a step, so that the watchdog knows what takes long; must be cheap."""
 
 
+OnReports = Callable[[list[Report]], None]
+"""Called in the middle of a step with reports that should not wait for its end."""
+
+
 def ignore_phase(_: Phase) -> None:
     """Do nothing: the default `OnPhase`."""
 
@@ -96,8 +100,11 @@ class Engine(Protocol):
         The next step would return them as well, but may have to wait for a time slice.
         """
 
-    def watch(self, on_phase: OnPhase) -> None:
-        """Call ``on_phase`` before each phase of a step from now on."""
+    def watch(self, on_phase: OnPhase, on_reports: OnReports | None = None) -> None:
+        """Call ``on_phase`` before each phase of a step from now on.
+
+        ``on_reports`` may get reports before the step returns; None: `step` returns all of them.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -13,6 +13,7 @@ from protocol.memory_bounds import (
     SAMPLED_AT_ONCE,
     SAMPLED_COPIES,
     SCORED_AT_ONCE,
+    STAGE_COPIES,
     step_bytes,
 )
 
@@ -48,15 +49,17 @@ def test_logits_of_a_large_vocabulary() -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 150_000}
     logits = LOGIT_COPIES * SCORED_AT_ONCE * 150_000 * 4
     sampled, counts = SAMPLED_COPIES * SAMPLED_AT_ONCE, COUNT_BYTES * 150_000
-    least = step_bytes(config, CHUNK, 1, on_cpu=True)
-    assert least == logits + sampled + counts
-    assert step_bytes(config, CHUNK, 64, on_cpu=True) == 2 * logits + sampled + 64 * counts
+    hidden = STAGE_COPIES * CHUNK * 64 * 4
+    assert step_bytes(config, CHUNK, 1, on_cpu=True) == logits + sampled + counts + hidden
+    assert step_bytes(config, CHUNK, 1, on_cpu=False) == logits + sampled + counts
+    most = 2 * logits + sampled + 64 * counts + hidden
+    assert step_bytes(config, CHUNK, 64, on_cpu=True) == most
     whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=True)
-    assert whole == least + CHUNK * 150_000 * 4
+    assert whole == logits + sampled + counts + CHUNK * 150_000 * 4
 
 
 def test_few_small_logits_are_sampled_at_once() -> None:
     config = {"hidden_size": 1, "intermediate_size": 1, "vocab_size": 1000}
     copies = LOGIT_COPIES + SAMPLED_COPIES
-    expected = copies * SCORED_AT_ONCE * 1000 * 4 + COUNT_BYTES * 1000
+    expected = copies * SCORED_AT_ONCE * 1000 * 4 + COUNT_BYTES * 1000 + STAGE_COPIES * 4
     assert step_bytes(config, 1, 1, on_cpu=True) == expected

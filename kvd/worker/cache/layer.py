@@ -87,9 +87,7 @@ class LayerStore:
 
     def lazy_arrays(self) -> list[mx.array]:
         """Return the arrays that steps leave unevaluated: tails, pending pages and new tails."""
-        pending = [array for pages in self.pending for array in (*pages.keys, *pages.values)]
-        new = [array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)]
-        return [self.tail_keys, self.tail_values, *pending, *new]
+        return [self.tail_keys, self.tail_values, *self.unfinished]
 
     # Decode steps. Tails are small enough that MLX may copy them.
 
@@ -132,6 +130,14 @@ class LayerStore:
             self.pending.append(PendingPages(level, *packed))
         self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
         return chunk
+
+    @property
+    def unfinished(self) -> list[mx.array]:
+        """What a prefill pass leaves unevaluated: pages and tails that wait for the flush."""
+        pending = [array for pages in self.pending for array in (*pages.keys, *pages.values)]
+        return pending + [
+            array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)
+        ]
 
     # The flush. The device is idle.
 

@@ -195,7 +195,7 @@ class MlxLmCache:
     def undo_prefill(self) -> bool:
         return False
 
-    def needs_flush(self, _sequences: list[MlxLmRow]) -> bool:
+    def needs_flush(self, _sequences: list[MlxLmRow], _steps: int = 1) -> bool:
         return False
 
     def arrays(self) -> list[mx.array]:

@@ -6,8 +6,9 @@ that `kvd.worker.cache.store` describes. The model is called with `ModelCache.vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -246,9 +247,32 @@ class ModelCache:
         undone = [store.undo_prefill() for store in self.stores]
         return all(undone) and not self.states.parts
 
-    def needs_flush(self, sequences: list[SequenceRow]) -> bool:
+    def stages(self, count: int) -> list[list[mx.array]]:
+        """Return what the unfinished prefill pass leaves lazy, in at most ``count`` stages.
+
+        To evaluate a stage, the model computes some of its layers. Needs `can_group`.
+        """
+        layers = [view.layer for view in self._attention_views]
+        # The first layer's keys take one product, and each further layer about the same time.
+        ends = [1 - (1 - len(layers)) * stage // count for stage in range(1, count + 1)]
+        spans = (layers[start:end] for start, end in pairwise([0, *ends]))
+        return [[array for layer in span for array in layer.unfinished] for span in spans if span]
+
+    @contextmanager
+    def paused_prefill(self) -> Iterator[None]:
+        """Allow decode steps of other sequences while a pass is unfinished. Needs `can_group`.
+
+        They must not need a flush. An exception drops the pass.
+        """
+        with ExitStack() as stack:
+            for store in self.stores:
+                stack.enter_context(store.paused_prefill())
+            yield
+
+    def needs_flush(self, sequences: list[SequenceRow], steps: int = 1) -> bool:
+        """Return whether a flush must come before one of the next ``steps`` decode steps."""
         return any(
-            store.needs_flush([sequence.rows[index] for sequence in sequences])
+            store.needs_flush([sequence.rows[index] for sequence in sequences], steps)
             for index, store in enumerate(self.stores)
         )
 

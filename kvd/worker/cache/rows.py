@@ -68,7 +68,11 @@ class Row:
     @property
     def commits_next(self) -> bool:
         """Whether the next token commits the tail's oldest 64 tokens to a page."""
-        return self.tail_length + 1 >= TAIL_TOKENS
+        return self.commits_within(1)
+
+    def commits_within(self, steps: int) -> bool:
+        """Whether one of the next ``steps`` tokens commits the tail's oldest 64 to a page."""
+        return self.tail_length + steps >= TAIL_TOKENS
 
     @property
     def can_write_ahead(self) -> bool:

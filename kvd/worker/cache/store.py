@@ -15,7 +15,8 @@ has the tokens for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -288,6 +289,21 @@ class KVStore:
             layer.new_tails.clear()
         return True
 
+    @contextmanager
+    def paused_prefill(self) -> Iterator[None]:
+        """Allow decode steps of other rows, but no flush, while a prefill pass is unfinished.
+
+        An exception drops the pass.
+        """
+        step, self.step = self.step, None
+        aside = [(layer.pending, layer.new_tails) for layer in self.layers]
+        for layer in self.layers:
+            layer.pending, layer.new_tails = [], []
+        yield
+        self.step = step
+        for layer, (pending, new_tails) in zip(self.layers, aside, strict=True):
+            layer.pending, layer.new_tails = pending, new_tails
+
     def _drop_unseen(self, rows: Iterable[Row], new_tokens: int = 0) -> None:
         """Free the pages that the ``new_tokens`` newest tokens and later ones do not see."""
         # Steps in flight may still read these pages. Nothing overwrites them before the device is
@@ -309,13 +325,13 @@ class KVStore:
 
     # The flush.
 
-    def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether these rows need a flush before their next step.
+    def needs_flush(self, rows: list[Row], steps: int = 1) -> bool:
+        """Return whether these rows need a flush before one of their next ``steps`` steps.
 
-        They do if a row commits a page that is not written, or must leave the dense start.
+        They do if a row commits a page that is not written, or must leave the dense start now.
         """
         return any(
-            (row.commits_next and not row.written_ahead) or self.dense_start.outgrown(row)
+            (row.commits_within(steps) and not row.written_ahead) or self.dense_start.outgrown(row)
             for row in rows
         )
 

@@ -27,6 +27,7 @@ from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.encryption import segment_cipher, swap_format
+from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
 from kvd.worker.core.preemption import Preemption
@@ -41,7 +42,7 @@ from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.submissions import Submissions
 from kvd.worker.core.swap import SwapFolder, Transfers
-from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.engine import AskGrant, OnPhase, OnReports, ReportProgress, ignore_phase
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.space import space_of
@@ -101,6 +102,7 @@ class MLXEngine:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._enter_phase = _PhaseListener()
+        self._on_reports: OnReports | None = None
         self._clock = clock
         self._step_clock = StepClock(clock)
         self._rates = Rates()
@@ -136,7 +138,8 @@ class MLXEngine:
         self._transfers, self._batch, self._memory = transfers, batch, memory
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
-        self._prompts = Prompts(batch, memory, self._rates, embeddings)
+        interleaving = Interleaving(batch, self._rates, self._deliver)
+        self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         self._loaded = True
@@ -227,8 +230,14 @@ class MLXEngine:
     def keeps_worker(self) -> bool:
         return self._segments is not None and self._segments.keeps_worker
 
-    def watch(self, on_phase: OnPhase) -> None:
+    def watch(self, on_phase: OnPhase, on_reports: OnReports | None = None) -> None:
         self._enter_phase.on_phase = on_phase
+        self._on_reports = on_reports
+
+    def _deliver(self) -> None:
+        """Send the reports that exist, in the middle of a step."""
+        if self._on_reports is not None and self._batch.reports:
+            self._on_reports(self.take_reports())
 
     @property
     def has_work(self) -> bool:
@@ -286,8 +295,7 @@ class MLXEngine:
             self._rates.note("decode", 1, time.monotonic() - start)
         if plan.group:
             self._enter_phase("prefill")
-            self._batch.synchronize()
-            self._prompts.prefill_next()
+            self._prompts.prefill_next(decode)
         self._work_on_pools(start if decode else None)
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)

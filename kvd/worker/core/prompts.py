@@ -1,7 +1,6 @@
 """Prefills prompts in chunks, from the deepest checkpoint on, and scores them on request.
 
-No decode step runs meanwhile. A prompt whose logprobs are requested is prefilled completely, since
-a checkpoint holds no logits.
+A prompt whose logprobs are requested is prefilled completely, since a checkpoint holds no logits.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import mlx.core as mx
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.delivery import report_prompt
 from kvd.worker.core.embeddings import Embeddings
+from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
@@ -22,6 +22,7 @@ from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
+from kvd.worker.serving.runner import Row
 from protocol.types import TokenLogprob
 
 
@@ -29,7 +30,12 @@ class Prompts:
     """The prompts of one engine."""
 
     def __init__(
-        self, batch: Batch, memory: MemoryAccount, rates: Rates, embeddings: Embeddings
+        self,
+        batch: Batch,
+        memory: MemoryAccount,
+        rates: Rates,
+        embeddings: Embeddings,
+        interleaving: Interleaving,
     ) -> None:
         self._batch = batch
         self._runner = batch.runner
@@ -39,6 +45,7 @@ class Prompts:
         """Reads prompts from the prefix store, if there is one."""
         self._rates = rates
         self._embeddings = embeddings
+        self._interleaving = interleaving
         self.computed_tokens = 0
 
     def prefetch_head(self) -> None:
@@ -48,7 +55,9 @@ class Prompts:
             return
         self.segments.prefetch(self._batch.requests[head.rid])
 
-    def prefill_next(self) -> None:
+    def prefill_next(self, decoding: Sequence[str]) -> None:
+        """Prefill the next chunks. The requests of ``decoding`` decode between the stages."""
+        self._interleaving.begin(decoding)
         scheduler = self._batch.scheduler
         chunks = next_chunks(scheduler, self._has_new_hit, self._begin)
         if not chunks:
@@ -56,6 +65,7 @@ class Prompts:
         start = time.monotonic()
         self._prefill(chunks)
         seconds = time.monotonic() - start
+        seconds -= self._interleaving.step_seconds
         self._rates.note("prefill", sum(chunk.length for chunk in chunks), seconds)
         for chunk in chunks:
             if chunk.rid in self._batch.requests:
@@ -68,6 +78,8 @@ class Prompts:
         """Give a request its row; return the number of prompt tokens that the row holds."""
         request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
+        if hit.tokens or self.segments is not None:
+            self._batch.synchronize()  # the row gets tails and pages
         if self.segments is not None and (tokens := self.segments.restore(request, hit)):
             return tokens
         self._batch.take_row(request, self._batch.new_row(request, hit), hit.tokens)
@@ -80,6 +92,15 @@ class Prompts:
                 self._batch.open_row(request)
                 if request.submit.prompt_logprobs is not None:
                     self._batch.reports += report_prompt(request, 0, self._first_token(request))
+
+    def _prefill_rows(self, rows: list[Row], tokens: list[list[int]]) -> None:
+        """Prefill a chunk of each row, with decode steps of other rows between the stages."""
+        if self._runner.can_interleave:
+            stages = self._interleaving.stages(sum(map(len, tokens)))
+            self._runner.prefill_group(rows, tokens, stages, self._interleaving.run_step)
+        else:
+            self._interleaving.settle()
+            self._runner.prefill_group(rows, tokens)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
@@ -96,10 +117,11 @@ class Prompts:
             rows = [request.row for request, _ in plain]
             tokens = [request.prompt[chunk.start : chunk.end].tolist() for request, chunk in plain]
             if any(request.submit.embed is not None for request, _ in plain):
+                self._interleaving.settle()
                 hidden = self._runner.prefill_hidden(rows, tokens)
                 self._embeddings.pool(plain, hidden)
             else:
-                self._runner.prefill_group(rows, tokens)
+                self._prefill_rows(rows, tokens)
         for request, chunk in zip(requests, chunks, strict=True):
             top = request.submit.prompt_logprobs
             if not self._batch.holds(request):
@@ -112,6 +134,7 @@ class Prompts:
 
     def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
         """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""
+        self._interleaving.settle()
         own = request.prompt[chunk.start : chunk.end].tolist()
         parts = self._runner.score_parts(request.row, own)
         logprobs: list[TokenLogprob] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvd.worker.core.replay import check_resume
-from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
+from kvd.worker.engine import AskGrant, OnPhase, OnReports, ReportProgress, ignore_phase
 from kvd.worker.fake.embedding import check_embed, embedded
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
@@ -156,7 +156,7 @@ class FakeEngine:
     def start_level(self, command: wire.StartLevel) -> None:
         self._admission.set_start_level(command.level)
 
-    def watch(self, on_phase: OnPhase) -> None:
+    def watch(self, on_phase: OnPhase, _on_reports: OnReports | None = None) -> None:
         self._on_phase = on_phase
 
     @property

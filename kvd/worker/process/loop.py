@@ -76,7 +76,7 @@ class Loop:
         self._phases = Phases()
         self._gate = TimeSliceGate(on=False)
         self._phase_due = clock() + PHASE_INTERVAL_S
-        engine.watch(self._enter)
+        engine.watch(self._enter, self._send_early)
 
     def run(self) -> None:
         """Load and serve; return after the daemon sent `Stop` and has read all reports.
@@ -186,6 +186,11 @@ class Loop:
     def _pass_on(self, reports: list[wire.Report]) -> None:
         for report in reports:
             self._link.put(report)
+
+    def _send_early(self, reports: list[wire.Report]) -> None:
+        """Send reports in the middle of a step."""
+        self._pass_on(reports)
+        self._link.send()
 
     def _may_compute(self) -> bool:
         self._send_now(self._gate.request_slice(prefills=self._engine.reads_prompts))

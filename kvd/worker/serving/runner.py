@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -145,14 +145,35 @@ class Runner:
         """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
         self.prefill_group([row], [tokens])
 
-    def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
+    @property
+    def can_interleave(self) -> bool:
+        """Whether decode steps can run between the stages of a prefill pass."""
+        return isinstance(self.cache, ModelCache) and self.cache.can_group
+
+    def prefill_group(
+        self,
+        rows: list[Row],
+        chunks: list[list[int]],
+        stages: int = 1,
+        between: Callable[[int], None] | None = None,
+    ) -> None:
         """Prefill a chunk of each row in one forward pass; several rows only if `groups`.
 
         Chunks should have about the same length: all are padded to the longest, or a little further
         (`width`). On the CPU, a row's results are the same to the bit whatever rows share its pass.
+
+        If `can_interleave`, the pass may be evaluated in ``stages``. ``between(left)`` is called
+        while the device computes each of them; ``left``: stages after that. It may run decode steps
+        of other rows that need no flush.
         """
         self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
+        if between is not None:
+            parts = self.cache.stages(stages)
+            for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+                mx.async_eval(part)  # type: ignore[no-untyped-call]
+                with self.cache.paused_prefill():
+                    between(left)
         self.cache.finish_prefill()
 
     def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:

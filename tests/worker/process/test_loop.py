@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
@@ -29,7 +31,7 @@ from protocol.worker import (
     Stats,
     Stop,
 )
-from tests.worker.process.peer import Thread, submit, wait_until
+from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
 
 @pytest.fixture
@@ -260,3 +262,27 @@ def test_reclaim_commands_reach_the_engine_and_are_answered(start):
     assert any(one.resuming for one in requests) or len(requests) > 1
     peer.send(CancelRow(rid="a"))
     peer.wait_for_end("a")
+
+
+def test_reports_are_sent_before_the_step_ends_if_the_engine_passes_them_early(start):
+    class EarlyEngine(FakeEngine):
+        ended = threading.Event()
+
+        def watch(self, on_phase, on_reports=None):
+            super().watch(on_phase)
+            self.on_reports = on_reports
+
+        def step(self):
+            reports = super().step()
+            self.on_reports(reports)
+            if any(isinstance(report, RowTokens) for report in reports):
+                assert self.ended.wait(DEADLINE_S)
+            return []
+
+    peer = start(EarlyEngine())
+    peer.load()
+    peer.send(submit("a", max_tokens=2))
+    peer.wait_for(lambda: peer.of(RowTokens, "a"))
+    EarlyEngine.ended.set()
+    peer.wait_for_end("a")
+    assert len(peer.tokens("a")) == 2

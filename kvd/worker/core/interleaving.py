@@ -1,0 +1,102 @@
+"""Decode steps between the stages of a prefill pass, so that a long pass delays no token for long.
+
+A pass is built once, and evaluated in stages of some of its layers. The device gets stages and
+decode steps in turn. While it computes a stage, the host delivers the tokens of the step before::
+
+    device   | step | stage | step | stage | step | stage, flush |
+    host        pass |  read, launch |  read, launch |  read
+
+Stages change no number: they only decide when the operations of a pass run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+from kvd.worker.core.batch import Batch
+from kvd.worker.core.rates import Rates
+from kvd.worker.engine import ignore_phase
+from kvd.worker.serving.runner import Row, on_cpu
+
+STAGE_SECONDS = 0.008
+"""Seconds of a stage, at least. Shorter ones would delay first tokens more."""
+STAGE_STEPS = 2.0
+"""Duration of a stage in decode steps, at least: prompts get two thirds of the time."""
+MOST_STAGES = 32
+"""No row may commit two pages between the stages of a pass."""
+
+
+class Interleaving:
+    """The decode steps of one engine during prefill.
+
+    ``deliver``: sends the reports that the batch has, because the pass may take long.
+    """
+
+    def __init__(self, batch: Batch, rates: Rates, deliver: Callable[[], None]) -> None:
+        self._batch = batch
+        self._rates = rates
+        self._deliver = deliver
+        self._decoding: Sequence[str] = ()
+        self._steps = 0
+        """Decode steps of the pass."""
+
+    def begin(self, decoding: Sequence[str]) -> None:
+        """Note the requests that decode during the next pass."""
+        self._decoding = decoding
+        self._steps = 0
+
+    def stages(self, tokens: int) -> int:
+        """Return into how many stages to split a pass over this many tokens.
+
+        If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
+        """
+        # Accelerators compute a pass in few milliseconds, and would have less to do at once.
+        if not (on_cpu() and self._rates.is_measured("prefill")):
+            return 1
+        if not self._rows(self._decoding):
+            return 1
+        shortest = max(STAGE_SECONDS, STAGE_STEPS * self._rates.seconds("decode", 1))
+        count = ceil(self._rates.seconds("prefill", tokens) / shortest)
+        count = max(1, min(MOST_STAGES, count))
+        if self._batch.cache.needs_flush(self._rows(self._decoding), count):
+            self._batch.synchronize()
+            self._batch.cache.flush()
+        return count
+
+    @property
+    def step_seconds(self) -> float:
+        """About how long the decode steps of the pass took, in seconds."""
+        return self._rates.seconds("decode", self._steps)
+
+    def settle(self) -> None:
+        """Wait for the step in flight, read it, and deliver its tokens."""
+        self._batch.finish_step()
+        self._deliver()
+
+    def run_step(self, left: int) -> None:
+        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
+        self.settle()
+        if not left:
+            return
+        # A pass is one phase: each change of the phase is a message to the daemon.
+        enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
+        try:
+            self._batch.decode([rid for rid in self._decoding if self._may_decode(rid)])
+        finally:
+            self._batch.enter_phase = enter_phase
+        self._steps += self._batch.in_flight
+
+    def _may_decode(self, rid: str) -> bool:
+        """Return whether a request can decode a token without a flush or more memory."""
+        if rid not in self._batch.requests:
+            return False
+        scheduled = self._batch.scheduler.find(rid)
+        if scheduled.suspended or scheduled.stalled:
+            return False
+        return not self._batch.cache.needs_flush(self._rows([rid]))
+
+    def _rows(self, rids: Sequence[str]) -> list[Row]:
+        requests = self._batch.requests
+        live = (one for rid in rids if rid in requests for one in requests[rid].live)
+        return [one.row for one in live if one.row is not None]

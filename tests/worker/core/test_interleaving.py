@@ -1,0 +1,165 @@
+"""Decode steps run between the stages of a prefill pass, and change no number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvd.worker.core import interleaving, out_of_memory
+from kvd.worker.engine import ignore_phase
+from kvd.worker.process import shortage
+from protocol.types import Sampling
+from protocol.worker import Report, RowTokens
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.prompts import prompt_of
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.fixture
+def layered(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """An engine whose passes have a stage for each layer, because prefill seems slow."""
+    rates = demo.engine._rates
+    monkeypatch.setattr(rates, "_measured", {"prefill": 1e-6, "decode": 1e6})
+    monkeypatch.setattr(rates, "note", lambda *_: None)
+    shortages = demo.engine._out_of_memory
+    shortages.calm_steps = out_of_memory.CALM_STEPS
+    yield demo
+    shortages.count = 0
+
+
+@pytest.fixture
+def early(layered: Driver) -> Iterator[list[Report]]:
+    """Reports that leave the engine before a step returns."""
+    seen: list[Report] = []
+
+    def take(reports: list[Report]) -> None:
+        seen.extend(reports)
+        layered.take(reports)
+
+    layered.engine.watch(ignore_phase, take)
+    yield seen
+    layered.engine.watch(ignore_phase)
+
+
+def in_prefill(driver: Driver, rid: str) -> bool:
+    return rid in driver.engine._scheduler.states.prefilling
+
+
+def test_a_row_decodes_between_the_stages_of_anothers_prompt(
+    layered: Driver, early: list[Report]
+) -> None:
+    expected = {
+        rid: layered.alone(prompt_of(length, length), max_tokens=60)
+        for rid, length in (("runs", 90), ("reads", 400))
+    }
+    layered.engine._prefix_cache.tree.clear()
+    layered.submit("runs", prompt_of(90, 90), max_tokens=60)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    layered.submit("reads", prompt_of(400, 400), max_tokens=60)
+    early.clear()
+    before = len(layered.outcomes["runs"].tokens)
+    layered.step()
+
+    layers = len(layered.engine._runner.cache.stores[0].layers)
+    assert in_prefill(layered, "reads")
+    assert layers > 2
+    assert len(layered.outcomes["runs"].tokens) == before + layers
+    assert len([report for report in early if isinstance(report, RowTokens)]) == layers
+    layered.run()
+    assert layered.outcomes == expected
+
+
+def test_a_first_token_does_not_wait_for_the_next_prompt(
+    layered: Driver, early: list[Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the pass over that prompt has one stage."""
+    monkeypatch.setattr(interleaving.Interleaving, "stages", lambda *_: 1)
+    for rid in ("first", "second"):
+        layered.submit(rid, prompt_of(200, len(rid)), max_tokens=3)
+    layered.step()
+    assert not in_prefill(layered, "first")
+    assert in_prefill(layered, "second")
+    layered.step()
+
+    assert not in_prefill(layered, "second")
+    assert [report.rid for report in early if isinstance(report, RowTokens)] == ["first"]
+    layered.run()
+
+
+def test_no_stage_changes_a_number(layered: Driver) -> None:
+    """Requests of all kinds join at random steps. Rows commit pages and end between stages."""
+    draw = random.Random(7)
+    requests: dict[str, dict[str, Any]] = {}
+    for number in range(20):
+        length = draw.choice((2, 40, 64, 66, 120, 129, 257, 300, 600))
+        more = draw.choice(({}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}))
+        requests[f"r{number}"] = {
+            "prompt": prompt_of(length, number),
+            "sampling": Sampling(temperature=draw.choice((0.0, 0.9)), seed=number),
+            "max_tokens": draw.choice((1, 3, 8, 30, 90)),
+        } | more
+    wanted = {rid: layered.alone(**request) for rid, request in requests.items()}
+    layered.engine._prefix_cache.tree.clear()
+    names = list(requests)
+    while names or layered.engine.has_work:
+        if names and draw.random() < 0.3:
+            rid = names.pop()
+            layered.submit(rid, **requests[rid])
+        if layered.engine.has_work:
+            layered.step()
+
+    assert layered.outcomes == wanted
+
+
+def test_pages_that_rows_commit_between_stages_are_written_before(layered: Driver) -> None:
+    """Between stages nothing can be written, because the pass refers to the pools."""
+    prompt = prompt_of(70, 1)
+    expected = layered.alone(prompt, max_tokens=90)
+    layered.engine._prefix_cache.tree.clear()
+    layered.submit("runs", prompt, max_tokens=90)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 1)
+    (completion,) = layered.engine._batch.requests["runs"].completions
+    (row,) = completion.row.rows
+    layered.run(until=lambda: row.tail_length == 124)
+    assert not row.written_ahead
+    pages, before = len(row.pages), len(layered.outcomes["runs"].tokens)
+    layered.submit("reads", prompt_of(400, 2), max_tokens=1)
+    layered.step()
+    layered.step()
+
+    assert len(row.pages) == pages + 1
+    assert len(layered.outcomes["runs"].tokens) > before + 8
+    layered.run()
+    assert layered.outcomes.pop("runs") == expected
+
+
+def failures(driver: Driver, requests: dict[str, Outcome], fails: Any, text: str) -> int:
+    """Let a prompt join a row that decodes, with failed evaluations; return how many there were."""
+    driver.submit("runs", prompt_of(100, 1), max_tokens=40)
+    driver.run(until=lambda: len(driver.outcomes["runs"].tokens) > 2)
+    driver.submit("reads", prompt_of(700, 2), max_tokens=10)
+    with memory_runs_out(fails, text) as seen:
+        driver.run()
+    assert driver.outcomes == requests
+    driver.outcomes.clear()
+    driver.engine._prefix_cache.tree.clear()
+    driver.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
+    return seen.failed
+
+
+@pytest.mark.parametrize("text", [UNABLE, LATE])
+def test_a_shortage_in_any_stage_loses_nothing(layered: Driver, text: str) -> None:
+    expected = {
+        "runs": layered.alone(prompt_of(100, 1), max_tokens=40),
+        "reads": layered.alone(prompt_of(700, 2), max_tokens=10),
+    }
+    layered.engine._prefix_cache.tree.clear()
+    tries = 1 if text == LATE else shortage.TRIES + 1
+    for first in range(1, 30, 2):
+        times = range(first, first + tries)
+        assert failures(layered, expected, times.__contains__, text) == tries
