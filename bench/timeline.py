@@ -143,11 +143,7 @@ class Timeline:
     def summary(self) -> str:
         """Return first tokens, gaps, and the CPU time of steps that only decode."""
         firsts = [times[0] for times in self.arrivals.values()]
-        gaps = [
-            b - a
-            for times in self.arrivals.values()
-            for a, b in pairwise(times)
-        ]
+        gaps = [b - a for times in self.arrivals.values() for a, b in pairwise(times)]
         decode = [step for step in self.steps if not step.prefilled]
         others = [sum(step.other_ms.values()) for step in decode]
         tokens = sum(map(len, self.arrivals.values()))

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd import demo as embedded
+from kvd.worker.core import interleaving
 from kvd.worker.native import build
 from kvd.worker.sampling import sampler
 from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, InvalidRequest
@@ -154,8 +155,8 @@ def test_a_long_prompt_delays_other_rows_by_a_chunk_at_most(demo: Driver) -> Non
     seen = len(demo.outcomes["runs"].tokens)
     while not demo.outcomes["long"].tokens and not demo.outcomes["runs"].over:
         demo.step()
-        assert len(demo.outcomes["runs"].tokens) == seen + 1
-        seen += 1
+        assert len(demo.outcomes["runs"].tokens) > seen  # several on the CPU (`interleaving`)
+        seen = len(demo.outcomes["runs"].tokens)
     demo.run()
 
 
@@ -255,7 +256,8 @@ def test_nothing_runs_beyond_the_budget() -> None:
     driver.outcomes.clear()
 
 
-def test_rows_that_start_dense_stay_within_a_tight_grant() -> None:
+def test_rows_that_start_dense_stay_within_a_tight_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaving, "STAGE_SECONDS", 60.0)  # no row ends before the last begins
     driver = Driver("demo", kv=KVSpec(quantized_kv_start=256), prefill_chunk=128)
     driver.budget = driver.total
     for index in range(4):
