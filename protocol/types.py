@@ -263,7 +263,8 @@ class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     spare: int = 0
-    """Bytes granted and neither held nor reserved, and bytes by which pools can shrink."""
+    """Bytes granted and neither held nor reserved, bytes by which pools can shrink, and bytes of
+    compiled grammars that are kept for later requests."""
     prefixes: int = 0
     """Bytes of checkpoints that no row uses."""
     levels: tuple[int, ...] = ()

@@ -75,7 +75,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         name=f"the model {command.source}",
     )
     compiler = Compiler(
-        text.vocabulary, memory=ProcessMemory(limit.room, memory.private, loading.give_back)
+        text.vocabulary, memory=ProcessMemory(limit.room, _held_outside_mlx, loading.give_back)
     )
     with compiler.preparing(text.has_chat_template):
         loaded = model_files.read_weights(
@@ -103,6 +103,14 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
     )
     return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler)
+
+
+def _held_outside_mlx() -> int:
+    """Return the bytes that the process holds besides MLX's buffers."""
+    buffers = 0
+    if not loading.has_separate_memory():
+        buffers = mx.get_active_memory() + mx.get_cache_memory()
+    return memory.private() - buffers
 
 
 def _limit_template(render: Callable[[], str]) -> str:

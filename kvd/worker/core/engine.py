@@ -131,7 +131,8 @@ class MLXEngine:
         transfers = Transfers(swap)
         enter, relieve = self._enter_phase, model.compiler.relieve
         batch = Batch(runner, admission, prefix_cache, transfers, text, enter, relieve)
-        memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests)
+        grammars = model.compiler
+        memory = MemoryAccount(runner.cache, admission, prefix_cache, batch.requests, grammars)
         preemption = Preemption(batch, self._rates, self._clock)
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
@@ -376,9 +377,14 @@ class MLXEngine:
             self._request_memory(self._admission.request_spare(pages, self._memory.held()))
 
     def _evict(self, pages: int) -> bool:
-        """Drop checkpoints of about ``pages`` pages; return whether that freed memory."""
-        if not self._prefix_cache.evict(pages * self._admission.budget.page_bytes):
-            return False
+        """Drop compiled grammars and then checkpoints; return whether that freed memory.
+
+        ``pages``: about as many are freed.
+        """
+        dropped = self._memory.drop_grammars()
+        wanted = (pages - dropped) * self._admission.budget.page_bytes
+        if wanted <= 0 or not self._prefix_cache.evict(wanted):
+            return dropped > 0
         self._batch.synchronize()
         self._enter_phase("pools")
         self._runner.cache.compact(self._memory.needed_pages)
@@ -416,13 +422,13 @@ class MLXEngine:
         The slab is smaller if the governor has reclaimed part of it.
         """
         cache = self._runner.cache
-        cached = self._memory.cached_pages
-        slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached))
+        cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
+        slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached - grammars))
         if self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
             self._enter_phase("pools")
             cache.shrink(slab)
             loading.give_back()
-        self._request_memory(self._admission.give_back_idle(cached))
+        self._request_memory(self._admission.give_back_idle(cached + grammars))
 
     def stats(self) -> WorkerStats:
         cache, batch = self._runner.cache, self._batch

@@ -39,8 +39,20 @@ def can_preempt(request: Preemptible) -> bool:
     return request.longest >= request.resumed_at + MIN_TOKENS_BETWEEN_PREEMPTIONS
 
 
+class Grammars(Protocol):
+    """Compiled grammars, of which nothing is lost but the time to compile them again."""
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+    def shrink(self) -> None: ...
+
+
 class MemoryAccount:
-    """The account of one engine. ``cache``: `ModelCache` or `MlxLmCache`."""
+    """The account of one engine.
+
+    ``cache``: `ModelCache` or `MlxLmCache`. ``grammars``: None if the engine compiles none.
+    """
 
     def __init__(
         self,
@@ -48,6 +60,7 @@ class MemoryAccount:
         admission: Admission,
         prefix_cache: PrefixCache,
         requests: Mapping[str, Preemptible],
+        grammars: Grammars | None = None,
     ) -> None:
         self._cache = cache
         self._admission = admission
@@ -55,15 +68,19 @@ class MemoryAccount:
         self._page_bytes = admission.budget.page_bytes
         self._prefix_cache = prefix_cache
         self._requests = requests
+        self._grammars = grammars
         self.promised_bytes = 0
         """Bytes that the current reclaim returns. Pools must not grow into them ahead of need."""
 
     def held(self) -> Held:
         """Return what the engine holds now, and set how far pools may grow ahead of need."""
         cache, budget, page_bytes = self._cache, self._admission.budget, self._page_bytes
-        cache.limit_bytes = budget.pages * page_bytes - self._kept_free() - self.promised_bytes
+        grammars = self.grammar_pages
+        pages = budget.pages - grammars
+        cache.limit_bytes = pages * page_bytes - self._kept_free() - self.promised_bytes
         filled = self._prefix_cache.filled_bytes // page_bytes
-        return Held(self.charged_pages, cache.tail_slots, self.cached_pages, filled)
+        charged, cached = self.charged_pages + grammars, self.cached_pages + grammars
+        return Held(charged, cache.tail_slots, cached, filled)
 
     def _kept_free(self) -> int:
         """Bytes of the grant that stay free for coming tails and checkpoints, not for pools."""
@@ -91,6 +108,18 @@ class MemoryAccount:
         """Pages that only checkpoints take: not snapshots of preempted rows, which are reserved."""
         snapshots: int = -(-self._cache.snapshot_charge // self._page_bytes)
         return max(0, snapshots - self._kept_pages)
+
+    @property
+    def grammar_pages(self) -> int:
+        """Pages of memory that kept grammars take: not in pools, and freed before checkpoints."""
+        return 0 if self._grammars is None else -(-self._grammars.kept_bytes // self._page_bytes)
+
+    def drop_grammars(self) -> int:
+        """Drop the compiled grammars; return their pages."""
+        pages = self.grammar_pages
+        if self._grammars is not None and pages:
+            self._grammars.shrink()
+        return pages
 
     @property
     def _kept_pages(self) -> int:

@@ -122,6 +122,8 @@ class Reclaiming:
             self._preemption.work(self._seconds_left())
             yield
         self._batch.admission.closed = True  # the end of a transfer may have opened it
+        if self._memory.spare_bytes() < command.wanted_bytes:
+            self._memory.drop_grammars()
         match command.method:
             case "prefixes":
                 self._batch.prefix_cache.evict(command.wanted_bytes, "reclaim")

@@ -202,6 +202,11 @@ class Compiler:
         found.nbytes = compilation.nbytes
         return found
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the compiled grammars that are kept, as measured."""
+        return sum(one.nbytes for one in self._known.values())
+
     def shrink(self) -> None:
         """Drop all compiled grammars, and return their memory to the system.
 
@@ -268,7 +273,7 @@ class Compiler:
         error: KvdError | None = _short()
         if not short:
             grammar, error = self._compile_now(compilation, answer)
-        compilation.nbytes = max(0, self._memory.held() - before)
+        compilation.nbytes = min(max(0, self._memory.held() - before), COMPILE_BYTES)
         # Later requests use it even if the first one waited in vain, as on a busy machine.
         compilation.grammar, compilation.error = grammar, error
         with self._queue_lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -27,6 +28,7 @@ from protocol.tools import Grammar, Tool
 from protocol.types import Sampling
 from protocol.worker import Submit
 from tests.worker.core.driver import Driver
+from tests.worker.core.prompts import periodic_prompt
 from tests.worker.text.tokenizers_zoo import byte_level, wrap
 
 MIB = 1 << 20
@@ -241,3 +243,46 @@ def test_the_room_of_a_process_is_what_its_limit_leaves() -> None:
     assert limit.room() > 1 << 60  # no limit applies
     limit._started = True
     assert limit.room() == limit.nbytes - 100
+
+
+@pytest.mark.mlx
+def test_kept_grammars_are_charged_and_a_reclaim_of_spare_memory_drops_them(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, account = demo.engine._submissions._compiler, demo.engine._memory
+    compiler.shrink()
+    growth = itertools.count(0, 8 * MIB)
+    monkeypatch.setattr(compiler, "_memory", ProcessMemory(held=lambda: next(growth)))
+    before = account.held()
+    demo.submit("bound", "To open a file,", max_tokens=4, grammar=Grammar("regex", "[a-z]{9}"))
+    demo.run()
+    budget = demo.engine._admission.budget
+
+    assert (account.held().cached - before.cached) * budget.page_bytes >= 8 * MIB
+    assert account.spare_bytes() >= 0
+    assert account.reclaimable().spare >= account.spare_bytes() + 8 * MIB
+    wanted = account.spare_bytes() + 8 * MIB
+    assert demo.reclaim("spare", wanted).freed_bytes >= wanted
+    assert not compiler.kept_bytes
+
+
+@pytest.mark.mlx
+def test_a_request_that_finds_no_memory_gets_that_of_kept_grammars(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, account = demo.engine._submissions._compiler, demo.engine._memory
+    compiler.shrink()
+    growth = itertools.count(0, 32 * MIB)
+    monkeypatch.setattr(compiler, "_memory", ProcessMemory(held=lambda: next(growth)))
+    demo.submit("bound", "To open a file,", max_tokens=4, grammar=Grammar("regex", "[a-z]{9}"))
+    demo.run()
+    monkeypatch.setattr(demo, "others", demo.budget)  # the daemon grants nothing more
+    budget = demo.engine._admission.budget
+    while account.spare_bytes():
+        demo.total -= account.spare_bytes()
+        budget.granted_bytes = demo.total
+    demo.submit("free", periodic_prompt(1500, 1), max_tokens=20, ignore_eos=True)
+    demo.run()
+
+    assert len(demo.outcomes["free"].tokens) == 20
+    assert not compiler.kept_bytes
