@@ -122,6 +122,8 @@ def _texts(value: Any) -> Iterator[str]:
 def _forces_much(text: str) -> bool:
     """Return whether a text may force more than `MAX_FORCED` characters."""
     most = len(text)
+    if most <= MAX_FORCED and "{" not in text:  # an enumeration has thousands of texts
+        return False
     for count in _REPEATED.findall(text):
         most *= max(1, int(count))
         if most > MAX_FORCED:
