@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -23,33 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from bench.gpu import shapes
+from bench.masks import LONG, measure, pieces
 from bench.report import machine, publish
 from kvd import demo
-from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
-from kvd.worker.grammar.compiler import Compiler
-from kvd.worker.grammar.matcher import MaskFiller, Matcher
-from kvd.worker.grammar.vocabulary import Vocabulary
 from protocol.tools import Grammar
 from protocol.types import Sampling
-from protocol.worker import Submit
 from tests.worker.core.driver import Driver
 
 ROWS = 8
-VOCABULARY = 151_936
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "kind": {"enum": ["cat", "dog"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
-LONG = Grammar("json_schema", json.dumps({"type": "array", "items": SCHEMA, "minItems": 999}))
 
 
 def run(driver: Driver, grammar: Grammar | None, tokens: int) -> tuple[float, float]:
@@ -93,65 +75,6 @@ def compare(driver: Driver, pairs: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def pieces(count: int) -> list[bytes]:
-    """Return the bytes of random tokens: single bytes, words with and without space, digits."""
-    chance = random.Random(0)
-    found = {bytes([one]): None for one in range(256)}
-    letters = "etaoinshrdlucmfwypvbgkjqxz"
-    while len(found) < count:
-        word = "".join(chance.choices(letters, k=chance.randint(2, 9)))
-        kind = chance.random()
-        if kind < 0.02:
-            word = str(chance.randrange(1000))
-        elif kind < 0.06:
-            word = "".join(chance.choices('{}[]":,.;()<>/\\=-+ \n\t', k=chance.randint(2, 4)))
-        elif kind < 0.15:
-            word = "".join(map(chr, chance.choices(range(0x400, 0x9FFF), k=chance.randint(1, 3))))
-        found[(" " * (chance.random() < 0.5) + word).encode()] = None
-    return list(found)
-
-
-def masks(steps: int = 400) -> dict[str, float]:
-    """Return CPU times of masks over a random vocabulary, one row at a time."""
-    words = pieces(VOCABULARY - 1)
-    eos = len(words)
-    vocabulary = Vocabulary(
-        [*words, b"<end>"], frozenset({eos}), frozenset({eos}), lambda _: [], canonical=False
-    )
-    compiler = Compiler(lambda: vocabulary)
-    start = time.perf_counter()
-    with compiler.preparing():
-        pass
-    built = time.perf_counter() - start
-    start = time.perf_counter()
-    compilation = compiler.start(_grammar(LONG))
-    compilation.done.wait(60)
-    compiled = time.perf_counter() - start
-    filler, chance, seconds = MaskFiller(VOCABULARY), random.Random(1), list[float]()
-    matcher: Matcher = compiler.matcher(compilation)
-    for _ in range(steps):
-        start = time.thread_time()  # other processes do not count
-        (mask,) = filler.fill([matcher])
-        seconds.append(time.thread_time() - start)
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-        matcher.push(int(chance.choice(allowed)))
-    seconds.sort()
-    return {
-        "vocabulary": VOCABULARY,
-        "tokenizer_s": round(built, 3),
-        "compile_ms": round(1e3 * compiled, 2),
-        "mask_median_ms": round(1e3 * seconds[steps // 2], 3),
-        "mask_p99_ms": round(1e3 * seconds[int(0.99 * steps)], 3),
-    }
-
-
-def _grammar(grammar: Grammar) -> AnswerGrammar:
-    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
-    found = grammar_of(request, AnswerContext(), canonical=False)
-    assert found is not None
-    return found
-
-
 @contextmanager
 def shaped(shape: str) -> Iterator[str]:
     """Yield a folder with a model of random weights, whose tokenizer has all of its tokens."""
@@ -184,7 +107,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    report = {"machine": machine(), "model": asked.shape or "demo", "rows": ROWS, "masks": masks()}
+    report = {
+        "machine": machine(),
+        "model": asked.shape or "demo",
+        "rows": ROWS,
+        "masks": measure(),
+    }
     if asked.shape is None:
         report["speed"] = compare(Driver("demo"), asked.pairs, asked.tokens)
     else:

@@ -15,12 +15,12 @@ from bench.report import publish
 from protocol.errors import InvalidRequest
 from protocol.tools import Grammar
 from protocol.types import Sampling
-from tests.worker.core.driver import Driver
+from tests.worker.core.driver import Driver, Outcome
 from tests.worker.grammar.json_schemas import is_valid, random_schema
 
-ROWS = 16
+ROWS = 32
 """Answers at the same time."""
-MAX_TOKENS = 160
+MAX_TOKENS = 96
 """Longer answers are cut off. A random answer to a recursive schema has no bound."""
 WORDS = "An example of the data, as JSON:\n"
 
@@ -36,31 +36,41 @@ class Result:
     wrong: list[tuple[int, str]] = field(default_factory=list)
     """Seeds of schemas whose answers are not valid, with the answer or the error."""
 
+    @property
+    def judged(self) -> int:
+        return self.valid + len(self.wrong)
+
 
 def campaign(driver: Driver, seed: int, count: int) -> Result:
-    """Collect ``count`` complete answers by schemas from ``seed`` on."""
-    result = Result()
-    while (left := count - result.valid - len(result.wrong)) > 0:
-        numbers = range(seed, seed + min(left, ROWS))
-        schemas = {f"s{number}": json.dumps(random_schema(number)) for number in numbers}
-        seed += len(schemas)
-        for rid, schema in schemas.items():
-            _submit(driver, rid, schema, result)
-        while driver.engine.has_work:
-            driver.take(driver.engine.step())
-        for rid, outcome in driver.outcomes.items():
-            result.tokens += len(outcome.tokens)
-            if outcome.reason == "length":
-                result.cut += 1
-            elif outcome.reason == "stop" and is_valid(schemas[rid], outcome.text):
-                result.valid += 1
-            else:
-                result.wrong.append((int(rid[1:]), outcome.text or str(outcome.error)))
-        driver.outcomes.clear()
-    return result
+    """Collect ``count`` complete answers by schemas from ``seed`` on.
+
+    As soon as one ends, the next one begins.
+    """
+    result, schemas = Result(), dict[str, str]()
+    while True:
+        while len(schemas) < min(ROWS, count - result.judged):
+            rid, schema = f"s{seed}", json.dumps(random_schema(seed))
+            if _submit(driver, rid, schema, result):
+                schemas[rid] = schema
+            seed += 1
+        if not schemas:
+            return result
+        driver.take(driver.engine.step())
+        for rid in [rid for rid in schemas if driver.outcomes[rid].over]:
+            _judge(rid, schemas.pop(rid), driver.outcomes.pop(rid), result)
 
 
-def _submit(driver: Driver, rid: str, schema: str, result: Result) -> None:
+def _judge(rid: str, schema: str, outcome: Outcome, result: Result) -> None:
+    result.tokens += len(outcome.tokens)
+    if outcome.reason == "length":
+        result.cut += 1
+    elif outcome.reason == "stop" and is_valid(schema, outcome.text):
+        result.valid += 1
+    else:
+        result.wrong.append((int(rid[1:]), outcome.text or str(outcome.error)))
+
+
+def _submit(driver: Driver, rid: str, schema: str, result: Result) -> bool:
     sampling = Sampling(temperature=1.0, seed=int(rid[1:]))
     grammar = Grammar("json_schema", schema)
     try:
@@ -68,6 +78,8 @@ def _submit(driver: Driver, rid: str, schema: str, result: Result) -> None:
     except InvalidRequest as error:
         del driver.outcomes[rid]
         result.wrong.append((int(rid[1:]), error.message))
+        return False
+    return True
 
 
 def main() -> None:
