@@ -7,7 +7,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "pool.h"
 #include "simd.h"
@@ -70,30 +72,77 @@ inline F8 codes(const uint8_t* from) {
   }
 }
 
-// Dequantizes like MLX: a product and a sum, each rounded.
+// Sixteen codes: 2 * BITS bytes.
 template <int BITS>
-inline void unpack(const Packed& side, int64_t page, float* to) {
-  const int64_t count = side.elements();
-  const uint8_t* words = side.words + page * count / 8 * BITS;
-  const int64_t groups = page * count / side.group;
-  for (int64_t g = 0; g < count / side.group; ++g) {
-    const F8 scale = splat(side.scales[groups + g]), bias = splat(side.biases[groups + g]);
-    for (int64_t i = g * side.group; i < (g + 1) * side.group; i += LANES) {
-      store(to + i, codes<BITS>(words + i / 8 * BITS) * scale + bias);
-    }
+inline Wide wide_codes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  if constexpr (BITS == 8) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+  } else {
+    const uint64_t left = eight<BITS>(from), right = eight<BITS>(from + BITS);
+    const __m128i fours = _mm_setr_epi32(
+        static_cast<int>(left), static_cast<int>(left >> (4 * BITS)), static_cast<int>(right),
+        static_cast<int>(right >> (4 * BITS)));
+    const __m512i words = _mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+        _mm512_castsi128_si512(fours));
+    const __m512i shifts =
+        _mm512_broadcast_i32x4(_mm_setr_epi32(0, BITS, 2 * BITS, 3 * BITS));
+    const __m512i found =
+        _mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32((1 << BITS) - 1));
+    return (Wide)_mm512_cvtepi32_ps(found);
   }
+#else
+  return {codes<BITS>(from), codes<BITS>(from + BITS)};
+#endif
 }
 
-// Return a page's [a, b] floats: in `room`, or in place.
-inline const float* dense(const Packed& side, int64_t page, float* room) {
+// Floats, [rows, columns], from which loops read 16 columns of a row at once.
+struct Dense {
+  const float* data;
+  int64_t columns;
+
+  Wide at(int64_t row, int64_t column) const {
+    return load<Wide>(data + row * columns + column);
+  }
+};
+
+// Like `Dense`, over a page's codes. Dequantizes like MLX: a product and a sum, each rounded.
+template <int BITS>
+struct Codes {
+  const uint8_t* words;
+  const float* scales;
+  const float* biases;
+  int64_t pitch, groups;  // bytes and groups of a row
+  int shift;              // a group has 2^shift elements
+
+  Codes(const Packed& side, int64_t page)
+      : words(side.words + page * side.elements() / 8 * BITS),
+        scales(side.scales + page * side.elements() / side.group),
+        biases(side.biases + page * side.elements() / side.group), pitch(side.b / 8 * BITS),
+        groups(side.b / side.group), shift(__builtin_ctz(side.group)) {}
+
+  Wide at(int64_t row, int64_t column) const {
+    const int64_t group = row * groups + (column >> shift);
+    return wide_codes<BITS>(words + row * pitch + (column >> 3) * BITS) *
+        splat_wide(scales[group]) + splat_wide(biases[group]);
+  }
+};
+
+// Call work(source) with a page's numbers, [a, b].
+template <typename Work>
+inline void visit(const Packed& side, int64_t page, Work&& work) {
   switch (side.bits) {
-    case 2: unpack<2>(side, page, room); return room;
-    case 3: unpack<3>(side, page, room); return room;
-    case 4: unpack<4>(side, page, room); return room;
-    case 5: unpack<5>(side, page, room); return room;
-    case 6: unpack<6>(side, page, room); return room;
-    case 8: unpack<8>(side, page, room); return room;
-    default: return reinterpret_cast<const float*>(side.words) + page * side.elements();
+    case 2: return work(Codes<2>(side, page));
+    case 3: return work(Codes<3>(side, page));
+    case 4: return work(Codes<4>(side, page));
+    case 5: return work(Codes<5>(side, page));
+    case 6: return work(Codes<6>(side, page));
+    case 8: return work(Codes<8>(side, page));
+    default:
+      return work(Dense{
+          reinterpret_cast<const float*>(side.words) + page * side.elements(), side.b});
   }
 }
 
@@ -156,158 +205,220 @@ struct Line {
   int64_t low, last;
 };
 
-// Queries of one row that share a KV head: its query heads, times the tokens of a chunk.
+// Queries and columns whose sums are in registers at once.
+constexpr int LINES_AT_ONCE = WIDE_REGISTERS == 32 ? 4 : 2;
+constexpr int ACROSS = WIDE_REGISTERS == 32 ? 4 : 2;
+
+// Queries of one row that share a KV head: its query heads, times the tokens of a chunk. An object
+// is used again for other heads and rows, because its buffers cost more than a short row.
 class HeadAttention {
  public:
-  explicit HeadAttention(const Held& held) : held_(held) {
-    const int64_t size = std::max(held.k_dim, held.v_dim) * BLOCK;
-    keys_.resize(size);
-    values_.resize(size);
-    spare_.resize(size);
+  // Forget all queries.
+  void begin(const Held& held) {
+    held_ = &held;
+    lines_.clear();
+    queries_.clear();
+    top_.clear();
+    total_.clear();
+    output_.clear();
   }
 
   // Add a query; element d is at query[d * stride].
   void add(const float* query, int64_t stride, Line line, const float* sink) {
-    for (int64_t d = 0; d < held_.k_dim; ++d) {
-      queries_.push_back(query[d * stride] * held_.scale);
+    const size_t at = queries_.size();
+    queries_.resize(at + held_->k_dim);
+    for (int64_t d = 0; d < held_->k_dim; ++d) {
+      queries_[at + d] = query[d * stride] * held_->scale;
     }
     lines_.push_back(line);
     top_.push_back(sink ? *sink : NEVER);
     total_.push_back(sink ? 1.0f : 0.0f);
-    output_.resize(lines_.size() * held_.v_dim, 0.0f);
+    output_.resize(lines_.size() * held_->v_dim, 0.0f);
     fades_.resize(lines_.size());
     weights_.resize(lines_.size() * BLOCK);
     low_ = lines_.size() == 1 ? line.low : std::min(low_, line.low);
     last_ = lines_.size() == 1 ? line.last : std::max(last_, line.last);
   }
 
-  void clear() {
-    queries_.clear();
-    lines_.clear();
-    top_.clear();
-    total_.clear();
-    output_.clear();
-  }
-
   // Attend to pages [first, end) of the list.
   void pages(int64_t first, int64_t end, int64_t head) {
     for (int64_t p = first; p < end; ++p) {
-      const int32_t* about = held_.pages + p * 3;
+      const int32_t* about = held_->pages + p * 3;
       if (!seen(about[2])) {
         continue;
       }
-      const Packed& keys = held_.keys[about[0]];
-      const Packed& values = held_.values[about[0]];
-      const int64_t page = about[1] * held_.kv_heads + head;
-      const float* v = dense(values, page, values_.data());
+      const Packed& keys = held_->keys[about[0]];
+      const Packed& values = held_->values[about[0]];
+      const int64_t page = about[1] * held_->kv_heads + head;
+      read(keys, page, keys_, [&](const auto& source) { score(source); });
+      weigh(BLOCK, about[2]);
+      if (!values.turned && whole(BLOCK, about[2])) {
+        read(values, page, values_, [&](const auto& source) { gather(source, BLOCK, about[2]); });
+        continue;
+      }
+      const float* v = dense(values, page, values_);
       if (values.turned) {
-        transpose(v, held_.v_dim, BLOCK, held_.v_dim, spare_.data());
+        spare_.resize(held_->v_dim * BLOCK);
+        transpose(v, held_->v_dim, BLOCK, held_->v_dim, spare_.data());
         v = spare_.data();
       }
-      attend(dense(keys, page, keys_.data()), v, BLOCK, about[2]);
+      gather(Dense{v, held_->v_dim}, BLOCK, about[2]);
     }
   }
 
   // Attend to the first `count` dense tokens of a slot; the first has this `position`.
   void tokens(int64_t slot, int64_t count, int64_t position, int64_t head) {
-    const int64_t at = (slot * held_.kv_heads + head) * held_.room;
+    const int64_t at = (slot * held_->kv_heads + head) * held_->room;
+    keys_.resize(held_->k_dim * BLOCK);
     for (int64_t first = 0; first < count && position + first <= last_; first += BLOCK) {
       if (!seen(position + first)) {
         continue;
       }
       const int64_t some = std::min<int64_t>(BLOCK, count - first);
       transpose(
-          held_.dense_keys + (at + first) * held_.k_dim, some, held_.k_dim, BLOCK, keys_.data());
-      attend(
-          keys_.data(), held_.dense_values + (at + first) * held_.v_dim, some, position + first);
+          held_->dense_keys + (at + first) * held_->k_dim, some, held_->k_dim, BLOCK,
+          keys_.data());
+      score(Dense{keys_.data(), BLOCK});
+      weigh(some, position + first);
+      const float* values = held_->dense_values + (at + first) * held_->v_dim;
+      gather(Dense{values, held_->v_dim}, some, position + first);
     }
   }
 
   // The output of a query, in the order of `add`: [v_dim].
   void result(int64_t line, float* to) const {
-    for (int64_t d = 0; d < held_.v_dim; ++d) {
-      to[d] = output_[line * held_.v_dim + d] / total_[line];
+    for (int64_t d = 0; d < held_->v_dim; ++d) {
+      to[d] = output_[line * held_->v_dim + d] / total_[line];
     }
   }
 
  private:
+  // Return a page's [a, b] floats: in `room`, or in place.
+  static const float* dense(const Packed& side, int64_t page, std::vector<float>& room) {
+    const float* found = nullptr;
+    visit(side, page, [&](const auto& source) {
+      if constexpr (std::is_same_v<decltype(source), const Dense&>) {
+        found = source.data;
+      } else {
+        room.resize(side.elements());
+        for (int64_t row = 0; row < side.a; ++row) {
+          for (int64_t column = 0; column < side.b; column += WIDE) {
+            store(room.data() + row * side.b + column, source.at(row, column));
+          }
+        }
+        found = room.data();
+      }
+    });
+    return found;
+  }
+
+  // Call work(source) with a page's numbers. Where few queries read them, those of the usual
+  // packings are converted in the loop that multiplies; otherwise once, to `room`.
+  template <typename Work>
+  void read(const Packed& side, int64_t page, std::vector<float>& room, Work&& work) const {
+    const bool few = lines() <= LINES_AT_ONCE;
+    if (few && side.bits == 4) {
+      work(Codes<4>(side, page));
+    } else if (few && side.bits == 8) {
+      work(Codes<8>(side, page));
+    } else {
+      work(Dense{dense(side, page, room), side.b});
+    }
+  }
+
+  int64_t lines() const {
+    return static_cast<int64_t>(lines_.size());
+  }
+
   bool seen(int64_t position) const {
-    return position + BLOCK > low_ || position < held_.keep;
+    return position + BLOCK > low_ || position < held_->keep;
   }
 
   bool whole(const Line& line, int64_t count, int64_t position) const {
     return count == BLOCK && position + BLOCK - 1 <= line.last &&
-        (position >= line.low || position + BLOCK <= held_.keep);
+        (position >= line.low || position + BLOCK <= held_->keep);
+  }
+
+  bool whole(int64_t count, int64_t position) const {
+    return std::all_of(lines_.begin(), lines_.end(), [&](const Line& line) {
+      return whole(line, count, position);
+    });
+  }
+
+  // How many of a block's first tokens a query sees; -1 if it sees others than these.
+  int64_t seen_first(int64_t number, int64_t count, int64_t position) const {
+    const Line& line = lines_[number];
+    if (position >= line.low || position + count <= held_->keep) {
+      return std::clamp<int64_t>(line.last - position + 1, 0, count);
+    }
+    return -1;
   }
 
   bool hidden(const Line& line, int64_t position) const {
-    return position > line.last || (position < line.low && position >= held_.keep);
+    return position > line.last || (position < line.low && position >= held_->keep);
   }
 
-  // keys: [k_dim, 64]; values: [64, v_dim]; the first `count` tokens of both, from `position` on.
-  void attend(const float* keys, const float* values, int64_t count, int64_t position) {
-    const int64_t lines = static_cast<int64_t>(lines_.size());
-    for (int64_t one = 0; one < lines; one += 2) {
-      if (one + 1 < lines) {
-        score<2>(keys, one);
-      } else {
-        score<1>(keys, one);
-      }
-    }
-    for (int64_t one = 0; one < lines; ++one) {
-      float* weights = weights_.data() + one * BLOCK;
-      if (!whole(lines_[one], count, position)) {
-        for (int64_t t = 0; t < BLOCK; ++t) {
-          weights[t] = t >= count || hidden(lines_[one], position + t) ? NEVER : weights[t];
-        }
-      }
-      fades_[one] = soften(one, weights);
-    }
-    for (int64_t one = 0; one < lines; ++one) {
-      if (fades_[one] == UNSEEN) {
-        continue;
-      }
-      const bool all = whole(lines_[one], count, position);
-      if (all && one + 1 < lines && fades_[one + 1] != UNSEEN &&
-          whole(lines_[one + 1], count, position)) {
-        gather<2>(one, values);
-        ++one;
-      } else if (all) {
-        gather<1>(one, values);
-      } else {
-        gather_some(one, values, count, position);
-      }
+  // Scores of all queries with a block's keys, [k_dim, 64].
+  template <typename Source>
+  void score(const Source& keys) {
+    for (int64_t first = 0; first < lines(); first += LINES_AT_ONCE) {
+      score_some<LINES_AT_ONCE>(lines() - first, keys, first);
     }
   }
 
-  // Scores of some queries; each is summed over the channels one after another.
-  template <int LINES>
-  void score(const float* keys, int64_t first) {
-    constexpr int WIDTH = 4;
-    const float* queries = queries_.data() + first * held_.k_dim;
-    for (int part = 0; part < BLOCK; part += WIDTH * LANES) {
-      F8 sums[LINES][WIDTH];
-      for (auto& line : sums) {
-        for (auto& one : line) {
-          one = splat(0.0f);
-        }
+  template <int LINES, typename Source>
+  void score_some(int64_t count, const Source& keys, int64_t first) {
+    if constexpr (LINES > 1) {
+      if (count < LINES) {
+        return score_some<LINES - 1>(count, keys, first);
       }
-      for (int64_t d = 0; d < held_.k_dim; ++d) {
-        const float* from = keys + d * BLOCK + part;
+    }
+    score_lines<LINES>(keys, first);
+  }
+
+  // Each score is summed over the channels one after another.
+  template <int LINES, typename Source>
+  [[gnu::noinline]] void score_lines(const Source& keys, int64_t first) {
+    const float* queries = queries_.data() + first * held_->k_dim;
+    for (int part = 0; part < BLOCK; part += ACROSS * WIDE) {
+      Wide sums[LINES][ACROSS];
 #pragma GCC unroll 4
-        for (int i = 0; i < WIDTH; ++i) {
-          const F8 key = load(from + i * LANES);
-#pragma GCC unroll 2
+      for (int l = 0; l < LINES; ++l) {
+#pragma GCC unroll 4
+        for (int i = 0; i < ACROSS; ++i) {
+          sums[l][i] = splat_wide(0.0f);
+        }
+      }
+      for (int64_t d = 0; d < held_->k_dim; ++d) {
+#pragma GCC unroll 4
+        for (int i = 0; i < ACROSS; ++i) {
+          const Wide key = keys.at(d, part + i * WIDE);
+#pragma GCC unroll 4
           for (int l = 0; l < LINES; ++l) {
-            sums[l][i] = fma(splat(queries[l * held_.k_dim + d]), key, sums[l][i]);
+            sums[l][i] = fma(splat_wide(queries[l * held_->k_dim + d]), key, sums[l][i]);
           }
         }
       }
+#pragma GCC unroll 4
       for (int l = 0; l < LINES; ++l) {
-        for (int i = 0; i < WIDTH; ++i) {
-          store(weights_.data() + (first + l) * BLOCK + part + i * LANES, sums[l][i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < ACROSS; ++i) {
+          store(weights_.data() + (first + l) * BLOCK + part + i * WIDE, sums[l][i]);
         }
       }
+    }
+  }
+
+  // Convert the scores of a block's first `count` tokens, from `position` on, to weights.
+  void weigh(int64_t count, int64_t position) {
+    for (int64_t line = 0; line < lines(); ++line) {
+      float* weights = weights_.data() + line * BLOCK;
+      if (!whole(lines_[line], count, position)) {
+        for (int64_t t = 0; t < BLOCK; ++t) {
+          weights[t] = t >= count || hidden(lines_[line], position + t) ? NEVER : weights[t];
+        }
+      }
+      fades_[line] = soften(line, weights);
     }
   }
 
@@ -337,78 +448,170 @@ class HeadAttention {
     return fade;
   }
 
-  template <int LINES>
-  void gather(int64_t first, const float* values) {
-    constexpr int WIDTH = 4;
-    const float* weights = weights_.data() + first * BLOCK;
-    float* out = output_.data() + first * held_.v_dim;
-    int64_t d = 0;
-    for (; d + WIDTH * LANES <= held_.v_dim; d += WIDTH * LANES) {
-      F8 sums[LINES][WIDTH];
-      for (int l = 0; l < LINES; ++l) {
-        for (int i = 0; i < WIDTH; ++i) {
-          sums[l][i] = load(out + l * held_.v_dim + d + i * LANES) * splat(fades_[first + l]);
+  // Add a block's values, [64, v_dim], to the outputs of the queries that see any of its tokens.
+  template <typename Source>
+  void gather(const Source& values, int64_t count, int64_t position) {
+    for (int64_t first = 0; first < lines();) {
+      const int64_t seen = fades_[first] == UNSEEN ? 0 : seen_first(first, count, position);
+      int64_t end = first + 1;
+      while (end < lines() && end < first + LINES_AT_ONCE && fades_[end] != UNSEEN &&
+             seen_first(end, count, position) == seen) {
+        ++end;
+      }
+      if (seen > 0) {
+        gather_some<LINES_AT_ONCE>(end - first, values, first, seen);
+        first = end;
+        continue;
+      }
+      if constexpr (std::is_same_v<Source, Dense>) {
+        if (seen < 0) {
+          gather_seen(first, values.data, count, position);
         }
       }
-      for (int64_t t = 0; t < BLOCK; ++t) {
-        const float* from = values + t * held_.v_dim + d;
-#pragma GCC unroll 4
-        for (int i = 0; i < WIDTH; ++i) {
-          const F8 value = load(from + i * LANES);
-#pragma GCC unroll 2
-          for (int l = 0; l < LINES; ++l) {
-            sums[l][i] = fma(splat(weights[l * BLOCK + t]), value, sums[l][i]);
-          }
-        }
-      }
-      for (int l = 0; l < LINES; ++l) {
-        for (int i = 0; i < WIDTH; ++i) {
-          store(out + l * held_.v_dim + d + i * LANES, sums[l][i]);
-        }
+      ++first;
+    }
+  }
+
+  template <int LINES, typename Source>
+  void gather_some(int64_t some, const Source& values, int64_t first, int64_t seen) {
+    if constexpr (LINES > 1) {
+      if (some < LINES) {
+        return gather_some<LINES - 1>(some, values, first, seen);
       }
     }
-    for (int l = 0; l < LINES; ++l) {
-      for (int64_t rest = d; rest < held_.v_dim; ++rest) {
-        float one = out[l * held_.v_dim + rest] * fades_[first + l];
-        for (int64_t t = 0; t < BLOCK; ++t) {
-          one = std::fma(weights[l * BLOCK + t], values[t * held_.v_dim + rest], one);
-        }
-        out[l * held_.v_dim + rest] = one;
+    int64_t d = 0;
+    for (; d + ACROSS * WIDE <= held_->v_dim; d += ACROSS * WIDE) {
+      gather_columns<LINES, ACROSS>(values, first, seen, d);
+    }
+    for (; d + WIDE <= held_->v_dim; d += WIDE) {
+      gather_columns<LINES, 1>(values, first, seen, d);
+    }
+    if constexpr (std::is_same_v<Source, Dense>) {
+      for (int64_t line = first; line < first + LINES; ++line) {
+        gather_rest(line, values.data, seen, d);
       }
     }
   }
 
-  // Like `gather`, for a query that does not see all tokens: hidden tokens are skipped, because
-  // their memory may hold anything.
-  void gather_some(int64_t line, const float* values, int64_t count, int64_t position) {
+  template <int LINES, int WIDTH, typename Source>
+  [[gnu::noinline]] void gather_columns(const Source& values, int64_t first, int64_t seen, int64_t d) {
+    const float* weights = weights_.data() + first * BLOCK;
+    float* out = output_.data() + first * held_->v_dim + d;
+    Wide sums[LINES][WIDTH];
+#pragma GCC unroll 4
+    for (int l = 0; l < LINES; ++l) {
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDTH; ++i) {
+        sums[l][i] = load<Wide>(out + l * held_->v_dim + i * WIDE) * splat_wide(fades_[first + l]);
+      }
+    }
+    for (int64_t t = 0; t < seen; ++t) {
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDTH; ++i) {
+        const Wide value = values.at(t, d + i * WIDE);
+#pragma GCC unroll 4
+        for (int l = 0; l < LINES; ++l) {
+          sums[l][i] = fma(splat_wide(weights[l * BLOCK + t]), value, sums[l][i]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int l = 0; l < LINES; ++l) {
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDTH; ++i) {
+        store(out + l * held_->v_dim + i * WIDE, sums[l][i]);
+      }
+    }
+  }
+
+  // The channels from `first` on, which fill no vector.
+  void gather_rest(int64_t line, const float* values, int64_t seen, int64_t first) {
     const float* weights = weights_.data() + line * BLOCK;
-    float* out = output_.data() + line * held_.v_dim;
+    float* out = output_.data() + line * held_->v_dim;
+    for (int64_t d = first; d < held_->v_dim; ++d) {
+      float one = out[d] * fades_[line];
+      for (int64_t t = 0; t < seen; ++t) {
+        one = std::fma(weights[t], values[t * held_->v_dim + d], one);
+      }
+      out[d] = one;
+    }
+  }
+
+  // For a query that does not see the first tokens: hidden tokens are skipped, because their memory may
+  // hold anything.
+  void gather_seen(int64_t line, const float* values, int64_t count, int64_t position) {
+    const float* weights = weights_.data() + line * BLOCK;
+    float* out = output_.data() + line * held_->v_dim;
     const F8 fade = splat(fades_[line]);
     int64_t d = 0;
-    for (; d + LANES <= held_.v_dim; d += LANES) {
+    for (; d + LANES <= held_->v_dim; d += LANES) {
       store(out + d, load(out + d) * fade);
     }
-    for (; d < held_.v_dim; ++d) {
+    for (; d < held_->v_dim; ++d) {
       out[d] *= fades_[line];
     }
     for (int64_t t = 0; t < count; ++t) {
       if (hidden(lines_[line], position + t)) {
         continue;
       }
-      const float* from = values + t * held_.v_dim;
-      for (d = 0; d + LANES <= held_.v_dim; d += LANES) {
+      const float* from = values + t * held_->v_dim;
+      for (d = 0; d + LANES <= held_->v_dim; d += LANES) {
         store(out + d, fma(splat(weights[t]), load(from + d), load(out + d)));
       }
-      for (; d < held_.v_dim; ++d) {
+      for (; d < held_->v_dim; ++d) {
         out[d] = std::fma(weights[t], from[d], out[d]);
       }
     }
   }
 
-  const Held& held_;
+  const Held* held_ = nullptr;
   int64_t low_ = 0, last_ = 0;  // least `low` and greatest `last` of the lines
   std::vector<Line> lines_;
   std::vector<float> keys_, values_, spare_, queries_, output_, top_, total_, fades_, weights_;
 };
+
+// Queries of a decode step, one for each row and head; distances in elements.
+struct Queries {
+  const float* data;
+  int64_t per_row, per_head, per_channel;
+};
+
+// Decode attention. rows: [count, 6] int32: a row's tail (slot, tokens in it, position of the first
+// one), its pages (first, last + 1), and the first position that its query sees, besides `keep`.
+// y: [count, q_heads, v_dim].
+inline void attend_rows(
+    const Held& held, const Queries& queries, const int32_t* rows, int64_t count, float* y) {
+  const int64_t repeats = held.q_heads / held.kv_heads;
+  auto some = [&](int first, int last) {
+    thread_local HeadAttention attention;
+    for (int one = first; one < last; ++one) {
+      const int64_t row = one / held.kv_heads, head = one % held.kv_heads;
+      const int32_t* about = rows + row * 6;
+      attention.begin(held);
+      for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+        attention.add(
+            queries.data + row * queries.per_row + q * queries.per_head, queries.per_channel,
+            {about[5], std::numeric_limits<int32_t>::max()},
+            held.sinks ? held.sinks + q : nullptr);
+      }
+      attention.pages(about[3], about[4], head);
+      attention.tokens(about[0], about[1], about[2], head);
+      for (int64_t r = 0; r < repeats; ++r) {
+        attention.result(r, y + (one * repeats + r) * held.v_dim);
+      }
+    }
+  };
+  int64_t tokens = 0;
+  for (int64_t row = 0; row < count; ++row) {
+    tokens += rows[row * 6 + 1] + (rows[row * 6 + 4] - rows[row * 6 + 3]) * BLOCK;
+  }
+  const int heads = static_cast<int>(count * held.kv_heads);
+  // Each takes as long as three of a product: pages are unpacked and go through softmax.
+  if (3 * tokens * held.q_heads * (held.k_dim + held.v_dim) < SHARED_WORK) {
+    some(0, heads);
+  } else {
+    Pool::shared().share(heads, 1, some);
+  }
+}
 
 }  // namespace kvd

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "simd.h"
@@ -67,12 +68,12 @@ class Angles {
  public:
   // positions * scale * frequencies: [tokens, pairs] of each.
   void turn(const std::vector<float>& positions, const float* frequencies, int64_t pairs) {
-    const std::vector<float> wanted(frequencies, frequencies + pairs);
-    if (positions == positions_ && wanted == frequencies_) {
+    if (positions == positions_ &&
+        std::equal(frequencies, frequencies + pairs, frequencies_.begin(), frequencies_.end())) {
       return;
     }
     positions_ = positions;
-    frequencies_ = wanted;
+    frequencies_.assign(frequencies, frequencies + pairs);
     cosines.resize(positions.size() * pairs);
     sines.resize(positions.size() * pairs);
     for (size_t t = 0; t < positions.size(); ++t) {

@@ -397,42 +397,14 @@ class Decode : public Attention {
     mx::array& out = outputs[0];
     make(out);
     const mx::array& queries = inputs[0];
-    run([held = held(inputs, out.shape(3)), x = queries.data<float>(),
-         batch = int64_t{queries.strides(0)}, heads = int64_t{queries.strides(1)},
-         each = int64_t{queries.strides(3)}, rows = inputs[4].data<int32_t>(),
+    const kvd::Queries from{
+        queries.data<float>(), queries.strides(0), queries.strides(1), queries.strides(3)};
+    run([held = held(inputs, out.shape(3)), from, rows = inputs[4].data<int32_t>(),
          count = int64_t{inputs[4].shape(0)}, all = int64_t{queries.shape(0)},
          y = out.data<float>()] {
-      const int64_t repeats = held.q_heads / held.kv_heads, size = held.v_dim;
-      auto some = [&](int first, int last) {
-        kvd::HeadAttention attention(held);
-        for (int one = first; one < last; ++one) {
-          const int64_t row = one / held.kv_heads, head = one % held.kv_heads;
-          const int32_t* about = rows + row * 6;
-          attention.clear();
-          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
-            attention.add(
-                x + row * batch + q * heads, each, {about[5], std::numeric_limits<int32_t>::max()},
-                held.sinks ? held.sinks + q : nullptr);
-          }
-          attention.pages(about[3], about[4], head);
-          attention.tokens(about[0], about[1], about[2], head);
-          for (int64_t r = 0; r < repeats; ++r) {
-            attention.result(r, y + (one * repeats + r) * size);
-          }
-        }
-      };
-      int64_t tokens = 0;
-      for (int64_t row = 0; row < count; ++row) {
-        tokens += rows[row * 6 + 1] + (rows[row * 6 + 4] - rows[row * 6 + 3]) * kvd::BLOCK;
-      }
-      const int heads_of_rows = static_cast<int>(count * held.kv_heads);
-      // Each takes as long as three of a product: pages are unpacked and go through softmax.
-      if (3 * tokens * held.q_heads * (held.k_dim + held.v_dim) < kvd::SHARED_WORK) {
-        some(0, heads_of_rows);
-      } else {
-        kvd::Pool::shared().share(heads_of_rows, 1, some);
-      }
-      std::fill(y + count * held.q_heads * size, y + all * held.q_heads * size, 0.0f);
+      kvd::attend_rows(held, from, rows, count, y);
+      const int64_t size = held.q_heads * held.v_dim;
+      std::fill(y + count * size, y + all * size, 0.0f);
     });
   }
 };
@@ -461,12 +433,12 @@ class Prefill : public Attention {
       const int64_t at_once = std::max<int64_t>(1, MOST_LINES / repeats);
       const int64_t parts = (count + at_once - 1) / at_once;
       auto some = [&](int first, int last) {
-        kvd::HeadAttention attention(held);
+        thread_local kvd::HeadAttention attention;
         for (int one = first; one < last; ++one) {
           // The last tokens see most, so free threads take the long pieces first.
           const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
           const int64_t from = part * at_once, to = std::min(count, from + at_once);
-          attention.clear();
+          attention.begin(held);
           for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
             for (int64_t t = from; t < to; ++t) {
               attention.add(
