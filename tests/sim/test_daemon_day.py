@@ -1,4 +1,4 @@
-"""A thousand days of the whole daemon: nothing is lost, repeated, leaked or over the budget."""
+"""400 days of the whole daemon: nothing is lost, repeated, leaked or over the budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tests.sim.daemon_day import play
 
-SEEDS = 1000
-GROUPS = 20
+SEEDS = 400
+GROUPS = 8
 
 HAPPENED = (
     "attach",

@@ -22,7 +22,7 @@ from tests.worker.cache.worlds import WORLDS
 
 pytestmark = pytest.mark.mlx
 
-CI_STEPS = 10_000
+CI_STEPS = 6_000
 STEPS = int(os.environ.get("KVD_STATE_STEPS", CI_STEPS))
 EXAMPLES_A_ROUND = 15
 STEPS_AN_EXAMPLE = 40

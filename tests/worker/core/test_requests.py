@@ -279,10 +279,13 @@ def test_a_deadline_ends_a_request_in_any_state(demo: Driver) -> None:
         assert errors[rid].code == "deadline_exceeded"
 
 
+MIXED = 120
+
+
 @pytest.mark.slow
 def test_mixed_requests_get_the_same_output_alone_and_in_random_batches(demo: Driver) -> None:
     rng = random.Random(11)
-    requests = [_mixed(rng, index) for index in range(200)]
+    requests = [_mixed(rng, index) for index in range(MIXED)]
     alone = {rid: demo.alone(prompt, **more) for rid, prompt, more in requests}
     demo.engine._prefix_cache.tree.clear()
     waiting, preempted, cancelled = list(requests), [], set()
@@ -302,13 +305,13 @@ def test_mixed_requests_get_the_same_output_alone_and_in_random_batches(demo: Dr
         rng.choice(moves)()
     demo.run()
 
-    assert len(demo.outcomes) == 200
+    assert len(demo.outcomes) == MIXED
     for rid, outcome in demo.outcomes.items():
         if rid in cancelled:
             assert outcome.tokens == alone[rid].tokens[: len(outcome.tokens)]
         else:
             assert_same(outcome, alone[rid])
-    assert 5 < len(cancelled) < 100
+    assert 4 < len(cancelled) < MIXED / 2
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
