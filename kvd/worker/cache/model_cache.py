@@ -247,16 +247,25 @@ class ModelCache:
         undone = [store.undo_prefill() for store in self.stores]
         return all(undone) and not self.states.parts
 
-    def stages(self, count: int) -> list[list[mx.array]]:
-        """Return what the unfinished prefill pass leaves lazy, in at most ``count`` stages.
+    def stage_ends(self, share: float) -> list[int]:
+        """Return the layers at which the stages of a prefill pass end.
 
-        To evaluate a stage, the model computes some of its layers. Needs `can_group`.
+        Each has about ``share`` of the layers, and at least one. The last may have fewer.
+        """
+        layers = len(self._attention_views)
+        # The first layer's keys take one product, and each further layer about the same time.
+        size = max(1, int(share * (layers - 1)))
+        return [*range(1 + size, layers, size), layers]
+
+    def stages(self, share: float) -> list[list[mx.array]]:
+        """Return what the unfinished prefill pass leaves lazy, by stages. Needs `can_group`.
+
+        To evaluate a stage, the model computes some of its layers. ``share``: see `stage_ends`.
         """
         layers = [view.layer for view in self._attention_views]
-        # The first layer's keys take one product, and each further layer about the same time.
-        ends = [1 - (1 - len(layers)) * stage // count for stage in range(1, count + 1)]
+        ends = self.stage_ends(share)
         spans = (layers[start:end] for start, end in pairwise([0, *ends]))
-        return [[array for layer in span for array in layer.unfinished] for span in spans if span]
+        return [[array for layer in span for array in layer.unfinished] for span in spans]
 
     @contextmanager
     def paused_prefill(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ Stages change no number: they only decide when the operations of a pass run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
 
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.rates import Rates
@@ -20,11 +19,12 @@ from kvd.worker.engine import ignore_phase
 from kvd.worker.serving.runner import Row, on_cpu
 
 STAGE_SECONDS = 0.008
-"""Seconds of a stage, at least. Shorter ones would delay first tokens more."""
+"""Seconds of a stage, about. Shorter ones would delay first tokens more."""
 STAGE_STEPS = 2.0
-"""Duration of a stage in decode steps, at least: prompts get two thirds of the time."""
-MOST_STAGES = 32
-"""No row may commit two pages between the stages of a pass."""
+"""Decode steps that a stage takes at least as long as: prompts get two thirds of the time."""
+SMALLEST_SHARE = 1 / 32
+"""Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
+during a pass. The shares are rounded down to whole layers."""
 
 
 class Interleaving:
@@ -46,23 +46,24 @@ class Interleaving:
         self._decoding = decoding
         self._steps = 0
 
-    def stages(self, tokens: int) -> int:
-        """Return into how many stages to split a pass over this many tokens.
+    def stage_share(self, tokens: int) -> float:
+        """Return the part of a pass over this many tokens that one stage computes at most.
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
         """
         # Accelerators compute a pass in few milliseconds, and would have less to do at once.
         if not (on_cpu() and self._rates.is_measured("prefill")):
-            return 1
+            return 1.0
         if not self._rows(self._decoding):
-            return 1
-        shortest = max(STAGE_SECONDS, STAGE_STEPS * self._rates.seconds("decode", 1))
-        count = ceil(self._rates.seconds("prefill", tokens) / shortest)
-        count = max(1, min(MOST_STAGES, count))
-        if self._batch.cache.needs_flush(self._rows(self._decoding), count):
+            return 1.0
+        seconds = max(STAGE_SECONDS, STAGE_STEPS * self._rates.seconds("decode", 1))
+        share = seconds / self._rates.seconds("prefill", tokens)
+        share = min(1.0, max(SMALLEST_SHARE, share))
+        cache = self._batch.cache
+        if cache.needs_flush(self._rows(self._decoding), len(cache.stage_ends(share))):
             self._batch.synchronize()
-            self._batch.cache.flush()
-        return count
+            cache.flush()
+        return share
 
     @property
     def step_seconds(self) -> float:

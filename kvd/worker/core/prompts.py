@@ -96,8 +96,8 @@ class Prompts:
     def _prefill_rows(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """Prefill a chunk of each row, with decode steps of other rows between the stages."""
         if self._runner.can_interleave:
-            stages = self._interleaving.stages(sum(map(len, tokens)))
-            self._runner.prefill_group(rows, tokens, stages, self._interleaving.run_step)
+            share = self._interleaving.stage_share(sum(map(len, tokens)))
+            self._runner.prefill_group(rows, tokens, share, self._interleaving.run_step)
         else:
             self._interleaving.settle()
             self._runner.prefill_group(rows, tokens)

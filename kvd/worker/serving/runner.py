@@ -154,7 +154,7 @@ class Runner:
         self,
         rows: list[Row],
         chunks: list[list[int]],
-        stages: int = 1,
+        share: float = 1.0,
         between: Callable[[int], None] | None = None,
     ) -> None:
         """Prefill a chunk of each row in one forward pass; several rows only if `groups`.
@@ -162,16 +162,16 @@ class Runner:
         Chunks should have about the same length: all are padded to the longest, or a little further
         (`width`). On the CPU, a row's results are the same to the bit whatever rows share its pass.
 
-        If `can_interleave`, the pass may be evaluated in ``stages``. ``between(left)`` is called
-        while the device computes each of them; ``left``: stages after that. It may run decode steps
-        of other rows that need no flush.
+        If `can_interleave`, the pass may be evaluated in stages, each with ``share`` of the layers.
+        ``between(left)`` is called while the device computes a stage; ``left``: stages after that
+        one. It may run decode steps of other rows that need no flush.
         """
         self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
         if between is not None:
-            parts = self.cache.stages(stages)
-            for left, part in zip(reversed(range(len(parts))), parts, strict=True):
-                mx.async_eval(part)  # type: ignore[no-untyped-call]
+            stages = self.cache.stages(share)
+            for left, stage in zip(reversed(range(len(stages))), stages, strict=True):
+                mx.async_eval(stage)  # type: ignore[no-untyped-call]
                 with self.cache.paused_prefill():
                     between(left)
         self.cache.finish_prefill()

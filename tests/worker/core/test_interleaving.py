@@ -78,7 +78,7 @@ def test_a_first_token_does_not_wait_for_the_next_prompt(
     layered: Driver, early: list[Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the pass over that prompt has one stage."""
-    monkeypatch.setattr(interleaving.Interleaving, "stages", lambda *_: 1)
+    monkeypatch.setattr(interleaving.Interleaving, "stage_share", lambda *_: 1.0)
     for rid in ("first", "second"):
         layered.submit(rid, prompt_of(200, len(rid)), max_tokens=3)
     layered.step()
