@@ -16,6 +16,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from kvd.worker.answer.forms import Marker
+from kvd.worker.grammar.patterns import with_exact_patterns
 from kvd.worker.grammar.schema_limits import fault_of, fault_of_lark
 from protocol.errors import InvalidRequest
 from protocol.tools import Grammar
@@ -185,7 +186,8 @@ def json_grammar(schema: Any, name: str) -> dict[str, Any]:
                     f"the JSON schema in {name} cannot be used: {fault}; simplify it", field=name
                 )
             options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-            return {"json_schema": {**options, **schema} if isinstance(schema, dict) else schema}
+            found = with_exact_patterns(schema)
+            return {"json_schema": {**options, **found} if isinstance(found, dict) else found}
         level = children
     raise InvalidRequest(
         f"the JSON schema in {name} is nested more than {MAX_DEPTH} levels deep; use $ref",

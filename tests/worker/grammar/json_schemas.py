@@ -17,6 +17,8 @@ PATTERNS = (
     "^[A-Z][a-z]{0,6}$",
     "^[0-9]{3}-[0-9]{2}$",
     "^[äöü€]{1,3}$",
+    '^[^"]{1,3}$',
+    r'^"([^"\\\n]|\\.){0,3}"$',
 )
 FORMATS = ("date", "time", "date-time", "email", "ipv4", "ipv6", "uuid")
 CONSTANTS = (

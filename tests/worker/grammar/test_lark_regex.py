@@ -13,6 +13,7 @@ from hypothesis.extra.lark import from_lark
 from llguidance import LLMatcher, LLTokenizer
 
 from kvd.worker.grammar.lark_regex import NotRegular, in_lark, regex_of_lark
+from kvd.worker.grammar.source import json_grammar
 from tests.worker.grammar.patches import PATCH, SAMPLE, matches, parser_of
 
 GRAMMARS = {
@@ -45,7 +46,7 @@ GRAMMARS = {
 def matcher_of(name: str, *, as_json: bool) -> LLMatcher:
     regex = regex_of_lark(GRAMMARS[name])
     if as_json:
-        inner = {"json_schema": {"type": "string", "pattern": f"^(?:{regex})$"}}
+        inner = json_grammar({"type": "string", "pattern": f"^(?:{regex})$"}, "pattern")
     else:
         inner = {"lark_grammar": f"start: /{in_lark(regex)}/"}
     return LLMatcher(LLTokenizer("byte"), json.dumps({"grammars": [inner]}), log_level=0)
@@ -60,6 +61,14 @@ def accepts(name: str, text: str, *, as_json: bool) -> bool:
 def is_plain(text: str) -> bool:
     """Return whether a text is short, and a JSON string of a model may hold it: not DEL."""
     return len(text) < 200 and all(one.isprintable() or one in "\n\t\r\f\b" for one in text)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(1, False), (2, True), (29, False), (30, True)])
+def test_an_escaped_quote_ends_no_string(count: int, wanted: bool) -> None:
+    backslashes = "\\" * count
+    text = f'let x = "{backslashes}";'
+    assert accepts("spaced", text, as_json=True) == wanted
+    assert accepts("spaced", text, as_json=False) == wanted
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
