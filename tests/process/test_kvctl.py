@@ -61,8 +61,8 @@ def test_choices_logprobs_and_stop_tokens_through_the_whole_daemon(shared: Daemo
     )  # fmt: skip
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
-    assert [event["event"] for event in events[:2]] == ["accepted", "prompt_logprobs"]
-    assert [entry["token"] for entry in events[1]["logprobs"]] == [ord("H"), ord("i")]
+    assert [event["event"] for event in events[:3]] == ["accepted", "prefill", "prompt_logprobs"]
+    assert [entry["token"] for entry in events[2]["logprobs"]] == [ord("H"), ord("i")]
     texts, tokens, listed = ["", "", ""], [[], [], []], [[], [], []]
     for event in events:
         if event["event"] == "tokens":
