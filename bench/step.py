@@ -7,7 +7,8 @@ The embedded model decodes in compiled steps, with kvd's own operations and with
 after the other is replaced by operations that cost almost nothing. The difference in step time is
 the part's time, including MLX's time to launch it. Building a step's graph on the host and drawing
 tokens are timed directly. *The rest* is the remaining time: residual sums, the embedding, and MLX's
-walk over the graph.
+walk over the graph. A server runs each layer as one operation, which has no parts. Such steps are
+compared with steps of many operations.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from mlx_lm.models import activations
 from bench.retrace import retrace
 from kvd import demo
 from kvd.config.kv import parse_kv
+from kvd.worker import decoder_layers
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.steps import DecodeStep
-from kvd.worker.native import activation, build, operations
+from kvd.worker.native import activation, build, operations, whole_layers
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
@@ -55,6 +57,8 @@ class Times:
     build: list[float] = field(default_factory=list)
     draw: list[float] = field(default_factory=list)
     compute: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    """CPU time of all threads."""
 
     def median_ms(self, name: str) -> float:
         """Return a median in milliseconds."""
@@ -73,6 +77,7 @@ class Steps:
         self.runner: Runner = served.runner
         self.runner.compile()
         self.path = served.path
+        self.model = loaded.model
         self._vocabulary = loaded.vocab_size
 
     def measure(self) -> Times:
@@ -97,7 +102,7 @@ class Steps:
         cache = self.runner.cache
         if cache.needs_flush(rows):
             cache.flush()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         logits = self.runner.decode(rows, self._tokens)
         built = time.perf_counter()
         draw = sampler.draw(logits, list(range(len(rows))), [row.length for row in rows])
@@ -106,6 +111,7 @@ class Steps:
         seen.build.append(built - start)
         seen.draw.append(drawn - built)
         seen.compute.append(time.perf_counter() - drawn)
+        seen.cpu.append(time.process_time() - cpu)
         self._tokens = draw.tokens
 
 
@@ -156,6 +162,21 @@ def profile(steps: Steps, rounds: int) -> dict[str, float]:
     return parts
 
 
+def compare_layers(steps: Steps, library: ModuleType, rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds per step with layers of many operations and of one, in alternation."""
+    found = {"many operations": Times(), "whole layers": Times()}
+    for _ in range(rounds):
+        for name, times in found.items():
+            if name == "whole layers":
+                whole_layers.fuse(steps.model, library)
+            one = steps.measure()
+            decoder_layers.unfuse(steps.model)
+            for part in ("build", "draw", "compute", "cpu"):
+                getattr(times, part).extend(getattr(one, part))
+    parts = ("build", "draw", "compute", "cpu")
+    return {name: {part: times.median_ms(part) for part in parts} for name, times in found.items()}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Profile steps with MLX's operations, and with kvd's own."""
     seam.install()
@@ -165,6 +186,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "kvd's own": lambda: library,
     }
     found: dict[str, Any] = {}
+    layers: dict[str, dict[str, float]] = {}
     for name, choose in sides.items():
         own = choose()
         if own is not None:
@@ -177,12 +199,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ):
             steps = Steps(options, own)
             found[name] = {"path": steps.path, "ms": profile(steps, options.rounds)}
+            if own is not None:
+                layers = compare_layers(steps, own, options.rounds)
     return {
         "command": shlex.join(["python", "-m", "bench.step", *sys.argv[1:]]),
         "rows": options.rows,
         "tokens": options.tokens,
         "kv": options.kv,
         "steps": found,
+        "layers": layers,
     }
 
 
@@ -227,6 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name} ({one['path']}): {sum(one['ms'].values()):.2f} ms a step")
         for part, milliseconds in one["ms"].items():
             print(f"  {part:26s} {milliseconds:6.2f}")
+    for name, parts in result["layers"].items():
+        print(f"{name}: " + ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items()))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     if options.plot:

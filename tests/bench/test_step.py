@@ -35,6 +35,8 @@ def test_a_run_restores_the_functions_that_it_replaces(tmp_path: Path) -> None:
         assert set(step.PARTS) < set(one["ms"])
         assert all(math.isfinite(part) and part >= 0 for part in one["ms"].values())
         assert sum(one["ms"].values()) > 0
+    assert set(result["layers"]) == {"many operations", "whole layers"}
+    assert all(part > 0 for one in result["layers"].values() for part in one.values())
     assert picture.stat().st_size > 1000
     assert (seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm) == before
 

@@ -12,9 +12,7 @@ kernels (`kvd.worker.attention.fused`), the layer becomes ::
     product      of normed inputs, gated                                      `products`
     product      plus the MLP's input                                         `products`
 
-A layer is recognized by its submodules. Whether its own code computes in this order, too, is left
-to the probe: it compares the model's logits with those over mlx-lm's caches, with which layers run
-their own code. In prefill, layers run their own code as well.
+`kvd.worker.decoder_layers` recognizes such layers.
 """
 
 from __future__ import annotations
@@ -26,17 +24,14 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from kvd.worker import decoder_layers
 from kvd.worker.attention.fused import FusedStep, RotarySettings
 from kvd.worker.attention.kernels.arguments import Rotation
 from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.steps import DecodeStep
+from kvd.worker.decoder_layers import Parts
 from kvd.worker.gpu import products
 from kvd.worker.gpu.joined_linear import JoinedLinear
-
-_LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "rope"})
-_HEAD_NORMS = frozenset({"q_norm", "k_norm"})
-_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +51,7 @@ class Block:
     down: mx.array
 
     def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
-        """Return the layer's output for one token of each row, ``[batch, 1, dim]``; lazy.
-
-        Returns None if blocks do not fit this step; the layer's own code runs then.
-        """
+        """See `decoder_layers.Block.decode`."""
         step = cache.step
         if not isinstance(step, DecodeStep) or not isinstance(step.backend, FusedStep):
             return None
@@ -83,75 +75,28 @@ def fuse(model: Any) -> int:
     """Make a model's layers run decode steps as blocks; return the number of changed layers.
 
     Weights must have been joined (`kvd.worker.gpu.joined_linear`) with kvd's own products.
+    `decoder_layers.unfuse` gives the layers their own code back.
     """
-    count = 0
-    for layer in list(model.modules()):
-        if (block := _block_of(layer)) is not None:
-            kind = type(layer)
-            layer.__class__ = _fused(kind)
-            layer.block = block
-            count += 1
-    return count
+    return decoder_layers.fuse(model, _block_of)
 
 
-def unfuse(model: Any) -> None:
-    """Give the layers their own code back."""
-    for layer in list(model.modules()):
-        if "block" in vars(layer) and isinstance(layer.block, Block):
-            layer.__class__ = type(layer).__mro__[1]
-            del layer.block
-
-
-def _fused(kind: type) -> type:
-    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **rest: Any) -> mx.array:
-        if mask is None and not rest and type(cache) is BatchQuantizedKVCache:
-            found: mx.array | None = self.block.decode(x, cache)
-            if found is not None:
-                return found
-        plain: mx.array = kind.__call__(self, x, mask, cache, **rest)
-        return plain
-
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-def _block_of(layer: Any) -> Block | None:
-    if not _has(layer, _LAYER) or "block" in vars(layer):
-        return None
-    attention, mlp = layer["self_attn"], layer["mlp"]
-    if not _has(attention, _ATTENTION, _HEAD_NORMS) or not _has(mlp, _MLP):
-        return None
-    before, after = _norm(layer["input_layernorm"]), _norm(layer["post_attention_layernorm"])
+def _block_of(parts: Parts) -> Block | None:
+    attention, mlp = parts.attention, parts.mlp
     qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
     out = _joined(attention, "o_proj")
     gate_up, down = _joined(mlp, "gate_proj", "up_proj"), _joined(mlp, "down_proj")
-    if before is None or after is None or None in (qkv, out, gate_up, down):
+    if None in (qkv, out, gate_up, down):
         return None
-    rotary, scale = _rotary_settings(attention, qkv.sizes), getattr(attention, "scale", None)
-    if rotary is None or not isinstance(scale, float):
-        return None
-    if gate_up.bias is not None or down.bias is not None:
+    rotary = _rotary_settings(parts, qkv.sizes)
+    if rotary is None or gate_up.bias is not None or down.bias is not None:
         return None
     return Block(
-        before, qkv.stored, qkv.bias, rotary, scale, out.stored, out.bias, after,
-        gate_up.stored, down.stored,
+        _norm(parts.before), qkv.stored, qkv.bias, rotary, parts.scale, out.stored, out.bias,
+        _norm(parts.after), gate_up.stored, down.stored,
     )  # fmt: skip
 
 
-def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozenset()) -> bool:
-    """Return whether a module has exactly these submodules and no arrays.
-
-    It may also have the optional submodules, all or none of them.
-    """
-    if not isinstance(module, nn.Module):
-        return False
-    children = frozenset(module.children())
-    arrays = any(isinstance(value, mx.array) for value in module.values())
-    return not arrays and children in {names, names | optional}
-
-
-def _norm(module: Any) -> products.Norm | None:
-    if type(module) is not nn.RMSNorm:
-        return None
+def _norm(module: nn.RMSNorm) -> products.Norm:
     return products.Norm(module.weight, float(module.eps))
 
 
@@ -167,22 +112,19 @@ def _joined(parent: Any, *names: str) -> Any:
     return None if odd or joined.stored.shape[1] % products.INPUTS else joined
 
 
-def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
+def _rotary_settings(parts: Parts, sizes: list[int]) -> RotarySettings | None:
     """Return a layer's norms and RoPE; None if the `rotate` kernel does not compute such ones."""
-    heads, kv_heads = getattr(attention, "n_heads", 0), getattr(attention, "n_kv_heads", 0)
-    found = _frequencies(attention["rope"])
-    if found is None or not heads or not kv_heads or sizes[0] % heads:
+    found, counts = _frequencies(parts.attention["rope"]), parts.heads(*sizes[:2])
+    if found is None or counts is None:
         return None
     dims, traditional, frequencies = found
-    k_dim = sizes[0] // heads
-    if sizes[1] != kv_heads * k_dim or dims > k_dim:
+    heads, k_dim = counts[0], sizes[0] // counts[0]
+    if dims > k_dim:
         return None
-    if "q_norm" not in attention:
+    if parts.head_norms is None:
         return RotarySettings(Rotation(dims, traditional), heads, frequencies, None)
-    query, key = _norm(attention["q_norm"]), _norm(attention["k_norm"])
-    if query is None or key is None or query.eps != key.eps:
-        return None
-    if not query.weight.shape == key.weight.shape == (k_dim,):
+    query, key = map(_norm, parts.head_norms)
+    if query.eps != key.eps or not query.weight.shape == key.weight.shape == (k_dim,):
         return None
     rotation = Rotation(dims, traditional, normed=True, eps=query.eps)
     return RotarySettings(rotation, heads, frequencies, (query.weight, key.weight))

@@ -54,7 +54,7 @@ class _Functions:
     ) -> mx.array:
         rates = None
         if a.dtype == mx.float32 and a.ndim == 4 and a.size and stream is None:
-            rates = _rotation_rates(dims, base, freqs, a.shape[-1])
+            rates = rotation_rates(dims, base, freqs, a.shape[-1])
         positions = None if rates is None else _positions(offset, a.shape[0])
         if rates is None or positions is None:  # MLX handles it or raises
             return _rope(
@@ -82,7 +82,7 @@ class _Functions:
         return cast(mx.array, self._library.masked(logits, masks))
 
 
-def _rotation_rates(
+def rotation_rates(
     dims: int, base: float | None, freqs: mx.array | None, size: int
 ) -> mx.array | None:
     """Return radians per position of each pair, ``[dims / 2]``; None for invalid arguments."""

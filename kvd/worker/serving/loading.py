@@ -66,7 +66,7 @@ def serve(
         off = FusedAttention(used=False, reason="switched off")
         found = found if kernels is None else replace(found, fused=off)
     elif kernels is None:
-        found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
+        found = kernel_choice.serve_natively(loaded.model, settings, loaded.vocab_size, library)
     else:
         found = kernel_choice.serve(
             loaded.model, settings, loaded.vocab_size, kernels, products=loaded.own_products

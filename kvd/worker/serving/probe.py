@@ -316,6 +316,9 @@ def _check_kernels(
     return max(errors)
 
 
+NATIVE = "native"
+"""`Served.path` if the native library attends."""
+
 _Attention = tuple[str, Callable[..., mx.array], Backend | None]
 """A name, the product over pages, and the backend that attends instead, if any."""
 
@@ -328,7 +331,7 @@ def _attention_paths(native: Library | None, *, paged: bool) -> list[_Attention]
         ("reference, gathered pages", page_product, None),
         ("reference, copied pages", page_product_by_copy, None),
     ]
-    return plain if native is None else [("native", page_product, native), *plain]
+    return plain if native is None else [(NATIVE, page_product, native), *plain]
 
 
 def _error(

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from kvd.worker import decoder_layers
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks, joined_linear, products
@@ -107,7 +108,7 @@ def test_blocks_give_the_same_results(name: str, config: dict[str, Any], counted
         assert abs(got - expected).max() <= 1e-4 * abs(expected).max()
 
     assert (kernels.rotated, counted.gated) == (3 * count, 3 * count)
-    blocks.unfuse(model)
+    decoder_layers.unfuse(model)
     fused.step(4)
     assert counted.gated == 3 * count
     assert type(model.layers[0]).__mro__[1] is nn.Module
@@ -136,7 +137,7 @@ def test_layers_with_different_arithmetic_run_their_own_code(
     """Granite scales its residuals in code, so its layers' submodules look like Llama's."""
     model, config = joined("granite", counted, num_hidden_layers=1)
     assert blocks.fuse(model) == len(model.layers)
-    blocks.unfuse(model)
+    decoder_layers.unfuse(model)
 
     found = kernel_choice.serve(
         model, SETTINGS, config["vocab_size"], StandIn().backend(), products=True

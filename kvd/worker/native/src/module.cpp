@@ -4,6 +4,7 @@
 // functions. Inputs are float32 unless stated otherwise; Python checks what it passes.
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "products.h"
+#include "whole_layer.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -41,8 +43,11 @@ void check(bool holds, const char* what) {
   }
 }
 
-// As contiguous float32; no operation if the array already is.
+// As contiguous float32; no operation if the array is computed and already is.
 mx::array plain(const mx::array& x) {
+  if (x.dtype() == mx::float32 && x.is_available() && x.flags().row_contiguous) {
+    return x;
+  }
   return mx::contiguous(mx::astype(x, mx::float32));
 }
 
@@ -338,12 +343,17 @@ class Attention : public Operation {
  protected:
   // Inputs: queries, [pages, 3], dense keys and values, [.., heads, tokens, dim], then sinks if
   // there are any, then the pools' arrays level by level.
-  kvd::Held held(const Arrays& inputs, int64_t v_dim) const {
-    const mx::array& queries = inputs[0];
+  kvd::Held held(const Arrays& inputs) const {
+    size_t next = 5;
+    return held(inputs, inputs[0].shape(1), next);
+  }
+
+  // `next`: the input after the rows; then the one after the pools.
+  kvd::Held held(const Arrays& inputs, int q_heads, size_t& next) const {
     kvd::Held found;
-    found.q_heads = queries.shape(1);
-    found.k_dim = queries.shape(3);
-    found.v_dim = v_dim;
+    found.q_heads = q_heads;
+    found.k_dim = inputs[2].shape(-1);
+    found.v_dim = inputs[3].shape(-1);
     found.kv_heads = inputs[2].shape(-3);
     found.room = inputs[2].shape(-2);
     found.scale = scale_;
@@ -351,13 +361,12 @@ class Attention : public Operation {
     found.pages = inputs[1].data<int32_t>();
     found.dense_keys = inputs[2].data<float>();
     found.dense_values = inputs[3].data<float>();
-    size_t next = 5;
     found.sinks = sinks_ ? inputs[next++].data<float>() : nullptr;
     for (size_t level = 0; level < keys_.size(); ++level) {
       found.keys.push_back(side(inputs, next, keys_[level], found.k_dim, kvd::BLOCK));
       found.values.push_back(
-          values_[level].turned ? side(inputs, next, values_[level], v_dim, kvd::BLOCK)
-                                : side(inputs, next, values_[level], kvd::BLOCK, v_dim));
+          values_[level].turned ? side(inputs, next, values_[level], found.v_dim, kvd::BLOCK)
+                                : side(inputs, next, values_[level], kvd::BLOCK, found.v_dim));
     }
     return found;
   }
@@ -399,7 +408,7 @@ class Decode : public Attention {
     const mx::array& queries = inputs[0];
     const kvd::Queries from{
         queries.data<float>(), queries.strides(0), queries.strides(1), queries.strides(3)};
-    run([held = held(inputs, out.shape(3)), from, rows = inputs[4].data<int32_t>(),
+    run([held = held(inputs), from, rows = inputs[4].data<int32_t>(),
          count = int64_t{inputs[4].shape(0)}, all = int64_t{queries.shape(0)},
          y = out.data<float>()] {
       kvd::attend_rows(held, from, rows, count, y);
@@ -407,6 +416,79 @@ class Decode : public Attention {
       std::fill(y + count * size, y + all * size, 0.0f);
     });
   }
+};
+
+// A decode step of one whole layer.
+class DecodeLayer : public Attention {
+ public:
+  // What is not in the arrays.
+  struct Settings {
+    int heads;
+    bool interleaved;
+    float position_scale;
+    std::vector<int> outputs;  // of the seven linear layers
+    std::vector<bool> biases;
+    std::vector<float> eps;  // of the four norms
+    std::vector<bool> norms;
+  };
+
+  DecodeLayer(
+      mx::Stream stream, float scale, int keep, std::vector<Packing> keys,
+      std::vector<Packing> values, Settings settings)
+      : Attention(stream, scale, keep, false, std::move(keys), std::move(values)),
+        settings_(std::move(settings)) {}
+  DEFINE_NAME(KvdDecodeLayer)
+
+  // Inputs: x, [batch, 1, hidden]; those of attention after the queries; positions; radians per
+  // position; linear layers; then biases and norms where there are any.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    for (int side : {1, 2}) {
+      outputs[side].copy_shared_buffer(inputs[side + 1]);
+    }
+    size_t next = 5;
+    const kvd::Held held = this->held(inputs, settings_.heads, next);
+    const mx::array& offsets = inputs[next++];
+    run([x = Rows(inputs[0]), held, offset = offsets.data<int32_t>(), each = offsets.size() > 1,
+         layer = layer(inputs, next), rows = inputs[4].data<int32_t>(),
+         count = int64_t{inputs[4].shape(0)}, keys = outputs[1].data<float>(),
+         values = outputs[2].data<float>(), y = out.data<float>()] {
+      thread_local std::vector<float> room;
+      layer.decode(x.all(room), x.count(), held, offset, each, rows, count, keys, values, y);
+    });
+  }
+
+ private:
+  kvd::WholeLayer layer(const Arrays& inputs, size_t next) const {
+    kvd::WholeLayer found;
+    const mx::array& frequencies = inputs[next++];
+    found.frequencies = frequencies.data<float>();
+    found.pairs = frequencies.shape(0);
+    found.interleaved = settings_.interleaved;
+    found.position_scale = settings_.position_scale;
+    const std::array<kvd::Linear*, 7> linears{
+        &found.queries, &found.keys, &found.values, &found.out,
+        &found.gate, &found.up, &found.down};
+    for (size_t i = 0; i < linears.size(); ++i) {
+      const mx::array& packed = inputs[next++];
+      *linears[i] = {
+          packed.data<void>(), stored_as(packed), nullptr, settings_.outputs[i], nullptr};
+    }
+    for (size_t i = 0; i < linears.size(); ++i) {
+      linears[i]->bias = settings_.biases[i] ? inputs[next++].data<float>() : nullptr;
+    }
+    const std::array<kvd::Norm*, 4> norms{
+        &found.before, &found.after, &found.query, &found.key};
+    for (size_t i = 0; i < norms.size(); ++i) {
+      if (settings_.norms[i]) {
+        *norms[i] = {inputs[next++].data<float>(), settings_.eps[i]};
+      }
+    }
+    return found;
+  }
+
+  Settings settings_;
 };
 
 // A chunk of one row's queries, [1, heads, tokens, dim], causally.
@@ -424,7 +506,7 @@ class Prefill : public Attention {
     mx::array& out = outputs[0];
     make(out);
     const mx::array& queries = inputs[0];
-    run([held = held(inputs, out.shape(3)), x = queries.data<float>(),
+    run([held = held(inputs), x = queries.data<float>(),
          heads = int64_t{queries.strides(1)}, tokens = int64_t{queries.strides(2)},
          each = int64_t{queries.strides(3)}, lows = inputs[4].data<int32_t>(),
          count = int64_t{queries.shape(2)}, pages = pages_, offset = offset_, start = start_,
@@ -634,6 +716,66 @@ mx::array decode_attention(
       queries, pages, tail_keys, tail_values, rows, pools, keys, values, scale, keep, sinks);
 }
 
+using Optional = std::vector<std::optional<mx::array>>;
+
+// Add the arrays that there are to `inputs`; return which these are.
+std::vector<bool> add_present(const Optional& arrays, Arrays& inputs) {
+  std::vector<bool> found;
+  for (const auto& array : arrays) {
+    found.push_back(array.has_value());
+    if (array) {
+      inputs.push_back(plain(*array));
+    }
+  }
+  return found;
+}
+
+std::tuple<mx::array, mx::array, mx::array> decode_layer(
+    const mx::array& x, const mx::array& pages, const mx::array& tail_keys,
+    const mx::array& tail_values, const mx::array& rows, const Arrays& pools, const Told& keys,
+    const Told& values, float scale, int keep, const mx::array& offsets,
+    const mx::array& frequencies, bool interleaved, float position_scale, int heads,
+    const Arrays& linears, const std::vector<int>& outputs, const Optional& biases,
+    const Optional& norms, const std::vector<float>& eps) {
+  check(x.ndim() == 3 && x.shape(1) == 1 && x.dtype() == mx::float32, "x is [batch, 1, hidden]");
+  check(
+      linears.size() == 7 && outputs.size() == 7 && biases.size() == 7 && norms.size() == 4 &&
+          eps.size() == 4 && norms[0] && norms[1],
+      "a layer has seven linear layers and four norms");
+  const int out = heads * tail_values.shape(3), hidden = x.shape(2);
+  const std::array<int, 7> widths{hidden, hidden, hidden, out, hidden, hidden, outputs[4]};
+  const std::array<int, 7> wanted{
+      heads * tail_keys.shape(3), tail_keys.shape(1) * tail_keys.shape(3),
+      tail_values.shape(1) * tail_values.shape(3), hidden, outputs[4], outputs[4], hidden};
+  for (size_t i = 0; i < linears.size(); ++i) {
+    check(
+        linears[i].ndim() == 3 && linears[i].shape(2) == kvd::PANEL &&
+            linears[i].shape(1) == widths[i] && outputs[i] == wanted[i] &&
+            outputs[i] <= linears[i].shape(0) * kvd::PANEL,
+        "a linear layer does not fit the others");
+  }
+  check(frequencies.ndim() == 1 && 2 * frequencies.shape(0) <= tail_keys.shape(3), "too many pairs");
+  check(
+      offsets.dtype() == mx::int32 && offsets.ndim() == 1 &&
+          (offsets.shape(0) == 1 || offsets.shape(0) == x.shape(0)),
+      "offsets are one int32, or one for each row");
+  check(heads % tail_keys.shape(1) == 0, "heads do not divide");
+  Arrays inputs{x, pages, tail_keys, tail_values, rows};
+  inputs.insert(inputs.end(), pools.begin(), pools.end());
+  inputs.push_back(offsets);
+  inputs.push_back(frequencies);
+  inputs.insert(inputs.end(), linears.begin(), linears.end());
+  DecodeLayer::Settings settings{heads, interleaved, position_scale, outputs, {}, eps, {}};
+  settings.biases = add_present(biases, inputs);
+  settings.norms = add_present(norms, inputs);
+  Arrays found = mx::array::make_arrays(
+      {x.shape(), tail_keys.shape(), tail_values.shape()}, {mx::float32, mx::float32, mx::float32},
+      std::make_shared<DecodeLayer>(
+          cpu(), scale, keep, packings(keys), packings(values), std::move(settings)),
+      inputs);
+  return {found[0], found[1], found[2]};
+}
+
 mx::array prefill_attention(
     const mx::array& queries, const mx::array& pages, const mx::array& keys,
     const mx::array& values, const mx::array& lows, const Arrays& pools, const Told& key_packings,
@@ -658,6 +800,11 @@ NB_MODULE(kvd_native, m) {
       "decode_attention", &decode_attention, "queries"_a, "pages"_a, "tail_keys"_a,
       "tail_values"_a, "rows"_a, "pools"_a, "keys"_a, "values"_a, "scale"_a, "keep"_a,
       "sinks"_a.none());
+  m.def(
+      "decode_layer", &decode_layer, "x"_a, "pages"_a, "tail_keys"_a, "tail_values"_a, "rows"_a,
+      "pools"_a, "keys"_a, "values"_a, "scale"_a, "keep"_a, "offsets"_a, "frequencies"_a,
+      "interleaved"_a, "position_scale"_a, "heads"_a, "linears"_a, "outputs"_a, "biases"_a,
+      "norms"_a, "eps"_a);
   m.def(
       "prefill_attention", &prefill_attention, "queries"_a, "pages"_a, "keys"_a, "values"_a,
       "lows"_a, "pools"_a, "key_packings"_a, "value_packings"_a, "scale"_a, "keep"_a,

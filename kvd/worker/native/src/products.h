@@ -169,6 +169,13 @@ struct Linear {
   int64_t outputs;
   float* y;
 
+  // The same weight, with its products at `there`.
+  Linear to(float* there) const {
+    Linear found = *this;
+    found.y = there;
+    return found;
+  }
+
   int panels() const {
     return static_cast<int>((outputs + PANEL - 1) / PANEL);
   }

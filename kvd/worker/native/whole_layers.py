@@ -1,0 +1,105 @@
+"""Decode steps of whole decoder layers, each as one operation of the library.
+
+A layer's own code is about twenty operations. Each costs MLX 4 µs, and the host builds all of them.
+In one operation, threads also share each part without a wait in between. Every part computes as the
+operation of its own does, so numbers are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from kvd.worker import decoder_layers
+from kvd.worker.cache.backend import pools_of
+from kvd.worker.cache.batch import BatchQuantizedKVCache
+from kvd.worker.cache.steps import DecodeStep
+from kvd.worker.decoder_layers import Parts
+from kvd.worker.native.layers import PackedLinear
+from kvd.worker.native.operations import rotation_rates
+from kvd.worker.native.step import NativeStep
+
+
+@dataclass(frozen=True, eq=False)
+class WholeLayer:
+    """One layer's weights and settings."""
+
+    library: ModuleType
+    linears: tuple[PackedLinear, ...]
+    """Queries, keys, values, output, gate, up, down."""
+    norms: tuple[nn.RMSNorm | None, ...]
+    """Norms of the layer's input, the MLP's input, queries and keys. The last two may be None."""
+    heads: int
+    scale: float
+    rotation: tuple[mx.array, bool, float]
+    """Radians per position of each pair, whether pairs are neighbours, and a factor of positions.
+    """
+
+    def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
+        step = cache.step
+        if not isinstance(step, DecodeStep) or not isinstance(step.backend, NativeStep):
+            return None
+        if x.dtype != mx.float32 or x.ndim != 3 or x.shape[1] != 1:
+            return None
+        native, layer = step.backend, cache.layer
+        output, layer.tail_keys, layer.tail_values = self.library.decode_layer(
+            x,
+            native.pages.array,
+            layer.tail_keys,
+            layer.tail_values,
+            native.rows,
+            *pools_of(layer, native.pages),
+            self.scale,
+            native.kind.keep,
+            step.offsets,
+            *self.rotation,
+            self.heads,
+            [linear.packed for linear in self.linears],
+            [linear.outputs for linear in self.linears],
+            [linear.bias if "bias" in linear else None for linear in self.linears],
+            [None if norm is None else norm.weight for norm in self.norms],
+            [0.0 if norm is None else float(norm.eps) for norm in self.norms],
+        )
+        found: mx.array = output
+        return found
+
+
+def fuse(model: Any, library: ModuleType) -> int:
+    """Make a model's layers run decode steps as one operation; return how many are changed.
+
+    Weights must have been packed (`kvd.worker.native.layers`).
+    """
+    return decoder_layers.fuse(model, lambda parts: _whole(parts, library))
+
+
+def _whole(parts: Parts, library: ModuleType) -> WholeLayer | None:
+    linears = [
+        *(parts.attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(parts.mlp[name] for name in ("gate_proj", "up_proj", "down_proj")),
+    ]
+    if any(type(linear) is not PackedLinear for linear in linears):
+        return None
+    heads = parts.heads(linears[0].outputs, linears[1].outputs)
+    if heads is None or linears[2].outputs % heads[1] or linears[4].outputs != linears[5].outputs:
+        return None
+    k_dim = linears[0].outputs // heads[0]
+    rotation = _rotation(parts.attention["rope"], k_dim)
+    if rotation is None:
+        return None
+    norms = (parts.before, parts.after, *(parts.head_norms or (None, None)))
+    return WholeLayer(library, tuple(linears), norms, heads[0], parts.scale, rotation)
+
+
+def _rotation(rope: Any, size: int) -> tuple[mx.array, bool, float] | None:
+    """Return `WholeLayer.rotation`; None for other kinds of RoPE."""
+    if type(rope) is nn.RoPE:
+        rates, factor = rotation_rates(rope.dims, rope.base, None, size), float(rope.scale)
+    elif type(rope).__name__ == "Llama3RoPE":
+        rates, factor = rotation_rates(rope.dims, None, rope._freqs, size), 1.0  # noqa: SLF001
+    else:
+        return None
+    return None if rates is None else (rates, bool(rope.traditional), factor)
