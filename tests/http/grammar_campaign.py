@@ -25,7 +25,7 @@ from protocol.messages import Tokens
 from tests.http.hostile_grammars import random_grammar
 from tests.worker.grammar.json_schemas import is_valid
 
-CLIENTS = 4
+CLIENTS = 8
 TYPED = {"invalid_request", "overloaded", "request_too_large"}
 STREAM: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
