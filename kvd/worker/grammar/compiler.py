@@ -7,6 +7,8 @@ it is the slowest one, and shows a grammar that cannot be followed before a requ
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -30,6 +32,10 @@ THREADS = 4
 """Grammars that are compiled at the same time."""
 MAX_COMPILING = 64
 """Grammars of new requests that are compiled or wait for that."""
+NICENESS = 5
+"""By how much the priority of these threads is lower than that of the threads that compute rows.
+Beside four compilations of an object of 2000 properties, on two busy processors, the 90th
+percentile of a row's steps was 54 ms without it and 24 ms with it (13 ms without compilations)."""
 CACHED = 64
 """Compiled grammars that are kept."""
 CACHED_CHARS = 4 << 20
@@ -255,6 +261,7 @@ class Compiler:
         return freed
 
     def _work(self) -> None:
+        _lower_priority()
         while True:
             with self._queue_lock:
                 if not self._queue:
@@ -323,6 +330,15 @@ class Compiler:
                 table: Any = TokenTable(vocabulary)
                 self._tokenizer = LLTokenizer(table, eos_token=sorted(vocabulary.eos_ids))
             return self._tokenizer
+
+
+def _lower_priority() -> None:
+    """Give the calling thread `NICENESS`, on Linux: elsewhere this would be the whole process."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a container may forbid it
+            thread = threading.get_native_id()
+            lowered = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, lowered)
 
 
 def _short() -> Overloaded:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.grammar.answers import AnswerContext, grammar_of
-from kvd.worker.grammar.compiler import Compiler
+from kvd.worker.grammar.compiler import NICENESS, Compiler
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
+from kvd.worker.grammar.vocabulary import Vocabulary
 from kvd.worker.text.text import Text
 from protocol.tools import Grammar
 from protocol.types import Sampling
@@ -139,6 +143,21 @@ def test_a_text_that_is_forced_again_is_tokenized_once() -> None:
 
     assert texts
     assert len(texts) == len(set(texts))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_grammars_are_compiled_at_a_lower_priority_than_rows() -> None:
+    seen: list[int] = []
+
+    def vocabulary() -> Vocabulary:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return TEXT.vocabulary()
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    matcher_of(Grammar("regex", "[a-c]{2}"), Compiler(vocabulary))
+
+    assert seen == [min(19, own + NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 @settings(max_examples=15, deadline=None)
