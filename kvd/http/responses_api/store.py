@@ -189,7 +189,7 @@ class Store:
         return history[::-1]
 
     def missing(self, response_id: str) -> str:
-        """Return what an error says about a response that is not stored."""
+        """Return the text of the error for a response that is not stored."""
         return (
             f"the response {response_id!r} is not stored (any more): responses are kept for "
             f"{MAX_AGE_S / 3600:g} hours, in at most {self._max_bytes // 2**20} MiB of memory, and "
