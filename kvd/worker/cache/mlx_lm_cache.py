@@ -209,6 +209,9 @@ class MlxLmCache:
     def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - interface
         return 0
 
+    def lacks_idle_room(self, pages: int) -> bool:  # noqa: ARG002 - interface
+        return False
+
     def cut_tails(self) -> None:
         """Do nothing."""
 

@@ -307,6 +307,10 @@ class ModelCache:
     def lacks_room(self) -> bool:
         return any(lacks_room(store) for store in self.stores)
 
+    def lacks_idle_room(self, pages: int) -> bool:
+        """Return whether `shrink` would grow pools, to leave room for ``pages`` pages."""
+        return any(not one.kind.bounded and one.pages.lacks_room(pages) for one in self.stores)
+
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
         """Set the backend, and the page product for attention that the backend does not do."""
         for store, access in zip(self.stores, self.access.values(), strict=True):
@@ -334,7 +338,10 @@ class ModelCache:
         self.states.drop_gone()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except snapshots and room for ``pages`` pages. No sequence may run."""
+        """Free all memory except snapshots and room for about ``pages`` more pages.
+
+        No sequence may run. Kinds with a window or chunk keep no room.
+        """
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()

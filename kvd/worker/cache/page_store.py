@@ -214,15 +214,28 @@ class PageStore:
                 self.goals.pop(allocator.level, None)
                 self._cut(allocator, allocator.used)
 
-    def grow_top(self, capacity: int) -> None:
-        """Grow the pools of level 0 to ``capacity`` pages, if they are smaller."""
-        if self.allocators[0].capacity < capacity:
-            self._grow_to(self.allocators[0], capacity)
+    def leave_room(self, pages: int) -> None:
+        """Leave free places for at most ``pages`` pages on level 0, and for none on other levels.
+
+        Pools change size by a copy of all pages. Level 0 is therefore left as it is if at least
+        half of ``pages`` are free, and otherwise gets room for all of them. The device must be
+        idle.
+        """
+        self.goals.clear()
+        for allocator in self.allocators:
+            room = pages if allocator.level == 0 else 0
+            self._cut(allocator, allocator.used + room)
+        if self.lacks_room(pages):
+            self._grow_to(self.allocators[0], self.allocators[0].used + pages)
+
+    def lacks_room(self, pages: int) -> bool:
+        """Return whether `leave_room` would grow the pools of level 0."""
+        return self.allocators[0].free < pages // 2
 
     def _cut(self, allocator: PageAllocator, capacity: int) -> None:
-        if moves := allocator.packing():
-            self._move_within(allocator, moves)
         capacity = min(allocator.capacity, capacity)
+        if capacity < allocator.capacity and (moves := allocator.packing()):
+            self._move_within(allocator, moves)
         allocator.cut(capacity)
         for layer in self._layers:
             layer.pools[allocator.level].cut(capacity)

@@ -353,18 +353,16 @@ class KVStore:
             self.tables.invalidate()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except snapshots and room for ``pages`` pages. No row may be running.
+        """Free all memory except snapshots and room for about ``pages`` more pages.
 
-        Pages of snapshots count towards ``pages``.
+        No row may be running. The room is that of `PageStore.leave_room`.
         """
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")
         self.step = None
         self.tails.clear()
         self.tables.clear()
-        self.pages.compact(pages)
-        if not self.snapshots.all:
-            self.pages.grow_top(pages)
+        self.pages.leave_room(pages)
 
     # Inspection.
 

@@ -331,9 +331,9 @@ class MLXEngine:
 
     def _plan(self) -> Plan:
         result = self._admit()
-        if result.evict_pages and self._evict(result.evict_pages):
+        if self._may_cut_pools(result.plan) and self._free_spare_pools(result.plan.growing):
             result = self._admit()
-        if result.plan.missing_pages and self._free_spare_pools(result.plan.growing):
+        if result.evict_pages and self._evict(result.evict_pages):
             result = self._admit()
         if result.stalled is not None:
             self._preemption.make_room(result.stalled, result.plan.missing_pages)
@@ -390,6 +390,17 @@ class MLXEngine:
         self._runner.cache.compact(self._memory.needed_pages)
         return True
 
+    def _may_cut_pools(self, plan: Plan) -> bool:
+        """Return whether pools may be cut for the pages that a plan lacks.
+
+        A cut copies all pages in use, and so does growing again once the memory is granted. With
+        more than a slab in use, the daemon must have refused the memory first.
+        """
+        missing = plan.missing_pages
+        if self._runner.cache.usage.pages_used <= SLAB_PAGES:
+            return missing > 0
+        return missing > 0 and self._admission.budget.is_denied(missing)
+
     def _free_spare_pools(self, growing: str | None) -> bool:
         """Shrink pools to what rows have reserved; return whether that freed memory.
 
@@ -417,14 +428,19 @@ class MLXEngine:
         return freed > 0
 
     def _shrink_when_idle(self) -> None:
-        """Return memory to the daemon, except a slab of pages for the next request.
+        """Return memory to the daemon, except a slab of free pages for the next request.
 
-        The slab is smaller if the governor has reclaimed part of it.
+        The slab is smaller if the governor has reclaimed part of it. Pools grow here if cached
+        prefixes have filled most of it, so that the next request does not wait for a copy of all
+        cached pages.
         """
         cache = self._runner.cache
         cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
-        slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached - grammars))
-        if self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
+        places = FIRST_ROWS * self._admission.row_pages
+        room = self._admission.budget.pages - cached - grammars - places
+        slab = max(0, min(SLAB_PAGES, room))
+        excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
+        if excess or cache.lacks_idle_room(slab):
             self._enter_phase("pools")
             cache.shrink(slab)
             loading.give_back()

@@ -380,10 +380,9 @@ class Machine(RuleBasedStateMachine):
         wanted = self.cache.snapshots.nbytes
         for store in self.cache.stores:
             for allocator in store.pages.allocators:
-                kept = _room(store, allocator.level, pages)
-                pages_there = max(allocator.used, min(kept, allocator.capacity))
-                assert pages_there == max(allocator.used, kept) or self.cache.snapshots.all
-                wanted += pages_there * store.pages.page_bytes(allocator.level)
+                room = 0 if allocator.level or store.kind.bounded else pages
+                assert room // 2 <= allocator.free <= room
+                wanted += allocator.capacity * store.pages.page_bytes(allocator.level)
         assert self.cache.nbytes == wanted
         assert self.cache.nbytes >= self.cache.snapshots.held_bytes(self.cache.snapshots.all)
         self._checked("shrink")

@@ -83,6 +83,25 @@ def test_compacting_during_growth_leaves_nothing_behind() -> None:
     check_store(bench.store)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 20), (9, 20), (10, 10), (20, 20), (21, 20)])
+def test_an_idle_store_has_free_pages_besides_those_of_snapshots(before: int, after: int) -> None:
+    bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
+    store, rows = bench.store, [bench.new(700), bench.new(300)]
+    store.pages.convert(0, 1, list(rows[1].row.pages))
+    for row in rows:
+        store.snapshots.take(row.row)
+        bench.free(row)
+    top, lower = store.pages.allocators
+    store.shrink()
+    store.shrink(before)
+    assert top.free == before
+    store.shrink(20)
+
+    assert (top.free, lower.free) == (after, 0)
+    assert top.used > 0 < lower.used
+    check_store(store)
+
+
 def test_lower_levels_reduce_the_room_that_the_top_level_keeps() -> None:
     bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
     row = bench.new(1000)

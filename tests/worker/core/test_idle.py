@@ -1,0 +1,66 @@
+"""An idle engine: what it keeps for the next request, and what it has returned."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.worker.cache.pool import PagePool
+from protocol.kv import KVSpec
+from protocol.pages import SLAB_PAGES
+from tests.worker.core.driver import Driver
+from tests.worker.core.prompts import prompt_of
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the pages of pools that are copied because a pool changes its size."""
+    found: list[int] = []
+    resize = PagePool.resize
+
+    def noted(pool: PagePool, side: int, capacity: int) -> None:
+        found.append(min(capacity, pool.capacities[side]))
+        resize(pool, side, capacity)
+
+    monkeypatch.setattr(PagePool, "resize", noted)
+    return found
+
+
+def serve(driver: Driver, prompts: list[list[int]], **options: int) -> None:
+    for index, prompt in enumerate(prompts):
+        driver.submit(f"r{index}", prompt, max_tokens=4, ignore_eos=True, **options)
+    driver.run()
+    driver.outcomes.clear()
+
+
+def test_short_prompts_copy_no_pools_however_much_is_cached(copied: list[int]) -> None:
+    driver = Driver("demo", kv=KVSpec(16, 16))
+    serve(driver, [prompt_of(6500, 1)])
+    cache, cached = driver.engine._runner.cache, driver.engine._memory.cached_pages
+    assert cached > 90
+    short = [prompt_of(200, seed) for seed in range(8)]
+    # After the first prompts, the grant has room for free pages besides the cached ones.
+    serve(driver, short)
+    serve(driver, short)
+    copied.clear()
+    known = set(driver.engine._runner._compiled._traces)
+    serve(driver, short)
+
+    assert copied == []
+    assert set(driver.engine._runner._compiled._traces) - known == set()
+    assert cache.usage.pages_total <= cached + SLAB_PAGES
+
+
+def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> None:
+    """Each request of a conversation leaves a few pages; the pools do not change size each time."""
+    driver = Driver("demo")
+    conversation = prompt_of(7000, 2)
+    serve(driver, [conversation[:5000]])
+    copied.clear()
+    pools = 2 * len(driver.engine._runner.cache.stores[0].layers)
+    turns = range(5200, 7000, 200)
+    for tokens in turns:
+        serve(driver, [conversation[:tokens]])
+
+    assert 0 < len(copied) / pools <= 2 < len(turns) / 2
