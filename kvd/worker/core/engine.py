@@ -430,9 +430,9 @@ class MLXEngine:
     def _shrink_when_idle(self) -> None:
         """Return memory to the daemon, except a slab of free pages for the next request.
 
-        The slab is smaller if the governor has reclaimed part of it. Pools grow here if cached
-        prefixes have filled most of it, so that the next request does not wait for a copy of all
-        cached pages.
+        The slab is smaller if the governor has reclaimed part of it: tails of the first rows have
+        precedence. Pools grow here if cached prefixes have filled most of it, so that the next
+        request does not wait for a copy of all cached pages.
         """
         cache = self._runner.cache
         cached, grammars = self._memory.cached_pages, self._memory.grammar_pages

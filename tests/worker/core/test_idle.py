@@ -53,7 +53,7 @@ def test_short_prompts_copy_no_pools_however_much_is_cached(copied: list[int]) -
 
 
 def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> None:
-    """Each request of a conversation leaves a few pages; the pools do not change size each time."""
+    """Each request of a conversation leaves some pages; few of them change the size of pools."""
     driver = Driver("demo")
     conversation = prompt_of(7000, 2)
     serve(driver, [conversation[:5000]])
@@ -63,4 +63,4 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
     for tokens in turns:
         serve(driver, [conversation[:tokens]])
 
-    assert 0 < len(copied) / pools <= 2 < len(turns) / 2
+    assert 0 < len(copied) / pools < len(turns) / 2
