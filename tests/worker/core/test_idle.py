@@ -59,8 +59,8 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
     serve(driver, [conversation[:5000]])
     copied.clear()
     pools = 2 * len(driver.engine._runner.cache.stores[0].layers)
-    turns = range(5200, 7000, 200)
-    for tokens in turns:
+    lengths = range(5200, 7000, 200)
+    for tokens in lengths:
         serve(driver, [conversation[:tokens]])
 
-    assert 0 < len(copied) / pools < len(turns) / 2
+    assert 0 < len(copied) / pools < len(lengths) / 2
