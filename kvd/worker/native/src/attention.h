@@ -213,6 +213,12 @@ constexpr int ACROSS = WIDE_REGISTERS == 32 ? 4 : 2;
 // is used again for other heads and rows, because its buffers cost more than a short row.
 class HeadAttention {
  public:
+  // The calling thread's object. Finding it takes a call, so loops keep the reference.
+  static HeadAttention& own() {
+    thread_local HeadAttention attention;
+    return attention;
+  }
+
   // Forget all queries.
   void begin(const Held& held) {
     held_ = &held;
@@ -227,8 +233,11 @@ class HeadAttention {
   void add(const float* query, int64_t stride, Line line, const float* sink) {
     const size_t at = queries_.size();
     queries_.resize(at + held_->k_dim);
-    for (int64_t d = 0; d < held_->k_dim; ++d) {
-      queries_[at + d] = query[d * stride] * held_->scale;
+    float* to = queries_.data() + at;
+    const int64_t size = held_->k_dim;
+    const float scale = held_->scale;
+    for (int64_t d = 0; d < size; ++d) {
+      to[d] = query[d * stride] * scale;
     }
     lines_.push_back(line);
     top_.push_back(sink ? *sink : NEVER);
@@ -287,8 +296,15 @@ class HeadAttention {
 
   // The output of a query, in the order of `add`: [v_dim].
   void result(int64_t line, float* to) const {
-    for (int64_t d = 0; d < held_->v_dim; ++d) {
-      to[d] = output_[line * held_->v_dim + d] / total_[line];
+    const int64_t size = held_->v_dim;
+    const float* from = output_.data() + line * size;
+    const float total = total_[line];
+    int64_t d = 0;
+    for (; d + LANES <= size; d += LANES) {
+      store(to + d, load(from + d) / splat(total));
+    }
+    for (; d < size; ++d) {
+      to[d] = from[d] / total;
     }
   }
 
@@ -583,7 +599,7 @@ inline void attend_rows(
     const Held& held, const Queries& queries, const int32_t* rows, int64_t count, float* y) {
   const int64_t repeats = held.q_heads / held.kv_heads;
   auto some = [&](int first, int last) {
-    thread_local HeadAttention attention;
+    HeadAttention& attention = HeadAttention::own();
     for (int one = first; one < last; ++one) {
       const int64_t row = one / held.kv_heads, head = one % held.kv_heads;
       const int32_t* about = rows + row * 6;

@@ -515,7 +515,7 @@ class Prefill : public Attention {
       const int64_t at_once = std::max<int64_t>(1, MOST_LINES / repeats);
       const int64_t parts = (count + at_once - 1) / at_once;
       auto some = [&](int first, int last) {
-        thread_local kvd::HeadAttention attention;
+        kvd::HeadAttention& attention = kvd::HeadAttention::own();
         for (int one = first; one < last; ++one) {
           // The last tokens see most, so free threads take the long pieces first.
           const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
