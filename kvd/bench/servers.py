@@ -24,7 +24,8 @@ from kvd.client import AsyncClient
 from kvd.config.kv import parse_kv
 from protocol.errors import KvdError, NotRunning
 
-_READY_S = 120.0
+_READY_S = 300.0
+"""Timeout for a start and a load. On an H200 that has run nothing, kvd took 151 s."""
 _ANSWER_S = 10.0
 """Timeout for a server that runs already."""
 _STOP_S = 15.0
