@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools import cli_page
-from tools.pages import comparison, configuration, metrics, picture, protocol
+from tools.pages import comparison, configuration, llama, metrics, picture, protocol
 from tools.pages.markdown import filled
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,7 @@ def _parts(of: Callable[[], Mapping[str, str]]) -> Callable[[str], str]:
 
 PAGES: dict[str, Callable[[str], str]] = {
     comparison.README: _parts(comparison.readme_parts),
-    comparison.PAGE: _parts(comparison.parts),
+    comparison.PAGE: _parts(lambda: comparison.parts() | llama.parts()),
     picture.PAGE: lambda _: picture.svg(),
     f"docs/{configuration.PAGE}": _parts(configuration.parts),
     f"docs/{protocol.PAGE}": _parts(protocol.parts),

@@ -26,6 +26,7 @@ from bench.serve import greedy  # noqa: E402
 from kvd import demo  # noqa: E402
 from kvd.bench.measure import Stream, Unfair  # noqa: E402
 from kvd.bench.traces import build  # noqa: E402
+from tools.pages import llama as llama_page  # noqa: E402
 
 pytestmark = pytest.mark.mlx
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,24 @@ async def test_a_text_that_ends_early_is_another_text() -> None:
     }
     with pytest.raises(Unfair, match="the weights are not the same"):
         await greedy.check(servers, "kvd", ["llama"])
+
+
+def test_the_page_has_a_row_for_each_trace_that_both_servers_ran() -> None:
+    ratios = {
+        name: {"median": value}
+        for name, value in (("tok_s", 1.25), ("ttft_p50", 0.5), ("itl_p99", 2.0), ("peak_bytes", 1))
+    }
+    sides = {name: {"median": {"tok_s": 99.6}} for name in ("kvd k8v8", "llama f16 fa")}
+    found = {
+        "traces": {"steady": sides, "alone": {"kvd k8v8": sides["kvd k8v8"]}},
+        "best_llama": {"steady": "llama f16 fa", "alone": None},
+        "ratios": {"steady": {"kvd k8v8 / best llama": ratios}},
+    }
+    rate = "100\u00a0tok/s"
+
+    assert list(llama_page.rows(found)) == [
+        ("`steady`", rate, rate, "f16 fa", "1.25", "0.50", "2.00", "1.00")
+    ]
 
 
 FAKE = """\
