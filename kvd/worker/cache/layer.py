@@ -72,6 +72,8 @@ class LayerStore:
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[tuple[int, Chunk]] = []
+        self.old_tails: list[mx.array] = []
+        """Lazy copies of the tails that precede the chunks of a pass."""
 
     @property
     def nbytes(self) -> int:
@@ -120,9 +122,10 @@ class LayerStore:
         """
         chunk = Chunk(keys[0], values[0])
         if tail_length:
+            tail = self._old_tail(slot, tail_length)
             chunk = Chunk(
-                mx.concatenate([self.tail_keys[slot, :, :tail_length], keys[0]], axis=1),
-                mx.concatenate([self.tail_values[slot, :, :tail_length], values[0]], axis=1),
+                mx.concatenate([tail.keys, keys[0]], axis=1),
+                mx.concatenate([tail.values, values[0]], axis=1),
             )
         full = new_pages * PAGE_TOKENS
         if full:
@@ -131,6 +134,15 @@ class LayerStore:
         self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
         return chunk
 
+    def _old_tail(self, slot: int, tokens: int) -> Chunk:
+        if mx.default_device().type == mx.DeviceType.gpu:
+            return Chunk(self.tail_keys[slot, :, :tokens], self.tail_values[slot, :, :tokens])
+        # A pass that was built and not evaluated would hold the tails of all rows. A step between
+        # its stages that moves tokens of one row would copy them all.
+        tail = Chunk(*self.copy_tail(slot, tokens))
+        self.old_tails += [tail.keys, tail.values]
+        return tail
+
     @property
     def unfinished(self) -> list[mx.array]:
         """What a prefill pass leaves unevaluated: pages and tails that wait for the flush."""
@@ -138,6 +150,10 @@ class LayerStore:
         return pending + [
             array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)
         ]
+
+    def forget_chunks(self) -> None:
+        """Drop what a prefill pass left."""
+        self.pending, self.new_tails, self.old_tails = [], [], []
 
     # The flush. The device is idle.
 
@@ -163,7 +179,7 @@ class LayerStore:
         return self.pools[place.level].pack(*heads)
 
     def gather_tails(self) -> FlushWrites:
-        new_tails, self.new_tails = self.new_tails, []
+        new_tails, self.new_tails, self.old_tails = self.new_tails, [], []
         return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
 
     def put(self, writes: FlushWrites) -> None:
@@ -242,7 +258,7 @@ class LayerStore:
 
     def drop_tails(self) -> None:
         """Free all tails, and whatever waits for the flush."""
-        self.pending, self.new_tails = [], []
+        self.forget_chunks()
         self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
         self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
 

@@ -265,7 +265,10 @@ class ModelCache:
         layers = [view.layer for view in self._attention_views]
         ends = self.stage_ends(share)
         spans = (layers[start:end] for start, end in pairwise([0, *ends]))
-        return [[array for layer in span for array in layer.unfinished] for span in spans]
+        found = [[array for layer in span for array in layer.unfinished] for span in spans]
+        # The pass must not hold the tails while other rows write to them.
+        found[0] = [array for layer in layers for array in layer.old_tails] + found[0]
+        return found
 
     @contextmanager
     def paused_prefill(self) -> Iterator[None]:

@@ -285,8 +285,7 @@ class KVStore:
             return False
         self.step = None
         for layer in self.layers:
-            layer.pending.clear()
-            layer.new_tails.clear()
+            layer.forget_chunks()
         return True
 
     @contextmanager

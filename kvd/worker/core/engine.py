@@ -296,7 +296,7 @@ class MLXEngine:
             self._rates.note("decode", 1, time.monotonic() - start)
         if plan.group:
             self._enter_phase("prefill")
-            self._prompts.prefill_next(decode)
+            self._prompts.prefill_next(decode, start)
         self._work_on_pools(start if decode else None)
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)

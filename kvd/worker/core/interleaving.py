@@ -11,6 +11,7 @@ Stages change no number: they only decide when the operations of a pass run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from kvd.worker.core.batch import Batch
@@ -38,13 +39,22 @@ class Interleaving:
         self._rates = rates
         self._deliver = deliver
         self._decoding: Sequence[str] = ()
+        self._launched = 0.0
+        """When the step in flight was launched, in seconds (`time.monotonic`)."""
         self._steps = 0
         """Decode steps of the pass."""
+        self._waited = 0.0
+        """Seconds that the pass waited for the step in flight before its first stage."""
 
-    def begin(self, decoding: Sequence[str]) -> None:
-        """Note the requests that decode during the next pass."""
+    def begin(self, decoding: Sequence[str], launched: float) -> None:
+        """Note the requests that decode during the next pass.
+
+        ``launched``: when the step in flight was launched, in seconds (`time.monotonic`).
+        """
         self._decoding = decoding
+        self._launched = launched
         self._steps = 0
+        self._waited = 0.0
 
     def stage_share(self, tokens: int) -> float:
         """Return the part of a pass over this many tokens that one stage computes at most.
@@ -54,21 +64,36 @@ class Interleaving:
         # Accelerators compute a pass in few milliseconds, and would have less to do at once.
         if not (on_cpu() and self._rates.is_measured("prefill")):
             return 1.0
-        if not self._rows(self._decoding):
+        whole = self._rates.seconds("prefill", tokens)
+        if whole <= STAGE_SECONDS or not self._rows(self._decoding):
             return 1.0
+        self._measure_step()
         seconds = max(STAGE_SECONDS, STAGE_STEPS * self._rates.seconds("decode", 1))
-        share = seconds / self._rates.seconds("prefill", tokens)
-        share = min(1.0, max(SMALLEST_SHARE, share))
+        share = min(1.0, max(SMALLEST_SHARE, seconds / whole))
         cache = self._batch.cache
         if cache.needs_flush(self._rows(self._decoding), len(cache.stage_ends(share))):
             self._batch.synchronize()
             cache.flush()
         return share
 
+    def _measure_step(self) -> None:
+        """Wait for the step in flight, and note how long it took.
+
+        While prompts are read without a pause, no other decode step is measured. Stages would
+        depend on a step of fewer rows, and the rows that decode now would delay prompts for longer.
+        """
+        if not self._batch.in_flight:
+            return
+        start = time.monotonic()
+        self._batch.synchronize()
+        end = time.monotonic()
+        self._waited = end - start
+        self._rates.note("decode", 1, end - self._launched)
+
     @property
     def step_seconds(self) -> float:
-        """About how long the decode steps of the pass took, in seconds."""
-        return self._rates.seconds("decode", self._steps)
+        """About how long decode steps delayed the pass, in seconds."""
+        return self._waited + self._rates.seconds("decode", self._steps)
 
     def settle(self) -> None:
         """Wait for the step in flight, read it, and deliver its tokens."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from kvd.worker.core import interleaving, out_of_memory
@@ -163,3 +165,47 @@ def test_a_shortage_in_any_stage_loses_nothing(layered: Driver, text: str) -> No
     for first in range(1, 30, 2):
         times = range(first, first + tries)
         assert failures(layered, expected, times.__contains__, text) == tries
+
+
+def test_steps_are_measured_while_prompts_are_read(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise stages would stay as short as the steps of an earlier, smaller batch."""
+    rates = demo.engine._rates
+    demo.submit("runs", prompt_of(70, 1), max_tokens=200)
+    demo.run(until=lambda: len(demo.outcomes["runs"].tokens) > 2)
+    monkeypatch.setattr(rates, "_measured", {"prefill": 1e-6, "decode": 1e9})
+    demo.submit("reads", prompt_of(700, 2), max_tokens=1)
+    passes = 0
+    demo.step()
+    while in_prefill(demo, "reads"):
+        before = rates.seconds("decode", 1)
+        demo.step()
+        passes += 1
+        assert rates.seconds("decode", 1) > before
+    assert passes > 1
+    demo.run()
+
+
+def test_a_page_committed_between_stages_copies_no_other_tails(layered: Driver) -> None:
+    """A pass that was built and not evaluated held the tails, so that a step copied them all."""
+    for number in range(12):
+        layered.submit(f"r{number}", prompt_of(70, number), max_tokens=90)
+    layered.run(until=lambda: all(outcome.tokens for outcome in layered.outcomes.values()))
+    cache = layered.engine._runner.cache
+    row = layered.engine._batch.requests["r0"].completions[0].row.rows[0]
+    layered.run(until=lambda: row.tail_length >= 110)
+    layered.submit("reads", prompt_of(3000, 99), max_tokens=1)
+    peaks: dict[bool, list[int]] = {False: [], True: []}
+    layered.run(until=lambda: in_prefill(layered, "reads"))
+    while in_prefill(layered, "reads"):
+        pages = len(row.pages)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        layered.step()
+        peaks[len(row.pages) > pages].append(mx.get_peak_memory() - before)
+    tails = cache.usage.tails_bytes
+    layered.run()
+
+    assert peaks[True]
+    assert max(peaks[True]) - median(peaks[False]) < 0.35 * tails
