@@ -9,6 +9,7 @@ well.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layer
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "rope"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+_ARGUMENTS = ["self", "x", "mask", "cache"]
+"""Arguments of a common layer. Others may matter only to long prompts, which the probe lacks."""
 
 
 class Block(Protocol):
@@ -96,6 +99,8 @@ def _fused(kind: type) -> type:
 
 def _parts_of(layer: Any) -> Parts | None:
     if not _has(layer, _LAYER) or "block" in vars(layer):
+        return None
+    if list(inspect.signature(type(layer).__call__).parameters) != _ARGUMENTS:
         return None
     attention, mlp = layer["self_attn"], layer["mlp"]
     if not _has(attention, _ATTENTION, _HEAD_NORMS) or not _has(mlp, _MLP):

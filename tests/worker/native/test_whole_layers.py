@@ -124,6 +124,17 @@ def test_the_probe_decides(
     assert found.error < 1e-4
 
 
+def test_layers_with_further_arguments_run_their_own_code(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ministral 3 passes each layer a factor of its queries, which is 1 for short prompts."""
+    model, config = packed("ministral3", library, monkeypatch, num_hidden_layers=1)
+    found = kernel_choice.serve_natively(model, SETTINGS, config["vocab_size"], library)
+
+    assert found.path == "native"
+    assert not any("block" in vars(layer) for layer in model.layers)
+
+
 def test_weights_that_do_not_fit_are_refused(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
