@@ -27,9 +27,9 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def serve(driver: Driver, prompts: list[list[int]], **options: int) -> None:
+def serve(driver: Driver, prompts: list[list[int]], max_tokens: int = 4) -> None:
     for index, prompt in enumerate(prompts):
-        driver.submit(f"r{index}", prompt, max_tokens=4, ignore_eos=True, **options)
+        driver.submit(f"r{index}", prompt, max_tokens=max_tokens, ignore_eos=True)
     driver.run()
     driver.outcomes.clear()
 
@@ -41,11 +41,11 @@ def test_short_prompts_copy_no_pools_however_much_is_cached(copied: list[int]) -
     assert cached > 90
     short = [prompt_of(200, seed) for seed in range(8)]
     # After the first prompts, the grant has room for free pages besides the cached ones.
-    serve(driver, short)
-    serve(driver, short)
+    serve(driver, short, max_tokens=30)
+    serve(driver, short, max_tokens=30)
     copied.clear()
     known = set(driver.engine._runner._compiled._traces)
-    serve(driver, short)
+    serve(driver, short, max_tokens=30)
 
     assert copied == []
     assert set(driver.engine._runner._compiled._traces) - known == set()
