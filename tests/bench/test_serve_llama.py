@@ -7,7 +7,6 @@ import asyncio
 import io
 import json
 import math
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -116,7 +115,6 @@ def test_a_program_that_does_not_run(tmp_path: Path) -> None:
         settings.version(tmp_path / "x")
 
 
-@pytest.mark.skipif(shutil.which("sh") is None, reason="needs a shell")
 def test_the_build_script_asks_for_a_folder() -> None:
     script = ROOT / "bench" / "llama" / "build.sh"
     done = subprocess.run(["sh", script], capture_output=True, text=True, check=False)

@@ -321,4 +321,6 @@ def test_long_values_take_linear_time(form, streams) -> None:
         return time.process_time() - begin
 
     seconds(10)
-    assert seconds(24_000) < 9 * seconds(6_000)
+    # The fastest of three: garbage collections and other work make single runs longer.
+    short, long = (min(seconds(count) for _ in range(3)) for count in (6_000, 24_000))
+    assert long < 9 * short
