@@ -1,10 +1,10 @@
-"""Random and hostile grammars against a running daemon, beside an undisturbed stream.
+"""Random and hostile grammars against a running daemon, while another request streams.
 
     python -m tests.http.grammar_campaign 10000 [--seed 0] [--json FILE]
 
 Every request ends with a result or a typed error. The tokens of a stream that runs all the time
-equal those of a run alone. The report has the gaps between the stream's tokens, alone and beside
-the grammars, in milliseconds, and the worker's resident memory.
+equal those of a run alone. The report has the gaps between the stream's tokens, alone and during
+the campaign, in milliseconds, and the worker's resident memory.
 """
 
 from __future__ import annotations

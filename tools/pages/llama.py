@@ -1,4 +1,4 @@
-"""The table of kvd beside llama.cpp's server, from a result of `bench.serve --llama`."""
+"""The table that compares kvd with llama.cpp's server, from a result of `bench.serve --llama`."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class Store:
     ) -> None:
         """Store a background response; `update` is called after each of its events.
 
-        Raises `InvalidRequest` if it is too large, and `Overloaded` if it does not fit beside
-        those that run.
+        Raises `InvalidRequest` if it is too large, and `Overloaded` if those that run leave too
+        little memory.
         """
         stored = Stored(owner, previous, own_input, run.body, self._clock(), run)
         limit = self._max_bytes // RUNNING_PARTS
