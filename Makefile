@@ -1,7 +1,8 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
 # make test-NAME  one package's tests without the slow ones, such as `make test-cache`
-# make test-clients  install agents with npm and litellm, and run the tests with them
+# make clients  install the programs that tests marked `clients` run: agents, litellm
+# make test-clients  install them and run these tests alone
 # make check  lint, types, import contracts, structure and wording
 # make check-page  types of the web page's scripts; needs npm
 # make docs   write the generated parts of docs/
@@ -29,37 +30,34 @@ PROSE := kvd actors protocol tests bench tools deploy docs README.md CONTRIBUTIN
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
-# axe-core for the tests of the web page, which skip what needs it where npm is missing.
-AXE := axe-core@4.14.1
-
-.PHONY: run test test-clients axe check check-page docs bench format clean
+.PHONY: run test clients clients-if-possible test-clients check check-page docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
 
-test: check axe
+# The clients are installed beside the checks.
+test:
+	@$(MAKE) -j 2 check clients-if-possible
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
 test-%: $(VENV)/.dev
-	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not clients" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
 
-# Agents that the tests marked `clients` run. Other test runs skip those where they are missing.
-CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33
-# Python's are in a folder of their own. litellm imports mcp for requests with tools.
+# Agents for the tests marked `clients`, and axe-core for those of the web page.
+NODE_CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33 axe-core@4.14.1
+# litellm imports mcp for requests with tools.
 PYTHON_CLIENTS := litellm==1.106.2 mcp==2.3.0
+NPM_INSTALL := npm install --loglevel error --no-audit --no-fund --prefix $(VENV)/clients
 
-test-clients: $(VENV)/.dev
-	npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(CLIENTS)
-	@if command -v uv >/dev/null; \
-	then uv pip install --quiet --python $(BIN)/python --target $(VENV)/clients/python $(PYTHON_CLIENTS); \
-	else $(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/clients/python $(PYTHON_CLIENTS); fi
+clients: $(VENV)/clients/.node $(VENV)/clients/.python
+
+# Tests skip clients that are missing.
+clients-if-possible: | $(VENV)/.dev
+	@$(MAKE) --keep-going clients || echo "not all clients could be installed; going on without" >&2
+
+test-clients: clients $(VENV)/.dev
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m clients $(PYTEST_ARGS)
-
-# Only with Chromium, without which nothing needs it.
-axe: | $(VENV)/.dev
-	@if command -v npm >/dev/null && command -v chromium >/dev/null && ! [ -d $(VENV)/clients/node_modules/axe-core ]; \
-	then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(AXE) || echo "axe-core is not installed; going on without" >&2; fi
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -71,7 +69,7 @@ check: $(VENV)/.dev
 
 # The types of the page's scripts, from their comments.
 check-page:
-	npm install --silent --no-audit --no-fund --prefix $(VENV)/clients typescript@5.9.3
+	$(NPM_INSTALL) typescript@5.9.3
 	$(VENV)/clients/node_modules/.bin/tsc -p tests/page
 
 docs: $(VENV)/.dev
@@ -106,3 +104,19 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	else $(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' \
 	&& $(BIN)/python -m pip install --quiet -e . --group dev; fi
 	@touch $@ $(VENV)/.runtime
+
+# The stamps of the clients are older than the Makefile when their versions may have changed.
+$(VENV)/clients/.node: Makefile | $(BIN)/python
+	@command -v npm >/dev/null || { echo "npm is missing" >&2; exit 1; }
+	@echo "installing $(NODE_CLIENTS)" >&2
+	@$(NPM_INSTALL) --fetch-retries 1 --fetch-retry-mintimeout 1000 $(NODE_CLIENTS)
+	@touch $@
+
+# In a folder of their own, because of their dependencies. Not beside an installation into the
+# virtual environment, which may replace pip.
+$(VENV)/clients/.python: Makefile | $(VENV)/.dev
+	@echo "installing $(PYTHON_CLIENTS)" >&2
+	@if command -v uv >/dev/null; \
+	then uv pip install --quiet --python $(BIN)/python --target $(@D)/python $(PYTHON_CLIENTS); \
+	else $(BIN)/python -m pip install --quiet --retries 1 --upgrade --target $(@D)/python $(PYTHON_CLIENTS); fi
+	@touch $@

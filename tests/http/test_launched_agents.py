@@ -1,4 +1,4 @@
-"""Real agents that `kvctl launch` starts work on files; `make test-clients` installs them."""
+"""Real agents that `kvctl launch` starts work on files; `make clients` installs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.clients
 
 def needs(program: str) -> pytest.MarkDecorator:
     found = shutil.which(program, path=PATH)
-    return pytest.mark.skipif(found is None, reason=f"needs {program}: `make test-clients`")
+    return pytest.mark.skipif(found is None, reason=f"needs {program}: `make clients`")
 
 
 def launch(live: Live, root: Path, agent: str, *arguments: str) -> Path:

@@ -1,6 +1,6 @@
 """Codex CLI: a recorded request, and the program itself where npm has installed it.
 
-`make test-clients` installs it. `codex_turn.json` is the second request of a session of version
+`make clients` installs it. `codex_turn.json` is the second request of a session of version
 0.169.0, with other texts and fewer properties.
 """
 
@@ -32,7 +32,7 @@ PATCH = "*** Begin Patch\n*** Update File: hello.txt\n@@\n-Hello\n+Hello, world\
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 
-needs_codex = pytest.mark.skipif(CODEX is None, reason="needs codex: `make test-clients`")
+needs_codex = pytest.mark.skipif(CODEX is None, reason="needs codex: `make clients`")
 
 
 def test_a_recorded_turn_is_read_completely():
