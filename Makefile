@@ -30,6 +30,11 @@ PROSE := kvd actors protocol tests bench tools deploy docs README.md CONTRIBUTIN
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
+# The tests start hundreds of Python processes. Without bytecode files each of them compiles kvd again:
+# `kvctl --help` then takes 0.40 s of CPU time instead of 0.25, and collecting the tests 12.4 s
+# instead of 6.0. Images of containers often set this.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test clients clients-if-possible test-clients check check-page docs bench format clean
 
 run: $(VENV)/.runtime
@@ -38,6 +43,7 @@ run: $(VENV)/.runtime
 # The clients are installed beside the checks.
 test:
 	@$(MAKE) -j 2 check clients-if-possible
+	@$(BIN)/python -m compileall -q kvd actors protocol tests bench
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
