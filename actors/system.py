@@ -165,16 +165,16 @@ class System:
         self._estimate_model = estimate_model
         self._find_problems = find_problems
         self._statuses = StatusTable(dict(known or {}), find_model=find_model, may_load=may_load)
-        self._events = EventLog(notify, observe)
-        self._outcomes = CacheOutcomes(self._events)
-        self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
+        self.events = EventLog(notify, observe)
+        self._outcomes = CacheOutcomes(self.events)
+        self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self.events)
         self._router = RouterState(
             Admission(self._settings.max_queue, self._settings.max_queue_bytes),
             draw_seed,
             self._statuses,
             notify,
             saved_requests or SavedRequests(),
-            self._events,
+            self.events,
             observe,
             self._outcomes,
         )
@@ -182,7 +182,7 @@ class System:
         self._time_slices = TimeSlicesState()
         self.prefix_store = PrefixStoreState(
             notify,
-            self._events,
+            self.events,
             observe,
             segment_disk or NoDisk(),
             self._settings.segments_folder,
@@ -238,7 +238,7 @@ class System:
             router=router,
             registry=registry,
             governor=governor,
-            events=self._events,
+            events=self.events,
             outcomes=self._outcomes,
             tokenizing=TokenizeRequests(registry),
             explain=self._explainer(),
@@ -349,7 +349,7 @@ class System:
 
     def events_since(self, number: int) -> list[EventRecord]:
         """Return the records after this one that the event log still has."""
-        return self._events.since(number)
+        return self.events.since(number)
 
     def open_requests(self) -> list[RequestRecord]:
         now = asyncio.get_running_loop().time()

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -274,6 +275,7 @@ class Daemon:
             metrics=self._metrics.answer,
             answered=self._metrics.answered,
             ignored=self._metrics.ignored,
+            record=partial(self._system.events.record, "ignored_field", None),
             unread_limit=self._limits.slow_reader_bytes,
             starting=starting,
         )

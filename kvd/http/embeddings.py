@@ -34,10 +34,11 @@ MOST_BYTES = 32 * 1024 * 1024
 _json = msgspec.json.Encoder()
 
 
-class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``POST /v1/embeddings``."""
 
     MOST_VALUES: ClassVar[int] = 2 * MOST_TOKENS
+    REFUSES_TYPOS: ClassVar[bool] = True
 
     model: fields.Name
     input: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]

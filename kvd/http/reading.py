@@ -20,6 +20,7 @@ from kvd.http.requests import (
     ChatRequest,
     CompletionRequest,
 )
+from kvd.http.unknown_fields import Ignore, unknown_fields
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
 from protocol.types import Sampling
@@ -35,21 +36,26 @@ _LONGEST_NEUTRAL = 256
 """Limit for the JSON of an unsupported field, in bytes, above which it is not decoded."""
 
 
-def read(body: bytes | bytearray, kind: type[R]) -> R:
-    request = decode(body, kind)
+def read(body: bytes | bytearray, kind: type[R], ignore: Ignore | None = None) -> R:
+    """Return a checked request; raises `InvalidRequest`."""
+    request = decode(body, kind, ignore)
     _check(request)
     return request
 
 
-def decode(body: bytes | bytearray, kind: type[D]) -> D:
+def decode(body: bytes | bytearray, kind: type[D], ignore: Ignore | None = None) -> D:
     """Return a body as a struct; raises `InvalidRequest` with the field.
 
-    A struct with lists of tokens has the limit `MOST_VALUES` of its own.
+    ``ignore`` is called with the names of unknown fields, which are ignored unless the struct
+    forbids them. A struct with lists of tokens has the limit `MOST_VALUES` of its own.
     """
     check_size(body, getattr(kind, "MOST_VALUES", MOST_VALUES))
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the fields that it skips
+        unknown = unknown_fields(body, kind)
+        if unknown and ignore is not None:
+            ignore(unknown)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         field, text = describe_error(str(error), kind)

@@ -1,6 +1,7 @@
 """OpenAI's request types, plus kvd's own settings under the names that vLLM uses.
 
-Unknown fields are refused, as OpenAI does, because a silently ignored field is noticed too late.
+Unknown fields are ignored and counted, since routers and SDKs add some. Those that look like a typo
+are refused, because a setting without effect is noticed too late (`kvd.http.unknown_fields`).
 `UNSUPPORTED` fields are refused unless they have a neutral value.
 """
 
@@ -31,14 +32,16 @@ Tokens = Annotated[list[TokenId], Meta(max_length=MOST_TOKENS)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of a streamed answer."""
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a streamed answer. Unknown fields are ignored."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # ignored: kvd adds none
 
 
-class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    REFUSES_TYPOS: ClassVar[bool] = True
+
     model: fields.Name
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,7 +87,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     include_stop_str_in_output: Raw = ABSENT
 
 
-class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_Common, frozen=True, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -115,7 +118,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     web_search_options: Raw = ABSENT
 
 
-class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(_Common, frozen=True, kw_only=True):
     """The body of ``POST /v1/completions``."""
 
     MOST_VALUES: ClassVar[int] = 2 * MOST_TOKENS

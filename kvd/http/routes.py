@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from kvd.http.backend import Backend, Metrics
     from kvd.http.bodies import Bodies
     from kvd.http.delivery import Delivery
+    from kvd.http.unknown_fields import Ignore, UnknownFields
 
 _JSON = "application/json"
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS, TOKENIZE = "/v1/embeddings", "/v1/tokenize"
 OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/readyz", "/ready"}) | files.PATHS
 """Health checks and the page's files, which need no API key."""
 
@@ -47,6 +50,7 @@ class Routes:
     metrics: Metrics | None
     starting: Callable[[], bool]
     delivery: Delivery
+    unknown: UnknownFields
     started_at: int
     page: bool
     """Whether browsers get the page at ``/``."""
@@ -61,10 +65,10 @@ class Routes:
             web.get("/metrics", self.exposition),
             web.get("/v1/models", self.list_models),
             web.get(r"/v1/models/{id:.+}", self.show_model),
-            web.post("/v1/chat/completions", self.chat, expect_handler=expect_later),
-            web.post("/v1/completions", self.complete, expect_handler=expect_later),
-            web.post("/v1/embeddings", self.embed, expect_handler=expect_later),
-            web.post("/v1/tokenize", self.tokenize, expect_handler=expect_later),
+            web.post(CHATS, self.chat, expect_handler=expect_later),
+            web.post(COMPLETIONS, self.complete, expect_handler=expect_later),
+            web.post(EMBEDDINGS, self.embed, expect_handler=expect_later),
+            web.post(TOKENIZE, self.tokenize, expect_handler=expect_later),
             web.post("/tokenize", self.tokenize, expect_handler=expect_later),
         ]
 
@@ -108,19 +112,21 @@ class Routes:
         raise unknown_model(name, [model.name for model in status.models], status.unloaded)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatRequest, ChatFormat())
+        return await self._answer(request, CHATS, ChatRequest, ChatFormat())
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionRequest, TextFormat())
+        return await self._answer(request, COMPLETIONS, CompletionRequest, TextFormat())
 
     async def embed(self, request: web.Request) -> web.Response:
-        asked = reading.decode(await self.bodies.read(request), embeddings.EmbeddingRequest)
+        ignore = self.unknown.at(EMBEDDINGS)
+        asked = reading.decode(await self.bodies.read(request), embeddings.EmbeddingRequest, ignore)
         as_base64 = asked.encoding_format == "base64"
         vectors = await embeddings.embed(self.backend, asked.calls, as_base64=as_base64)
         return web.Response(body=embeddings.body(asked.model, vectors), content_type=_JSON)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        asked = reading.decode(await self.bodies.read(request), TokenizeRequest)
+        ignore = self.unknown.at(TOKENIZE)
+        asked = reading.decode(await self.bodies.read(request), TokenizeRequest, ignore)
         found = await self.backend.tokenize(asked.call)
         models_ = self.backend.status().models
         infos = [model.info for model in models_ if model.name == asked.model]
@@ -134,10 +140,11 @@ class Routes:
         )
 
     async def _answer(
-        self, request: web.Request, kind: type[reading.R], format_: Format
+        self, request: web.Request, path: str, kind: type[reading.R], format_: Format
     ) -> web.StreamResponse:
         # No variable keeps the body in memory while the answer runs.
-        head, wanted = _parsed(await self.bodies.read(request), kind, format_)
+        ignore = self.unknown.at(path)
+        head, wanted = _parsed(await self.bodies.read(request), kind, format_, ignore)
         now = asyncio.get_running_loop().time()
         if wanted.stream:
             streamed = StreamedAnswer(head, wanted, now)
@@ -145,8 +152,10 @@ class Routes:
         return await self.delivery.whole(request, wanted.calls, WholeAnswer(head, wanted, now))
 
 
-def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[Head, Wanted]:
-    request = reading.read(body, kind)
+def _parsed(
+    body: bytearray, kind: type[reading.R], format_: Format, ignore: Ignore
+) -> tuple[Head, Wanted]:
+    request = reading.read(body, kind, ignore)
     options = request.stream_options
     wanted = Wanted(
         calls=reading.calls(request),

@@ -29,6 +29,7 @@ from kvd.http.routes import OPEN_PATHS, Routes
 from kvd.http.stalled import aborted_if_stalled
 from kvd.http.ui.routes import UiRoutes
 from kvd.http.ui.stream import Streams
+from kvd.http.unknown_fields import UnknownFields
 from protocol.errors import InternalError, KvdError
 
 if TYPE_CHECKING:
@@ -73,10 +74,14 @@ class Server:
         metrics: Metrics | None = None,
         answered: Answered = lambda _path, _status: None,
         ignored: Ignored = lambda _path, _what, _count: None,
+        record: Callable[[str], None] = lambda _text: None,
         starting: Callable[[], bool] = lambda: False,
         uid_of: Callable[[socket.socket], int] = listen.peer_uid,
     ) -> None:
-        """``control``: for the web page; without it, or with ``ui = false``, there is no page."""
+        """``control``: for the web page; without it, or with ``ui = false``, there is no page.
+
+        ``record`` adds a text about an ignored field to the event log.
+        """
         self._settings = settings
         self._listeners = listeners
         self._guard = Guard(settings)
@@ -89,14 +94,15 @@ class Server:
         if control is not None and settings.ui:
             self.ui = UiRoutes(control, bodies, Streams(control, self._is_allowed))
         page = self.ui is not None
-        routes = Routes(backend, bodies, metrics, starting, delivery, started_at, page)
+        unknown = UnknownFields(ignored, record)
+        routes = Routes(backend, bodies, metrics, starting, delivery, unknown, started_at, page)
         app = web.Application(middlewares=[self._deliver, self._handle_errors, self._check_access])
         app.add_routes(routes.table())
-        responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored)
+        responses = ResponsesRoutes(bodies, delivery, Store(time.monotonic), ignored, unknown)
         app.add_routes(responses.table())
         fitting = Delivery(Fitting(backend), unread_limit)
-        app.add_routes(MessagesRoutes(backend, bodies, fitting, ignored).table())
-        app.add_routes(OllamaRoutes(backend, bodies, delivery, started_at).table())
+        app.add_routes(MessagesRoutes(backend, bodies, fitting, unknown).table())
+        app.add_routes(OllamaRoutes(backend, bodies, delivery, unknown, started_at).table())
         if self.ui is not None:
             app.add_routes(self.ui.table())
             app.on_shutdown.append(self.ui.streams.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -17,8 +17,10 @@ from protocol.messages import MAX_LISTED_TOKENS, Tokenize
 from protocol.tools import ChatOptions
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body: exactly one of ``prompt`` and ``messages``."""
+
+    REFUSES_TYPOS: ClassVar[bool] = True
 
     model: fields.Name
     prompt: str | None = None

@@ -43,8 +43,8 @@ ACTIONS = (
     "reclaimed", "replay", "requeue", "segment_damaged", "start_level",
 )  # fmt: skip
 GLOBAL_ACTIONS = (
-    "budget", "calm", "excess", "prefix_store_off", "prefix_store_on", "segment_damaged",
-    "tight", "violation",
+    "budget", "calm", "excess", "ignored_field", "prefix_store_off", "prefix_store_on",
+    "segment_damaged", "tight", "violation",
 )  # fmt: skip
 """Actions that do not concern a single model."""
 

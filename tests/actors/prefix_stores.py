@@ -51,7 +51,7 @@ async def write(it, name, segment, hits=0, space=SPACE):
 
 
 def damage_of(it):
-    return [one for one in it.system._events.records if one.kind == "segment_damaged"]
+    return [one for one in it.system.events.records if one.kind == "segment_damaged"]
 
 
 def known(process):

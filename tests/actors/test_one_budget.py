@@ -19,7 +19,7 @@ BIG = Script(weights=600)
 
 
 def recorded(w, kind: str) -> list[messages.EventRecord]:
-    return [it for it in w.system._events.records if it.kind == kind]
+    return [it for it in w.system.events.records if it.kind == kind]
 
 
 @simulated
@@ -261,7 +261,7 @@ async def test_a_disconnected_follower_is_removed():
         client.disconnect()
         await asyncio.sleep(0.1)
 
-        assert not w.system._events.followers
+        assert not w.system.events.followers
 
 
 @simulated

@@ -74,7 +74,7 @@ async def test_with_a_broken_disk_the_store_is_off_until_it_works_again(tmp_path
         assert problem.key == "prefix_store.limit"
         assert "Read-only file system" in problem.observed
         assert not await offer(it, "a", info(3))
-        off = [one for one in it.system._events.records if one.kind == "prefix_store_off"]
+        off = [one for one in it.system.events.records if one.kind == "prefix_store_off"]
         assert len(off) == 1
         client = it.client()
         await client.end(client.generate("a"))

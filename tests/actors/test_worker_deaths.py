@@ -158,7 +158,7 @@ async def test_a_poisonous_request_is_found_without_loss_for_others():
                 expected = [token(f"p{n}", 7 + n, place) for place in range(12)]
                 assert client.tokens(key) == expected
         assert w.state() == "ready"
-        records = w.system._events.since(0, "demo")
+        records = w.system.events.since(0, "demo")
         assert [one.kind for one in records].count("quarantine") == 2
         assert next(one for one in records if one.kind == "replay").numbers == {"requests": 16}
         assert (await client.end(client.generate(prompt="after"))).reason == "length"

@@ -76,7 +76,7 @@ async def test_a_malformed_call_is_in_the_event_log():
         process.report(RowNote(rid=rid, reason="invalid JSON"))
         done = await client.end(request)
         assert (done.reason, done.notes) == ("length", ["invalid JSON"])
-        records = w.system._events.since(0, "demo")
+        records = w.system.events.since(0, "demo")
         (record,) = [one for one in records if one.kind == "malformed_call"]
         assert (record.model, record.reason) == ("demo", f"request {rid}: invalid JSON")
 

@@ -78,7 +78,7 @@ def test_dimensions(ai: openai.OpenAI):
         ({"input": ["a"] * 2049}, "invalid_request", "input", "2049 texts; send at most 2048"),
         ({"input": [[300]]}, "invalid_request", "input", "outside the vocabulary"),
         ({"encoding_format": "int8"}, "invalid_request", "encoding_format", "float"),
-        ({"nonsense": 1}, "invalid_request", "nonsense", "nonsense"),
+        ({"dimension": 8}, "invalid_request", "dimension", "did you mean dimensions"),
         ({"input": "x" * 200_000}, "context_length_exceeded", None, "context"),
     ],
 )

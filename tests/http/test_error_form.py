@@ -125,12 +125,12 @@ async def test_two_headers_of_which_one_counts_are_refused(home: Home, name):
 @pytest.mark.parametrize(
     "body",
     [
-        CHAT | {"k" * 8_000_000: 1},
+        CHAT | {"k" * 8_000_000: 1, "stream": "x"},
         CHAT | {"k" * 100_000: 1, "stream": "x" * 100_000},
         CHAT | {"stream_options": {"k" * 100_000: 1}},
         CHAT | {"messages": [{"role": "x" * 100_000, "content": "a"}]},
         CHAT | {"model": "m" * 100_000},
-        CHAT | {"kv": "\x1b]0;x\x07" * 10_000},
+        CHAT | {"messages": [{"role": "\x1b]0;x\x07" * 10_000, "content": "a"}]},
     ],
 )
 async def test_an_error_repeats_only_the_ends_of_a_long_text(home: Home, body):

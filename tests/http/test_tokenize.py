@@ -51,7 +51,7 @@ def test_an_unloaded_model_is_loaded(live_alone: Live):
         ({"prompt": "Hi", "messages": HELLO}, 400, "exactly one of prompt and messages"),
         ({"prompt": "Hi", "model": "nope"}, 404, "no model"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content is missing"),
-        ({"prompt": "Hi", "nonsense": 1}, 400, "nonsense"),
+        ({"promt": "Hi"}, 400, "did you mean prompt?"),
     ],
 )
 def test_refused(client: httpx.Client, fields, status: int, message: str):

@@ -16,12 +16,12 @@ from kvd.http.messages_api.answers import Head, StreamedMessage, WholeMessage
 from kvd.http.messages_api.requests import MessagesRequest
 from kvd.http.reading import decode
 from kvd.http.request_keys import REQUEST_ID
-from kvd.http.unknown_fields import count_unknown
 
 if TYPE_CHECKING:
-    from kvd.http.backend import Backend, Ignored
+    from kvd.http.backend import Backend
     from kvd.http.bodies import Bodies
     from kvd.http.delivery import Delivery
+    from kvd.http.unknown_fields import UnknownFields
 
 PATH = "/v1/messages"
 COUNT_PATH = f"{PATH}/count_tokens"
@@ -34,7 +34,7 @@ class MessagesRoutes:
     backend: Backend
     bodies: Bodies
     delivery: Delivery
-    ignored: Ignored
+    unknown: UnknownFields
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -59,8 +59,4 @@ class MessagesRoutes:
         return web.Response(body=body, content_type="application/json")
 
     async def _read(self, request: web.Request, path: str) -> MessagesRequest:
-        body = await self.bodies.read(request)
-        decoded = decode(body, MessagesRequest)
-        if unknown := count_unknown(body, MessagesRequest, path):
-            self.ignored(path, "field", unknown)
-        return decoded
+        return decode(await self.bodies.read(request), MessagesRequest, self.unknown.at(path))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.http.backend import Backend
     from kvd.http.bodies import Bodies
     from kvd.http.delivery import Delivery
+    from kvd.http.unknown_fields import UnknownFields
     from protocol.embedding import Embed
 
 VERSION = "0.12.6"
@@ -52,6 +53,7 @@ class OllamaRoutes:
     backend: Backend
     bodies: Bodies
     delivery: Delivery
+    unknown: UnknownFields
     started_at: int
 
     def table(self) -> list[web.RouteDef]:
@@ -167,7 +169,8 @@ class OllamaRoutes:
         return await embeddings.embed(self.backend, calls, as_base64=False)
 
     async def _decode(self, request: web.Request, kind: type[reading.D]) -> reading.D:
-        return reading.decode(await self.bodies.read(request), kind)
+        ignore = self.unknown.at(request.path)
+        return reading.decode(await self.bodies.read(request), kind, ignore)
 
     def _known(self, name: str) -> str:
         return models.known_name(name, self.backend.status())

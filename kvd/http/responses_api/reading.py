@@ -15,7 +15,6 @@ from kvd.http.responses_api.objects import Response
 from kvd.http.responses_api.requests import ABSENT, REFUSED, ResponsesRequest
 from kvd.http.responses_api.tools import read_choice, read_tools
 from kvd.http.responses_api.wanted import Wanted
-from kvd.http.unknown_fields import count_unknown
 from protocol.chat_checks import check_chat, check_grammar
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.http.responses_api.store import Store
+    from kvd.http.unknown_fields import Ignore
 
 PATH = "/v1/responses"
 
@@ -35,9 +35,15 @@ _LOGPROBS = "message.output_text.logprobs"
 _SEED_MASK = 2**63 - 1
 
 
-def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: int) -> Wanted:
+def read(
+    body: bytes | bytearray,
+    store: Store,
+    owner: str | None,
+    created_at: int,
+    ignore: Ignore | None = None,
+) -> Wanted:
     """Read a request; raises `InvalidRequest`, also if the previous response is not stored."""
-    request = reading.decode(body, ResponsesRequest)
+    request = reading.decode(body, ResponsesRequest, ignore)
     _check(request)
     own = _own_items(request)
     conversation = _conversation(request, own, store, owner)
@@ -80,7 +86,6 @@ def read(body: bytes | bytearray, store: Store, owner: str | None, created_at: i
         stream=bool(request.stream),
         input=tuple(item.copy() for item in own) if request.store is not False else (),
         ignored={
-            "field": count_unknown(body, ResponsesRequest, PATH),
             "item": conversation.ignored_items,
             "reasoning": conversation.foreign_reasoning,
             "tool": tools.ignored,

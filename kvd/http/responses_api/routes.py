@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvd.http.delivery import Delivery
     from kvd.http.responses_api.store import Store, Stored
     from kvd.http.responses_api.wanted import Wanted
+    from kvd.http.unknown_fields import UnknownFields
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ResponsesRoutes:
     delivery: Delivery
     store: Store
     ignored: Ignored
+    unknown: UnknownFields
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -128,7 +130,7 @@ class ResponsesRoutes:
         return Refusal(404, message, INVALID, "not_found")
 
     def _read(self, body: bytearray, owner: str | None) -> Wanted:
-        return reading.read(body, self.store, owner, _now())
+        return reading.read(body, self.store, owner, _now(), self.unknown.at(reading.PATH))
 
     def _keep(self, wanted: Wanted, owner: str | None, body: bytes) -> None:
         response = wanted.response

@@ -30,4 +30,4 @@ class Wanted:
     input: tuple[Raw, ...]
     """The request's own items, for the store."""
     ignored: dict[str, int]
-    """Number of ignored fields, items, reasoning items and tools, by these names."""
+    """Number of ignored items, reasoning items and tools, by these names."""

@@ -37,7 +37,7 @@ needs_codex = pytest.mark.skipif(CODEX is None, reason="needs codex: `make clien
 
 def test_a_recorded_turn_is_read_completely():
     wanted = read(**TURN)
-    assert wanted.ignored == {"field": 0, "item": 0, "reasoning": 0, "tool": 1}, "web_search"
+    assert wanted.ignored == {"item": 0, "reasoning": 0, "tool": 1}, "web_search"
     assert wanted.call.messages == [
         ChatMessage(
             "system",

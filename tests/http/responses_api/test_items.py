@@ -127,20 +127,18 @@ def test_reasoning_without_an_answer_is_no_message():
     assert messages_of(input=[item, again]) == [ChatMessage("user", "Go on")]
 
 
-def test_items_and_fields_that_kvd_does_not_have_are_ignored_and_counted():
+def test_items_that_kvd_does_not_have_are_ignored_and_counted():
     wanted = read(
         input=[
             {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"q": 1}},
             {"type": "computer_call_output", "call_id": "x", "output": {"type": "screenshot"}},
             {"role": "user", "content": "Hi"},
         ],
-        moderation={"model": "x"},
-        new_setting=[1],
         client_metadata={"id": "1"},
         truncation="auto",
     )
     assert wanted.call.messages == [ChatMessage("user", "Hi")]
-    assert wanted.ignored == {"field": 2, "item": 2, "reasoning": 0, "tool": 0}
+    assert wanted.ignored == {"item": 2, "reasoning": 0, "tool": 0}
 
 
 @pytest.mark.parametrize(
