@@ -74,6 +74,7 @@ def test_the_workflow_installs_the_programs_that_tests_need():
     """Tests are skipped if a program is missing. The workflow installs all those programs."""
     packages = {
         "g++": "g++",
+        "nginx": "nginx",
         "plistutil": "libplist-utils",
         "prometheus": "prometheus",
         "promtool": "prometheus",
