@@ -120,10 +120,10 @@ def running(
         process.wait(DEADLINE_S)
 
 
-def chat(*turns: str, system: str = "", **fields: Any) -> dict[str, Any]:
+def chat(*texts: str, system: str = "", **fields: Any) -> dict[str, Any]:
     """Return the body of a chat: messages of the user and the assistant in turns."""
     roles = ("user", "assistant")
-    said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(turns)]
+    said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
     head = [{"role": "system", "content": system}] if system else []
     return {"model": "fast", "messages": head + said, "max_tokens": 8, "seed": 1} | fields
 

@@ -259,11 +259,11 @@ def test_a_whole_answer_survives_the_death_of_its_daemon(fleet: Fleet, client: h
 SYSTEM = "You are an agent. " * 60
 
 
-def converse(client: httpx.Client, salt: str, session: int, turns: int = 6) -> Hits:
-    """Hold a conversation whose turns repeat all that was said; return its cached tokens."""
+def converse(client: httpx.Client, salt: str, session: int, requests: int = 6) -> Hits:
+    """Send a conversation of several requests, each with the texts before it; return its hits."""
     said = [f"Task {session}: " + f"read file {session} and report. " * 12]
     found = Hits()
-    for _ in range(turns):
+    for _ in range(requests):
         body = chat(*said, system=SYSTEM, cache_salt=salt)
         answer = client.post(PATH, json=body)
         assert answer.status_code == 200, answer.text
