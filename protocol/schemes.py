@@ -99,6 +99,12 @@ class Scheme:
         keys, values = (self if k >= floor_k else floor), (self if v >= floor_v else floor)
         return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
 
+    def at_most(self, ceiling: Scheme) -> Scheme:
+        """Return this scheme, with the ceiling's keys or values where those take fewer bits."""
+        (k, v), (top_k, top_v) = self.costs, ceiling.costs
+        keys, values = (self if k <= top_k else ceiling), (self if v <= top_v else ceiling)
+        return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
+
 
 def groups_in(name: str) -> tuple[int, int] | None:
     """Return the group sizes of keys and values in a scheme's name; None if it names none."""

@@ -188,6 +188,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """All layers, by kind."""
     kv_schemes: list[str] = []
     """KV schemes by precision level; empty: unknown, or the model is served dense."""
+    kv_mixes: dict[str, list[str]] = {}
+    """Schemes by layer of the precision levels whose bits differ between layers, by level."""
     kv_calibrated: str | None = None
     """Lowest scheme that a calibration allows; absent: no calibration was found."""
     page_bytes: int

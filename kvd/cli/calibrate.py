@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from kvd.cli.common import CommonOptions, common_options, model_source, option, standard_panels
 from kvd.cli.console import print_message, stdout_console
+from kvd.cli.mixes import layer_schemes
 from kvd.cli.options import LEVELS, Tokens, kv_options
 from kvd.cli.ranges import Number
 from kvd.cli.tables import headed
@@ -80,7 +81,7 @@ def calibrate(
 
 def table(result: dict[str, Any]) -> Table:
     numbers = (Column(name, justify="right") for name in ("KL", "TOP-1", "PERPLEXITY"))
-    levels = headed(Column("LEVEL"), *numbers, Column("QUALITY"))
+    levels = headed(Column("LEVEL"), *numbers, Column("QUALITY"), Column("BITS BY LAYER"))
     for level in result["levels"]:
         levels.add_row(
             level["scheme"],
@@ -88,6 +89,7 @@ def table(result: dict[str, Any]) -> Table:
             _number(level["top1"], ".2%"),
             _number(level["perplexity_change"], "+.2%"),
             "allowed" if level["allowed"] else "too low",
+            _bits(level),
         )
     return levels
 
@@ -99,6 +101,13 @@ def verdict(result: dict[str, Any]) -> str:
         top = result["levels"][0]["scheme"]
         return f"even {top} misses the limits ({limits}), so pages are not quantized ({lowest})"
     return f"rows may step down as far as [bold]{lowest}[/] ({limits})"
+
+
+def _bits(level: dict[str, Any]) -> str:
+    """Describe a level's mix, with what its scheme costs in all layers."""
+    if not level["mix"]:
+        return "the same in all"
+    return f"{layer_schemes(level['mix'])} ({_number(level['uniform_kl'], '.2g')} without)"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import status_page
+from kvd.cli.mixes import layer_schemes
 from kvd.cli.tables import fixed_column, headed, named_values, text_column
 from kvd.host.units import format_bytes
 from protocol.embedding import EmbeddingInfo
@@ -101,6 +102,9 @@ def _pairs(lines: list[tuple[str, str]]) -> Table:
 def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
     top, *lower = (info.kv_schemes if info else []) or [kv.name, *(step.name for step in kv.steps)]
     parts = [f"{top}, may step down to {', '.join(lower)}" if lower else f"{top}, never steps down"]
+    if info:
+        mixes = info.kv_mixes.items()
+        parts += [f"{scheme} as {layer_schemes(mix)} by layer" for scheme, mix in mixes]
     if info and info.kv_calibrated:
         parts.append(f"quality floor {info.kv_calibrated}")
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))

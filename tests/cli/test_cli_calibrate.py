@@ -28,7 +28,8 @@ level = {"kl": 0.00002, "top1": 1.0, "perplexity_change": -0.0003, "allowed": Tr
 bad = {"kl": None, "top1": 0.5, "perplexity_change": None, "allowed": False}
 lowest = os.environ.get("STUB", "k8v8")
 first = level if lowest == "k8v8" else bad
-levels = [{"scheme": "k8v8"} | first, {"scheme": "k4v4"} | bad]
+mix = {"mix": ["k4v3", "k4v3", "k6v5"], "uniform_kl": 0.001}
+levels = [{"scheme": "k8v8", "mix": []} | first, {"scheme": "k4v4"} | mix | bad]
 print(json.dumps({
     "lowest": lowest, "levels": levels, "max_kl": 0.02, "min_top1": 0.95, "file": "/h/[1].json",
     "arguments": arguments,
@@ -59,9 +60,23 @@ def test_the_result_is_a_table_and_a_sentence(kvctl):
     code, out, err = kvctl("calibrate", "demo")
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
-        ["LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY"],
-        ["k8v8", "2e-05", "100.00%", "-0.03%", "allowed"],
-        ["k4v4", "not", "finite", "50.00%", "not", "finite", "too", "low"],
+        ["LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY", "BITS", "BY", "LAYER"],
+        ["k8v8", "2e-05", "100.00%", "-0.03%", "allowed", "the", "same", "in", "all"],
+        [
+            "k4v4",
+            "not",
+            "finite",
+            "50.00%",
+            "not",
+            "finite",
+            "too",
+            "low",
+            "2",
+            "k4v3,",
+            "k6v5",
+            "(0.001",
+            "without)",
+        ],
     ]
     assert "outside a running daemon's budget" in err
     assert "rows may step down as far as k8v8 (KL up to 0.02, top-1 from 0.95)" in err

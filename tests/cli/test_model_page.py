@@ -119,6 +119,13 @@ def test_a_calibrated_model_shows_its_remaining_levels_and_quality_floor():
     assert "k8v8, may step down to k8v4; quality floor k8v4" in text
 
 
+def test_a_model_with_bits_by_layer_shows_them():
+    mix = ["k4v3", "k8v4", "k4v3"]
+    info = msgspec.structs.replace(INFO, kv_schemes=["k8v8", "k4v4"], kv_mixes={"k4v4": mix})
+    text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
+    assert "may step down to k4v4; k4v4 as 2 k4v3, k8v4 by layer" in text
+
+
 def test_the_page_size_is_shown_if_the_model_has_pages():
     bounded = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, page_bytes=0))
     assert "values per token; a page of 64 tokens: 102 KiB" in shown(MODEL, 80)

@@ -75,13 +75,13 @@ class ModelCache:
     def _new_store(self, kind: Kind, scratch: Scratch) -> KVStore:
         settings = self.settings
         parts = [(entry, part) for entry, part in self.layout.attention() if part.kind == kind]
-        floors = settings.floors(len(self.layout.entries))
+        schemes = settings.layer_schemes(len(self.layout.entries))
         store = KVStore(
             [part.geometry for _, part in parts],
             settings.store_schemes,
             self.layout.dtype,
             kind=settings.kind(kind),
-            floors=[floors[entry] for entry, _ in parts],
+            layer_schemes=[schemes[entry] for entry, _ in parts],
             quantized_start=settings.quantized_start,
             scratch=scratch,
         )

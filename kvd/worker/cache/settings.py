@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.scheme import Scheme
@@ -19,6 +20,8 @@ class CacheSettings:
 
     schemes: tuple[Scheme, ...] = (Scheme(),)
     """One per precision level. Quantized rows start with the first."""
+    mixes: tuple[tuple[Scheme, ...] | None, ...] = ()
+    """Schemes by layer for each of ``schemes``; None, or no item: all layers have that scheme."""
     floors: Callable[[int], Sequence[Scheme | None]] = no_floors
     """Returns one scheme, or None, for each of a given number of layers. On no level does the layer
     get fewer bits than that."""
@@ -35,6 +38,27 @@ class CacheSettings:
     def store_schemes(self) -> tuple[Scheme, ...]:
         """Schemes of the stores' levels: with `quantized_start`, a dense level comes first."""
         return ((Scheme(16, 16),) if self.quantized_start else ()) + self.schemes
+
+    def layer_schemes(self, layers: int) -> list[list[Scheme]]:
+        """Return the schemes of each layer by the stores' level.
+
+        Raises ``ValueError`` if a mix is for another number of layers.
+        """
+        dense_levels = len(self.store_schemes) - len(self.schemes)
+        mixes = chain([None] * dense_levels, self.mixes, repeat(None))
+        floors = self.floors(layers)
+        found: list[list[Scheme]] = [[] for _ in range(layers)]
+        for scheme, mix in zip(self.store_schemes, mixes, strict=False):
+            schemes = (scheme,) * layers if mix is None else mix
+            for levels, own, floor in zip(found, schemes, floors, strict=True):
+                levels.append(own if floor is None else own.at_least(floor))
+        return found
+
+    def only(self, level: int) -> CacheSettings:
+        """Return these settings with only this precision level."""
+        return replace(
+            self, schemes=self.schemes[level : level + 1], mixes=self.mixes[level : level + 1]
+        )
 
     @property
     def prefill_scratch(self) -> int:

@@ -47,9 +47,9 @@ from kvd.worker.cache.tails import TailSlots
 class KVStore:
     """Keys and values of every row, for the layers of one attention kind.
 
-    ``schemes`` has one KV scheme per precision level; new rows start on level 0. ``floors`` has one
-    scheme per layer, or None: on no level does the layer get fewer bits than that. ``dtype`` is
-    that of the activations. With ``quantized_start``, level 0 is for rows with fewer tokens; a row
+    ``schemes`` has one KV scheme per precision level; new rows start on level 0. ``layer_schemes``
+    has the schemes of each layer by level; None: those of ``schemes``. ``dtype`` is that of the
+    activations. With ``quantized_start``, level 0 is for rows with fewer tokens; a row
     leaves it before its first step at that length. ``scratch`` limits the dense copies of a step.
     """
 
@@ -60,7 +60,7 @@ class KVStore:
         dtype: mx.Dtype,
         *,
         kind: Kind = FULL,
-        floors: Sequence[Scheme | None] | None = None,
+        layer_schemes: Sequence[list[Scheme]] | None = None,
         quantized_start: int = 0,
         scratch: Scratch | None = None,
     ) -> None:
@@ -72,13 +72,9 @@ class KVStore:
         self.page_product = page_product
         """The probe replaces it on devices without gathered products."""
         self.backend: Backend | None = None
+        by_layer = layer_schemes or [list(self.schemes)] * len(layers)
         self.layers = [
-            LayerStore(
-                geometry,
-                [scheme if floor is None else scheme.at_least(floor) for scheme in self.schemes],
-                dtype,
-            )
-            for geometry, floor in zip(layers, floors or [None] * len(layers), strict=True)
+            LayerStore(geometry, own, dtype) for geometry, own in zip(layers, by_layer, strict=True)
         ]
         self.rows: list[Row] = []
         self.step: DecodeStep | PrefillStep | PrefillGroup | None = None

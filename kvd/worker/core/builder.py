@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -87,7 +88,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
     verdict = calibration.find(headers)
-    settings = loading.settings_of(command, verdict)
+    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
     served = loading.serve(loaded, settings, native.library, progress)
     served.runner.compile()
     served.runner.group()

@@ -29,15 +29,35 @@ DENSE = Scheme(16, 16)
 _log = logging.getLogger(__name__)
 
 
+class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """KL divergence in nats if only one layer is quantized, by bits: its keys, or its values."""
+
+    layer: int
+    keys: dict[int, float]
+    values: dict[int, float]
+
+
 class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """One level's numbers, as in `kvd.worker.tools.fidelity.Agreement`; null if not finite."""
+    """One level's numbers, as in `kvd.worker.tools.fidelity.Agreement`; null if not finite.
+
+    Raises ``ValueError`` if ``mix`` has a text that is no scheme.
+    """
 
     scheme: str
+    """The level's name. Its size is that of this scheme in all layers."""
+    mix: list[str] = []
+    """Schemes by layer that cost less quality at the same size; empty: ``scheme`` in all."""
+    uniform_kl: float | None = None
+    """KL divergence with ``scheme`` in all layers; ``kl`` and the others are those of ``mix``."""
     allowed: bool
     kl: float | None
     top1: float | None
     perplexity_change: float | None
     positions: int
+
+    def __post_init__(self) -> None:
+        for name in self.mix:
+            Scheme.parse(name)
 
 
 class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +71,8 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     max_kl: float
     min_top1: float
     levels: list[MeasuredLevel]
+    losses: list[LayerLoss] = []
+    """What the mixes were chosen by."""
     prompts: int
     tokens: int
     date: str
@@ -68,10 +90,15 @@ def content_key(headers: Headers) -> str:
 
 def store(folder: Path, result: CalibrationResult) -> Path:
     """Write a result atomically, replacing an older one; return its file. Raises ``OSError``."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / f"{result.key}.json"
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
-    handle, name = tempfile.mkstemp(prefix=f".{result.key}", dir=folder)
+    replace_file(file, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    return file
+
+
+def replace_file(file: Path, text: bytes) -> None:
+    """Write a file of the folder atomically; create the folder. Raises ``OSError``."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{file.stem}", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(text)
@@ -82,7 +109,6 @@ def store(folder: Path, result: CalibrationResult) -> Path:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
-    return file
 
 
 def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | None:
@@ -118,3 +144,27 @@ def apply_floor(schemes: Sequence[Scheme], result: CalibrationResult | None) -> 
         return list(schemes)
     lowest = Scheme.parse(result.lowest)
     return list(dict.fromkeys(scheme.at_least(lowest) for scheme in schemes))
+
+
+def mixes_of(
+    schemes: Sequence[Scheme], result: CalibrationResult | None, layers: int
+) -> tuple[tuple[Scheme, ...] | None, ...]:
+    """Return the result's schemes by layer for each precision level; None: one scheme in all.
+
+    A layer never gets more bits than on the level above, whose mix may come from another list of
+    levels. Mixes for another number of layers are ignored and logged: the caches of this version of
+    the model's code differ.
+    """
+    named = {} if result is None else {one.scheme: one.mix for one in result.levels if one.mix}
+    if any(len(mix) != layers for mix in named.values()):
+        _log.warning("ignoring the calibration's bits by layer: the model has %s layers", layers)
+        named = {}
+    found: list[tuple[Scheme, ...]] = []
+    for scheme in schemes:
+        own = tuple(map(Scheme.parse, named.get(scheme.name, [scheme.name] * layers)))
+        if found:
+            own = tuple(one.at_most(top) for one, top in zip(own, found[-1], strict=True))
+        found.append(own)
+    return tuple(
+        None if set(mix) <= {scheme} else mix for scheme, mix in zip(schemes, found, strict=True)
+    )

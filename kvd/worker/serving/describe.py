@@ -98,6 +98,15 @@ def schemes(cache: ModelCache | MlxLmCache) -> list[str]:
     return [scheme.name for scheme in cache.settings.schemes]
 
 
+def mixes(cache: ModelCache | MlxLmCache) -> dict[str, list[str]]:
+    """Return the schemes by layer of the precision levels that mix several."""
+    if not isinstance(cache, ModelCache) or not cache.stores:
+        return {}
+    settings = cache.settings
+    pairs = zip(settings.schemes, settings.mixes, strict=False)
+    return {scheme.name: [one.name for one in mix] for scheme, mix in pairs if mix}
+
+
 def layout(cache: ModelCache | MlxLmCache) -> str:
     stores = cache.stores if isinstance(cache, ModelCache) else []
     per_token = {

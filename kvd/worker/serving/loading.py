@@ -39,12 +39,17 @@ _log = logging.getLogger("kvd.worker")
 
 
 def settings_of(
-    command: LoadModel, calibrated: calibration.CalibrationResult | None
+    command: LoadModel, calibrated: calibration.CalibrationResult | None, layers: int
 ) -> CacheSettings:
-    """Return the settings of the model's cache; a calibration may raise precision levels."""
+    """Return the settings of the model's cache, which has so many ``layers``.
+
+    A calibration may raise precision levels, and mix their bits by layer.
+    """
     kv = command.kv
+    schemes = calibration.apply_floor(schemes_of(kv), calibrated)
     return CacheSettings(
-        schemes=tuple(calibration.apply_floor(schemes_of(kv), calibrated)),
+        schemes=tuple(schemes),
+        mixes=calibration.mixes_of(schemes, calibrated, layers),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -111,6 +116,7 @@ def info_of(
         fused=served.fused,
         kv=parts,
         kv_schemes=describe.schemes(cache),
+        kv_mixes=describe.mixes(cache),
         kv_calibrated=None if calibrated is None else calibrated.lowest,
         has_chat_template=has_chat_template,
         chat=chat,

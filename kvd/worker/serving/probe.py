@@ -234,7 +234,12 @@ def _try_way(
 
     # Without `max_size`, which mlx-lm's caches do not have.
     dense = replace(
-        settings, schemes=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
+        settings,
+        schemes=(Scheme(16, 16),),
+        mixes=(),
+        floors=no_floors,
+        quantized_start=0,
+        max_size=None,
     )
     lengths = selfcheck.lengths_for(layout.kinds)
     selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
@@ -297,11 +302,10 @@ def _check_kernels(
     These are rows without a page, each level alone, and rows with pages on several levels.
     """
     settings = checks[0][0]
-    seen = {limits.schemes for limits, _ in checks}
+    seen = {(limits.schemes, limits.mixes) for limits, _ in checks}
+    others = (settings.only(level) for level in range(1, len(settings.schemes)))
     lower = [
-        (replace(settings, schemes=(scheme,)), selfcheck.SHORT_LENGTHS)
-        for scheme in settings.schemes[1:]
-        if (scheme,) not in seen
+        (one, selfcheck.SHORT_LENGTHS) for one in others if (one.schemes, one.mixes) not in seen
     ]
     errors = [
         _error(runner(limits), product, kernels, vocab_size, lengths)
@@ -362,26 +366,27 @@ def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
     Searches from the lowest level up, because levels between two others often have no packing of
     their own.
     """
-    top, *rest = cache.settings.schemes
-    seen = _packings(cache, top)
+    settings = cache.settings
+    seen = _packings(cache, 0)
     found = []
-    for scheme in reversed(rest):
-        packings = _packings(cache, scheme)
+    for level in reversed(range(1, cache.levels)):
+        packings = _packings(cache, level)
         if not packings <= seen:
             seen |= packings
-            found.append(replace(cache.settings, schemes=(scheme,), quantized_start=0))
+            found.append(replace(settings.only(level), quantized_start=0))
     return found
 
 
-def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing]]:
-    """Return the products that a scheme needs, as (is of keys, head size, packing)."""
-    floors = cache.settings.floors(len(cache.layout.entries))
+def _packings(cache: ModelCache, level: int) -> set[tuple[bool, int, Packing]]:
+    """Return the products of a precision level, as (is of keys, head size, packing)."""
+    settings = cache.settings
+    schemes = settings.layer_schemes(len(cache.layout.entries))
+    place = settings.store_level(level) if level else len(settings.store_schemes) - cache.levels
     found: set[tuple[bool, int, Packing]] = set()
     for entry, part in cache.layout.attention():
-        floor, geometry = floors[entry], part.geometry
-        effective = scheme if floor is None else scheme.at_least(floor)
-        found.add((True, geometry.k_dim, geometry.keys(effective)))
-        found.add((False, geometry.v_dim, geometry.values(effective)))
+        scheme, geometry = schemes[entry][place], part.geometry
+        found.add((True, geometry.k_dim, geometry.keys(scheme)))
+        found.add((False, geometry.v_dim, geometry.values(scheme)))
     return {one for one in found if one[2].bits < 16}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,11 +22,15 @@ import kvd
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files, seam
-from kvd.worker.serving.calibration import DENSE, CalibrationResult, MeasuredLevel
-from kvd.worker.tools import fidelity
-from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
+from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
+from kvd.worker.tools import fidelity, sensitivity
+from kvd.worker.tools.fidelity import Agreement, Floor, TooShortError
 from kvd.worker.tools.output import Report, print_result, progress
+from kvd.worker.tools.partial_losses import PartialLosses
 from protocol.errors import ConfigError, InvalidRequest
+
+LAYER_PROMPTS = 2
+"""Number of texts on which single layers are measured, at most."""
 
 
 def calibrate(
@@ -36,13 +41,15 @@ def calibrate(
     *,
     count: int = 4,
     tokens: int = 1024,
+    partial: PartialLosses | None = None,
 ) -> CalibrationResult:
-    """Load a model, measure one precision level per scheme, and return the result.
+    """Load a model, choose bits by layer for each precision level, measure them; return the result.
 
-    ``schemes``: from the top level down. Measures with ``count`` prompts of about ``tokens`` tokens
-    each, cut to the model's context. Raises the `KvdError` of a model that cannot be loaded,
-    `UnsupportedModel` for one that has no quantized keys and values, and `InvalidRequest` for
-    prompts that are too short.
+    ``schemes``: from the top level down. A level keeps its scheme in all layers where a mix of the
+    same size is no better. Measures with ``count`` prompts of about ``tokens`` tokens each, cut to
+    the model's context. ``partial``: measured layers of an interrupted run, and where to store
+    them. Raises the `KvdError` of a model that cannot be loaded, `UnsupportedModel` for one that
+    has no quantized keys and values, and `InvalidRequest` for prompts that are too short.
     """
     seam.install()
     report("weights")
@@ -54,36 +61,93 @@ def calibrate(
     except ValueError as error:  # too few tokens for the prompt's facts
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     prompts = [prompt[:context] for prompt in prompts]
+    key = calibration.content_key(headers)
     try:
-        measured = fidelity.measure(loaded.model, _counted(prompts, report), schemes)
+        losses, levels = _measured(loaded.model, key, schemes, prompts, partial, report)
     except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
-    lowest = fidelity.lowest_level(measured, floor)
+    lowest = fidelity.lowest_level([level.used for level in levels], floor)
     return CalibrationResult(
-        key=calibration.content_key(headers),
+        key=key,
         model=source,
         lowest=(DENSE if lowest is None else schemes[lowest]).name,
         max_kl=floor.max_kl,
         min_top1=floor.min_top1,
-        levels=[_level_result(level, floor) for level in measured],
+        levels=[_level_result(level, floor) for level in levels],
+        losses=losses,
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=mx.default_device().type.name,
-        versions={"kvd": kvd.__version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")},
+        versions=_versions(),
     )
+
+
+def _versions() -> dict[str, str]:
+    return {"kvd": kvd.__version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")}
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A precision level: its scheme in all layers, and a mix of the same size if there is one."""
+
+    scheme: Scheme
+    uniform: Agreement
+    mix: tuple[Scheme, ...] | None
+    mixed: Agreement
+
+    @property
+    def is_mix_better(self) -> bool:
+        return self.mix is not None and self.mixed.kl < self.uniform.kl
+
+    @property
+    def used(self) -> Agreement:
+        return self.mixed if self.is_mix_better else self.uniform
+
+
+def _measured(
+    model: Any,
+    key: str,
+    schemes: Sequence[Scheme],
+    prompts: list[list[int]],
+    partial: PartialLosses | None,
+    report: Report,
+) -> tuple[list[LayerLoss], list[_Level]]:
+    """Measure layer by layer, choose the mixes, and measure the levels with and without them."""
+    runner = fidelity.serve(model, schemes)
+    layout = runner.cache.layout
+    losses = {} if partial is None else partial.read(key, prompts)
+    layers = sensitivity.layers_of(layout)
+    for number, layer in enumerate(layers, 1):
+        report(f"layer {number} of {len(layers)}", 1 + len(layers) + len(prompts))
+        if layer not in losses:
+            losses[layer] = sensitivity.measure_layer(runner, layer, prompts[:LAYER_PROMPTS])
+            if partial is not None:
+                partial.write(key, prompts, losses)
+    found = [losses[layer] for layer in layers]
+    mixes = sensitivity.mix_bits(layout, found, schemes)
+    both = fidelity.serve(model, [*schemes, *schemes], [*(None for _ in schemes), *mixes])
+    agreements = fidelity.measure(both, _counted(prompts, report))
+    if partial is not None:
+        partial.drop(key)
+    half = len(schemes)
+    pairs = zip(schemes, agreements[:half], mixes, agreements[half:], strict=True)
+    return found, [_Level(*pair) for pair in pairs]
 
 
 def _counted(prompts: list[list[int]], report: Report) -> Iterator[list[int]]:
     for number, prompt in enumerate(prompts, 1):
-        report(f"prompt {number}, {len(prompt)} tokens")
+        report(f"text {number} of {len(prompts)}")
         yield prompt
 
 
-def _level_result(level: LevelAgreement, floor: Floor) -> MeasuredLevel:
-    found = level.agreement
+def _level_result(level: _Level, floor: Floor) -> MeasuredLevel:
+    found = level.used
+    mix = level.mix if level.is_mix_better and level.mix is not None else ()
     return MeasuredLevel(
         scheme=level.scheme.name,
+        mix=[scheme.name for scheme in mix],
+        uniform_kl=_finite(level.uniform.kl),
         allowed=floor.allows(found),
         kl=_finite(found.kl),
         top1=_finite(found.top1),
@@ -129,9 +193,16 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"schemes: {error}", field="schemes") from error
     count, tokens = arguments.prompts, arguments.tokens
-    report = progress(1 + count)
-    result = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
+    result = calibrate(
+        arguments.source,
+        schemes,
+        floor,
+        progress(1 + count),
+        count=count,
+        tokens=tokens,
+        partial=PartialLosses(folder),
+    )
     try:
         file = calibration.store(folder, result)
     except OSError as error:

@@ -22,7 +22,7 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served
-from kvd.worker.serving.runner import Row
+from kvd.worker.serving.runner import Row, Runner
 from protocol.errors import UnsupportedModel
 
 CHUNK = 256
@@ -51,14 +51,6 @@ class Agreement:
     @property
     def perplexity_change(self) -> float:
         return math.expm1(self.nll - self.dense_nll)
-
-
-@dataclass(frozen=True)
-class LevelAgreement:
-    """The agreement of one precision level."""
-
-    scheme: Scheme
-    agreement: Agreement
 
 
 @dataclass(frozen=True)
@@ -134,51 +126,63 @@ def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[l
     return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
 
 
-def measure(
+def serve(
     model: Any,
-    prompts: Iterable[Sequence[int]],
     schemes: Sequence[Scheme],
+    mixes: Sequence[tuple[Scheme, ...] | None] = (),
+    prefill_scratch: int = SCRATCH,
+) -> Runner:
+    """Serve a model by plain operations over kvd's pages, with one precision level per scheme.
+
+    ``mixes``: as in `CacheSettings`. The seam must be installed. Raises `UnsupportedModel` for a
+    model that has no quantized keys and values.
+    """
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    settings = CacheSettings(tuple(schemes), tuple(mixes), scratch=prefill_scratch)
+    served = probe.serve(model, settings, vocab_size)
+    _check_quantized(served)
+    return served.runner
+
+
+def measure(
+    runner: Runner,
+    prompts: Iterable[Sequence[int]],
     *,
     chunk: int = CHUNK,
     decoded: int = DECODED,
-    prefill_scratch: int = SCRATCH,
-) -> list[LevelAgreement]:
-    """Run ``prompts`` over kvd's own pages on every level; return one measurement per level.
+) -> list[Agreement]:
+    """Run ``prompts`` on every precision level of a runner; return one measurement per level.
 
-    Holds one prompt at a time: a dense cache and one cache per level. The seam must be installed.
-    Raises `UnsupportedModel` for a model that has no quantized keys and values, and `TooShortError`
-    if no prompt fills a page, which takes ``2 * 64`` tokens.
+    Holds one prompt at a time: a dense cache and one row per level. ``decoded``: tokens at the end
+    of each prompt that are decoded; the others are prefilled in chunks of ``chunk``. Raises
+    `TooShortError` if no prompt fills a page, which takes ``2 * 64`` tokens.
     """
-    vocab_size = model(mx.array([[0]])).shape[-1]
-    levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in schemes]
+    levels = [_Level(runner, level) for level in range(runner.cache.levels)]
     for prompt in prompts:
-        _follow(model, list(prompt), levels, chunk, decoded)
-    return [LevelAgreement(one.scheme, one.tally.agreement()) for one in levels]
+        _follow(runner.model, list(prompt), levels, chunk, decoded)
+    return [level.tally.agreement() for level in levels]
 
 
-def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None:
+def lowest_level(measured: Sequence[Agreement], floor: Floor) -> int | None:
     """Return the lowest level such that it and all levels above it reach the floor.
 
     0 is the top level. None: not even the top level reaches it, so the model must be served dense.
     """
-    allowed = len(list(takewhile(floor.allows, (level.agreement for level in measured))))
+    allowed = len(list(takewhile(floor.allows, measured)))
     return allowed - 1 if allowed else None
 
 
 class _Level:
-    """A level under measurement: its own store, and one row at a time."""
+    """A level under measurement, with one row at a time."""
 
-    def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int, vocab_size: int) -> None:
-        self.scheme = scheme
+    def __init__(self, runner: Runner, level: int) -> None:
         self.tally = Tally()
-        settings = CacheSettings(schemes=(scheme,), scratch=prefill_scratch)
-        served = probe.serve(model, settings, vocab_size)
-        _check_quantized(served)
-        self._runner = served.runner
+        self._runner = runner
+        self._level = level
         self._row: Row | None = None
 
     def start(self) -> None:
-        self._row = self._runner.cache.new_row()
+        self._row = self._runner.cache.new_row(self._level)
 
     def end(self) -> None:
         if self._row is not None:
@@ -229,6 +233,8 @@ def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, dec
                 logits = level.prefill(inputs[start:stop])
                 if full_pages(start):
                     level.tally.add(dense, logits, targets[start:stop])
+        if not decoded:
+            return
         dense = _dense(model, inputs[prefilled:], truth)
         exact = max(0, 2 * PAGE_TOKENS - 1 - prefilled)  # steps that attend to no page yet
         for level in levels:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from protocol.errors import KvdError
 
-Report = Callable[[str], None]
+
+class Report(Protocol):
+    """Announces the next step of a measurement."""
+
+    def __call__(self, text: str, total: int | None = None, /) -> None:
+        """Announce a step; ``total``: number of all steps, if it has become known."""
 
 
 def progress(total: int) -> Report:
     """Return a function that numbers its messages, up to ``total``, and prints them."""
-    numbers = count(1)
+    done = 0
 
-    def report(text: str) -> None:
-        sys.stderr.write(f"{next(numbers)}/{total} {text}\n")
+    def report(text: str, changed: int | None = None, /) -> None:
+        nonlocal done, total
+        done += 1
+        total = max(done, changed or total)
+        sys.stderr.write(f"{done}/{total} {text}\n")
         sys.stderr.flush()
 
     return report

@@ -90,7 +90,7 @@ class Bench:
         scheme: Scheme | list[Scheme] | None = None,
         layers: int = 2,
         seed: int = 0,
-        floors: list[Scheme | None] | None = None,
+        layer_schemes: list[list[Scheme]] | None = None,
         kind: Kind = FULL,
         quantized_start: int = 0,
     ) -> None:
@@ -100,7 +100,7 @@ class Bench:
             [geometry] * layers,
             scheme or Scheme(8, 8),
             mx.float32,
-            floors=floors,
+            layer_schemes=layer_schemes,
             kind=kind,
             quantized_start=quantized_start,
         )

@@ -90,7 +90,7 @@ def test_attention_over_pages_of_several_levels() -> None:
 
 
 def test_a_layer_does_not_go_below_its_floor() -> None:
-    bench = Bench(scheme=SCHEMES, layers=2, floors=[SCHEMES[0], None])
+    bench = Bench(scheme=SCHEMES, layers=2, layer_schemes=[[SCHEMES[0]] * len(SCHEMES), SCHEMES])
     row = bench.new(400)
     step_down(bench, [row], 2)
 
@@ -369,7 +369,11 @@ class StepDowns(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000), dim=st.sampled_from([64, 80]))
     def start(self, seed: int, dim: int) -> None:
         self.bench = Bench(
-            LayerGeometry(1, dim, dim), SCHEMES, layers=2, floors=[None, SCHEMES[1]], seed=seed
+            LayerGeometry(1, dim, dim),
+            SCHEMES,
+            layers=2,
+            layer_schemes=[SCHEMES, [SCHEMES[0], *[SCHEMES[1]] * (len(SCHEMES) - 1)]],
+            seed=seed,
         )
         self.forks = []
 

@@ -44,6 +44,13 @@ def delicate(layers: int) -> list[Scheme | None]:
     return [SCHEMES[1], *[None] * (layers - 1)]
 
 
+MIXES = (
+    None,
+    tuple(map(Scheme.parse, ("k8v4", "k6v3", "k5v4", "k8v2", "k3v6"))),
+    tuple(map(Scheme.parse, ("k3v3", "k2v3", "k5v3", "k4v2", "k3v2"))),
+)
+"""Schemes by layer of each precision level, none above those of the level before it."""
+
 WORLDS = {
     "pages of every kind": World(
         (
@@ -53,7 +60,7 @@ WORLDS = {
             (attention(SINKS, 1, 8, 8),),
             (attention(CHUNKS, 1, 12, 8),),
         ),
-        CacheSettings(schemes=SCHEMES, floors=delicate),
+        CacheSettings(schemes=SCHEMES, mixes=MIXES, floors=delicate),
     ),
     "rectangles of every kind": World(
         (

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from kvd import demo
 from kvd.worker.core import reclaiming
+from kvd.worker.serving import calibration, model_files
 from protocol.errors import InsufficientMemory
 from protocol.kv import KVSpec
 from protocol.worker import Reclaim, StartLevel
@@ -17,9 +19,33 @@ from tests.worker.core.prompts import periodic_prompt
 pytestmark = pytest.mark.mlx
 
 
-@pytest.fixture(scope="module")
-def stepping() -> Driver:
-    return Driver("demo", kv=KVSpec())
+MIX = ["k4v3", "k4v3", "k4v3", "k4v3", "k8v4", "k5v4"]
+
+
+@pytest.fixture(scope="module", params=["one scheme in all layers", "bits by layer"])
+def stepping(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "bits by layer":
+            folder = tmp_path_factory.mktemp("calibration")
+            patch.setenv(calibration.FOLDER_VARIABLE, str(folder))
+            calibration.store(folder, mixed_result())
+        driver = Driver("demo", kv=KVSpec())
+        assert driver.info is not None
+        assert bool(driver.info.kv_mixes) == (request.param == "bits by layer")
+        yield driver
+
+
+def mixed_result() -> calibration.CalibrationResult:
+    level = calibration.MeasuredLevel(
+        scheme="k4v4", mix=MIX, allowed=True, kl=0.0, top1=1.0, perplexity_change=0.0, positions=1
+    )
+    return calibration.CalibrationResult(
+        key=calibration.content_key(model_files.inspect(demo.path())), model="demo",
+        lowest="k4v4", max_kl=0.02, min_top1=0.95, levels=[level], prompts=1, tokens=400,
+        date="2025-01-01T00:00:00+00:00", device="cpu", versions={},
+    )  # fmt: skip
 
 
 def reclaim(driver: Driver, method: str, wanted: int, level: int = 0) -> None:

@@ -65,12 +65,15 @@ def first_layer_dense(layers: int) -> list[Scheme | None]:
     return [Scheme(16, 16), *[None] * (layers - 1)]
 
 
+first_layer_lower = (Scheme(8, 4), *[Scheme(8, 8)] * 5)
+
 CHANGES: dict[str, Callable[[Loaded], Loaded]] = {
     "weights": lambda it: (bytes(FINGERPRINT_BYTES), *it[1:]),
     "prefill chunk": lambda it: (*it[:3], restruct(it[3], prefill_chunk=it[3].prefill_chunk * 2)),
     "scheme": of_layout(lambda it: replace(it, schemes=(Scheme(8, 4), Scheme(4, 4)))),
     "group": of_layout(lambda it: replace(it, schemes=(Scheme(8, 8, 32, 32),))),
     "floor": of_layout(lambda it: replace(it, floors=first_layer_dense)),
+    "bits by layer": of_layout(lambda it: replace(it, mixes=(first_layer_lower,))),
     "dense start": of_layout(lambda it: replace(it, quantized_start=300)),
     "length of the dense start": of_layout(lambda it: replace(it, quantized_start=301)),
     "limit of tokens": of_layout(lambda it: replace(it, max_size=512)),

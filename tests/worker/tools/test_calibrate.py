@@ -15,9 +15,18 @@ from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files
-from kvd.worker.serving.calibration import CalibrationResult, apply_floor, content_key, find, store
-from kvd.worker.tools import calibrate, fidelity
+from kvd.worker.serving.calibration import (
+    CalibrationResult,
+    MeasuredLevel,
+    apply_floor,
+    content_key,
+    find,
+    mixes_of,
+    store,
+)
+from kvd.worker.tools import calibrate, fidelity, sensitivity
 from kvd.worker.tools.fidelity import Floor
+from kvd.worker.tools.partial_losses import PartialLosses
 from protocol.errors import InvalidRequest
 from protocol.kv import KVSpec
 from tests.worker import tiny_model
@@ -86,6 +95,42 @@ def test_a_load_applies_and_reports_the_result(tiny, folder):
     store(folder, result_with(tiny, "k16v16"))
     dense = Driver(str(tiny)).info
     assert (dense.kv_schemes, dense.kv_layout) == (["k16v16"], "not quantized")
+
+
+def with_mixes(result: CalibrationResult, mixes: dict[str, list[str]]) -> CalibrationResult:
+    numbers = {"allowed": True, "kl": 0.0, "top1": 1.0, "perplexity_change": 0.0, "positions": 1}
+    levels = [MeasuredLevel(scheme=name, mix=mix, **numbers) for name, mix in mixes.items()]
+    return msgspec.structs.replace(result, levels=levels)
+
+
+def test_bits_by_layer_never_exceed_those_of_the_level_above(tiny):
+    mixes = {"k8v4": ["k8v4", "k6v6"], "k4v4": ["k8v2", "k3v4"]}
+    result = with_mixes(result_with(tiny, "k4v4"), mixes)
+    mixed = {name: tuple(map(Scheme.parse, mix)) for name, mix in mixes.items()}
+    expected = (None, mixed["k8v4"], mixed["k4v4"])
+    assert mixes_of([K8V8, K8V4, K4V4], result, 2) == expected
+    # In another list of levels, the level above has fewer bits than the mix.
+    assert mixes_of([Scheme(6, 6), K4V4], result, 2) == (None, (Scheme(6, 2), Scheme(3, 4)))
+    assert mixes_of([K8V8, Scheme(6, 4)], result, 2) == (None, None)
+    assert mixes_of([K8V8, K8V4], None, 2) == (None, None)
+
+
+def test_bits_for_another_number_of_layers_are_ignored_and_logged(tiny, caplog):
+    result = with_mixes(result_with(tiny, "k4v4"), {"k4v4": ["k8v2", "k3v4"]})
+    with caplog.at_level(logging.WARNING):
+        assert mixes_of([K8V8, K4V4], result, 3) == (None, None)
+    assert "ignoring the calibration's bits by layer: the model has 3 layers" in caplog.text
+
+
+def test_a_load_applies_and_reports_bits_by_layer(tiny, folder):
+    mix = ["k8v3", "k4v5"]
+    store(folder, with_mixes(result_with(tiny, "k4v4"), {"k4v4": mix}))
+    driver = Driver(str(tiny))
+    assert driver.info.kv_schemes == ["k8v8", "k8v4", "k4v4"]
+    bounded = ["k8v3", "k4v4"]  # the level above has fewer bits for the second layer's values
+    assert driver.info.kv_mixes == {"k4v4": bounded}
+    pools = [layer.pools[-1] for layer in driver.engine._runner.cache.stores[0].layers]
+    assert [pool.scheme.name for pool in pools] == bounded
 
 
 # The model that a result belongs to.
@@ -174,14 +219,63 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
 
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
-    assert done.stderr.splitlines()[-1].startswith("2/2 prompt 1, ")
+    assert done.stderr.splitlines()[-1] == "8/8 text 1 of 1"
     assert [one["scheme"] for one in printed["levels"]] == schemes.split(",")
     assert printed["levels"][0]["allowed"]
     assert not printed["levels"][2]["allowed"]
     assert 0 < printed["levels"][0]["kl"] < printed["levels"][2]["kl"]
     assert printed["lowest"] in {"k8v8", "k4v4"}
+    # One layer is delicate: with more bits there and fewer elsewhere, the same size costs less.
+    assert printed["levels"][0]["mix"] == []
+    middle = printed["levels"][1]
+    assert middle["kl"] < middle["uniform_kl"] / 2
+    assert [loss["layer"] for loss in printed["losses"]] == [*range(6)]
+    assert not list(Home(tmp_path).calibration.glob("*.partial"))
     found = find(model_files.inspect(demo.path()), Home(tmp_path).calibration)
-    assert printed == msgspec.to_builtins(found) | {"file": printed["file"]}
+    assert printed == json.loads(msgspec.json.encode(found)) | {"file": printed["file"]}
+
+
+def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, tmp_path):
+    agreement = fidelity.Agreement(10, 0.001, 0.99, 1.0, 1.1)
+    monkeypatch.setattr(
+        calibrate.fidelity,
+        "measure",
+        lambda runner, prompts, **_: [agreement] * runner.cache.levels if list(prompts) else [],
+    )
+    measured: list[int] = []
+    measure_layer = sensitivity.measure_layer
+
+    def interrupted(runner, layer, prompts):
+        if layer == 4 and measured.count(3) == 1:
+            measured.append(-1)
+            raise KeyboardInterrupt
+        measured.append(layer)
+        return measure_layer(runner, layer, prompts)
+
+    monkeypatch.setattr(calibrate.sensitivity, "measure_layer", interrupted)
+
+    def run(tokens: int = 400) -> None:
+        partial = PartialLosses(tmp_path)
+        calibrate.calibrate(
+            "demo", [K8V8, K4V4], Floor(), lambda *_: None, count=1, tokens=tokens, partial=partial
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    (file,) = tmp_path.glob("*.partial")
+    assert file.stat().st_mode & 0o777 == 0o600
+    kept = file.read_bytes()
+    measured[:] = [3, 3]
+    run()
+    assert measured == [3, 3, 4, 5]
+    assert not file.exists()
+
+    # Other texts, or a damaged file, begin again.
+    file.write_bytes(kept)
+    run(tokens=420)
+    file.write_bytes(b"{")
+    run()
+    assert measured[4:] == [*range(6)] * 2
 
 
 def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch):
@@ -189,15 +283,14 @@ def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch):
     monkeypatch.setattr(
         calibrate.fidelity,
         "measure",
-        lambda _model, prompts, schemes: [
-            fidelity.LevelAgreement(scheme, agreement) for scheme in schemes if list(prompts)
-        ],
+        lambda runner, prompts, **_: [agreement] * runner.cache.levels if list(prompts) else [],
     )
     stages: list[str] = []
-    found = calibrate.calibrate("demo", [K8V8], Floor(), stages.append, count=1, tokens=400)
+    report = lambda text, _total=None, /: stages.append(text)  # noqa: E731
+    found = calibrate.calibrate("demo", [K8V8], Floor(), report, count=1, tokens=400)
     assert found.lowest == "k16v16"
     assert (found.levels[0].kl, found.levels[0].allowed) == (None, False)
-    assert len(stages) == 2
+    assert stages == ["weights", *(f"layer {n} of 6" for n in range(1, 7)), "text 1 of 1"]
 
 
 @pytest.mark.parametrize(("tokens", "why"), [(100, "facts take"), (430, "longer prompts")])
@@ -206,17 +299,17 @@ def test_texts_that_are_too_short_are_refused(monkeypatch, tokens, why):
     if tokens > 400:
         monkeypatch.setattr(calibrate.fidelity, "texts", lambda *_, **__: cut)
     with pytest.raises(InvalidRequest, match=f"^tokens: .*{why}") as caught:
-        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=tokens)
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda *_: None, count=1, tokens=tokens)
     assert caught.value.detail == {"field": "tokens"}
 
 
 def test_an_error_of_measuring_is_not_reported_as_short_prompts(monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise ValueError("shapes do not match")
 
     monkeypatch.setattr(calibrate.fidelity, "measure", broken)
     with pytest.raises(ValueError, match=r"^shapes do not match"):
-        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=400)
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda *_: None, count=1, tokens=400)
 
 
 @pytest.mark.parametrize(

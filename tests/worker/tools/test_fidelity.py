@@ -13,7 +13,6 @@ from kvd.worker.tools import fidelity
 from kvd.worker.tools.fidelity import (
     Agreement,
     Floor,
-    LevelAgreement,
     Tally,
     TooShortError,
     lowest_level,
@@ -26,11 +25,8 @@ pytestmark = pytest.mark.mlx
 SCHEMES = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4), Scheme(2, 2)]
 
 
-def levels(*kls: float, top1: float = 1.0) -> list[LevelAgreement]:
-    return [
-        LevelAgreement(scheme, Agreement(100, kl, top1, 2.0, 2.0 + kl))
-        for scheme, kl in zip(SCHEMES, kls, strict=False)
-    ]
+def levels(*kls: float, top1: float = 1.0) -> list[Agreement]:
+    return [Agreement(100, kl, top1, 2.0, 2.0 + kl) for kl in kls]
 
 
 def test_the_lowest_level_that_keeps_the_floor():
@@ -65,17 +61,16 @@ def test_each_level_is_worse_than_the_one_above():
     loaded = model_files.load(demo.path())
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=512)
 
-    measured = fidelity.measure(loaded.model, prompts, SCHEMES)
+    measured = fidelity.measure(fidelity.serve(loaded.model, SCHEMES), prompts)
 
-    assert [one.scheme for one in measured] == SCHEMES
-    kls = [one.agreement.kl for one in measured]
+    kls = [agreement.kl for agreement in measured]
     assert all(math.isfinite(kl) for kl in kls)
     assert 0 < kls[0] < kls[1] < kls[2] < kls[3]
     assert kls[0] < 1e-3
-    assert measured[0].agreement.top1 > measured[3].agreement.top1
+    assert measured[0].top1 > measured[3].top1
     assert lowest_level(measured, Floor(max_kl=(kls[1] + kls[2]) / 2, min_top1=0)) == 1
     # The first chunk of a prompt sees no quantized page; the rest counts once.
-    assert measured[0].agreement.positions == sum(len(p) - 1 - 256 for p in prompts)
+    assert measured[0].positions == sum(len(p) - 1 - 256 for p in prompts)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +79,11 @@ def test_each_level_is_worse_than_the_one_above():
 def test_a_model_without_quantized_keys_is_refused(name, why):
     model, _ = build(name)
     with pytest.raises(UnsupportedModel, match=f"{why}.*nothing to calibrate"):
-        fidelity.measure(model, [list(range(300))], SCHEMES[:1])
+        fidelity.serve(model, SCHEMES[:1])
 
 
 def test_short_prompts_are_refused():
     seam.install()
     loaded = model_files.load(demo.path())
     with pytest.raises(TooShortError, match="longer prompts"):
-        fidelity.measure(loaded.model, [list(range(300, 400))], SCHEMES[:1])
+        fidelity.measure(fidelity.serve(loaded.model, SCHEMES[:1]), [list(range(300, 400))])
