@@ -29,7 +29,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.kernel_files import cuda_kernel
+from kvd.worker.attention.kernels.kernel_files import CudaKernel
 
 MOST_ROWS = 32
 OUTPUTS = 16
@@ -288,8 +288,8 @@ def _run(
 
 @lru_cache
 def _kernel(variant: _Variant, _template: tuple[tuple[str, int], ...]) -> Any:
-    ptx = _PTX[variant.dtype]  # `cuda_kernel` must be called once per template
-    return cuda_kernel(
+    ptx = _PTX[variant.dtype]  # a `CudaKernel` is created once per template
+    return CudaKernel(
         name=variant.name,
         input_names=["x", "w", *variant.extra],
         output_names=[f"out{number}" for number in range(len(variant.sizes))],

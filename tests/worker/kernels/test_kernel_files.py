@@ -53,7 +53,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def make(source: str = BODY, header: str = HEADER) -> None:
-    kernel_files.cuda_kernel("k", ["x", "w", "long_w"], ["out"], source, header)
+    kernel_files.CudaKernel("k", ["x", "w", "long_w"], ["out"], source, header)
 
 
 def included(text: str) -> Path:
@@ -111,7 +111,7 @@ def test_another_process_has_the_same_files(tmp_path: Path) -> None:
         "import mlx.core as mx\n"
         "mx.fast.cuda_kernel = lambda **given: print(given)\n"
         "from kvd.worker.attention.kernels import kernel_files\n"
-        f"kernel_files.cuda_kernel('k', ['x'], ['out'], {BODY!r}, {HEADER!r})"
+        f"kernel_files.CudaKernel('k', ['x'], ['out'], {BODY!r}, {HEADER!r})"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     first, second = (

@@ -16,14 +16,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import platformdirs
+
+from kvd.worker.artifacts import modules
+from kvd.worker.artifacts.cuda_text import Argument, KernelText
+from kvd.worker.artifacts.entries import cache_folder, check_owner, write_private
 
 _PROPERTIES = ("shape", "strides", "ndim")
 """MLX passes these properties of an input if the kernel's text contains ``{input}_{property}``."""
@@ -31,29 +32,72 @@ _PROPERTIES = ("shape", "strides", "ndim")
 _log = logging.getLogger(__name__)
 
 
-def cuda_kernel(
-    name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str
-) -> Any:
-    """Return `mx.fast.cuda_kernel` of the same arguments, with the text in files if possible.
+class CudaKernel:
+    """A custom kernel for one template. Its first call provides its compiled module, if possible.
 
-    MLX reads the files when it compiles the kernel, once per template. Call this for each template,
-    so that the files are checked before.
+    MLX reads the files when it compiles the kernel. Create one for each template, so that the files
+    are checked before.
     """
-    try:
-        source, header = _included(source) + _named(source, input_names), _included(header)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        _log_once(str(error))
-    return mx.fast.cuda_kernel(
-        name=name,
-        input_names=list(input_names),
-        output_names=list(output_names),
-        source=source,
-        header=header,
-    )
+
+    def __init__(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> None:
+        self._name, self._names = name, (tuple(input_names), tuple(output_names))
+        self._source, self._header = source, header
+        self._provided = False
+        try:
+            source, header = _included(source) + _named(source, input_names), _included(header)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            _log_once(str(error))
+        self._mlx_source, self._mlx_header = source, header
+        self._launch: Any = mx.fast.cuda_kernel(
+            name=name,
+            input_names=list(input_names),
+            output_names=list(output_names),
+            source=source,
+            header=header,
+        )
+
+    def __call__(
+        self,
+        *,
+        inputs: list[mx.array],
+        template: list[tuple[str, Any]],
+        output_dtypes: list[mx.Dtype],
+        **launch: Any,
+    ) -> Any:
+        """Add the kernel to the graph, as the object that `mx.fast.cuda_kernel` returns does."""
+        if not self._provided:
+            self._provided = True
+            if (found := modules.current()) is not None:
+                found.provide(self.text(inputs, template, output_dtypes))
+        return self._launch(inputs=inputs, template=template, output_dtypes=output_dtypes, **launch)
+
+    def text(
+        self, inputs: list[mx.array], template: list[tuple[str, Any]], output_dtypes: list[mx.Dtype]
+    ) -> KernelText:
+        """Return the kernel's texts for a launch."""
+        names_in, names_out = self._names
+        given = zip(names_in, inputs, strict=True)
+        return KernelText(
+            name=self._name,
+            inputs=tuple(Argument(name, array.dtype, array.ndim == 0) for name, array in given),
+            outputs=tuple(map(Argument, names_out, output_dtypes)),
+            template=tuple(template),
+            source=self._source,
+            header=self._header,
+            mlx_source=self._mlx_source,
+            mlx_header=self._mlx_header,
+        )
 
 
 def folder() -> Path:
-    return platformdirs.user_cache_path("kvd").absolute() / "kernels"
+    return cache_folder("kernels")
 
 
 def _included(text: str) -> str:
@@ -62,40 +106,17 @@ def _included(text: str) -> str:
     if '"' in str(path) or not str(path).isprintable():
         raise OSError(f"{path} contains characters that an #include line cannot contain")
     if not _is_sound(path, text):
-        _write(path, text)
+        write_private(path, text.encode())
     return f'#include "{path}"\n'
 
 
 def _is_sound(path: Path, text: str) -> bool:
     try:
         for checked_path in (path.parent.parent, path.parent, path):
-            _check_owner(checked_path)
+            check_owner(checked_path)
         return path.read_bytes() == text.encode()
     except FileNotFoundError:
         return False
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, also if two processes write it at once."""
-    for checked_path in (path.parent.parent, path.parent):
-        # One by one: `mkdir` applies the mode to the last folder only.
-        checked_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(checked_path)
-    handle, new = tempfile.mkstemp(dir=path.parent)  # readable and writable by this user only
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-        Path(new).replace(path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
-
-
-def _check_owner(path: Path) -> None:
-    """Raise ``PermissionError`` for code that other users could have written."""
-    found = path.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{path} belongs to another user, or others can write to it")
 
 
 def _named(source: str, input_names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix, rotate
 from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
-from kvd.worker.attention.kernels.kernel_files import cuda_kernel
+from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 from kvd.worker.cache.backend import LevelPackings
@@ -261,10 +261,10 @@ def _kernel(
     output_names: tuple[str, ...],
     source: str,
     header: str,
-    _template: tuple[tuple[str, mx.Dtype], ...],  # `cuda_kernel` must be called once per template
+    _template: tuple[tuple[str, mx.Dtype], ...],  # a `CudaKernel` is created once per template
 ) -> Any:
     if language == "cuda":
-        return cuda_kernel(name, input_names, output_names, source, header)
+        return CudaKernel(name, input_names, output_names, source, header)
     return mx.fast.metal_kernel(
         name=name,
         input_names=list(input_names),

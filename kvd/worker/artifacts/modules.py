@@ -1,0 +1,225 @@
+"""Compiled CUDA kernels: made in threads, kept on disk, and placed where MLX looks for them.
+
+MLX compiles custom kernels one after another and keeps none of them. So kvd compiles its own, with
+a much shorter text (`kvd.worker.artifacts.cuda_text`), and stores the modules. The modules of MLX's
+own operations, which MLX does keep, are stored with them once the model is loaded.
+
+MLX trusts every file in its folder. So each process has a folder of its own, which it fills with
+verified entries, and other processes' half-written files are never read. A process holds a lock in
+its folder; folders without a holder are deleted by the next process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvd.worker.artifacts.cuda_text import KernelText
+from kvd.worker.artifacts.entries import Entries, cache_folder, digest_of, make_private
+from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
+
+FOLDER_VARIABLE = "MLX_PTX_CACHE_DIR"
+"""The environment variable in which MLX finds its folder. A user's own value turns this off."""
+MOST_BYTES = 256 * 1024 * 1024
+"""Limit of the stored modules; those of a model take about 5 MB."""
+MOST_THREADS = 16
+FIRST_CAPABILITY = 80
+"""Older devices cannot convert floats to bfloat16 in one instruction, as kvd's text does."""
+PROGRESS_S = 0.5
+"""Seconds between two reports of how many kernels are compiled."""
+_UNLOCKED_S = 3600.0
+"""Age in seconds after which a folder that is still being created counts as left behind."""
+
+_log = logging.getLogger("kvd.worker")
+
+Compile = Callable[[str], bytes]
+"""Returns the module of a text; raises `CompileError`."""
+
+
+class Modules:
+    """The modules of one process, for one device and one compiler."""
+
+    def __init__(self, compile_text: Compile, key: str, stored: Entries, folder: Path) -> None:
+        """``key``: what modules depend on besides their text. ``folder``: MLX's."""
+        self._compile = compile_text
+        self._key = key
+        self._stored = stored
+        self.folder = folder
+        self._known: set[str] = set()
+        """Modules that were requested, by MLX's names."""
+        self._restored: set[str] = set()
+        self._threads: ThreadPoolExecutor | None = None
+        self._waiting: list[Future[None]] = []
+        self.compiled = 0
+        """Modules that were compiled because the store did not have them."""
+
+    def provide(self, text: KernelText) -> None:
+        """Place a kernel's module where MLX looks for it; if that fails, MLX compiles the kernel.
+
+        MLX must not run the kernel before. Within `ahead`, the module is placed when that ends.
+        """
+        name = text.module
+        if name in self._known:
+            return
+        self._known.add(name)
+        if self._threads is None:
+            self._place(text, name)
+        else:
+            self._waiting.append(self._threads.submit(self._place, text, name))
+
+    @contextmanager
+    def ahead(self, progress: Callable[[int, int], None]) -> Iterator[None]:
+        """Compile in threads what is requested in this context; wait for all of it at the end.
+
+        Nothing that is built in it may be evaluated before. Calls ``progress(done, all)``.
+        """
+        count = max(1, min(MOST_THREADS, os.cpu_count() or 1))
+        with ThreadPoolExecutor(count, thread_name_prefix="kvd-compile") as threads:
+            self._threads = threads
+            try:
+                yield
+            finally:
+                self._threads = None
+                started, self._waiting = self._waiting, []
+                left = set(started)
+                while left:
+                    progress(len(started) - len(left), len(started))
+                    _, left = wait(left, timeout=PROGRESS_S)
+        for one in started:
+            one.result()
+
+    def _place(self, text: KernelText, module_name: str) -> None:
+        name = digest_of(self._key, text.own_text)
+        module = self._stored.get(name)
+        if module is None:
+            try:
+                module = self._compile(text.own_text)
+            except CompileError as error:
+                _log.warning("MLX compiles the kernel %s itself: %s", text.name, error)
+                return
+            self.compiled += 1
+            self._stored.put(name, module)
+        self._put(module_name, f"{text.kernel}\t{text.symbol}\n".encode(), module)
+
+    def _put(self, name: str, functions: bytes, module: bytes) -> None:
+        path = self.folder / f"{name}.ptx"
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.with_suffix(".txt").write_bytes(functions)
+            path.write_bytes(module)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            _log.warning("MLX compiles %s again: %s", name, error)
+
+    def restore(self) -> None:
+        """Place the modules of MLX's own operations that earlier processes stored."""
+        for entry in self._stored.names():
+            if entry.startswith(self._prefix) and (content := self._stored.get(entry)):
+                name, functions, module = content.split(b"\0", 2)
+                self._restored.add(name.decode())
+                self._put(name.decode(), functions, module)
+
+    def keep(self) -> None:
+        """Store the modules of MLX's own operations that this process has compiled.
+
+        MLX must have run them, so that their files are complete.
+        """
+        for path in self.folder.rglob("*.ptx"):
+            name = str(path.relative_to(self.folder).with_suffix(""))
+            if name in self._known or name in self._restored:
+                continue
+            try:
+                parts = name.encode(), path.with_suffix(".txt").read_bytes(), path.read_bytes()
+            except OSError:
+                continue
+            self._restored.add(name)
+            self._stored.put(self._prefix + digest_of(name), b"\0".join(parts))
+
+    @property
+    def _prefix(self) -> str:
+        return f"mlx-{digest_of(self._key)}-"
+
+
+_current: Modules | None = None
+
+
+def current() -> Modules | None:
+    """Return this process's modules; None if MLX compiles all kernels itself."""
+    return _current
+
+
+def activate() -> None:
+    """Let this process keep modules, if its device runs CUDA. Call it before MLX compiles any."""
+    global _current  # noqa: PLW0603 - MLX's folder belongs to the process as well
+    if _current is not None or FOLDER_VARIABLE in os.environ or not mx.cuda.is_available():
+        return
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return
+    info, compiler = mx.device_info(), Nvrtc.loaded()
+    capability = [info.get(f"compute_capability_{part}") for part in ("major", "minor")]
+    if compiler is None or None in capability:
+        return
+    number = int("".join(map(str, capability)))
+    if number < FIRST_CAPABILITY:
+        return
+    try:
+        root = cache_folder("modules")
+        folder = process_folder(root)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        _log.info("compiled kernels are not kept: %s", error)
+        return
+    architecture = f"sm_{number}"
+    key = digest_of(architecture, compiler.version, version("mlx"))
+    stored = Entries(root / "kernels", MOST_BYTES)
+    found = Modules(lambda text: compiler.compile(text, architecture), key, stored, folder)
+    found.restore()
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    _current = found
+
+
+def process_folder(root: Path) -> Path:
+    """Create a folder of this process, and delete those whose processes have ended.
+
+    Raises ``OSError``.
+    """
+    make_private(root)
+    running = root / "running"
+    running.mkdir(mode=0o700, exist_ok=True)
+    _delete_left_behind(running)
+    new = Path(tempfile.mkdtemp(prefix=".", dir=running))
+    _lock(new)  # held until the process ends
+    return new.replace(running / f"{os.getpid()}-{new.name[1:]}")
+
+
+def _lock(folder: Path) -> int:
+    """Return a descriptor that holds the folder's lock. Raises ``OSError`` if another has it."""
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _delete_left_behind(running: Path) -> None:
+    for folder in running.iterdir():
+        with contextlib.suppress(OSError):
+            age = time.time() - folder.stat().st_mtime
+            if folder.name.startswith(".") and age < _UNLOCKED_S:
+                continue  # another process creates it
+            handle = _lock(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
