@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +29,7 @@ import mlx.core as mx
 from kvd.worker.artifacts.cuda_text import KernelText
 from kvd.worker.artifacts.entries import Entries, cache_folder, digest_of, make_private
 from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
+from kvd.worker.engine import ReportProgress
 
 FOLDER_VARIABLE = "MLX_PTX_CACHE_DIR"
 """The environment variable in which MLX finds its folder. A user's own value turns this off."""
@@ -51,10 +52,18 @@ Compile = Callable[[str], bytes]
 class Modules:
     """The modules of one process, for one device and one compiler."""
 
-    def __init__(self, compile_text: Compile, key: str, stored: Entries, folder: Path) -> None:
+    def __init__(
+        self,
+        compile_text: Compile,
+        key: str,
+        stored: Entries,
+        folder: Path,
+        progress: ReportProgress = lambda _stage, _fraction: None,
+    ) -> None:
         """``key``: what modules depend on besides their text. ``folder``: MLX's."""
         self._compile = compile_text
         self._key = key
+        self._progress = progress
         self._stored = stored
         self.folder = folder
         self._known: set[str] = set()
@@ -80,10 +89,11 @@ class Modules:
             self._waiting.append(self._threads.submit(self._place, text, name))
 
     @contextmanager
-    def ahead(self, progress: Callable[[int, int], None]) -> Iterator[None]:
+    def ahead(self, fraction: float) -> Iterator[None]:
         """Compile in threads what is requested in this context; wait for all of it at the end.
 
-        Nothing that is built in it may be evaluated before. Calls ``progress(done, all)``.
+        Nothing that is built in it may be evaluated before. ``fraction``: of the load, for
+        progress.
         """
         count = max(1, min(MOST_THREADS, os.cpu_count() or 1))
         with ThreadPoolExecutor(count, thread_name_prefix="kvd-compile") as threads:
@@ -93,9 +103,10 @@ class Modules:
             finally:
                 self._threads = None
                 started, self._waiting = self._waiting, []
-                left = set(started)
+                _, left = wait(started, timeout=0)
                 while left:
-                    progress(len(started) - len(left), len(started))
+                    stage = f"compiling {len(started) - len(left)} of {len(started)}"
+                    self._progress(stage, fraction)
                     _, left = wait(left, timeout=PROGRESS_S)
         for one in started:
             one.result()
@@ -160,7 +171,12 @@ def current() -> Modules | None:
     return _current
 
 
-def activate() -> None:
+def ahead(fraction: float) -> AbstractContextManager[None]:
+    """Return `Modules.ahead` of this process's modules; a context without effect if it has none."""
+    return nullcontext() if _current is None else _current.ahead(fraction)
+
+
+def activate(progress: ReportProgress) -> None:
     """Let this process keep modules, if its device runs CUDA. Call it before MLX compiles any."""
     global _current  # noqa: PLW0603 - MLX's folder belongs to the process as well
     if _current is not None or FOLDER_VARIABLE in os.environ or not mx.cuda.is_available():
@@ -183,7 +199,9 @@ def activate() -> None:
     architecture = f"sm_{number}"
     key = digest_of(architecture, compiler.version, version("mlx"))
     stored = Entries(root / "kernels", MOST_BYTES)
-    found = Modules(lambda text: compiler.compile(text, architecture), key, stored, folder)
+    found = Modules(
+        lambda text: compiler.compile(text, architecture), key, stored, folder, progress
+    )
     found.restore()
     os.environ[FOLDER_VARIABLE] = str(folder)
     _current = found

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvd.worker.artifacts import modules
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.grammar.compiler import Compiler, ProcessMemory
@@ -57,6 +58,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
 
     seam.install()
     shortage.install_retries()
+    modules.activate(progress)
     native = activation.activate(progress)
     mx.set_cache_limit(loading.freed_bytes())
     if not loading.has_separate_memory():  # else the grant is for the device's memory
@@ -93,6 +95,8 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     served.runner.compile()
     served.runner.group()
     served.runner.split_head()
+    if (kept := modules.current()) is not None:
+        kept.keep()
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(

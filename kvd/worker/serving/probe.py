@@ -54,7 +54,7 @@ from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
 from kvd.worker.cache.settings import CacheSettings, no_floors
 from kvd.worker.native.step import Library
-from kvd.worker.serving import kernel_check, selfcheck
+from kvd.worker.serving import kernel_check, kernel_plan, selfcheck
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
@@ -83,6 +83,10 @@ class Served:
     """Why a kind is not on pages, or why rows do not share a pass."""
     fused: FusedAttention | None = None
     """The verdict on kernels, if they were tried."""
+
+
+_Case = tuple[CacheSettings, Sequence[int]]
+"""Settings to check, and the lengths of the rows."""
 
 
 class UnknownCacheError(Exception):
@@ -244,7 +248,7 @@ def _try_way(
     lengths = selfcheck.lengths_for(layout.kinds)
     selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
     served = runner(settings)
-    checks = [(_check_settings(settings), lengths)]
+    checks: list[_Case] = [(_check_settings(settings), lengths)]
     checks += [(lower, selfcheck.SHORT_LENGTHS) for lower in _lower_levels(served.cache)]
     paged = any(access is Access.PAGES for access in way.access.values())
     native = Library(library) if library and layout.dtype == mx.float32 else None
@@ -268,7 +272,9 @@ def _try_way(
         found = Served(served, path, error, kept)
         if kernels is None or not paged:
             return found
-        checked = partial(_check_kernels, runner, product, vocab_size, checks)
+        cases = _kernel_cases(checks)
+        kernel_plan.compile_ahead(runner, product, kernels, [limits for limits, _ in cases])
+        checked = partial(_check_kernels, runner, product, vocab_size, cases)
         return _with_kernels(found, kernels, checked)
     raise SelfCheckFailed("; ".join(failed))
 
@@ -290,16 +296,10 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Chec
     return replace(found, path="fused", error=error, fused=verdict)
 
 
-def _check_kernels(
-    runner: Callable[[CacheSettings], Runner],
-    product: Callable[..., mx.array],
-    vocab_size: int,
-    checks: Sequence[tuple[CacheSettings, Sequence[int]]],
-    kernels: Backend,
-) -> float:
-    """Run the checks of plain operations with kernels, and further ones that only kernels need.
+def _kernel_cases(checks: Sequence[_Case]) -> list[_Case]:
+    """Return the checks of plain operations, and further ones that only kernels need.
 
-    These are rows without a page, each level alone, and rows with pages on several levels.
+    These are rows without a page, and each level alone.
     """
     settings = checks[0][0]
     seen = {(limits.schemes, limits.mixes) for limits, _ in checks}
@@ -307,9 +307,20 @@ def _check_kernels(
     lower = [
         (one, selfcheck.SHORT_LENGTHS) for one in others if (one.schemes, one.mixes) not in seen
     ]
+    return [*checks, (settings, PAGELESS), *lower]
+
+
+def _check_kernels(
+    runner: Callable[[CacheSettings], Runner],
+    product: Callable[..., mx.array],
+    vocab_size: int,
+    cases: Sequence[_Case],
+    kernels: Backend,
+) -> float:
+    """Check kernels on these cases, and on rows with pages on several levels."""
+    settings = cases[0][0]
     errors = [
-        _error(runner(limits), product, kernels, vocab_size, lengths)
-        for limits, lengths in (*checks, (settings, PAGELESS), *lower)
+        _error(runner(limits), product, kernels, vocab_size, lengths) for limits, lengths in cases
     ]
     if len(settings.store_schemes) > 1:
         mixed = runner(settings)

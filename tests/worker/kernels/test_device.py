@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvd.worker.artifacts import modules
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.launch import (
     Launch,
@@ -73,3 +79,29 @@ def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
     dtype: mx.Dtype, token_places: list[int], token_rows: list[int] | None
 ) -> None:
     test_append.check(partial(made, append_launch), dtype, token_places, token_rows)
+
+
+def test_modules_compiled_by_kvd_are_the_ones_that_run(tmp_path: Path) -> None:
+    """In processes of their own, because MLX reads its folder's name once."""
+    if not mx.cuda.is_available():
+        pytest.skip("only CUDA kernels are compiled by kvd")
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop(modules.FOLDER_VARIABLE, None)
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.worker.kernels.device_modules"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        counts.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second = counts
+    assert first["right"]
+    assert second["right"]
+    assert first["compiled"] == first["kernels"] > 5
+    assert second["compiled"] == 0
+    assert second["seconds"] < first["seconds"]
+    assert [one["marked"] for one in counts] == [7.0, 7.0], "MLX did not read kvd's module"

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvd.worker.attention.kernels import kernel_files, launch
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.attention.kernels.launch import Launch, append_launch, rotate_launch
+from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import products
 from tests.worker.kernels import cases, compiler
 from tests.worker.kernels.decoding import Step
@@ -106,9 +108,19 @@ class Compiler:
         return compile_fake(text)
 
 
-def make(tmp_path: Path, compile_text: Callable[[str], bytes], key: str = "sm_90") -> Modules:
+def silent(_stage: str, _fraction: float) -> None:
+    """Report no progress."""
+
+
+def make(
+    tmp_path: Path,
+    compile_text: Callable[[str], bytes],
+    key: str = "sm_90",
+    progress: ReportProgress = silent,
+) -> Modules:
     folder = modules.process_folder(tmp_path / "kvd" / "modules")
-    return Modules(compile_text, key, Entries(tmp_path / "kvd" / "store", 1 << 20), folder)
+    stored = Entries(tmp_path / "kvd" / "store", 1 << 20)
+    return Modules(compile_text, key, stored, folder, progress)
 
 
 def files(found: Modules) -> dict[str, bytes]:
@@ -145,16 +157,25 @@ def test_a_module_is_compiled_once_and_placed_for_mlx_in_every_process(tmp_path:
 
 
 def test_kernels_are_compiled_ahead_in_threads(tmp_path: Path) -> None:
-    found = make(tmp_path, Compiler())
+    held, reports = threading.Event(), []
+
+    def compile_held(text: str) -> bytes:
+        held.wait()
+        return compile_fake(text)
+
+    def report(stage: str, fraction: float) -> None:
+        reports.append((stage, fraction))
+        held.set()
+
+    found = make(tmp_path, compile_held, progress=report)
     texts = [replace(SMALL, name=f"k{number}") for number in range(20)]
-    reports: list[tuple[int, int]] = []
-    with found.ahead(lambda *counts: reports.append(counts)):
+    with found.ahead(0.8):
         for text in (*texts, *texts):
             found.provide(text)
     assert {f"{text.module}.ptx" for text in texts} == {
         name for name in files(found) if name.endswith(".ptx")
     }
-    assert all(0 <= done < 20 == count for done, count in reports)
+    assert reports[0] == ("compiling 0 of 20", 0.8)
     assert found.compiled == 20
 
 
@@ -166,7 +187,7 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_mlx(
 
     found = make(tmp_path, refuse)
     found.provide(SMALL)
-    with found.ahead(lambda *_: None):
+    with found.ahead(0.8):
         found.provide(replace(SMALL, name="other"))
     assert files(found) == {}
     assert caplog.text.count("no such word") == 2
@@ -245,7 +266,7 @@ def test_a_folder_that_another_process_is_creating_is_kept(tmp_path: Path) -> No
 def test_without_cuda_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(modules.FOLDER_VARIABLE, raising=False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    modules.activate()
+    modules.activate(silent)
     assert modules.current() is None
     assert modules.FOLDER_VARIABLE not in os.environ
 
@@ -283,7 +304,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_a_launch_compiles_its_kernel_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     nvrtc = compiler.require()
     monkeypatch.setattr(Nvrtc, "loaded", lambda: nvrtc)
-    modules.activate()
+    modules.activate(silent)
     found = modules.current()
     assert found is not None
     assert os.environ[modules.FOLDER_VARIABLE] == str(found.folder)
@@ -306,7 +327,7 @@ def test_mlx_compiles_where_kvd_cannot(why: str, monkeypatch: pytest.MonkeyPatch
         about = {"compute_capability_major": 7, "compute_capability_minor": 5}
         monkeypatch.setattr(mx, "device_info", lambda: about)
     before = os.environ.get(modules.FOLDER_VARIABLE)
-    modules.activate()
+    modules.activate(silent)
     assert modules.current() is None
     assert os.environ.get(modules.FOLDER_VARIABLE) == before
 
