@@ -130,6 +130,13 @@ class KVPart(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum bytes of one row, for windows and states; 0 if a row's bytes grow."""
 
 
+FastPathName = Literal[
+    "native library", "whole layers", "fused attention", "compiled steps", "grouped prefill"
+]
+"""C++ operations on CPUs; decode steps of whole layers in one block; decode attention by kernels;
+decode steps whose graph is built once per shape; several prompts in one forward pass."""
+
+
 class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Whether decode attention uses kvd's own kernels; decided at every load."""
 
@@ -148,6 +155,20 @@ class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of each of these rows."""
     layers: int = 0
     """Decoder layers computed by kernels entirely, including norms and products."""
+
+
+class FastPath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A faster way to compute steps, and whether the load chose it."""
+
+    name: FastPathName
+    used: bool
+    cause: Literal["", "device", "switched_off", "model", "results", "speed", "error"] = ""
+    """Kind of `reason`: the device or the model does not allow it, a setting forbids it, its
+    results differ, it is slower, or it raised an error. Empty if it is used."""
+    reason: str = ""
+    """Why it is not used, as the load found out."""
+    layers: int = 0
+    """Decoder layers that use it, for ``whole layers``."""
 
 
 class ChatAbilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -212,6 +233,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """BLAS library that was preloaded, on Linux without an accelerator."""
     native: str | None = None
     """State of kvd's own CPU operations: ``on``, or why they are off; absent on accelerators."""
+    paths: list[FastPath] = []
+    """Faster ways to compute, and why the load did not choose them. Empty: unknown."""
     costs: Costs | None = None
     """Formulas for the memory that rows need; absent for models without formulas."""
 

@@ -63,18 +63,33 @@ class Parts:
         return (heads, kv_heads) if k_outputs == kv_heads * (q_outputs // heads) else None
 
 
-def fuse(model: Any, block_of: Callable[[Parts], Block | None]) -> int:
+BlockOf = Callable[[Parts], Block | str]
+"""Makes a layer's block, or says why there is none for such parts."""
+
+
+def fuse(model: Any, block_of: BlockOf) -> int:
     """Make a model's layers run decode steps as blocks; return the number of changed layers."""
     count = 0
     for layer in list(model.modules()):
         parts = _parts_of(layer)
-        block = None if parts is None else block_of(parts)
-        if block is not None:
+        block = parts if isinstance(parts, str) else block_of(parts)
+        if not isinstance(block, str):
             kind = type(layer)
             layer.__class__ = _fused(kind)
             layer.block = block
             count += 1
     return count
+
+
+def obstacle(model: Any, block_of: BlockOf) -> str:
+    """Return why the first layer that runs its own code has no block; empty if all have one."""
+    for layer in model.layers:
+        if "block" not in vars(layer):
+            parts = _parts_of(layer)
+            found = parts if isinstance(parts, str) else block_of(parts)
+            if isinstance(found, str):
+                return found
+    return ""
 
 
 def unfuse(model: Any) -> None:
@@ -97,20 +112,37 @@ def _fused(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def _parts_of(layer: Any) -> Parts | None:
+def _parts_of(layer: Any) -> Parts | str:
+    """Return a layer's parts, or how it differs from a common decoder layer."""
+    name = type(layer).__name__
     if not _has(layer, _LAYER) or "block" in vars(layer):
-        return None
+        return f"{name} has other parts than {_listed(_LAYER)}"
     if list(inspect.signature(type(layer).__call__).parameters) != _ARGUMENTS:
-        return None
+        return f"{name} takes other arguments than {', '.join(_ARGUMENTS[1:])}"
     attention, mlp = layer["self_attn"], layer["mlp"]
-    if not _has(attention, _ATTENTION, _HEAD_NORMS) or not _has(mlp, _MLP):
-        return None
     before, after = layer["input_layernorm"], layer["post_attention_layernorm"]
-    heads = [attention[name] for name in _HEAD_NORMS if name in attention]
-    if any(type(norm) is not nn.RMSNorm for norm in (before, after, *heads)):
-        return None
-    scale = getattr(attention, "scale", None)
-    return Parts(attention, mlp, before, after, scale) if isinstance(scale, float) else None
+    if difference := _difference(attention, mlp, [before, after]):
+        return difference
+    return Parts(attention, mlp, before, after, attention.scale)
+
+
+def _difference(attention: Any, mlp: Any, norms: list[Any]) -> str:
+    """Return how attention, MLP or a norm differs from a common one; empty if none does."""
+    if not _has(attention, _ATTENTION, _HEAD_NORMS):
+        return f"{type(attention).__name__} has other parts than {_listed(_ATTENTION)}"
+    if not _has(mlp, _MLP):
+        return f"{type(mlp).__name__} has other parts than {_listed(_MLP)}"
+    norms = norms + [attention[name] for name in _HEAD_NORMS if name in attention]
+    others = [type(norm).__name__ for norm in norms if type(norm) is not nn.RMSNorm]
+    if others:
+        return f"a norm is {others[0]} instead of RMSNorm"
+    if not isinstance(getattr(attention, "scale", None), float):
+        return f"{type(attention).__name__} has no scale"
+    return ""
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozenset()) -> bool:

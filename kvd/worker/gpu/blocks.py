@@ -80,16 +80,24 @@ def fuse(model: Any) -> int:
     return decoder_layers.fuse(model, _block_of)
 
 
-def _block_of(parts: Parts) -> Block | None:
+def obstacle(model: Any) -> str:
+    """Return why a layer cannot be a block; empty if all can."""
+    return decoder_layers.obstacle(model, _block_of)
+
+
+def _block_of(parts: Parts) -> Block | str:
+    """Return a layer's block, or why there is none."""
     attention, mlp = parts.attention, parts.mlp
     qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
     out = _joined(attention, "o_proj")
     gate_up, down = _joined(mlp, "gate_proj", "up_proj"), _joined(mlp, "down_proj")
     if None in (qkv, out, gate_up, down):
-        return None
+        return "its products are not joined dense ones, or have other sizes than the kernels"
     rotary = _rotary_settings(parts, qkv.sizes)
-    if rotary is None or gate_up.bias is not None or down.bias is not None:
-        return None
+    if rotary is None:
+        return f"there is no kernel for its {type(attention['rope']).__name__} or its head norms"
+    if gate_up.bias is not None or down.bias is not None:
+        return "its MLP has biases"
     return Block(
         _norm(parts.before), qkv.stored, qkv.bias, rotary, parts.scale, out.stored, out.bias,
         _norm(parts.after), gate_up.stored, down.stored,

@@ -76,20 +76,26 @@ def fuse(model: Any, library: ModuleType) -> int:
     return decoder_layers.fuse(model, lambda parts: _whole(parts, library))
 
 
-def _whole(parts: Parts, library: ModuleType) -> WholeLayer | None:
+def obstacle(model: Any, library: ModuleType) -> str:
+    """Return why a layer cannot be one operation; empty if all can."""
+    return decoder_layers.obstacle(model, lambda parts: _whole(parts, library))
+
+
+def _whole(parts: Parts, library: ModuleType) -> WholeLayer | str:
+    """Return a layer as one operation, or why it cannot be one."""
     linears = [
         *(parts.attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
         *(parts.mlp[name] for name in ("gate_proj", "up_proj", "down_proj")),
     ]
-    if any(type(linear) is not PackedLinear for linear in linears):
-        return None
+    if other := next((one for one in linears if type(one) is not PackedLinear), None):
+        return f"a product is {type(other).__name__} instead of a packed dense one"
     heads = parts.heads(linears[0].outputs, linears[1].outputs)
     if heads is None or linears[2].outputs % heads[1] or linears[4].outputs != linears[5].outputs:
-        return None
+        return "its heads or its MLP have other sizes than its products"
     k_dim = linears[0].outputs // heads[0]
     rotation = _rotation(parts.attention["rope"], k_dim)
     if rotation is None:
-        return None
+        return f"there is no operation for {type(parts.attention['rope']).__name__}"
     norms = (parts.before, parts.after, *(parts.head_norms or (None, None)))
     return WholeLayer(library, tuple(linears), norms, heads[0], parts.scale, rotation)
 

@@ -32,14 +32,17 @@ from protocol.memory_bounds import MAX_TRACES
 Arrays = list[mx.array]
 
 
-def can_compile(cache: Any) -> bool:
-    """Return whether a step over this cache depends on arrays only."""
-    return (
-        isinstance(cache, ModelCache)
-        and cache.batched
-        and not cache.states.parts
-        and all(access is Access.PAGES for access in cache.access.values())
-    )
+def obstacle(cache: Any) -> str:
+    """Return why a step over this cache depends on more than arrays; empty if it does not."""
+    if not isinstance(cache, ModelCache):
+        return "the model uses mlx-lm's own caches"
+    if not cache.batched:
+        return "the model takes one row per pass"
+    if cache.states.parts:
+        return "the model has recurrent states"
+    if any(access is not Access.PAGES for access in cache.access.values()):
+        return "the model reads its keys and values as plain arrays"
+    return ""
 
 
 class CompiledDecode:

@@ -12,9 +12,11 @@ from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.store import KVStore
+from kvd.worker.serving import fast_paths
 from kvd.worker.serving.probe import Served
+from kvd.worker.serving.runner import on_cpu
 from protocol.costs import Costs, KVCost
-from protocol.types import KVPart
+from protocol.types import FastPath, KVPart
 
 PREFILL_CHUNK = 256
 _VERY_LONG = 1 << 40
@@ -105,6 +107,34 @@ def mixes(cache: ModelCache | MlxLmCache) -> dict[str, list[str]]:
     settings = cache.settings
     pairs = zip(settings.schemes, settings.mixes, strict=False)
     return {scheme.name: [one.name for one in mix] for scheme, mix in pairs if mix}
+
+
+def paths(served: Served, native: str | None) -> list[FastPath]:
+    """Return the fast paths of a load; ``native``: `ModelInfo.native`, None on accelerators."""
+    found = []
+    if native is not None and on_cpu():
+        found.append(
+            fast_paths.used("native library")
+            if native == "on"
+            else fast_paths.declined("native library", _cause_of(native), native)
+        )
+    if served.layers is not None:
+        found.append(served.layers)
+    if (fused := served.fused) is not None:
+        found.append(
+            fast_paths.used("fused attention")
+            if fused.used
+            else fast_paths.declined(
+                "fused attention", _cause_of(fused.reason or ""), fused.reason or ""
+            )
+        )
+    return [*found, *served.runner.paths.values()]
+
+
+def _cause_of(reason: str) -> fast_paths.Cause:
+    if reason == "switched off":
+        return "switched_off"
+    return "speed" if reason.startswith("slower") else "error"
 
 
 def layout(cache: ModelCache | MlxLmCache) -> str:

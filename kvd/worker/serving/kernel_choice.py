@@ -19,7 +19,8 @@ from kvd.worker.attention.kernels.launch import Fused, find_language
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks
 from kvd.worker.native import whole_layers
-from kvd.worker.serving import probe
+from kvd.worker.serving import fast_paths, probe
+from protocol.types import FastPath, FastPathName
 
 VARIABLE = "KVD_ATTENTION"
 
@@ -34,6 +35,9 @@ def find_kernels() -> FusedBackend | None:
     return None if language is None else FusedBackend(Fused(language), language.most_buffers)
 
 
+LAYERS: FastPathName = "whole layers"
+
+
 def serve(
     model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
 ) -> probe.Served:
@@ -41,44 +45,66 @@ def serve(
 
     ``products``: whether kvd's own kernels multiply few rows; without them there are no blocks.
     """
-    found, count = _with_blocks(
+    found = _with_blocks(
         model,
         lambda: blocks.fuse(model) if products else 0,
+        lambda: blocks.obstacle(model) if products else "kvd's own products are not used here",
         lambda: probe.serve(model, settings, vocab_size, kernels=kernels),
-        lambda found: found.fused is not None and found.fused.used,
+        _obstacle_of_kernels,
     )
-    if found.fused is None:
+    if found.fused is None or found.layers is None:
         return found
-    return replace(found, fused=restruct(found.fused, layers=count))
+    return replace(found, fused=restruct(found.fused, layers=found.layers.layers))
 
 
 def serve_natively(
     model: Any, settings: CacheSettings, vocab_size: int, library: ModuleType | None
 ) -> probe.Served:
     """Serve as `probe.serve` does, with layers as one operation of the library where possible."""
-    found, count = _with_blocks(
+    found = _with_blocks(
         model,
         lambda: 0 if library is None else whole_layers.fuse(model, library),
+        lambda: (
+            "there is no native library"
+            if library is None
+            else (whole_layers.obstacle(model, library))
+        ),
         lambda: probe.serve(model, settings, vocab_size, library),
-        lambda found: found.path == probe.NATIVE,
+        lambda found: "" if found.path == probe.NATIVE else _reason(found),
     )
-    return replace(found, path=f"{found.path}, whole layers") if count else found
+    if found.layers is None or not found.layers.used:
+        return found
+    return replace(found, path=f"{found.path}, whole layers")
+
+
+def _obstacle_of_kernels(found: probe.Served) -> str:
+    if found.fused is None:
+        return _reason(found)
+    return "" if found.fused.used else f"fused attention is not used: {found.fused.reason}"
+
+
+def _reason(found: probe.Served) -> str:
+    """Return why attention is not served in the best way."""
+    return next(iter(found.reasons.values()), f"attention runs by {found.path}")
 
 
 def _with_blocks(
     model: Any,
     fuse: Callable[[], int],
+    obstacle: Callable[[], str],
     serve: Callable[[], probe.Served],
-    uses_blocks: Callable[[probe.Served], bool],
-) -> tuple[probe.Served, int]:
-    """Serve a model with blocks; return also how many layers are blocks.
+    obstacle_of: Callable[[probe.Served], str],
+) -> probe.Served:
+    """Serve a model with blocks, and note whether its layers use them.
 
     The probe compares with mlx-lm's caches, where layers run their own code, so it checks blocks
     too. If it decides against what blocks need, the model is probed again without blocks.
     """
     count = fuse()
+    if not count:
+        return replace(serve(), layers=fast_paths.declined(LAYERS, "model", obstacle()))
     found = serve()
-    if count and not uses_blocks(found):
+    if why := obstacle_of(found):
         decoder_layers.unfuse(model)
-        count, found = 0, serve()
-    return found, count
+        return replace(serve(), layers=fast_paths.declined(LAYERS, "results", why))
+    return replace(found, layers=FastPath(name=LAYERS, used=True, layers=count))

@@ -23,7 +23,7 @@ from kvd.worker.native.step import Library
 from kvd.worker.prefix.segment_io import STAGING_BYTES
 from kvd.worker.process import memory
 from kvd.worker.scheduling.budget import load_refusal
-from kvd.worker.serving import calibration, describe, kernel_choice, model_files, probe
+from kvd.worker.serving import calibration, describe, fast_paths, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds, model_folder
@@ -69,7 +69,8 @@ def serve(
     if kernel_choice.plain_only():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
         off = FusedAttention(used=False, reason="switched off")
-        found = found if kernels is None else replace(found, fused=off)
+        layers = fast_paths.declined("whole layers", "switched_off", "switched off")
+        found = replace(found, layers=layers, fused=None if kernels is None else off)
     elif kernels is None:
         found = kernel_choice.serve_natively(loaded.model, settings, loaded.vocab_size, library)
     else:
@@ -123,6 +124,7 @@ def info_of(
         device="cpu" if on_cpu() else str(mx.device_info().get("device_name", "gpu")),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
         native=native,
+        paths=describe.paths(served, native),
         costs=costs,
         embedding=embedding,
     )

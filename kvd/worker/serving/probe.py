@@ -58,7 +58,7 @@ from kvd.worker.serving import kernel_check, kernel_plan, selfcheck
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
-from protocol.types import FusedAttention
+from protocol.types import FastPath, FusedAttention
 
 MEASURED_TOKENS = (8, 520)
 """Lengths at which the memory of mlx-lm's own caches is measured."""
@@ -83,6 +83,8 @@ class Served:
     """Why a kind is not on pages, or why rows do not share a pass."""
     fused: FusedAttention | None = None
     """The verdict on kernels, if they were tried."""
+    layers: FastPath | None = None
+    """Whether decode steps run whole layers as blocks; None: not tried."""
 
 
 _Case = tuple[CacheSettings, Sequence[int]]

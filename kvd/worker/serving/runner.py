@@ -12,16 +12,23 @@ from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.serving.compiled import CompiledDecode, can_compile
-from kvd.worker.serving.rounding import batch_floor, token_floor
+from kvd.worker.serving import fast_paths
+from kvd.worker.serving.compiled import CompiledDecode, obstacle
+from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
 from protocol.memory_bounds import SCORED_AT_ONCE
+from protocol.types import FastPath, FastPathName
 
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
 _CHECKED_STEPS = 2
 _GROUPED = ((3, 70), (20, 9))
 """Tokens per pass of the two rows that groups are checked on: a first pass and a second one."""
+
+COMPILED: FastPathName = "compiled steps"
+GROUPED: FastPathName = "grouped prefill"
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+"""What a model's Python code raises for arguments that it does not support."""
 
 Row = Any
 """A sequence of the runner's cache: `SequenceRow` or `OwnRow`."""
@@ -37,6 +44,8 @@ class Runner:
     def __init__(self, model: Any, cache: ModelCache | MlxLmCache) -> None:
         self.model = model
         self.cache: Any = cache
+        self.paths: dict[FastPathName, FastPath] = {}
+        """The choices of `compile` and `group`."""
         self._compiled: CompiledDecode | None = None
         paged = isinstance(cache, ModelCache) and all(
             access is Access.PAGES for access in cache.access.values()
@@ -70,9 +79,9 @@ class Runner:
 
         The cache must be empty, and is empty again afterwards.
         """
-        if not can_compile(self.cache):
-            return False
-        cache = self.cache
+        if why := obstacle(self.cache):
+            return self._choose(fast_paths.declined(COMPILED, "model", why))
+        cache, choice = self.cache, fast_paths.used(COMPILED)
         pairs = [[cache.new_row() for _ in _CHECKED] for _ in range(2)]
         for pair in pairs:
             for row, length in zip(pair, _CHECKED, strict=True):
@@ -84,15 +93,21 @@ class Runner:
         try:
             fused = [self.decode(pairs[1], tokens) for _ in range(_CHECKED_STEPS)]
             mx.eval(fused, cache.arrays())
-            agree = all(map(_agree, plain, fused))
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            agree = False  # the model's Python code cannot be traced
-        if not agree:
+            if not all(map(_agree, plain, fused)):
+                choice = fast_paths.declined(COMPILED, "results", "they differ from plain steps")
+        except _REFUSALS as error:  # the model's Python code cannot be traced
+            choice = fast_paths.failed(COMPILED, error)
+        if not choice.used:
             self._compiled = None
         for row in chain(*pairs):
             cache.free(row)
         cache.shrink()
-        return agree
+        return self._choose(choice)
+
+    def _choose(self, choice: FastPath) -> bool:
+        """Note whether a fast path is used, and return it."""
+        self.paths[choice.name] = choice
+        return choice.used
 
     def group(self) -> bool:
         """Allow several rows in `prefill_group` if they agree with rows alone; return whether.
@@ -103,11 +118,9 @@ class Runner:
         of one row are padded to few widths instead. The cache must be empty, and is empty again
         afterwards.
         """
-        cache = self.cache
-        min_tokens = token_floor(self.model) if on_cpu() else 1
-        if not isinstance(cache, ModelCache) or not cache.can_group or min_tokens is None:
-            return False
-        self._min_tokens = min_tokens
+        cache, choice = self.cache, self._may_group()
+        if not choice.used:
+            return self._choose(choice)
         pads_width = padded_sizes.attention_is_planned()
         pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
         tokens = mx.array([1] * len(pairs[0]), mx.int32)
@@ -125,17 +138,30 @@ class Runner:
                     self.prefill_group(pairs[1], chunks)
             alone, together = (self.decode(pair, tokens) for pair in pairs)
             mx.eval(alone, together, cache.arrays())
-            agree = _agree(alone, together, exactly=on_cpu())
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            agree = False  # the model accepts several rows only with one token each
+            if not _agree(alone, together, exactly=on_cpu()):
+                why = "rows differ from rows that are prefilled alone"
+                choice = fast_paths.declined(GROUPED, "results", why)
+        except _REFUSALS as error:  # the model accepts several rows only with one token each
+            choice = fast_paths.failed(GROUPED, error)
         cache.end_pass()
         for row in chain(*pairs):
             cache.free(row)
         cache.shrink()
-        if not agree:
+        if not choice.used:
             self._min_tokens, self._pads_width = 1, False
-        self.groups = agree and not pads_width
+        self.groups = self._choose(_unless_planned(choice) if pads_width else choice)
         return self.groups
+
+    def _may_group(self) -> FastPath:
+        """Set the fewest tokens of a grouped pass, unless the cache or the model has no groups."""
+        if why := obstacle(self.cache):
+            return fast_paths.declined(GROUPED, "model", why)
+        min_tokens = token_floor(self.model) if on_cpu() else 1
+        if min_tokens is None:
+            why = f"padding to {MOST_TOKENS} tokens does not make all products round alike"
+            return fast_paths.declined(GROUPED, "results", why)
+        self._min_tokens = min_tokens
+        return fast_paths.used(GROUPED)
 
     def width(self, tokens: int) -> int:
         """Return the width, padding included, of a pass whose longest chunk has ``tokens``."""
@@ -299,6 +325,13 @@ class Runner:
             logits = self.model(tokens[:, None], cache=self.cache.views(rows))[:, -1]
         self.cache.end_pass()
         return logits[:count]
+
+
+def _unless_planned(choice: FastPath) -> FastPath:
+    """Return the choice of groups on a device that plans attention for each shape."""
+    if not choice.used:
+        return choice
+    return fast_paths.declined(GROUPED, "device", "the device plans attention for each shape")
 
 
 def _some_tokens(count: int) -> list[int]:

@@ -1,0 +1,23 @@
+"""Records which fast paths a load has chosen, and why it declined the others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from protocol.types import FastPath, FastPathName
+
+Cause = Literal["device", "switched_off", "model", "results", "speed", "error"]
+
+
+def used(name: FastPathName) -> FastPath:
+    return FastPath(name=name, used=True)
+
+
+def declined(name: FastPathName, cause: Cause, reason: str) -> FastPath:
+    return FastPath(name=name, used=False, cause=cause, reason=reason)
+
+
+def failed(name: FastPathName, error: Exception) -> FastPath:
+    """Return that a path raised an error: its type and its first line."""
+    line = str(error).strip().split("\n")[0][:200]
+    return declined(name, "error", f"{type(error).__name__}: {line}".removesuffix(": "))
