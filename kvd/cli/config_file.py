@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tomlkit.items import InlineTable
 from kvd.config import config
 from kvd.config.config import Config
 from kvd.config.settings import flat, keys_in, value_of, with_value
+from kvd.host import user_files
 from protocol import paths
 from protocol.errors import ConfigError
 from protocol.model_source import short_name
@@ -54,19 +54,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Replace the file's content atomically."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    new = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        if target.exists():
-            new.chmod(target.stat().st_mode & 0o777)
-        new.replace(target)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
+    """Replace the file's content atomically; it keeps its mode."""
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
+    user_files.write(target, text.encode(), mode=mode)
 
 
 def edited_text(path: Path, key: str, value: Any, *, new: bool = False) -> str:

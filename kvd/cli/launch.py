@@ -19,6 +19,7 @@ from kvd.cli.agents import AGENTS, Agent, Settings, Target
 from kvd.cli.common import CommonOptions, common_options, find_model, option
 from kvd.cli.console import format_message, print_message, stderr_console, write
 from kvd.client import Client
+from kvd.host import user_files
 from kvd.host.home import Home
 from protocol.errors import (
     AgentError,
@@ -132,9 +133,7 @@ def _origin(status: DaemonStatus) -> str:
 def _save_catalogue(home: Home, models: bytes) -> str:
     """Write the models to a file of the daemon's cache; return its path."""
     path = home.cache / "codex-models.json"
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_bytes(models)
-    new.replace(path)  # another agent may start at this moment
+    user_files.write(path, models)  # atomic: another agent may start at this moment
     return str(path)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kvd.host import user_files
 from protocol.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -140,14 +140,6 @@ def _write(path: Path, content: bytes) -> None:
     """Replace a file atomically, because the manager may read it at any time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
-            try:
-                new.write(content)
-                new.flush()
-                os.chmod(new.name, 0o644)  # noqa: PTH101 - managers refuse files that others can write
-                os.replace(new.name, path)  # noqa: PTH105 - both are names
-            except OSError:
-                Path(new.name).unlink(missing_ok=True)
-                raise
+        user_files.write(path, content, mode=0o644)  # managers refuse files that others can write
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,51 @@
+"""Replaces files of the user atomically, for readers and against crashes of the writer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+_SUFFIX = ".new"
+
+
+def write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Replace a file's content in one rename; readers find the old content or the new one.
+
+    The new file has a random name next to the file until then, and is locked while its writer
+    lives. New files that killed writers left there are removed first. The folder must exist.
+    Raises `OSError`; the file is unchanged then.
+    """
+    prefix = f".{path.name}."
+    _remove_stale(path.parent, prefix)
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=_SUFFIX, dir=path.parent)
+    new = Path(name)
+    with os.fdopen(handle, "wb") as file:
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(content)
+            os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.fsync(file.fileno())
+            new.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+
+
+def _remove_stale(folder: Path, prefix: str) -> None:
+    """Remove new files whose writer is gone: their locks are free."""
+    for path in folder.iterdir():
+        if not (path.name.startswith(prefix) and path.name.endswith(_SUFFIX)):
+            continue
+        with contextlib.suppress(OSError):  # locked, or removed in the meantime
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)

@@ -1,0 +1,85 @@
+"""Files are replaced in one rename, and new files of killed writers are removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvd.host import user_files
+
+_WRITER = """
+import os, sys
+from pathlib import Path
+from kvd.host import user_files
+Path.replace = lambda *_: (print("written", flush=True), sys.stdin.read())
+user_files.write(Path(sys.argv[1]), b"half")
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def writer(path: Path) -> subprocess.Popen[bytes]:
+    """Start a process that has written its new file and has not renamed it yet."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"written\n"
+    return process
+
+
+def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    user_files.write(path, b"new", mode=0o640)
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_killed_writer_leaves_nothing_after_the_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with writer(path) as process:
+        process.send_signal(signal.SIGKILL)
+    assert len(names(tmp_path)) == 1
+    user_files.write(path, b"new")
+    assert names(tmp_path) == ["a"]
+
+
+def test_the_new_file_of_a_live_writer_and_other_files_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    others = {".b.x.new", ".a.x", "a.new"}
+    for name in others:
+        (tmp_path / name).touch()
+    with writer(path) as process:
+        user_files.write(path, b"new")
+        assert len(names(tmp_path)) == len(others) + 2
+        process.send_signal(signal.SIGKILL)
+
+
+def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        user_files.write(path, b"new")
+    assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
+
+
+def test_names_cannot_be_predicted(tmp_path: Path) -> None:
+    """A link at a guessed name is neither followed nor removed for its target."""
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    (tmp_path / ".a.guess.new").symlink_to(target)
+    user_files.write(tmp_path / "a", b"new")
+    assert target.read_bytes() == b"kept"
