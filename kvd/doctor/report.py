@@ -1,80 +1,92 @@
-"""The selftest's report, as text and as JSON."""
+"""The selftest's report: one JSON file without paths of the home folder, user or host names."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 import kvd
-from kvd.doctor.finding import Finding, Section, Verdict, worst
+from kvd.doctor.finding import Section, Verdict, worst
+from kvd.doctor.machine import Machine, describe
+from kvd.doctor.measurements import Speed
+from kvd.doctor.privacy import Names
 from kvd.doctor.scene import Scene
+from kvd.host import user_files
 from protocol.errors import ConfigError, KvdError
 
+VERSION = 1
+"""Increases when a field changes its meaning or is removed; readers ignore unknown fields."""
 _PACKAGES = ("mlx", "mlx-metal", "mlx-cuda-13", "mlx-lm", "msgspec", "nanobind", "numpy")
+_PRIVATE = frozenset({"Home", "Daemon"})
+"""Sections that name models, folders and settings: the report has only their verdicts."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The whole report."""
 
+    format: Literal["kvd-selftest"] = "kvd-selftest"
+    version: int = VERSION
     verdict: Verdict
     date: str
-    machine: str
-    processor: str
-    memory_bytes: int
+    """When the report was written, in UTC."""
+    quick: bool
     python: str
     versions: dict[str, str]
-    engine: dict[str, object]
+    """Versions of kvd and of the packages that it computes with."""
+    machine: Machine
+    engine: dict[str, Any]
+    """What MLX reports about itself and its device, or ``error``."""
     sections: list[Section]
+    """All checks; those of home and daemon without texts and numbers."""
+    speed: Speed | None
+    """kvd beside mlx-lm; None if it was not measured: the section ``Selftest: speed`` has why."""
 
     @classmethod
-    def of(cls, scene: Scene, sections: list[Section]) -> Report:
+    def of(
+        cls, scene: Scene, sections: list[Section], speed: Speed | None, *, quick: bool
+    ) -> Report:
         engine = scene.engine
         return cls(
             verdict=worst(sections),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=scene.machine,
-            processor=platform.processor() or platform.machine(),
-            memory_bytes=scene.host.total,
+            quick=quick,
             python=sys.version.split()[0],
             versions={"kvd": kvd.__version__, **_versions()},
+            machine=describe(scene),
             engine={"error": engine.message} if isinstance(engine, KvdError) else engine,
-            sections=sections,
+            sections=[_public(section) for section in sections],
+            speed=speed,
         )
 
+    def encode(self, names: Names) -> bytes:
+        """Return the report as indented JSON, in which ``names`` are replaced."""
+        content = msgspec.json.encode(names.without(msgspec.to_builtins(self)))
+        return msgspec.json.format(content) + b"\n"
+
     @property
-    def text(self) -> str:
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines = [
-            f"kvd selftest, {self.date}: {self.verdict}",
-            f"{self.machine}, {self.processor}, {self.memory_bytes / 2**30:.1f} GiB",
-            f"Python {self.python}; {versions}",
-        ]
-        for section in self.sections:
-            lines += ["", section.title]
-            for finding in section.findings:
-                lines += _lines(finding)
-        return "\n".join(lines) + "\n"
+    def file_name(self) -> str:
+        stamp = self.date[:19].replace(":", "").replace("-", "")
+        return f"kvd-selftest-{stamp}.json"
 
 
-def _lines(finding: Finding) -> list[str]:
-    lines = [f"  {finding.verdict:<4}  {finding.name}: {finding.observed}"]
-    if finding.advice is not None:
-        lines.append(f"        -> {finding.advice}")
-    numbers = dict(finding.numbers)
-    traceback = str(numbers.pop("traceback", "")).splitlines()
-    if numbers:
-        lines.append("        " + ", ".join(f"{key} {_short(v)}" for key, v in numbers.items()))
-    return lines + [f"        {line}" for line in traceback]
+def _public(section: Section) -> Section:
+    if section.title not in _PRIVATE:
+        return section
+    hidden = [replace(one, observed="", advice=None, numbers={}) for one in section.findings]
+    # Names of findings may be those of models.
+    known = {"Home": hidden, "Daemon": [replace(one, name=_kind(one.name)) for one in hidden]}
+    return Section(section.title, known[section.title])
 
 
-def _short(value: float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _kind(name: str) -> str:
+    return "model" if name.startswith("model ") else name
 
 
 def _versions() -> dict[str, str]:
@@ -85,17 +97,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write both files and return their paths; the content hides the user's home folder."""
-    stamp = report.date[:19].replace(":", "").replace("-", "")
-    files = {
-        folder / f"kvd-selftest-{stamp}.json": msgspec.json.format(msgspec.json.encode(report)),
-        folder / f"kvd-selftest-{stamp}.txt": report.text.encode(),
-    }
+def write(report: Report, names: Names, path: Path | None = None) -> Path:
+    """Write the report to ``path``, or to a new file in the current folder; return its path."""
+    file = path or Path.cwd() / report.file_name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, content in files.items():
-            path.write_bytes(content.replace(str(Path.home()).encode(), b"~"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        user_files.write(file, report.encode(names))
     except OSError as error:
-        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", key="") from error
-    return list(files)
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}", key="") from error
+    return file

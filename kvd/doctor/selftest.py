@@ -6,19 +6,22 @@ If a process dies, its trial fails and the other trials continue in a new proces
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import IO
 
 import msgspec
+from msgspec.structs import replace
 
-from kvd.doctor import living, system
+from kvd.doctor import living, speed, system
+from kvd.doctor.ended_process import death, last_error
 from kvd.doctor.finding import REPORT, Finding, Section, fail
 from kvd.doctor.scene import Scene
+from kvd.doctor.speed import Measured, Model
 from kvd.host import blas
 from kvd.host.environment import environment
 
@@ -33,10 +36,22 @@ class _Line(msgspec.Struct, frozen=True):
     outcome: Finding | None = None
 
 
-def run(scene: Scene, *, quick: bool = False, service: bool = False) -> Iterator[str | Section]:
-    """Run all trials; ``quick`` takes a few seconds and starts no daemon."""
+def run(
+    scene: Scene,
+    model: Model,
+    measured: Measured,
+    *,
+    quick: bool = False,
+    service: bool = False,
+) -> Iterator[str | Section]:
+    """Run all trials, and leave the comparison with mlx-lm in ``measured``.
+
+    ``quick``: takes less than a minute on two cores and starts no daemon.
+    """
     yield from _section("Selftest: computing", computing(quick=quick))
     yield from _section("Selftest: the system", system.trials(scene))
+    limits = speed.QUICK if quick else speed.FULL
+    yield from _section("Selftest: speed", speed.compare(scene, model, limits, measured))
     if not quick:
         yield from _section("Selftest: a daemon", living.daemon())
     if service:
@@ -60,6 +75,7 @@ def computing(
     done: list[str] = []
     for _ in range(_MOST_DEATHS):
         begun: str | None = None
+        since = time.monotonic()
         with (
             tempfile.TemporaryFile("w+") as errors,
             _process(module, done, errors, quick=quick) as process,
@@ -69,17 +85,17 @@ def computing(
             for text in process.stdout:
                 line = _read(text)
                 if line is not None and line.begin is not None:
-                    begun = line.begin
+                    begun, since = line.begin, time.monotonic()
                     watchdog.again()
                     yield begun
                 elif line is not None and line.outcome is not None:
                     done.append(line.outcome.name)
                     begun = None
-                    yield line.outcome
+                    yield _with_seconds(line.outcome, time.monotonic() - since)
             watchdog.stop()
             status = process.wait()
-            words = _last_error(errors)
-            reason = f"{_death(status)}{words and f'; {words}'}"
+            words = last_error(errors)
+            reason = f"{death(status)}{words and f'; {words}'}"
         if begun is None:
             if status:
                 yield fail("worker", f"the process ended early: {reason}", REPORT)
@@ -88,6 +104,10 @@ def computing(
             reason = f"killed, because it took more than {most_s:g} s{words and f'; {words}'}"
         yield fail(begun, f"its process died: {reason}", REPORT)
         done.append(begun)
+
+
+def _with_seconds(finding: Finding, seconds: float) -> Finding:
+    return replace(finding, numbers={**finding.numbers, "seconds": round(seconds, 2)})
 
 
 @contextlib.contextmanager
@@ -139,17 +159,3 @@ def _read(text: str) -> _Line | None:
         return msgspec.json.decode(text, type=_Line)
     except msgspec.MsgspecError:
         return None  # output of a library
-
-
-def _death(status: int) -> str:
-    if status < 0:
-        return signal.Signals(-status).name
-    return f"exit status {status}"
-
-
-def _last_error(errors: IO[str]) -> str:
-    """Return the most informative last line of a process's errors."""
-    errors.seek(0)
-    lines = [line.strip() for line in errors if line.strip()]
-    telling = [line for line in lines if "rror" in line or "Fatal" in line]
-    return (telling or lines or [""])[-1][:300]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 
 import mlx.core as mx
 import pytest
 
+from kvd import demo
 from kvd.client import Client
-from kvd.doctor import living, selftest
+from kvd.doctor import living, selftest, speed
 from kvd.doctor.finding import Finding, Section
-from kvd.doctor.report import Report, write
 from kvd.doctor.scene import Scene
+from kvd.doctor.speed import Limits, Measured, Model
 from kvd.doctor.system import guarded
 from kvd.host.home import Home
 from kvd.worker.attention import decode
@@ -21,22 +21,25 @@ from kvd.worker.selftest import attention, memory
 from tests.worker.attention.stand_in import StandIn
 
 
+@pytest.mark.slow
+@pytest.mark.mlx
 @pytest.mark.process
-def test_the_quick_selftest_finds_no_fault_on_this_machine(home: Home, tmp_path):
-    scene = Scene(home)
-    steps = list(selftest.run(scene, quick=True))
+def test_the_quick_selftest_finds_no_fault_on_this_machine(home: Home, monkeypatch):
+    limits = Limits(speed.QUICK_SIZES[:1], rounds=1, measure_s=60.0, task_s=60.0)
+    monkeypatch.setattr(speed, "QUICK", limits)
+    measured, scene = Measured(), Scene(home)
+    steps = list(selftest.run(scene, Model("demo", demo.path()), measured, quick=True))
     sections = [step for step in steps if isinstance(step, Section)]
     found = {one.name: one for section in sections for one in section.findings}
     assert {one.verdict for one in found.values()} <= {"ok", "skip"}, found
     assert {"attention, plain", "flush in place", "footprint", "unix socket"} <= found.keys()
-    assert {step for step in steps if isinstance(step, str)} == found.keys()
-
-    data, text = write(Report.of(scene, sections), tmp_path / "new")
-    report = json.loads(data.read_text())
-    assert report["versions"].keys() >= {"kvd", "mlx", "mlx-lm"}
-    assert report["verdict"] == "ok"
-    assert "  ok    flush in place: " in text.read_text()
-    assert "moment_bytes" in text.read_text()
+    assert {"load", "whole layers", "peak memory"} <= found.keys()
+    plain = found["attention, plain"].numbers
+    assert plain["path"] == "plain operations"
+    assert 0 < plain["float32_error"] < plain["float32_bound"]
+    assert plain["seconds"] > 0
+    assert measured.speed is not None
+    assert measured.speed.cells[0].ratio is not None
 
 
 @pytest.mark.process

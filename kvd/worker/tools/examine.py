@@ -35,6 +35,7 @@ def examine() -> dict[str, Any]:
         "blas": os.environ.get("KVD_BLAS_PRELOADED"),
         "native_built": on_cpu and build.is_built(),
         "compiler": build.compiler(),
+        "device_info": dict(info),
     }
 
 
