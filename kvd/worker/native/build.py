@@ -6,6 +6,7 @@ compiled for the exact processor. MLX's distributions include the headers that t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,20 +95,37 @@ def library() -> Path:
     if not _is_sound(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(path.parent)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = _compiled(Path(folder))
-            with built.open("rb") as file:
-                os.fsync(file.fileno())
-            built.chmod(0o700)  # whatever the umask
-            digest = built.with_suffix(".sha256")
-            digest.write_text(_digest(built))
-            # Each rename is atomic, so nothing loads half a library. If two builds interleave, one
-            # build's digest may stay with the other's library. If it does not match, the next
-            # process builds again.
-            digest.replace(path.with_suffix(".sha256"))
-            built.replace(path)
+        with _locked(path.parent):
+            if not _is_sound(path):  # another process may have built it meanwhile
+                _build(path)
     _check_owner(path)
     return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases when the process ends.
+
+    A build takes 22 s of CPU time. Workers that start together wait for one build.
+    """
+    with (folder / ".lock").open("w") as lock:
+        with suppress(OSError):  # a file system without locks: each worker builds
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = _compiled(Path(folder))
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        built.chmod(0o700)  # whatever the umask
+        digest = built.with_suffix(".sha256")
+        digest.write_text(_digest(built))
+        # Each rename is atomic, so nothing loads half a library. After a crash between the two,
+        # the digest does not match, and the next process builds again.
+        digest.replace(path.with_suffix(".sha256"))
+        built.replace(path)
 
 
 def _is_sound(path: Path) -> bool:

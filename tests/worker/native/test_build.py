@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -122,6 +126,37 @@ def test_a_containers_quota_bounds_the_threads(
 def test_a_built_library_is_not_built_again(library: ModuleType) -> None:
     assert build.is_built()
     assert build.load() is library
+
+
+def test_workers_that_start_together_share_one_build(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locking: Queue[None] = Queue()
+    flock = build.fcntl.flock
+    both = threading.Event()
+    builds = []
+
+    def recorded(*arguments: Any) -> None:
+        locking.put(None)
+        flock(*arguments)
+
+    def compiled(folder: Path) -> Path:
+        builds.append(folder)
+        assert both.wait(30)
+        target = folder / f"{build.NAME}.so"
+        target.write_bytes(b"a library")
+        return target
+
+    monkeypatch.setattr(build.fcntl, "flock", recorded)
+    monkeypatch.setattr(build, "_compiled", compiled)
+    with ThreadPoolExecutor(2) as workers:
+        found = [workers.submit(build.library) for _ in range(2)]
+        for _ in found:
+            locking.get(timeout=30)
+        both.set()
+        assert [one.result(30) for one in found] == [build._path()] * 2
+    assert len(builds) == 1
+    assert build.is_built()
 
 
 def test_the_name_of_the_file_depends_on_the_processor(
