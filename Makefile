@@ -35,15 +35,14 @@ BENCH_ARGS ?=
 # instead of 6.0. Images of containers often set this.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test clients clients-if-possible test-clients check check-page docs bench format clean
+.PHONY: run test compiled clients clients-if-possible test-clients check check-page docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
 
 # The clients are installed beside the checks.
 test:
-	@$(MAKE) -j 2 check clients-if-possible
-	@$(BIN)/python -m compileall -q kvd actors protocol tests bench
+	@$(MAKE) -j 2 check clients-if-possible compiled
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
@@ -55,6 +54,9 @@ NODE_CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33 axe-core@4.14.1
 # litellm imports mcp for requests with tools.
 PYTHON_CLIENTS := litellm==1.106.2 mcp==2.3.0
 NPM_INSTALL := npm install --loglevel error --no-audit --no-fund --prefix $(VENV)/clients
+
+compiled: | $(VENV)/.dev
+	@$(BIN)/python -m tools.compile_ahead
 
 clients: $(VENV)/clients/.node $(VENV)/clients/.python
 
