@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
+from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import Compilation, Compiler
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.grammar.vocabulary import Vocabulary
@@ -171,6 +171,4 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 
 def _answer(grammar: Grammar) -> AnswerGrammar:
     request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
-    found = grammar_of(request, AnswerContext(), canonical=False)
-    assert found is not None
-    return found
+    return write_grammar(request, AnswerContext(), canonical=False)

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from kvd.worker.engine import Engine
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""Seconds after which a thread that runs Python hands over the lock. The thread that computes takes
+the lock many times in a step; a thread that writes or compiles grammars would hold it for 5 ms each
+time."""
+
+
 def main() -> NoReturn:
     """Run until the daemon stops the worker or is gone."""
     parser = argparse.ArgumentParser(
@@ -43,6 +49,7 @@ def main() -> NoReturn:
     sock.set_inheritable(False)
     die_with_parent(sock)
     limit.enabled = True
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The Hub's client for xet buffers gigabytes, which are not part of any grant.
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     # transformers imports these if they are installed: hundreds of megabytes, above the limit of a

@@ -4,7 +4,7 @@
 
 Every request ends with a result or a typed error. The tokens of a stream that runs all the time
 equal those of a run alone. The report has the gaps between the stream's tokens, alone and during
-the campaign, in milliseconds, and the worker's resident memory.
+the campaign (`tests.http.steady_stream`), and the worker's resident memory.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import argparse
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.own import daemon
 from bench.report import publish
 from kvd.client import AsyncClient
 from protocol.errors import KvdError
-from protocol.messages import Tokens
 from tests.http.hostile_grammars import random_grammar
+from tests.http.steady_stream import Stream, streaming
 from tests.worker.grammar.json_schemas import is_valid
 
 CLIENTS = 8
 TYPED = {"invalid_request", "overloaded", "request_too_large"}
-STREAM: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
 
 @dataclass
@@ -37,46 +35,21 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[int, str]] = field(default_factory=list)
     """Seeds with an untyped error or an invalid answer."""
-    streams: int = 0
-    changed: int = 0
-    """Streams whose tokens differ from those alone."""
+    stream: Stream = field(default_factory=Stream)
     slowest_s: float = 0.0
     """Longest request."""
-    gaps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     workers: set[int] = field(default_factory=set)
     """Process ids of the model's worker: more than one if it died."""
     rss_mb: list[float] = field(default_factory=list)
     """Resident memory of the worker after each fifth of the requests."""
 
 
-async def stream(client: AsyncClient, gaps: list[float]) -> list[int]:
-    """Return a stream's tokens; append the seconds between them."""
-    tokens: list[int] = []
-    last = None
-    async for event in await client.generate("demo", prompt="Once", **STREAM):
-        if isinstance(event, Tokens):
-            now = time.perf_counter()
-            gaps.extend([] if last is None else [now - last])
-            last = now
-            tokens += event.tokens
-    return tokens
-
-
 async def campaign(client: AsyncClient, seed: int, count: int) -> Report:
     """Send ``count`` grammars to the model ``demo``."""
     report = Report()
-    alone: list[float] = []
-    beside: list[float] = []
-    await stream(client, [])
-    wanted = await stream(client, alone)
-    report.workers.add(await _worker(client))
+    worker = await _worker(client)
+    report.workers.add(worker)
     numbers = iter(range(seed, seed + count))
-    ended = asyncio.Event()
-
-    async def keep_streaming() -> None:
-        while not ended.is_set():
-            report.changed += await stream(client, beside) != wanted
-            report.streams += 1
 
     async def attack() -> None:
         for number in numbers:
@@ -87,11 +60,9 @@ async def campaign(client: AsyncClient, seed: int, count: int) -> Report:
                 report.workers.add(pid := await _worker(client))
                 report.rss_mb.append(_resident_mb(pid))
 
-    streaming = asyncio.create_task(keep_streaming())
-    await asyncio.gather(*(attack() for _ in range(CLIENTS)))
-    ended.set()
-    await streaming
-    report.gaps_ms = {"alone": _summary(alone), "beside": _summary(beside)}
+    async with streaming(str(client._path), worker) as results:
+        await asyncio.gather(*(attack() for _ in range(CLIENTS)))
+    (report.stream,) = results
     return report
 
 
@@ -127,13 +98,6 @@ def _resident_mb(pid: int) -> float:
     return round(int(line.split()[1]) / 1024, 1)
 
 
-def _summary(gaps: list[float]) -> dict[str, float]:
-    ordered = sorted(1e3 * gap for gap in gaps)
-    size = len(ordered)
-    shares = {"median": size // 2, "p99": int(0.99 * size), "longest": size - 1}
-    return {name: round(ordered[at], 2) for name, at in shares.items()}
-
-
 async def _run(asked: argparse.Namespace) -> Report:
     async with daemon("") as client:
         await (await client.load("demo")).result()
@@ -149,9 +113,9 @@ def main() -> None:
     start = time.monotonic()
     report = asyncio.run(_run(asked))
     found = {name: getattr(report, name) for name in Report.__dataclass_fields__}
-    found["workers"] = len(report.workers)
+    found["workers"], found["stream"] = len(report.workers), asdict(report.stream)
     publish({"count": asked.count, "seconds": round(time.monotonic() - start), **found}, asked.json)
-    raise SystemExit(bool(report.wrong or report.changed or len(report.workers) > 1))
+    raise SystemExit(bool(report.wrong or report.stream.changed or len(report.workers) > 1))
 
 
 if __name__ == "__main__":

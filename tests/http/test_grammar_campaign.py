@@ -16,8 +16,9 @@ async def test_hostile_grammars_do_not_change_a_stream(demo: Live) -> None:
         report = await campaign(client, seed=1, count=60)
 
     assert not report.wrong
-    assert not report.changed
+    assert not report.stream.changed
     assert len(report.workers) == 1
-    assert report.streams
+    assert report.stream.streams
+    assert all(report.stream.own_ms["beside"].values())
     assert sum(report.outcomes.values()) == 60
     assert {"stop", "invalid_request"} <= report.outcomes.keys()

@@ -1,18 +1,21 @@
 """New requests: checked, tokenized, their grammars compiled, and handed to the batch.
 
-A grammar is compiled in a thread. The request waits for it here; other requests are not delayed.
+A grammar is written and compiled in threads. The request waits for it here; other requests are not
+delayed.
 """
 
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import end_prompt
 from kvd.worker.core.replay import check_resume
 from kvd.worker.core.request import Completion, Request
-from kvd.worker.grammar.answers import grammar_of
+from kvd.worker.grammar.answers import has_grammar, write_grammar
 from kvd.worker.grammar.choice import GrammarChoice
 from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.grammar.matcher import Matcher
@@ -55,6 +58,8 @@ class Submissions:
         self._embedding_rules = embedding_rules
         self._batch = batch
         self._compiler = compiler
+        self._writer = ThreadPoolExecutor(1, "grammar writer")
+        self._writer.submit(int)  # starts the thread, for which the first grammar would wait
         self._waiting: dict[str, _Submission] = {}
         self.prompt_tokens = 0
         """Tokens of the prompts of all requests that were not replayed to their end."""
@@ -82,19 +87,23 @@ class Submissions:
                 max_tokens=request.max_tokens,
                 context_length=self._text.context_length,
             )
-        grammar = grammar_of(
-            request, self._text.answer_context(request, prompt), canonical=self._text.canonical
-        )
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        choice = None
-        if grammar is not None:
-            choice = GrammarChoice(self._compiler, grammar, accepted=bool(request.resume))
+        choice = self._choice(request, prompt)
         submission = _Submission(request, prompt, prompt_tokens, room, deadline, choice)
-        if choice is None or choice.is_over():
+        if choice is None:
             self._accept(submission)
         else:
             self._waiting[request.rid] = submission
         return prompt_tokens
+
+    def _choice(self, request: Submit, prompt: array[int]) -> GrammarChoice | None:
+        """Begin to write a request's grammar; None: any answer."""
+        context = self._text.answer_context(request, prompt)
+        if not has_grammar(request, context):
+            return None
+        write = partial(write_grammar, request, context, canonical=self._text.canonical)
+        accepted = bool(request.resume)
+        return GrammarChoice(self._compiler, self._writer, write, accepted=accepted)
 
     def work(self, now: float) -> None:
         """Accept the requests whose grammars are compiled."""

@@ -46,14 +46,18 @@ class AnswerContext:
     """Whether the answer may begin reasoning that the prompt did not open."""
 
 
-def grammar_of(request: Submit, context: AnswerContext, *, canonical: bool) -> AnswerGrammar | None:
-    """Return the grammar that an answer must match; None: any answer.
+def has_grammar(request: Submit, context: AnswerContext) -> bool:
+    """Return whether an answer must match a grammar."""
+    return request.grammar is not None or bool(_tools(request, context.forms))
 
-    ``canonical``: see `kvd.worker.grammar.vocabulary.Vocabulary`.
+
+def write_grammar(request: Submit, context: AnswerContext, *, canonical: bool) -> AnswerGrammar:
+    """Return the grammar that an answer must match (`has_grammar`).
+
+    ``canonical``: see `kvd.worker.grammar.vocabulary.Vocabulary`. Raises `InvalidRequest` for a
+    grammar or schema that cannot be one, or is beyond `kvd.worker.grammar.schema_limits`.
     """
     tools = _tools(request, context.forms)
-    if request.grammar is None and not tools:
-        return None
     texts = ToolTexts()
     strict = _grammar(request, context, tools, texts, canonical=canonical)
     if not texts.found:

@@ -1,6 +1,6 @@
 """The worker's main loop: read commands, step the engine, send its reports.
 
-While the engine has work the loop never waits: it reads the commands that are available and writes
+While the engine has work the loop never waits: it handles commands for some milliseconds and writes
 as many reports as the socket takes; the rest stays in the `Outbox`. It sleeps only when the engine
 has nothing to do. If the daemon has closed the socket, the loop ends at once with `Orphaned`. It
 notices that only between steps; during a step, `kvd.worker.process.orphan` ends the process.
@@ -41,6 +41,10 @@ step.
 LONG_WAIT_S = 0.25
 """Seconds of waiting for a time slice until the worker reports ``idle``; most waits are shorter."""
 RATE_WINDOW_S = 2.0
+COMMANDS_S = 0.005
+"""Seconds between two steps after which the remaining commands wait for the next step."""
+COMMANDS_SHARE = 0.2
+"""Share of the last step's duration for commands, if that is longer."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -65,6 +69,8 @@ class Loop:
         self._clock = clock
         self._footprint = footprint
         self._to_tokenize: deque[wire.Tokenize] = deque()
+        self._step_s = 0.0
+        """Duration of the last step."""
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
@@ -148,8 +154,7 @@ class Loop:
         self._report_stats()
         while True:
             self._link.pump()
-            while self._link.commands:
-                self._handle(self._link.commands.popleft())
+            self._handle_commands()
             self._pass_on(self._engine.take_reports())
             self._tokenize()
             if self._stopping and not self._engine.keeps_worker:
@@ -175,8 +180,11 @@ class Loop:
         timed = self._gate.is_timed
         if timed:
             self._send_now(self._gate.before_step(self._clock()))
+        start = self._clock()
         reports = self._engine.step()
-        self._phases.leave(self._clock())
+        now = self._clock()
+        self._step_s = now - start
+        self._phases.leave(now)
         if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
         self._pass_on(reports)
@@ -215,6 +223,14 @@ class Loop:
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
+
+    def _handle_commands(self) -> None:
+        """Handle the commands that were read; many of them at once do not delay the rows."""
+        end = self._clock() + max(COMMANDS_S, COMMANDS_SHARE * self._step_s)
+        while self._link.commands:
+            self._handle(self._link.commands.popleft())
+            if self._clock() >= end and self._engine.has_work:
+                return
 
     def _handle(self, command: wire.Command) -> None:  # noqa: C901 - one match over one union
         match command:

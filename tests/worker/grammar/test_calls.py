@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
-from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
+from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import COMPILE_SECONDS, THREADS, Compiler
 from kvd.worker.grammar.source import MAX_DEPTH
 from kvd.worker.text.text import Text
@@ -105,7 +105,7 @@ RIGHT = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_calls_in_the_form_of_the_model(text: Text, compiler: Compiler, case: str, choice) -> None:
     form, answer = RIGHT[case]
-    grammar = grammar_of(asked(choice), context(text, form), canonical=True)
+    grammar = write_grammar(asked(choice), context(text, form), canonical=True)
 
     named_other = choice.startswith("name:") and '"time"' in answer
     assert accepts(text, compiler, grammar, answer) is not named_other
@@ -124,8 +124,10 @@ def test_calls_in_the_form_of_the_model(text: Text, compiler: Compiler, case: st
 def test_text_is_free_until_a_call_begins(text: Text, compiler: Compiler, form, prose) -> None:
     where = context(text, form)
 
-    assert accepts(text, compiler, grammar_of(asked("auto"), where, canonical=True), prose)
-    assert not accepts(text, compiler, grammar_of(asked("required"), where, canonical=True), prose)
+    assert accepts(text, compiler, write_grammar(asked("auto"), where, canonical=True), prose)
+    assert not accepts(
+        text, compiler, write_grammar(asked("required"), where, canonical=True), prose
+    )
 
 
 def test_strings_in_xml_forms_are_not_json(text: Text, compiler: Compiler) -> None:
@@ -133,7 +135,7 @@ def test_strings_in_xml_forms_are_not_json(text: Text, compiler: Compiler) -> No
     content = 'def f(x):\n\treturn {"a": "b"}\n' * 3
     answer = (f"<tool_call>\n<function=weather>\n<parameter=city>\n{content}\n</parameter>\n"
               "</function>\n</tool_call>")  # fmt: skip
-    grammar = grammar_of(asked(), context(text, forms.QWEN_CODER), canonical=True)
+    grammar = write_grammar(asked(), context(text, forms.QWEN_CODER), canonical=True)
 
     assert accepts(text, compiler, grammar, answer)
     assert not accepts(text, compiler, grammar, answer.replace("<parameter=city>", "<parameter=x>"))
@@ -142,7 +144,7 @@ def test_strings_in_xml_forms_are_not_json(text: Text, compiler: Compiler) -> No
 def test_one_call_without_parallel_calls(text: Text, compiler: Compiler) -> None:
     form, two = RIGHT["qwen two"]
     request = asked(parallel_tool_calls=False)
-    grammar = grammar_of(request, context(text, form), canonical=True)
+    grammar = write_grammar(request, context(text, form), canonical=True)
 
     assert not accepts(text, compiler, grammar, two)
     assert accepts(text, compiler, grammar, two[: two.index("</tool_call>") + 12])
@@ -153,7 +155,7 @@ def test_the_grammar_begins_after_the_reasoning(text: Text, compiler: Compiler, 
     request = asked("none", grammar=Grammar("json_object"))
     end = "<|im_start|>assistant\n<think>\n" if opened else "<|im_start|>assistant\n"
     where = context(text, None, end=end, reasoning=forms.THINK)
-    grammar = grammar_of(request, where, canonical=True)
+    grammar = write_grammar(request, where, canonical=True)
     begin = "" if opened else "<think>"
 
     assert accepts(text, compiler, grammar, begin + 'so {"b"\n</think>\n\n{"a": 1}')
@@ -165,7 +167,7 @@ def test_the_grammar_begins_after_the_reasoning(text: Text, compiler: Compiler, 
 def test_no_reasoning_begins_where_it_is_off(text: Text, compiler: Compiler) -> None:
     request = asked("none", grammar=Grammar("json_object"))
     where = replace(context(text, None, reasoning=forms.THINK), may_reason=False)
-    grammar = grammar_of(request, where, canonical=True)
+    grammar = write_grammar(request, where, canonical=True)
 
     assert accepts(text, compiler, grammar, '{"a": 1}')
     assert not accepts(text, compiler, grammar, '<think>so</think>{"a": 1}')
@@ -185,8 +187,7 @@ def test_a_tool_that_is_too_deep_only_as_a_whole_ends_no_thread(
         request = msgspec.structs.replace(
             asked(), chat=ChatOptions(tools=[tool], tool_choice="required")
         )
-        grammar = grammar_of(request, context(text, forms.QWEN_CODER), canonical=False)
-        assert grammar is not None
+        grammar = write_grammar(request, context(text, forms.QWEN_CODER), canonical=False)
         with pytest.raises(InvalidRequest, match="nested more than"):
             list(grammar.parts())
         compilation = compiler.start(grammar)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
 from kvd.worker.answer.forms import AnswerForms, CallForm, HarmonyForm
-from kvd.worker.grammar.answers import AnswerGrammar, grammar_of
+from kvd.worker.grammar.answers import AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.text.splitting import Splitting
 from kvd.worker.text.text import Text
@@ -58,9 +58,7 @@ def asked(choice: str = "required", tool: Tool = APPLY) -> Submit:
 
 
 def grammar_for(text: Text, request: Submit) -> AnswerGrammar:
-    found = grammar_of(request, text.answer_context(request, [0]), canonical=True)
-    assert found is not None
-    return found
+    return write_grammar(request, text.answer_context(request, [0]), canonical=True)
 
 
 def start_of(compiler: Compiler, grammar: AnswerGrammar) -> LLMatcher:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.worker.grammar.answers import AnswerContext, grammar_of
+from kvd.worker.grammar.answers import AnswerContext, write_grammar
 from kvd.worker.grammar.compiler import NICENESS, Compiler
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.grammar.vocabulary import Vocabulary
@@ -101,8 +101,7 @@ def matcher_of(
     grammar: Grammar, compiler: Compiler = COMPILER, *, canonical: bool = False
 ) -> Matcher:
     request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
-    found = grammar_of(request, AnswerContext(), canonical=canonical)
-    assert found is not None
+    found = write_grammar(request, AnswerContext(), canonical=canonical)
     compilation = compiler.start(found)
     assert compilation.done.wait(10)
     return compiler.matcher(compilation)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, grammar_of
+from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import (
     CACHED_BYTES,
     COMPILE_BYTES,
@@ -39,9 +39,7 @@ NAMED = {f"p{number}": one for number, one in enumerate(PATTERNS)}
 
 def answer_grammar(grammar: Grammar) -> AnswerGrammar:
     request = Submit(rid="r", prompt="x", sampling=Sampling(), max_tokens=8, grammar=grammar)
-    found = grammar_of(request, AnswerContext(), canonical=True)
-    assert found is not None
-    return found
+    return write_grammar(request, AnswerContext(), canonical=True)
 
 
 def compiled(compiler: Compiler, grammar: Grammar) -> Matcher:

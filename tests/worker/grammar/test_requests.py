@@ -18,7 +18,7 @@ from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.compiler import COMPILE_SECONDS, MAX_COMPILING, THREADS, Compiler
 from kvd.worker.process.shortage import TRIES
 from kvd.worker.text.splitting import Splitting
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.errors import InvalidRequest
 from protocol.resume import ChoiceProgress
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatAbilities, ChatMessage, Sampling
@@ -339,9 +339,12 @@ def test_a_replay_is_not_refused_for_its_grammar(
         digits = Grammar("regex", f"[0-9]{{{number + 1}}}")
         resume = [ChoiceProgress()]
         demo.submit(f"r{number}", WORDS, grammar=digits, resume=resume, max_tokens=30)
-    with pytest.raises(Overloaded):
-        demo.submit("new", WORDS, grammar=Grammar("regex", "[a-c]"), max_tokens=30)
-    del demo.outcomes["new"]
+    demo.submit("new", WORDS, grammar=Grammar("regex", "[a-c]"), max_tokens=30)
+    while not demo.outcomes["new"].over:
+        demo.step()
+    refused = demo.outcomes.pop("new").error
+    assert refused is not None
+    assert refused.code == "overloaded"
     waiting.set()
     demo.run()
 
@@ -370,14 +373,15 @@ def test_a_grammar_that_took_too_long_once_is_used_once_it_is_compiled(
     compiler._clock = lambda: now[0]
     grammar = AnswerGrammar(json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]}))
     slow = compiler.start(grammar)
+    while not slow.begun:
+        waiting.wait(0.001)
     now[0] = COMPILE_SECONDS
     assert compiler.is_over(slow)
     with pytest.raises(InvalidRequest, match="not compiled within"):
         compiler.matcher(slow)
     waiting.set()
-    for thread in threading.enumerate():
-        if thread.name == "grammar":
-            thread.join(30)
+    while compiler._threads:  # a thread sets the result after the error
+        waiting.wait(0.001)
 
     assert compiler.matcher(compiler.start(grammar)) is not None
 

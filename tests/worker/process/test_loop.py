@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
-from kvd.worker.process.loop import RATE_WINDOW_S, _Rate
+from kvd.worker.process.loop import COMMANDS_S, RATE_WINDOW_S, _Rate
 from protocol.cache_outcome import RowCached
 from protocol.types import Usage
 from protocol.worker import (
@@ -286,3 +286,37 @@ def test_reports_are_sent_before_the_step_ends_if_the_engine_passes_them_early(s
     EarlyEngine.ended.set()
     peer.wait_for_end("a")
     assert len(peer.tokens("a")) == 2
+
+
+class Busy(FakeEngine):
+    """Spends more than half of the time for commands on each request, and records what it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = 0.0
+        self.done = []
+        self.all_sent = threading.Event()
+
+    def submit(self, request):
+        self.all_sent.wait(DEADLINE_S)
+        self.seconds += 0.6 * COMMANDS_S
+        self.done.append(request.rid)
+        return super().submit(request)
+
+    def step(self):
+        self.done.append("step")
+        return super().step()
+
+
+def test_many_requests_at_once_do_not_delay_the_rows(start):
+    engine = Busy()
+    peer = start(engine, clock=lambda: engine.seconds)
+    peer.load()
+    names = [f"r{number}" for number in range(20)]
+    peer.send(*[submit(name, max_tokens=40) for name in names])
+    engine.all_sent.set()
+    peer.wait_for_end(*names)
+
+    between = " ".join(engine.done).split("step")
+    assert max(len(one.split()) for one in between) == 2
+    assert [one for one in engine.done if one != "step"] == names
