@@ -267,9 +267,9 @@ class Store:
         return problems
 
     async def check(self) -> None:
-        """Check the folder and the index, while nothing is written."""
+        """Check the folder and the index. An idle worker may be writing."""
         wrong = self.found.wrong
-        wrong += [f"an incomplete file is left: {path.name}" for path in self.parts()]
+        wrong += [f"an incomplete file is left: {path.name}" for path in await self.left_parts()]
         wrong += [f"a damaged file is left: {problem}" for problem in self.damaged()]
         # A worker that may write has its bytes in the index before it creates the file.
         found, end = await self.sizes(), time.monotonic() + WAIT_S
@@ -280,6 +280,17 @@ class Store:
             wrong.append(f"segments and bytes: {found[0]} in the index, {found[1]} in the folder")
         if (size := found[1][1]) > LIMIT_BYTES:
             wrong.append(f"{size} bytes are stored, at most {LIMIT_BYTES} are allowed")
+
+    async def left_parts(self) -> list[Path]:
+        """Return the incomplete files that are neither completed nor deleted within `WAIT_S`.
+
+        After `kvctl cache drop`, an idle worker writes what it has in memory again.
+        """
+        left, end = set(self.parts()), time.monotonic() + WAIT_S
+        while left and time.monotonic() < end:
+            await asyncio.sleep(0.3)
+            left &= set(self.parts())
+        return sorted(left)
 
     async def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the number of segments and their bytes: in the index, and in the folder."""
