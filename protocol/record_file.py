@@ -23,7 +23,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -36,8 +36,6 @@ from protocol.segments import PART_SUFFIX
 _HEAD = struct.Struct("<QQ")
 _END = 1 << 63
 _MAPPED_BYTES = 8 * 1024 * 1024
-
-Allocate = Callable[[int], memoryview]
 
 
 class DamagedFile(Exception):
@@ -132,12 +130,13 @@ class UnreadRecord:
     nbytes: int
     opening: Opening
 
-    def read(self) -> memoryview:
+    def read(self, memory: memoryview | None = None) -> memoryview:
         """Return the content; raises ``damaged`` or `OSError`.
 
-        Call it once, in any thread, while the reader is open.
+        Call it once, in any thread, while the reader is open. ``memory``: ``nbytes`` bytes that the
+        content is read into.
         """
-        return self.reader.read_content(self)
+        return self.reader.read_content(self, memory)
 
 
 class RecordReader:
@@ -147,18 +146,11 @@ class RecordReader:
     regular file, not complete or of another format. Each record is checked before it is returned:
     iterating raises ``damaged`` or `OSError`. Records are read with one copy. Files are not mapped
     into memory, because a bad sector would then end the process by SIGBUS.
-
-    ``allocate(nbytes)`` returns the memory for a record, with any content.
     """
 
     def __init__(
-        self,
-        path: Path,
-        form: RecordFormat,
-        damaged: type[DamagedFile] = DamagedFile,
-        allocate: Allocate | None = None,
+        self, path: Path, form: RecordFormat, damaged: type[DamagedFile] = DamagedFile
     ) -> None:
-        self._allocate = allocate or _memory
         self._path = path
         self._damaged = damaged
         self._count = 0
@@ -223,9 +215,9 @@ class RecordReader:
         self._length = self._parse(self._head)
         return record
 
-    def read_content(self, record: UnreadRecord) -> memoryview:
+    def read_content(self, record: UnreadRecord, memory: memoryview | None) -> memoryview:
         """Return what `UnreadRecord.read` does."""
-        content = self._allocate(record.nbytes)
+        content = _memory(record.nbytes) if memory is None else memory
         at = record.start
         for piece in _pieces(content):
             self._read_into(piece, at)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.fields import PositiveCount
-from protocol.record_file import Allocate, DamagedFile, RecordReader, RecordWriter, sync_folder
+from protocol.record_file import DamagedFile, RecordReader, RecordWriter, sync_folder
 from protocol.record_format import RecordFormat
 from protocol.segments import KEY_BYTES, SegmentInfo, segment_path
 
@@ -78,14 +78,13 @@ def open_records(
     path: Path,
     form: RecordFormat,
     segment: SegmentInfo | None = None,
-    allocate: Allocate | None = None,
 ) -> RecordReader:
     """Return a reader of the records after the header; raises `DamagedSegment` or `OSError`.
 
     ``segment``: what the index knows of the file. If the header says otherwise, pages of another
-    prompt would be read as those of the base. ``allocate``: as for `RecordReader`.
+    prompt would be read as those of the base.
     """
-    reader = RecordReader(path, form, DamagedSegment, allocate)
+    reader = RecordReader(path, form, DamagedSegment)
     try:
         _header(path, reader, segment)
     except BaseException:

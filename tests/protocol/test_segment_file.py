@@ -376,16 +376,18 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, form: RecordFormat
 
 def test_records_are_read_into_memory_with_any_content(tmp_path: Path, form: RecordFormat) -> None:
     path = write(tmp_path, form)
-    given: list[memoryview] = []
-
-    def allocate(nbytes: int) -> memoryview:
-        given.append(memoryview(bytearray(b"\xa5" * nbytes)))
-        return given[-1]
-
-    with segment_file.open_records(path, form, None, allocate) as reader:
-        found = list(reader)
-    assert [bytes(record) for record in found] == list(RECORDS)
-    assert all(one is other for one, other in zip(found, given[1:], strict=True))
+    memory = memoryview(bytearray(b"\xa5" * sum(map(len, RECORDS))))
+    with segment_file.open_records(path, form) as reader:
+        start = 0
+        for content in RECORDS:
+            record = reader.next_unread()
+            assert record is not None
+            found = record.read(memory[start : start + record.nbytes])
+            assert found.obj is memory.obj
+            assert bytes(found) == content
+            start += record.nbytes
+        assert reader.next_unread() is None
+    assert bytes(memory) == b"".join(RECORDS)
 
 
 def test_records_are_skipped_unread(tmp_path: Path, form: RecordFormat) -> None:

@@ -1,16 +1,15 @@
 """Copies pages from the host's memory into evaluated arrays, in place.
 
-On the CPU and on Metal an array's memory is the host's, so a copy is a `memcpy`. With CUDA, memory
-that the host writes moves to the GPU by page faults at 1.5 GB/s. The driver's own copy reaches 12
-to 14 GB/s from ordinary memory (H200).
+On the CPU and on Metal an array's memory is the host's, so a copy is a `memcpy`. With CUDA, a
+kernel copies from page-locked memory (`kvd.worker.cache.device_copy`), and the driver from other
+memory (`kvd.worker.cache.cuda_driver`).
 
-MLX does not know of these copies, so the device must be idle.
+MLX does not know of these copies. Steps in flight may read and write other pages meanwhile, except
+while the driver copies.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,12 +18,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.worker.cache import cuda_driver, device_copy
 from protocol.record_file import DamagedFile
 
 Record = bytes | bytearray | memoryview
 _Bytes = NDArray[np.uint8]
-_Copies = list[tuple[_Bytes, _Bytes]]
-"""Targets and sources of the same length."""
 
 
 def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: Record) -> None:
@@ -35,21 +33,30 @@ def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: 
     """
     sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
     expect_bytes(record, len(slots) * sum(sizes))
-    source, start = np.frombuffer(record, np.uint8), 0
+    runs, source, start = list(_runs(slots)), np.frombuffer(record, np.uint8), 0
+    if device_copy.copy(arrays, slots, source):
+        return
+    if cuda_driver.is_usable():
+        mx.synchronize()  # the first view of an array may move its memory
     # Views of the arrays end with this call: MLX may write or free the arrays after it.
-    copies: _Copies = []
+    copies: list[tuple[_Bytes, _Bytes]] = []
     for array, size in zip(arrays, sizes, strict=True):
         if array.nbytes:
             buffer: Any = array  # mlx's stubs do not declare it
             target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
-            for at, slot, count in _runs(slots):
+            for at, slot, count in runs:
                 first = start + at * size
                 part = source[first : first + count * size]
                 copies.append((target[slot * size : (slot + count) * size], part))
         start += len(slots) * size
-    if not _copy_by_driver(copies):
+    if not cuda_driver.copy([(_address(to), _address(part), part.nbytes) for to, part in copies]):
         for to, part in copies:
             to[:] = part
+
+
+def needs_idle_device() -> bool:
+    """Return whether `copy_pages` waits for steps in flight."""
+    return cuda_driver.is_usable() and not device_copy.is_used()
 
 
 def expect_bytes(record: Record, nbytes: int) -> None:
@@ -70,26 +77,6 @@ def _runs(slots: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
         at = end
 
 
-def _copy_by_driver(copies: _Copies) -> bool:
-    """Copy with CUDA's driver; return False if there is none or if it reports an error."""
-    driver = _driver()
-    if driver is None:
-        return False
-    for to, part in copies:
-        if driver.cuMemcpyHtoD_v2(to.ctypes.data, part.ctypes.data, part.nbytes):
-            return False
-    # The copy returns once the source is read. MLX's streams do not wait for the default stream.
-    return not driver.cuStreamSynchronize(None)
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL | None:
-    if mx.default_device().type == mx.DeviceType.cpu or not mx.cuda.is_available():
-        return None
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    driver.cuMemcpyHtoD_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
-    driver.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
-    return driver
+def _address(view: _Bytes) -> int:
+    address: int = view.__array_interface__["data"][0]
+    return address

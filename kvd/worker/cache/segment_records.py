@@ -23,7 +23,8 @@ from collections.abc import Callable, Container, Generator, Iterator, Sequence
 import mlx.core as mx
 import msgspec
 
-from kvd.worker.cache.host_copy import Record
+from kvd.worker.cache import device_copy
+from kvd.worker.cache.host_copy import Record, needs_idle_device
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
@@ -69,6 +70,17 @@ def can_extend(cache: ModelCache, base: int, end: int) -> bool:
     return all(
         store.dense_start.level(base) == store.dense_start.level(end) for store in cache.stores
     )
+
+
+def prepare_copies(cache: ModelCache) -> None:
+    """Compile what the device needs to copy records into the pools.
+
+    It takes about a second with CUDA. Without it, records are copied by the driver.
+    """
+    for store in cache.stores:
+        for layer in store.layers:
+            for pool in layer.pools:
+                device_copy.prepare(pool.arrays())
 
 
 class SegmentRecords:
@@ -139,14 +151,17 @@ class SegmentReader:
         self.sequences = [sequence]
         self.reading = 0
         """Index of the segment that is being read."""
+        self.needs_idle_device = True
+        """Whether no step may be in flight while `run` continues."""
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
 
     def run(self) -> Iterator[None]:
         """Read the segments; yield after each record, and while the next one is not read yet.
 
-        The device must be idle. Pools that are too small grow first, one piece between two yields.
-        Raises MLX's errors if memory is short, and `DamagedFile`.
+        The device must be idle whenever `needs_idle_device` is true. Pools that are too small grow
+        first, one piece between two yields. Raises MLX's errors if memory is short, and
+        `DamagedFile`.
         """
         for index, records in enumerate(self._segments):
             self.reading = index
@@ -158,6 +173,8 @@ class SegmentReader:
                 yield from self._make_room(outline)
                 self._extend(outline, rest)
                 self._skip(index, self._unneeded(outline))
+                # Pages of no other row are copied from here on.
+                self.needs_idle_device = needs_idle_device()
             yield from self._read_pages(outline, records)
             if self._is_complete:
                 return  # the rest is of a longer prefix

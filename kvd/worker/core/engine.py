@@ -5,7 +5,7 @@ One step, in order::
     plan      admit requests; choose what to prefill and what to decode (`scheduling`)
     decode    launch step n+1 from the lazy tokens of step n; wait for step n and read it
     prefill   wait for step n+1; one chunk of a prompt, or one chunk of each of several
-    pools     wait for step n+1; return memory to the daemon, or grow pools for about 10 ms
+    pools     return memory to the daemon, continue transfers, or grow pools (`core.pace`)
 
 Most steps only plan and decode. The host then processes the tokens of step n while the device
 computes step n+1.
@@ -22,7 +22,9 @@ from pathlib import Path
 import mlx.core as mx
 from msgspec.structs import replace
 
+from kvd.worker.cache import cuda_driver
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.segment_records import prepare_copies
 from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import Embeddings
@@ -30,6 +32,7 @@ from kvd.worker.core.encryption import segment_cipher, swap_format
 from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
+from kvd.worker.core.pace import Pace
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.rates import Rates
@@ -43,6 +46,7 @@ from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.submissions import Submissions
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import AskGrant, OnPhase, OnReports, ReportProgress, ignore_phase
+from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.space import space_of
@@ -72,19 +76,8 @@ from protocol.worker import (
 
 _log = logging.getLogger("kvd.worker")
 
-POOL_SECONDS = 0.010
-"""Seconds that a step works on growing pools or on transfers, at most."""
-POOL_SHARE = 0.2
-"""Share of a decode step's duration for this work."""
 WAIT_SECONDS = 0.001
 """Seconds that a step waits if all that is left to do is to read from a disk."""
-
-
-def _pool_seconds(start: float | None) -> float:
-    """Return how long a step may work on pools; ``start``: when its decoding began, if it did."""
-    if start is None:
-        return POOL_SECONDS
-    return min(POOL_SECONDS, POOL_SHARE * (time.monotonic() - start))
 
 
 @dataclass
@@ -92,8 +85,11 @@ class _PhaseListener:
     """Calls ``on_phase``, which `MLXEngine.watch` may change at any time."""
 
     on_phase: OnPhase = ignore_phase
+    flushed: bool = False
+    """Whether this step has written pages before it decoded."""
 
     def __call__(self, phase: Phase) -> None:
+        self.flushed |= phase == "flush"
         self.on_phase(phase)
 
 
@@ -106,6 +102,7 @@ class MLXEngine:
         self._clock = clock
         self._step_clock = StepClock(clock)
         self._rates = Rates()
+        self._pace = Pace()
         self._steps = 0
         self._loaded = False
         self._segments: SegmentStore | None = None
@@ -183,7 +180,10 @@ class MLXEngine:
             self._request_memory,
             charged=command.prefix_store_on,
         )
-        files = SegmentFiles(Path(folder), space, cipher or PLAIN, self._clock)
+        if command.prefix_store_on:
+            prepare_copies(cache)
+        records = RecordMemory(loading.record_memory_bytes(cache), cuda_driver.lock)
+        files = SegmentFiles(Path(folder), space, cipher or PLAIN, records, self._clock)
         self._prompts.segments = SegmentReads(
             self._batch,
             self._memory,
@@ -290,14 +290,17 @@ class MLXEngine:
         plan = self._plan()
         self._prompts.prefetch_head()
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
-        start = time.monotonic()
+        start, self._enter_phase.flushed = time.monotonic(), False
         self._prompts.begin_single_tokens(decode)
         if self._batch.decode(decode):
-            self._rates.note("decode", 1, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            self._rates.note("decode", 1, seconds)
+            if not (plan.group or self._enter_phase.flushed):
+                self._pace.note_usual(seconds)
         if plan.group:
             self._enter_phase("prefill")
             self._prompts.prefill_next(decode, start)
-        self._work_on_pools(start if decode else None)
+        self._work_on_pools(decodes=bool(decode))
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
@@ -307,23 +310,26 @@ class MLXEngine:
         if not (decode or plan.group or self._batch.in_flight):
             self._submissions.wait()
 
-    def _work_on_pools(self, start: float | None) -> None:
+    def _work_on_pools(self, *, decodes: bool) -> None:
         """Return memory, continue transfers, grow pools or write segments: the first that is due.
 
-        ``start``: when the step began, if rows decode in it.
+        ``decodes``: whether rows decode in this step.
         """
+        seconds = self._pace.seconds(decodes=decodes, writes_pages=self._enter_phase.flushed)
         if self._reclaiming.active:
             self._enter_pools()
             self._reclaiming.advance()
+        elif seconds is None:
+            return
         elif self._preemption.ready:
-            self._enter_pools()
-            self._preemption.work(_pool_seconds(start))
+            self._enter_phase("pools")
+            self._preemption.work(seconds)
         elif self._runner.cache.lacks_room:
             self._enter_pools()
-            self._runner.cache.make_room(_pool_seconds(start), time.monotonic)
+            self._runner.cache.make_room(seconds, time.monotonic)
         elif self._segments is not None and self._segments.has_work:
             self._enter_pools()
-            self._segments.work(_pool_seconds(start))
+            self._segments.work(seconds)
 
     def _enter_pools(self) -> None:
         self._enter_phase("pools")

@@ -44,6 +44,8 @@ class _Job:
     """Whether pools must not shrink before its end."""
     wait: Callable[[float], None]
     """Waits until it can proceed, for at most some seconds."""
+    needs_idle_device: Callable[[], bool]
+    """Whether no step may be in flight while it proceeds."""
 
 
 class Preemption:
@@ -93,12 +95,13 @@ class Preemption:
         ready: Callable[[], bool] = lambda: True,
         begun: Callable[[], bool] = lambda: True,
         wait: Callable[[float], None] = time.sleep,
+        needs_idle_device: Callable[[], bool] = lambda: True,
     ) -> None:
         """Let `work` run a transfer of a request's rows whenever it is ``ready``.
 
         A reclaim waits for its end once it has ``begun``. Before, it has a row and nothing else.
         """
-        self._jobs[rid] = _Job(steps, ready, begun, wait)
+        self._jobs[rid] = _Job(steps, ready, begun, wait, needs_idle_device)
 
     def wait(self, seconds: float) -> None:
         """Wait until the first transfer can proceed, for at most this time."""
@@ -110,16 +113,20 @@ class Preemption:
         """Continue transfers for about ``seconds``, at least one record if one is ready.
 
         The transfer that started first has precedence. The work ends early if another record would
-        exceed the time, which is short while rows decode. Call it while the device is idle.
+        exceed the time, which is short while rows decode. It waits for the step in flight only if a
+        transfer needs that.
         """
         now = time.monotonic()
         end = now + seconds
         while True:
-            able = ((rid, job.steps) for rid, job in self._jobs.items() if job.ready())
-            rid, steps = next(able, ("", None))
-            if steps is None:
+            able = ((rid, job) for rid, job in self._jobs.items() if job.ready())
+            rid, job = next(able, ("", None))
+            if job is None:
                 return
-            if next(steps, self) is self:
+            if job.needs_idle_device():
+                self._batch.synchronize()
+                end, now = end + time.monotonic() - now, time.monotonic()
+            if next(job.steps, self) is self:
                 del self._jobs[rid]
             before, now = now, time.monotonic()
             if now + (now - before) > end:

@@ -127,6 +127,7 @@ class SegmentReads:
             lambda: self._ready(read),
             lambda: reading.started,
             reading.wait,
+            lambda: reader.needs_idle_device,
         )
         return chain[0].tokens
 
@@ -194,7 +195,7 @@ class SegmentReads:
         return read.reading.started and seconds is not None and seconds >= RECLAIM_SECONDS
 
     def _run(self, read: _Read) -> Iterator[None]:
-        """Read one record after each yield. The device must be idle."""
+        """Read one record after each yield."""
         try:
             # The check comes before each record: the row of a request that ended is free.
             while self._is_wanted(read):
@@ -257,6 +258,7 @@ class SegmentReads:
         self, read: _Read, cause: UnreadCause, problem: str, *, retries: bool = False
     ) -> None:
         """Begin the prompt again; ``retries``: with segments, if there are others."""
+        self._batch.synchronize()
         read.request.tracked.unread = Unread(read.chain[0].tokens, cause)
         _log.warning("a stored prefix is not used: %s", problem)
         read.request.tracked.reads_store = retries
@@ -265,6 +267,7 @@ class SegmentReads:
         self._resume(read)
 
     def _finish(self, read: _Read) -> None:
+        self._batch.synchronize()
         request, tokens = read.request, read.chain[0].tokens
         self._rates.note("read", read.reading.nbytes, read.seconds)
         self._batch.prefix_cache.count_read(tokens - read.held)

@@ -162,7 +162,9 @@ class SegmentStore:
             self._evicted = tree.counts.evicted
         if not idle:
             self._idle_since = None
-        elif self._idle_since is None:
+            return
+        self._files.free_memory()
+        if self._idle_since is None:
             self._idle_since = self._clock()
 
     def work(self, seconds: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from kvd.worker.prefix.read_ahead import ReadAhead
+from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import (
     END,
     NOT_YET,
@@ -14,7 +15,6 @@ from kvd.worker.prefix.segment_io import (
     BackgroundWriter,
     Failed,
     SegmentRecord,
-    uninitialized_memory,
 )
 from protocol import segment_file
 from protocol.record_file import DamagedFile
@@ -118,6 +118,8 @@ class Reading:
 class SegmentFiles:
     """The files of one space below the store's folder. ``clock``: monotonic seconds.
 
+    ``memory``: what records are read into; it is open from a reading until `free_memory`.
+
     One reading at a time. If the disk hangs, its threads stay, and nothing else is read until they
     end.
     """
@@ -127,9 +129,11 @@ class SegmentFiles:
         folder: Path,
         space: bytes,
         form: RecordFormat,
+        memory: RecordMemory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
+        self._memory = memory
         self._folder = folder
         self._space = space
         self._form = form
@@ -164,15 +168,20 @@ class SegmentFiles:
 
     def open_reader(self, segments: Sequence[SegmentInfo]) -> BackgroundReader:
         self._closed_at = None
+        self._memory.open()
         by_path = {segment_path(self._folder, segment.key): segment for segment in segments}
         reader = self._reader = BackgroundReader(
             self._folder,
             [segment.key for segment in segments],
-            lambda path: segment_file.open_records(
-                path, self._form, by_path[path], uninitialized_memory
-            ),
+            lambda path: segment_file.open_records(path, self._form, by_path[path]),
+            self._memory,
         )
         return reader
+
+    def free_memory(self) -> None:
+        """Free the memory of records, unless a thread may use it."""
+        if self._memory.is_open and not self.reads:
+            self._memory.close()
 
     def close_reader(self, reader: BackgroundReader | ReadAhead) -> None:
         """Close a reader; its thread ends once its present I/O does."""

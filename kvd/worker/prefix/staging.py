@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvd.worker.prefix.record_memory import RecordMemory
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,8 @@ class Place(Generic[T]):
     nbytes: int
     item: T | None = None
     is_filled: bool = False
+    memory: memoryview | None = None
+    """``nbytes`` bytes of the queue's memory for the item; None: they are not from there."""
 
 
 class Staging(Generic[T]):
@@ -29,15 +33,19 @@ class Staging(Generic[T]):
     calls the methods that return at once (`offer`, `poll`, `release`, `close`) or after some time
     (`wait_for_item`), threads those that wait (`reserve`, `take`). No method holds the lock while
     it waits, and none does I/O.
+
+    ``memory``: gives each reserved place its bytes, which are valid as long as the item counts. An
+    item that is larger than all of it has none.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, memory: RecordMemory | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._memory = memory
         self._places: deque[Place[T]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._taken_bytes = 0
-        """Bytes of the item that was taken last."""
+        self._taken: Place[T] | None = None
+        """The item that was taken last, if it still counts."""
         self.held_bytes = 0
         """Bytes of all items that count."""
 
@@ -54,8 +62,11 @@ class Staging(Generic[T]):
     def reserve(self, nbytes: int) -> Place[T] | None:
         """Wait for room and return a place without an item; None: the queue is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._fits(nbytes))
-            return None if self._closed else self._add(Place(nbytes))
+            self._changed.wait_for(lambda: self._closed or self._has_room(nbytes))
+            if self._closed:
+                return None
+            memory = self._memory_for(nbytes)
+            return self._add(Place(nbytes, memory=None if memory is None else memory.take(nbytes)))
 
     def fill(self, place: Place[T], item: T) -> None:
         """Put the item of a reserved place there."""
@@ -89,7 +100,8 @@ class Staging(Generic[T]):
         with self._changed:
             self._closed = True
             self._places.clear()
-            self.held_bytes = self._taken_bytes = 0
+            self._taken = None
+            self.held_bytes = 0
             self._changed.notify_all()
 
     def release(self) -> bool:
@@ -116,9 +128,21 @@ class Staging(Generic[T]):
     def _fits(self, nbytes: int) -> bool:
         return not (nbytes and self.held_bytes) or self.held_bytes + nbytes <= self._limit_bytes
 
+    def _has_room(self, nbytes: int) -> bool:
+        memory = self._memory_for(nbytes)
+        return self._fits(nbytes) and (memory is None or memory.has_room(nbytes))
+
+    def _memory_for(self, nbytes: int) -> RecordMemory | None:
+        """Return the memory of an item of this size; None: it has none."""
+        return self._memory if self._memory and 0 < nbytes <= self._memory.nbytes else None
+
     def _release(self) -> None:
-        self.held_bytes -= self._taken_bytes
-        self._taken_bytes = 0
+        if (taken := self._taken) is None:
+            return
+        self._taken = None
+        self.held_bytes -= taken.nbytes
+        if self._memory is not None and taken.memory is not None:
+            self._memory.free_oldest()
         self._changed.notify_all()
 
     def _take(self) -> T | None:
@@ -126,5 +150,5 @@ class Staging(Generic[T]):
         if not self._has_item:
             return None
         place = self._places.popleft()
-        self._taken_bytes = place.nbytes
+        self._taken = place
         return place.item

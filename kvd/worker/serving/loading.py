@@ -16,11 +16,12 @@ import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.scheme import floors_of, schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
-from kvd.worker.prefix.segment_io import STAGING_BYTES
+from kvd.worker.prefix.segment_io import STAGED_RECORDS, STAGING_BYTES
 from kvd.worker.process import memory
 from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, fast_paths, kernel_choice, model_files, probe
@@ -191,8 +192,19 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
 
 def staging_bytes(cache: Any) -> int:
     """Return the bytes of records between the engine and the threads of the prefix store."""
-    # One segment is read while another is written. Tails and states are one record.
-    return 2 * max(STAGING_BYTES, int(cache.costs.checkpoint_bytes))
+    # One segment is read while another is written. Tails and states are one record, which has
+    # memory of its own if it is larger than the others' memory.
+    memory, rest = record_memory_bytes(cache), int(cache.costs.checkpoint_bytes)
+    return memory + (rest if rest > memory else 0) + max(STAGING_BYTES, rest)
+
+
+def record_memory_bytes(cache: Any) -> int:
+    """Return the bytes of the memory that records of stored prefixes are read into."""
+    if not isinstance(cache, ModelCache):
+        return STAGING_BYTES
+    levels = (level for store in cache.stores for level in store.pages.layer_page_bytes)
+    page = max((nbytes for level in levels for nbytes in level), default=0)
+    return max(STAGING_BYTES, STAGED_RECORDS * SLICE_PAGES * page)
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.cache import host_copy
+from kvd.worker.cache import cuda_driver
 from kvd.worker.cache.host_copy import copy_pages
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.snapshot_records import bytes_of
+from kvd.worker.prefix.record_memory import RecordMemory
 from protocol.record_file import DamagedFile
+from tests.worker.cache.cuda import Driver
 
 pytestmark = pytest.mark.mlx
 
@@ -119,33 +120,12 @@ def test_pools_stay_in_place_during_and_after_copies() -> None:
     assert held - mx.get_active_memory() > full // 3, "the old arrays are free"
 
 
-class Driver:
-    """CUDA's driver for memory of the host, which reports an error from the n-th call on."""
-
-    def __init__(self, fails_from: int) -> None:
-        self.calls = 0
-        self.fails_from = fails_from
-
-    def _failed(self) -> bool:
-        self.calls += 1
-        return self.calls >= self.fails_from
-
-    def cuMemcpyHtoD_v2(self, target: int, source: int, nbytes: int) -> int:  # noqa: N802
-        if self._failed():
-            return 201
-        ctypes.memmove(target, source, nbytes)
-        return 0
-
-    def cuStreamSynchronize(self, stream: int | None) -> int:  # noqa: N802
-        return 700 if self._failed() else 0
-
-
 @pytest.mark.parametrize("fails_from", [1, 3, 9, 100])
 def test_the_driver_copies_or_the_host_does(
     monkeypatch: pytest.MonkeyPatch, fails_from: int
 ) -> None:
     driver = Driver(fails_from)
-    monkeypatch.setattr(host_copy, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     arrays, new = arrays_of(1, CAPACITY), arrays_of(2, 4)
     slots: Slots = [3, 4, None, 7]
     want = expected(arrays, slots, new)
@@ -153,5 +133,28 @@ def test_the_driver_copies_or_the_host_does(
     copy_pages(arrays, slots, bytes_of(new))
 
     assert [bytes_of([array]) for array in arrays] == want
-    # Two runs in each of four arrays, and one wait at the end.
-    assert driver.calls == min(fails_from, 2 * len(DTYPES) + 1)
+    # Two runs in each of four arrays, and one wait at the end, also after an error: copies that
+    # have begun read the record.
+    assert driver.calls == min(fails_from + (fails_from <= 2 * len(DTYPES)), 2 * len(DTYPES) + 1)
+    assert driver.waits == 1
+    assert not driver.due
+
+
+@pytest.mark.parametrize("fails_from", [1, 100])
+def test_the_memory_of_records_is_locked_while_it_is_open(
+    monkeypatch: pytest.MonkeyPatch, fails_from: int
+) -> None:
+    driver = Driver(fails_from)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    memory = RecordMemory(10_000, cuda_driver.lock)
+    assert not driver.locked
+
+    memory.open()
+    address = np.frombuffer(memory.take(10_000), np.uint8).ctypes.data
+    assert driver.locked == ({} if fails_from == 1 else {address: 10_000})
+    memory.open()
+    assert driver.calls == 1, "it is locked already"
+
+    memory.close()
+    assert not driver.locked
+    assert not memory.is_open

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvd.worker.core import engine as mlx_engine
-from kvd.worker.core import memory_account, out_of_memory, reclaiming, swap
+from kvd.worker.core import memory_account, out_of_memory, pace, reclaiming, swap
 from kvd.worker.core.rates import Rates
 from kvd.worker.process import shortage
 from protocol.kv import KVSpec
@@ -232,7 +231,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
 ) -> None:
     monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
-    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     prefer(driver, "disk")
     driver.submit("b", periodic_prompt(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
     preemption, transfers = driver.engine._preemption, driver.engine._transfers
@@ -261,7 +260,7 @@ def test_snapshots_of_queued_requests_are_moved_out_for_the_head_of_the_queue(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """No request runs, and snapshots of requests behind the head hold the memory that it needs."""
-    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {rid: periodic_prompt(500, seed) for seed, rid in enumerate("abc")}
     wanted = {rid: driver.alone(requests[rid], max_tokens=30, ignore_eos=True) for rid in "abc"}
@@ -339,7 +338,7 @@ def test_random_reclaims_change_no_tokens(
     driver.engine._prefix_cache.tree.clear()
     monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
-    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 4)
     waiting = list(enumerate(requests))
     for step in range(4000):
@@ -397,7 +396,7 @@ def test_a_shortage_during_transfers_changes_no_tokens(
 ) -> None:
     monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
-    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {"a": periodic_prompt(300, 1), "b": periodic_prompt(500, 2)}
     wanted = {rid: driver.alone(one, WARM, max_tokens=40, n=2) for rid, one in requests.items()}

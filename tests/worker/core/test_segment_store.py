@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.prefix import segment_files
+from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
 from protocol.key_file import create_key
@@ -114,8 +117,11 @@ def test_half_of_a_segment_is_read_if_memory_has_the_other_half(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread reads one record ahead, so it learns in time what is not needed."""
-    reader = functools.partial(BackgroundReader, staging_bytes=1)
-    monkeypatch.setattr(segment_files, "BackgroundReader", reader)
+
+    def one_ahead(folder, keys, open_records, _memory):
+        return BackgroundReader(folder, keys, open_records, RecordMemory(1))
+
+    monkeypatch.setattr(segment_files, "BackgroundReader", one_ahead)
     prompt = prompt_of(4700, 5)
     kept(engine, prompt)
     (segment,) = store.segments.values()
@@ -127,6 +133,32 @@ def test_half_of_a_segment_is_read_if_memory_has_the_other_half(
     (used,) = store.used
     assert used.tokens == 1024
     assert used.nbytes < 0.4 * segment.nbytes
+
+
+def test_each_byte_is_copied_once_from_memory_that_all_records_share(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(4700, 5)
+    kept(engine, prompt)
+    (segment,) = store.segments.values()
+    memory = RecordMemory(3 * segment.nbytes // 40)  # less than the file: it is used again
+    files = engine.engine._prompts.segments._files
+    monkeypatch.setattr(files, "_memory", memory)
+    write_record, copied = LayerStore.write_record, []
+
+    def write(layer, level, slots, record):
+        block = np.frombuffer(memory._block, np.uint8)
+        assert np.shares_memory(np.frombuffer(record, np.uint8), block)
+        copied.append(len(record))
+        write_record(layer, level, slots, record)
+
+    monkeypatch.setattr(LayerStore, "write_record", write)
+    engine.alone(prompt, max_tokens=2)
+    (page_store,) = engine.engine._runner.cache.stores
+    pages = segment.tokens // PAGE_TOKENS * page_store.pages.page_bytes()
+    assert sum(copied) == pages
+    assert max(copied) <= memory.nbytes < pages // 2
+    assert not memory.is_open, "an idle engine has freed it"
 
 
 def test_prompts_that_end_near_a_stored_end(engine: Engine, store: Store, plain: Driver) -> None:

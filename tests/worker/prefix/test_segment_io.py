@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import (
     END,
     NOT_YET,
+    STAGING_BYTES,
     BackgroundReader,
     BackgroundWriter,
     Failed,
@@ -76,6 +78,12 @@ def write(folder: Path, key: bytes, content: list[bytes], staging: int = 8192) -
     return result
 
 
+def memory(nbytes: int = STAGING_BYTES) -> RecordMemory:
+    made = RecordMemory(nbytes)
+    made.open()
+    return made
+
+
 def read(reader: BackgroundReader) -> tuple[list[tuple[bytes, bytes]], object]:
     """Return all records, and what ended them."""
     found = []
@@ -96,7 +104,7 @@ def test_what_is_written_is_read_in_order(tmp_path: Path, readers: int) -> None:
         assert isinstance(result, Written)
         assert result.nbytes == segment_path(tmp_path, key).stat().st_size
         assert 0 < result.seconds < PATIENCE_S
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, 8192, readers))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, memory(8192), readers))
     assert end is END
     assert found == [(key, record) for key in KEYS for record in written[key]]
 
@@ -105,7 +113,7 @@ def test_what_is_written_is_read_in_order(tmp_path: Path, readers: int) -> None:
 def test_records_above_the_limit_pass_one_by_one(staging: int, tmp_path: Path) -> None:
     content = [b"a" * 10_000, b"", b"b" * 4999, b"c" * 5001, b"", b"d" * 10_000]
     assert isinstance(write(tmp_path, KEYS[0], content, staging), Written)
-    found, end = read(BackgroundReader(tmp_path, KEYS[:1], open_plain, staging))
+    found, end = read(BackgroundReader(tmp_path, KEYS[:1], open_plain, memory(staging)))
     assert end is END
     assert [record for _, record in found] == content
 
@@ -284,7 +292,7 @@ def test_without_a_thread_nothing_is_written_or_read(
     writer = BackgroundWriter(partial(segment_file.create, tmp_path, header(KEYS[0]), PLAIN))
     assert writer.poll() == Failed("no thread can be started")
     writer.close()
-    reader = BackgroundReader(tmp_path, KEYS, open_plain)
+    reader = BackgroundReader(tmp_path, KEYS, open_plain, memory())
     assert reader.next_record() == Failed("no thread can be started")
     reader.close()
 
@@ -297,7 +305,7 @@ def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path, readers: int) ->
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, threads=readers))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, memory(), readers))
     assert isinstance(end, Failed)
     assert end.key == KEYS[1]
     assert damaged.name in end.reason
@@ -305,7 +313,7 @@ def test_a_segment_that_cannot_be_read_is_named(tmp_path: Path, readers: int) ->
     correct = records(1)
     assert [record for key, record in found if key == KEYS[1]] == correct[: len(found) - 40]
     damaged.unlink()
-    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, threads=readers))
+    found, end = read(BackgroundReader(tmp_path, KEYS, open_plain, memory(), readers))
     assert end == Failed("No such file or directory", KEYS[1])
 
 
@@ -322,7 +330,7 @@ def test_several_records_are_read_at_the_same_time(
         return preadv(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", slow)
-    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, threads=3)
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, memory(), threads=3)
     until(lambda: gate.waiting == 3)
     assert reader.next_record() is NOT_YET
     gate.open.set()
@@ -339,7 +347,7 @@ def test_an_engine_that_waits_is_woken_by_the_next_record(tmp_path: Path) -> Non
         gate.pass_through()
         return open_plain(path)
 
-    reader = BackgroundReader(tmp_path, KEYS[:1], hang)
+    reader = BackgroundReader(tmp_path, KEYS[:1], hang, memory())
     reader.wait(0.001)
     assert not reader.ready
     threading.Timer(0.05, gate.open.set).start()
@@ -350,7 +358,7 @@ def test_an_engine_that_waits_is_woken_by_the_next_record(tmp_path: Path) -> Non
 
 def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
     write(tmp_path, KEYS[0], [b"a" * 400, b"b" * 400, b"c" * 400, b"d" * 2000, b"e"])
-    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, 1000)
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, memory(1000))
     until(lambda: reader._staging.held_bytes == 800)
     held, contents = [], []
     while (item := reader.next_record()) is not END:
@@ -367,7 +375,7 @@ def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
 def test_a_reader_that_waits_for_room_gets_ready(tmp_path: Path) -> None:
     """The record that was taken last counts no longer once the engine asks for the next one."""
     write(tmp_path, KEYS[0], [b"a" * 900, b"b" * 900])
-    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, 1000)
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, memory(1000))
     for letter in (b"a", b"b"):
         until(lambda: reader.ready)
         assert isinstance(item := reader.next_record(), SegmentRecord)
@@ -384,7 +392,7 @@ def test_the_reader_delays_nobody_while_the_disk_hangs(tmp_path: Path) -> None:
         gate.pass_through()
         return open_plain(path)
 
-    reader = BackgroundReader(tmp_path, KEYS[:1], hang)
+    reader = BackgroundReader(tmp_path, KEYS[:1], hang, memory())
     until(lambda: gate.waiting)
     start = time.monotonic()
     assert reader.next_record() is NOT_YET
@@ -399,7 +407,7 @@ def test_a_reader_can_be_closed_at_any_moment(tmp_path: Path) -> None:
         write(tmp_path, key, records(number))
     opened = len(list(Path("/dev/fd").iterdir()))
     for turn in range(60):
-        reader = BackgroundReader(tmp_path, KEYS, open_plain, 4096, threads=1 + turn % 3)
+        reader = BackgroundReader(tmp_path, KEYS, open_plain, memory(4096), threads=1 + turn % 3)
         for _ in range(turn):
             if reader.next_record() is NOT_YET:
                 until(partial(getattr, reader, "ready"))

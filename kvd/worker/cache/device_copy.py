@@ -1,0 +1,192 @@
+"""Copies pages from page-locked memory into evaluated arrays, by a CUDA kernel.
+
+The host's address of an array would move the array to managed memory, which copies all of it. A
+kernel has the address on the device. It reads the record over the bus, so the copy needs neither
+memory on the device nor another copy there, and steps in flight compute meanwhile.
+
+The kernel writes into its inputs, which MLX does not know. So each kernel is compared with a plain
+copy before its first use (`prepare`), and is not used if it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.worker.cache import cuda_driver
+
+_log = logging.getLogger("kvd.worker")
+
+_Bytes = NDArray[np.uint8]
+WORD_BYTES = 16
+"""Bytes that a thread copies at once."""
+_THREADS, _BLOCKS = 256, 128
+_CHECK_PAGES = 5
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """What a kernel depends on: the bytes of one page in each array, and the arrays' dtypes."""
+
+    sizes: tuple[int, ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+    @staticmethod
+    def of(arrays: Sequence[mx.array]) -> PageShape:
+        sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
+        dtypes = (array.dtype for array, size in zip(arrays, sizes, strict=True) if size)
+        return PageShape(tuple(filter(None, sizes)), tuple(dtypes))
+
+    @property
+    def fits(self) -> bool:
+        """Whether there can be a kernel for it."""
+        return bool(self.sizes) and not any(size % WORD_BYTES for size in self.sizes)
+
+
+_prepared: dict[PageShape, bool] = {}
+"""Whether the kernel of a shape is right, for each shape that was checked."""
+
+
+def prepare(arrays: Sequence[mx.array]) -> None:
+    """Compile and check the kernel for pages like those of ``arrays``, once for each shape."""
+    shape = PageShape.of(arrays)
+    if shape.fits and shape not in _prepared and cuda_driver.is_usable():
+        try:
+            _prepared[shape] = is_right(shape)
+        except RuntimeError as error:
+            _log.warning("stored prefixes are copied without a kernel: %s", str(error)[:500])
+            _prepared[shape] = False
+
+
+def is_used() -> bool:
+    """Return whether `copy` copies pages of some shape."""
+    return any(_prepared.values())
+
+
+def copy(arrays: Sequence[mx.array], slots: Sequence[int | None], record: _Bytes) -> bool:
+    """Copy a record to ``slots`` of the arrays' first axes, and wait for that.
+
+    Slots that are None are left out. Returns False, and does nothing, if the record is not in
+    page-locked memory or no kernel is prepared for these arrays.
+    """
+    if not _prepared or not _prepared.get(shape := PageShape.of(arrays)):
+        return False
+    address = cuda_driver.device_address(record.__array_interface__["data"][0], record.nbytes)
+    if address is None or address % WORD_BYTES:
+        return False
+    _run(shape, arrays, slots, address)
+    return True
+
+
+def _run(
+    shape: PageShape, arrays: Sequence[mx.array], slots: Sequence[int | None], address: int
+) -> None:
+    filled = [array for array in arrays if array.size]
+    (done,) = _kernel(shape)(
+        inputs=[_place(address), _slots(tuple(slots)), *filled],
+        grid=(_BLOCKS * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.uint32],
+        stream=_stream(),
+    )
+    mx.eval(done)
+
+
+def source_of(shape: PageShape) -> str:
+    """Return the body of the kernel; its inputs are ``place``, ``slots``, ``a0``, ``a1`` etc."""
+    parts = [
+        "const uint4* content = (const uint4*)place[0];",
+        "const int pages = slots_shape[0];",
+        "const int me = blockIdx.x * blockDim.x + threadIdx.x;",
+        "const int all = gridDim.x * blockDim.x;",
+    ]
+    for number, size in enumerate(shape.sizes):
+        words = size // WORD_BYTES
+        parts += [
+            f"for (int at = me; at < pages * {words}; at += all) {{",
+            f"  const int page = at / {words}, slot = slots[page];",
+            f"  const long to = (long)slot * {words} + at - page * {words};",
+            f"  if (slot >= 0) ((uint4*)a{number})[to] = content[at];",
+            "}",
+            f"content += pages * {words};",
+        ]
+    return "\n".join([*parts, "if (me == 0) done[0] = 1;"])
+
+
+def is_right(shape: PageShape) -> bool:
+    """Compare the kernel of a shape with a plain copy of random bytes."""
+    nbytes = _CHECK_PAGES * sum(shape.sizes)
+    content = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    unlock = cuda_driver.lock(content.data)
+    address = cuda_driver.device_address(content.__array_interface__["data"][0], nbytes)
+    slots: list[int | None] = [4, None, 1, 2, 6]
+    arrays = [
+        mx.zeros((8, size // dtype.size), dtype)
+        for size, dtype in zip(shape.sizes, shape.dtypes, strict=True)
+    ]
+    try:
+        if address is None:
+            return False
+        mx.eval(arrays)
+        _run(shape, arrays, slots, address)
+    finally:
+        unlock()
+    return all(
+        np.array_equal(np.array(array.view(mx.uint8)), want)
+        for array, want in zip(arrays, _expected(shape, slots, content), strict=True)
+    )
+
+
+def _expected(shape: PageShape, slots: Sequence[int | None], content: Any) -> list[Any]:
+    found, start = [], 0
+    for size in shape.sizes:
+        pages = np.zeros((8, size), np.uint8)
+        for at, slot in enumerate(slots):
+            if slot is not None:
+                pages[slot] = content[start + at * size : start + (at + 1) * size]
+        found.append(pages)
+        start += len(slots) * size
+    return found
+
+
+@lru_cache(128)
+def _place(address: int) -> mx.array:
+    place = mx.array([address], mx.uint64)
+    mx.eval(place)
+    return place
+
+
+@lru_cache(8)
+def _slots(slots: tuple[int | None, ...]) -> mx.array:
+    found = mx.array([-1 if slot is None else slot for slot in slots], mx.int32)
+    mx.eval(found)
+    return found
+
+
+@cache
+def _stream() -> mx.Stream:
+    """Return a stream beside that of the steps."""
+    return mx.new_stream(mx.Device(mx.DeviceType.gpu))
+
+
+@lru_cache(32)
+def _kernel(shape: PageShape) -> Any:
+    source = source_of(shape)
+    # MLX finds a compiled kernel by its name, so the name covers all that it depends on.
+    text = f"{source}{shape.dtypes}"
+    return mx.fast.cuda_kernel(
+        name=f"kvd_pages_{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        input_names=["place", "slots", *(f"a{number}" for number in range(len(shape.sizes)))],
+        output_names=["done"],
+        source=source,
+    )
