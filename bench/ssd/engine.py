@@ -42,6 +42,7 @@ from bench.ssd.models import open_model
 from bench.ssd.worker import Answer, Worker
 from kvd.config.config import Config
 from kvd.host import memory
+from kvd.worker.cache import device_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from protocol.kv import KVSpec
 
@@ -179,6 +180,15 @@ def show(case: dict[str, Any]) -> None:
         print(f"  not stored: prefill takes only {case['cold_s']:.2f} s", flush=True)
     for bar in verdicts(case):
         print(f"  {bar}", flush=True)
+    if "streams" in case:
+        found = case["streams"]
+        print(
+            f"  streams: {found['undisturbed_p99_s'] * 1e3:.1f} ms between tokens (p99),"
+            f" {found['reading_p99_s'] * 1e3:.1f} ms during reads of {found['read_s']:.2f} s,"
+            f" {found['during_p99_s'] * 1e3:.1f} ms with the prefill of the rest"
+            f" ({found['during_ratio']:.2f})",
+            flush=True,
+        )
 
 
 class Budget:
@@ -217,6 +227,7 @@ def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
     )
     info = worker.info
     print(f"{info.device}, loaded in {worker.load_s:.1f} s: {info.attention_path}", flush=True)
+    print(f"pages are copied by a kernel: {device_copy.is_used()}", flush=True)
     bench = Bench(worker, model, Files(store), options.runs)
     bench.warm_up()
     result: dict[str, Any] = {
@@ -229,6 +240,7 @@ def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
         "prefill_chunk": Config().chunk,
         "load_average": os.getloadavg(),
         "load_s": worker.load_s,
+        "copied_by_kernel": device_copy.is_used(),
         "ready_s": budget.spent_s,
         "cases": [],
         "skipped": [],
@@ -275,17 +287,23 @@ def run_shapes(options: argparse.Namespace) -> None:
     print("\n".join(table), flush=True)
 
 
-HEADING = f"{'':16}{'tokens':>8}{'cold s':>9}{'ram':>8}{'disk':>8}{'uncached':>10}{'p99':>8}"
+HEADING = (
+    f"{'':16}{'tokens':>8}{'cold s':>9}{'ram':>8}{'disk':>8}{'uncached':>10}{'p99 read':>10}"
+    f"{'and rest':>10}"
+)
 
 
 def line(shape: str, case: dict[str, Any]) -> str:
-    """Return a table row: times relative to cold, and the delay of streams."""
+    """Return a table row: times relative to cold, and the delay of streams.
+
+    The delay is that during a read, and during the read and the prefill of the prompt's rest.
+    """
     head = f"{shape:16}{case['tokens']:8}{case['cold_s']:9.2f}"
     if "written" not in case:
         return f"{head}  not stored"
     shares = [case[name]["share_of_cold"] for name in ("ram", "disk", "disk, uncached")]
-    ratio = case["streams"]["ratio"]
-    return f"{head}{shares[0]:8.3f}{shares[1]:8.3f}{shares[2]:10.3f}{ratio:8.2f}"
+    read, both = (case["streams"][name] for name in ("ratio", "during_ratio"))
+    return f"{head}{shares[0]:8.3f}{shares[1]:8.3f}{shares[2]:10.3f}{read:10.2f}{both:10.2f}"
 
 
 def main(arguments: list[str] | None = None) -> None:

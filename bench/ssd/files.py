@@ -8,17 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvd.worker.prefix.segment_io import (
-    NOT_YET,
-    BackgroundReader,
-    SegmentRecord,
-    uninitialized_memory,
-)
+from kvd.worker.prefix.record_memory import RecordMemory
+from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader, SegmentRecord
 from protocol import segment_file
 from protocol.record_format import PLAIN
 from protocol.segments import SUFFIX
 
 _READ_BYTES = 8 << 20
+_MEMORY_BYTES = 20 << 20
+"""Memory for eight records of the largest shape."""
 
 
 class Files:
@@ -67,18 +65,21 @@ class Files:
     def _check(self) -> float:
         start = time.perf_counter()
         for path in self._paths:
-            with segment_file.open_records(path, PLAIN, None, uninitialized_memory) as records:
+            with segment_file.open_records(path, PLAIN) as records:
                 for _ in records:
                     pass
         return time.perf_counter() - start
 
     def _copy(self, threads: int) -> float:
         keys = [bytes.fromhex(path.stem) for path in self._paths]
+        memory = RecordMemory(_MEMORY_BYTES)
+        memory.open()
         start, target = time.perf_counter(), np.empty(0, np.uint8)
         reader = BackgroundReader(
             self._folder,
             keys,
-            lambda path: segment_file.open_records(path, PLAIN, None, uninitialized_memory),
+            lambda path: segment_file.open_records(path, PLAIN),
+            memory,
             threads=threads,
         )
         while (item := reader.next_record()) is NOT_YET or isinstance(item, SegmentRecord):

@@ -23,7 +23,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
     ``prompt``: its prefix is on disk, except its last tokens. A gap is the time between two tokens
     of a stream. *Reading* counts those until the prefix is read, *during* also those until the
     prompt's first token. The latter include the prefill of its last tokens, which a prefix in
-    memory needs as well.
+    memory needs as well. The ratios are those of the 99th percentiles to the undisturbed one.
     """
     room = worker.info.context_length - 64
     streams = [
@@ -63,6 +63,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         "during_p99_s": percentile(during, 99),
         "during_max_s": max(during, default=0.0),
         "ratio": disturbed / undisturbed,
+        "during_ratio": percentile(during, 99) / undisturbed,
     }
 
 
