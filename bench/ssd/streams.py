@@ -76,7 +76,10 @@ def _steps(worker: Worker, rows: list[Answer], count: int) -> None:
 
 
 def _gaps(rows: list[Answer], since: float, until: float) -> list[float]:
-    """Return the times between tokens of each row that overlap an interval."""
+    """Return the times between tokens of each row that overlap an interval.
+
+    A gap that begins at its end is not included: the prefill of a prompt's rest follows its read.
+    """
     return [
         when - before
         for row in rows

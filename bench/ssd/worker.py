@@ -50,6 +50,8 @@ class Worker(Engine):
         self, model: str, segments_folder: Path, *, kv: KVSpec, chunk: int, budget_bytes: int
     ) -> None:
         self._requests = 0
+        self._took_at = 0.0
+        """When the newest reports were taken."""
         start = time.perf_counter()
         super().__init__(
             Store(segments_folder), kv, source=model, budget=budget_bytes, prefill_chunk=chunk
@@ -113,7 +115,7 @@ class Worker(Engine):
 
     def take(self, reports: list[Report]) -> None:
         """Note when tokens arrive; raises `RuntimeError` for a request that fails."""
-        now = time.perf_counter()
+        now = self._took_at = time.perf_counter()
         super().take(reports)
         for rid, answer in list(self.outcomes.items()):
             if answer.error is not None:
@@ -129,6 +131,6 @@ class Worker(Engine):
         for report in self.store.used[reads:]:
             # One request reads at a time: the one without a token yet.
             (reader,) = [it for it in self.outcomes.values() if not it.tokens]
-            reader.read, reader.read_at = report, time.perf_counter()
+            reader.read, reader.read_at = report, self._took_at
         if self.store.damaged:
             raise RuntimeError(f"a segment cannot be read: {self.store.damaged[0].reason}")

@@ -133,7 +133,8 @@ class SegmentReader:
 
     ``segments``: the records of each, the last segment first, then its base, and so on.
     ``sequence`` holds the prompt's beginning, or nothing, and must run no step before the last
-    record. Call `forget` if a record is missing or damaged: it frees the sequence.
+    record. Call `forget` if a record is missing or damaged: it frees the sequence. A record is used
+    until `run` yields.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
     they may be empty.
     """
@@ -170,8 +171,9 @@ class SegmentReader:
                 self._skip(index, self._unneeded(outline))
             rest = yield from _next(records)
             if index == 0:
+                arrays = self._read_rest(outline, rest)  # the record ends with the next yield
                 yield from self._make_room(outline)
-                self._extend(outline, rest)
+                self._extend(outline, iter(arrays))
                 self._skip(index, self._unneeded(outline))
                 # Pages of no other row are copied from here on.
                 self.needs_idle_device = needs_idle_device()
@@ -229,9 +231,8 @@ class SegmentReader:
             missing = [n for n in _numbers(row, target, outline.length) if n not in held]
             yield from make_room_for(store, target.level, len(missing))
 
-    def _extend(self, outline: SegmentOutline, rest: Record) -> None:
+    def _extend(self, outline: SegmentOutline, arrays: Iterator[mx.array]) -> None:
         (sequence,) = self.sequences
-        arrays = iter(self._read_rest(outline, rest))
         for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
             tails = [(next(arrays), next(arrays)) for _ in store.layers]
             self._missing.append(_extend(store, row, target, outline.length, tails))

@@ -103,7 +103,8 @@ def pool_of(scheme: Scheme = Scheme(8, 4)) -> PagePool:  # noqa: B008 - it is im
 
 
 def record_of(pool: PagePool, pages: int) -> bytes:
-    packed = pool.pack(mx.random.normal((pages, 2, 64, 64)), mx.random.normal((pages, 2, 64, 64)))
+    keys, values = (mx.random.normal((pages, 2, 64, 64)).astype(mx.bfloat16) for _ in range(2))
+    packed = pool.pack(keys, values)
     return bytes_of([array for side in packed for array in side])
 
 

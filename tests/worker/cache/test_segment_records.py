@@ -81,6 +81,23 @@ def chain(files: dict[int, list[bytes]], bases: dict[int, int | None], end: int 
         end = bases[end]
 
 
+class Lent:
+    """Records that are valid until the reader yields, like those in the memory of records."""
+
+    def __init__(self) -> None:
+        self._lent: list[bytearray] = []
+
+    def records(self, content: Iterable[bytes]) -> Iterator[memoryview]:
+        for record in content:
+            self._lent.append(bytearray(record))
+            yield memoryview(self._lent[-1])
+
+    def take_back(self) -> None:
+        for record in self._lent:
+            record[:] = b"\xff" * len(record)
+        self._lent.clear()
+
+
 @pytest.mark.parametrize(("name", "how"), CASES)
 @pytest.mark.parametrize("held", [0, 64, 192, 320, 640])
 def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> None:
@@ -91,9 +108,11 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
     row = cache.new_row()
     prefill(runner, row, 0, held)
     snapshot = cache.snapshots.take(row)  # shares the row's pages, and must not change
-    stranger = cache.new_row()
-    reader = SegmentReader(cache, row, list(chain(files, bases, ENDS[-1])))
+    stranger, lent = cache.new_row(), Lent()
+    segments = [lent.records(records) for records in chain(files, bases, ENDS[-1])]
+    reader = SegmentReader(cache, row, segments)
     for count, _ in enumerate(reader.run()):
+        lent.take_back()
         if count % 8 == 0:
             runner.prefill(stranger, ids(9, count))
             check_cache(cache)
