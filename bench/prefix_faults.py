@@ -44,8 +44,8 @@ from protocol.record_format import PLAIN
 from protocol.segments import PART_SUFFIX, SUFFIX
 
 MODEL = "demo"
-LIMIT_BYTES = 48 * 10**6
-"""About 35 segments of one prompt."""
+LIMIT_BYTES = 192 * 10**6
+"""About 35 segments of the longest prompts. With fewer, each new worker finds few files to read."""
 CONFIG = f"""models = ["{MODEL}"]
 [prefix_store]
 limit = {LIMIT_BYTES}

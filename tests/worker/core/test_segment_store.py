@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.scheme import full_pages
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
@@ -155,7 +155,7 @@ def test_each_byte_is_copied_once_from_memory_that_all_records_share(
     monkeypatch.setattr(LayerStore, "write_record", write)
     engine.alone(prompt, max_tokens=2)
     (page_store,) = engine.engine._runner.cache.stores
-    pages = segment.tokens // PAGE_TOKENS * page_store.pages.page_bytes()
+    pages = full_pages(segment.tokens) * page_store.pages.page_bytes()
     assert sum(copied) == pages
     assert max(copied) <= memory.nbytes < pages // 2
     assert not memory.is_open, "an idle engine has freed it"
