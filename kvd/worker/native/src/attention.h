@@ -328,15 +328,12 @@ class HeadAttention {
     return found;
   }
 
-  // Call work(source) with a page's numbers. Where few queries read them, those of the usual
-  // packings are converted in the loop that multiplies; otherwise once, to `room`.
+  // Call work(source) with a page's numbers. Where few queries read them, codes are converted in
+  // the loop that multiplies; otherwise once, to `room`.
   template <typename Work>
   void read(const Packed& side, int64_t page, std::vector<float>& room, Work&& work) const {
-    const bool few = lines() <= LINES_AT_ONCE;
-    if (few && side.bits == 4) {
-      work(Codes<4>(side, page));
-    } else if (few && side.bits == 8) {
-      work(Codes<8>(side, page));
+    if (lines() <= LINES_AT_ONCE) {
+      visit(side, page, work);
     } else {
       work(Dense{dense(side, page, room), side.b});
     }
