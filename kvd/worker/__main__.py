@@ -74,6 +74,9 @@ def _engine(name: str) -> Engine:
         from kvd.worker.fake.engine import FakeEngine  # noqa: PLC0415 - must not import MLX
 
         return FakeEngine()
+    from kvd.worker import lean_imports  # noqa: PLC0415
+
+    lean_imports.install()
     from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415 - imports MLX
 
     return MLXEngine()

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -26,6 +27,7 @@ from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
+from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
 from kvd.worker.text.text import Text
@@ -69,7 +71,13 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     needed = loading.load_bytes(headers, command, packed=native.library is not None)
     loading.require_grant(ask_grant, needed, "weights and scratch")
     progress("weights", 0.1)
-    loaded = loading.limit_context(model_files.open_model(path), command.max_context)
+    record = None
+    if not lean_imports.has_transformers():
+        record = tokenizer_cache.find(
+            path, memory_bytes=limit.room(), tick=lambda: progress("tokenizer", 0.1)
+        )
+    loaded = loading.limit_context(model_files.open_model(path, record), command.max_context)
+    del record
     text = Text(
         loaded.tokenizer,
         vocab_size=loaded.vocab_size,

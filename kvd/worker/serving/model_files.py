@@ -22,6 +22,8 @@ from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import pack_weights, packed_arrays
 from kvd.worker.text.failures import is_failure, one_line
+from kvd.worker.text.fast_tokenizer import FastWrapper
+from kvd.worker.text.tokenizer_record import TokenizerRecord
 from protocol import model_folder
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from protocol.model_source import EMBEDDED, check_folder, is_hub_id, unknown_source
@@ -62,7 +64,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    """An `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+    """A `FastWrapper`, or an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
     config: dict[str, Any]
     parameters: int
     weights_bytes: int
@@ -195,12 +197,13 @@ def load(
     return read_weights(open_model(path), path, progress, library)
 
 
-def open_model(path: Path) -> LoadedModel:
-    """Open the model of an inspected folder; its weights are lazy until `read_weights`."""
-    from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
+def open_model(path: Path, record: TokenizerRecord | None = None) -> LoadedModel:
+    """Open the model of an inspected folder; its weights are lazy until `read_weights`.
 
-    logging.set_verbosity_error()  # hides warnings about prompts beyond transformers' own limit
+    ``record``: the folder's tokenizer. Without it, transformers loads the tokenizer.
+    """
+    from mlx_lm.utils import get_total_parameters, load_model  # noqa: PLC0415
+
     try:
         model, config = load_model(path, lazy=True)
     except BaseException as error:  # mlx-lm's loaders and models raise any type
@@ -208,7 +211,7 @@ def open_model(path: Path) -> LoadedModel:
             raise
         raise model_folder.invalid(path, f"cannot be loaded: {one_line(error)}") from error
     try:
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = FastWrapper(record) if record else _load_tokenizer(path, config)
     except BaseException as error:  # tokenizers raise any type too
         if not is_failure(error):
             raise
@@ -224,6 +227,14 @@ def open_model(path: Path) -> LoadedModel:
         vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
         eos_ids=frozenset(tokenizer.eos_token_ids),
     )
+
+
+def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    from mlx_lm.utils import load_tokenizer  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415 - large
+
+    logging.set_verbosity_error()  # hides warnings about prompts beyond transformers' own limit
+    return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
 
 
 def read_weights(

@@ -7,6 +7,7 @@ from typing import Any
 from kvd.worker.answer.find import find_forms
 from kvd.worker.answer.forms import AnswerForms
 from kvd.worker.text.failures import is_failure
+from kvd.worker.text.fast_tokenizer import FastWrapper
 from kvd.worker.text.template import ChatTemplate
 from protocol.types import ChatAbilities
 
@@ -14,7 +15,7 @@ from protocol.types import ChatAbilities
 def forms_of(wrapper: Any, template: ChatTemplate) -> AnswerForms:
     """Return the forms of a model's answers; none without a chat template.
 
-    ``wrapper``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+    ``wrapper``: as for `kvd.worker.text.text.Text`.
     """
     if not template.exists:
         return AnswerForms()
@@ -32,10 +33,19 @@ def forms_of(wrapper: Any, template: ChatTemplate) -> AnswerForms:
             return None
         return int(found[0]) if found == [vocabulary[text]] else None
 
-    parser = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
     return find_forms(
-        token_of, source=template.source, rendered_call=template.rendered_call, parser=parser
+        token_of,
+        source=template.source,
+        rendered_call=template.rendered_call,
+        parser=parser_name(wrapper),
     )
+
+
+def parser_name(wrapper: Any) -> str:
+    """Return the name of mlx-lm's parser of the model's tool calls; empty: it has none."""
+    if isinstance(wrapper, FastWrapper):
+        return wrapper.tool_parser_name
+    return str(getattr(wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
 
 
 def abilities_of(template: ChatTemplate, forms: AnswerForms) -> ChatAbilities:

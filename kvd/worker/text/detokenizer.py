@@ -21,6 +21,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from kvd.worker.text.fast_tokenizer import FastTokenizer
+
 REPLACEMENT = "\ufffd"
 
 _CONTEXT = 6
@@ -54,7 +56,8 @@ class BytesTable:
     def of(tokenizer: Any) -> BytesTable | None:
         """Return the table of a Hugging Face tokenizer, or None if it is not byte-level."""
         # Some classes rewrite decoded text across tokens. A table cannot do that.
-        if not type(tokenizer).decode.__module__.startswith("transformers.tokenization_"):
+        known = ("transformers.tokenization_", FastTokenizer.__module__)
+        if not type(tokenizer).decode.__module__.startswith(known):
             return None
         count = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
         names = tokenizer.convert_ids_to_tokens(list(range(count)))

@@ -8,7 +8,7 @@ from kvd.worker.text.failures import is_failure
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer of transformers appends to a text; often none."""
+    """Return the tokens that a tokenizer appends to a text; often none."""
     try:
         full = list(tokenizer.encode("a"))
         plain = list(tokenizer.encode("a", add_special_tokens=False))

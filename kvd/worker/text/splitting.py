@@ -21,7 +21,7 @@ class Splitting:
     """The forms of one model, applied to requests."""
 
     def __init__(self, tokenizer: Any, forms: AnswerForms) -> None:
-        """``tokenizer``: a tokenizer of transformers."""
+        """``tokenizer``: a `FastTokenizer`, or a tokenizer of transformers."""
         self.forms = forms
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder

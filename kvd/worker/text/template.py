@@ -32,8 +32,8 @@ _RESULT = {
 }  # fmt: skip
 _OWN_ARGUMENTS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
-    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation", "max_length",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation", "max_length",
 }  # fmt: skip
 Limit = Callable[[Callable[[], str]], str]
 
@@ -44,7 +44,7 @@ class ChatTemplate:
     def __init__(self, wrapper: Any, limit: Limit) -> None:
         """Render the trial conversations.
 
-        ``wrapper``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`. ``limit``: see `Text`.
+        ``wrapper`` and ``limit``: see `Text`.
         """
         self._wrapper = wrapper
         self._limit = limit

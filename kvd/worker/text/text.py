@@ -49,7 +49,7 @@ class Text:
     ) -> None:
         """Find out what the model's template and vocabulary allow.
 
-        ``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+        ``tokenizer``: a `FastWrapper`, or an `mlx_lm.tokenizer_utils.TokenizerWrapper`.
 
         ``limit_template`` calls a function. It raises ``MemoryError`` beyond `TEMPLATE_BYTES`, and
         ``TimeoutError`` beyond `TEMPLATE_SECONDS`. ``name``: the model in errors.
