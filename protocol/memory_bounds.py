@@ -69,9 +69,11 @@ TOKENIZER_PEAK = 20
 """Bytes that loading a tokenizer takes, per byte of its file (measured: 20 for 14 and 24 MB)."""
 TOKENIZER_HELD = 14
 """Bytes that a tokenizer holds afterwards, per byte of its file (measured: 13 to 14)."""
+TRANSFORMERS_BYTES = 48 * 1024 * 1024
+"""Bytes of transformers and what it imports, for tokenizers that need it (measured: 28 MB)."""
 STARTING_BYTES = 384 * 1024 * 1024
 """Bytes that a worker may hold before its first grant: the interpreter and its libraries (measured:
-62 MiB on Linux), the model's configuration and the headers of its weights."""
+40 MiB on Linux), the model's configuration and the headers of its weights."""
 MIN_TOLERANCE_BYTES = 256 * 1024 * 1024
 TOLERANCE_PARTS = 8
 

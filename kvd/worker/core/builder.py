@@ -31,6 +31,7 @@ from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
 from kvd.worker.text.text import Text
+from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import LoadModel
@@ -76,6 +77,9 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         record = tokenizer_cache.find(
             path, memory_bytes=limit.room(), tick=lambda: progress("tokenizer", 0.1)
         )
+        if record is None:
+            needed += memory_bounds.TRANSFORMERS_BYTES
+            loading.require_grant(ask_grant, needed, "weights, scratch and transformers")
     loaded = loading.limit_context(model_files.open_model(path, record), command.max_context)
     del record
     text = Text(
