@@ -73,7 +73,7 @@ TRANSFORMERS_BYTES = 48 * 1024 * 1024
 """Bytes of transformers and what it imports, for tokenizers that need it (measured: 28 MB)."""
 STARTING_BYTES = 384 * 1024 * 1024
 """Bytes that a worker may hold before its first grant: the interpreter and its libraries (measured:
-40 MiB on Linux), the model's configuration and the headers of its weights."""
+45 MiB on Linux), the model's configuration and the headers of its weights."""
 MIN_TOLERANCE_BYTES = 256 * 1024 * 1024
 TOLERANCE_PARTS = 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
 from kvd.worker.text.text import Text
+from kvd.worker.text.tokenizer_record import TokenizerRecord
 from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
@@ -72,14 +74,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     needed = loading.load_bytes(headers, command, packed=native.library is not None)
     loading.require_grant(ask_grant, needed, "weights and scratch")
     progress("weights", 0.1)
-    record = None
-    if not lean_imports.has_transformers():
-        record = tokenizer_cache.find(
-            path, memory_bytes=limit.room(), tick=lambda: progress("tokenizer", 0.1)
-        )
-        if record is None:
-            needed += memory_bounds.TRANSFORMERS_BYTES
-            loading.require_grant(ask_grant, needed, "weights, scratch and transformers")
+    record = _find_tokenizer(path, progress, ask_grant, needed)
     loaded = loading.limit_context(model_files.open_model(path, record), command.max_context)
     del record
     text = Text(
@@ -120,6 +115,24 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
     )
     return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler)
+
+
+def _find_tokenizer(
+    path: Path, progress: ReportProgress, ask_grant: AskGrant, granted: int
+) -> TokenizerRecord | None:
+    """Return the tokenizer's record; None if transformers has to load the tokenizer.
+
+    ``granted``: bytes of the load so far. Obtains a grant for transformers too if it is needed.
+    """
+    if lean_imports.has_transformers():
+        return None
+    record = tokenizer_cache.find(
+        path, memory_bytes=limit.room(), tick=lambda: progress("tokenizer", 0.1)
+    )
+    if record is None:
+        needed = granted + memory_bounds.TRANSFORMERS_BYTES
+        loading.require_grant(ask_grant, needed, "weights, scratch and transformers")
+    return record
 
 
 def _held_outside_mlx() -> int:
