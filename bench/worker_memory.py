@@ -118,6 +118,21 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def table(found: dict[str, Any]) -> str:
+    """Return the medians of one model as a table in Markdown."""
+    lines = [
+        "| | kvd's worker, MB | its daemon | `mlx_lm.server` | CPU s: worker | `mlx_lm.server` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for moment, one in found["kvd"].items():
+        other = found["mlx-lm"][moment]
+        memory = [one["mb"], one["daemon_mb"], other["mb"]]
+        seconds = [one["cpu_s"], other["cpu_s"]]
+        cells = [f"{value:.0f}" for value in memory] + [f"{value:.1f}" for value in seconds]
+        lines.append(f"| {' | '.join([moment, *cells])} |")
+    return "\n".join(lines)
+
+
 def _kvd(model: Path, home: Path) -> Side:
     return kvd_side("kvd", "k8v8", str(model), home)
 
