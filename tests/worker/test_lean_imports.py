@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvd import demo
+from kvd.worker.serving import seam
 from tests.worker.text import tokenizer_kinds
 from tests.worker.text.tokenizers_zoo import byte_level
 
@@ -105,6 +106,7 @@ def test_a_worker_loads_a_model_without_transformers():
 def with_transformers():
     from mlx_lm.utils import load_tokenizer
 
+    seam.install()  # loading a tokenizer imports its model's module
     wrapper = load_tokenizer(Path(demo.path()))
     return wrapper._tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], add_generation_prompt=True, return_dict=False

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import (
 from msgspec.structs import replace
 
 from kvd import demo
+from kvd.worker.serving import seam
 from kvd.worker.text.fast_tokenizer import FastTokenizer, FastWrapper
 from kvd.worker.text.rendering import Renderer
 from kvd.worker.text.text import Text
@@ -43,6 +44,12 @@ PIECES = st.lists(
     st.one_of(TEXTS, st.sampled_from(["<s>", "</s>", "<|im_end|>", "<extra_7>", "cat", "[SEP]"])),
     max_size=6,
 ).map("".join)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def seam_first():
+    """Loading a tokenizer imports its model's module, and the seam must be there before."""
+    seam.install()
 
 
 @pytest.fixture(scope="module")
