@@ -3,7 +3,7 @@
     python -m bench.worker_memory [--models demo FOLDER ...] [--traces steady long] [--runs 3]
                                   [--json FILE]
 
-Every run starts both servers anew, one after the other, in alternating order. kvd's numbers are
+Every run starts both servers again, one after the other, in alternating order. kvd's numbers are
 those of the worker; its daemon is reported on its own. Memory is the proportional set size (PSS)
 of Linux. The first answer has 8 tokens. A first load in an empty cache folder converts the
 tokenizer; that is measured once per model, as the difference to the next load.
