@@ -137,12 +137,18 @@ FastPathName = Literal[
 decode steps whose graph is built once per shape; several prompts in one forward pass."""
 
 
+FastPathCause = Literal["", "device", "switched_off", "model", "results", "speed", "error"]
+"""Kinds of reasons against a fast path (`FastPath`); empty if it is used."""
+
+
 class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Whether decode attention uses kvd's own kernels; decided at every load."""
 
     used: bool
     reason: str | None = None
     """Why the kernels are not used: wrong results, lower speed, or the error they raised."""
+    cause: FastPathCause = ""
+    """Kind of `reason`, as that of a `FastPath`."""
     compile_s: float = 0.0
     """Seconds spent compiling the kernels that were checked."""
     call_ms: float | None = None
@@ -162,7 +168,7 @@ class FastPath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: FastPathName
     used: bool
-    cause: Literal["", "device", "switched_off", "model", "results", "speed", "error"] = ""
+    cause: FastPathCause = ""
     """Kind of `reason`: the device or the model does not allow it, a setting forbids it, its
     results differ, it is slower, or it raised an error. Empty if it is used."""
     reason: str = ""

@@ -18,6 +18,7 @@ INFO = ModelInfo(
     attention_path="native", attention_error=1e-6, has_chat_template=False, device="cpu",
     paths=[
         FastPath(name="whole layers", used=False, cause="model", reason="other parts"),
+        FastPath(name="fused attention", used=False, cause="results", reason="off by 0.3"),
         FastPath(name="compiled steps", used=False, cause="error", reason="ValueError: no"),
         FastPath(name="grouped prefill", used=True),
     ],

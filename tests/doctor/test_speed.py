@@ -117,6 +117,7 @@ def test_both_sides_run_the_same_tasks_in_turn(home: Home, log: Path) -> None:
     reasons = {name: (one.verdict, one.observed) for name, one in findings.items()}
     assert reasons["whole layers"] == ("skip", "not used: other parts")
     assert reasons["compiled steps"] == ("warn", "not used: ValueError: no")
+    assert reasons["fused attention"] == ("warn", "not used: off by 0.3")
     assert reasons["grouped prefill"] == ("ok", "used")
 
 

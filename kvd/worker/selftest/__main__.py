@@ -14,13 +14,13 @@ from functools import partial
 
 import msgspec
 
-from kvd.worker.selftest import attention, memory, model
+from kvd.worker.selftest import attention, memory
 from kvd.worker.selftest.outcome import REPORT, Outcome
 
 
 def checks(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
     """Return the checks in order: a check that others depend on comes first."""
-    found: dict[str, Callable[[], Outcome]] = {
+    return {
         "attention, plain": partial(attention.reference, quick=quick),
         "attention, kernels": partial(attention.kernels, quick=quick),
         "flush in place": partial(memory.flush, quick=quick),
@@ -28,7 +28,6 @@ def checks(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
         "footprint": memory.footprint,
         "pressure and limits": memory.pressure,
     }
-    return found if quick else found | {"the demo model": model.load_demo}
 
 
 def main() -> None:

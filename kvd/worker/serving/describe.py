@@ -16,7 +16,7 @@ from kvd.worker.serving import fast_paths
 from kvd.worker.serving.probe import Served
 from kvd.worker.serving.runner import on_cpu
 from protocol.costs import Costs, KVCost
-from protocol.types import FastPath, KVPart
+from protocol.types import FastPath, FastPathCause, FastPathName, KVPart
 
 PREFILL_CHUNK = 256
 _VERY_LONG = 1 << 40
@@ -113,28 +113,19 @@ def paths(served: Served, native: str | None) -> list[FastPath]:
     """Return the fast paths of a load; ``native``: `ModelInfo.native`, None on accelerators."""
     found = []
     if native is not None and on_cpu():
-        found.append(
-            fast_paths.used("native library")
-            if native == "on"
-            else fast_paths.declined("native library", _cause_of(native), native)
-        )
+        cause: FastPathCause = "switched_off" if native == "switched off" else "error"
+        found.append(_path("native library", cause, None if native == "on" else native))
     if served.layers is not None:
         found.append(served.layers)
     if (fused := served.fused) is not None:
-        found.append(
-            fast_paths.used("fused attention")
-            if fused.used
-            else fast_paths.declined(
-                "fused attention", _cause_of(fused.reason or ""), fused.reason or ""
-            )
-        )
+        found.append(_path("fused attention", fused.cause, fused.reason))
     return [*found, *served.runner.paths.values()]
 
 
-def _cause_of(reason: str) -> fast_paths.Cause:
-    if reason == "switched off":
-        return "switched_off"
-    return "speed" if reason.startswith("slower") else "error"
+def _path(name: FastPathName, cause: FastPathCause, reason: str | None) -> FastPath:
+    if reason is None:
+        return fast_paths.used(name)
+    return fast_paths.declined(name, cause, reason)
 
 
 def layout(cache: ModelCache | MlxLmCache) -> str:

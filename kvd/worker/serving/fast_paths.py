@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from protocol.types import FastPath, FastPathName
-
-Cause = Literal["device", "switched_off", "model", "results", "speed", "error"]
+from protocol.types import FastPath, FastPathCause, FastPathName
 
 
 def used(name: FastPathName) -> FastPath:
     return FastPath(name=name, used=True)
 
 
-def declined(name: FastPathName, cause: Cause, reason: str) -> FastPath:
+def declined(name: FastPathName, cause: FastPathCause, reason: str) -> FastPath:
     return FastPath(name=name, used=False, cause=cause, reason=reason)
 
 

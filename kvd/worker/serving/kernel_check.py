@@ -15,7 +15,7 @@ from kvd.worker.process.shortage import shortage_of
 from kvd.worker.serving import kernel_timing
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from kvd.worker.serving.timed_kernels import TimedKernels, first_line
-from protocol.types import FusedAttention
+from protocol.types import FastPathCause, FusedAttention
 
 Check = Callable[[Backend], float]
 """Serves the model with a backend in every way that may occur; returns the error, or raises
@@ -34,23 +34,25 @@ def check_kernels(
     for geometry in (layer.geometry for store in stores for layer in store.layers):
         if not has_kernels_for(geometry):
             sizes = f"keys of size {geometry.k_dim} and values of size {geometry.v_dim}"
-            return _unused(f"there are no kernels for {sizes}", timed), 0.0
+            return _unused("model", f"there are no kernels for {sizes}", timed), 0.0
     try:
         error = check(replace(backend, kernels=timed))
     except SelfCheckFailed as refused:
-        return _unused(str(refused), timed), 0.0
+        return _unused("results", str(refused), timed), 0.0
     try:
         times = kernel_timing.compare(stores, backend, timed.compiled)
     except Exception as failed:  # drivers raise any type
         if shortage_of(failed) is not None:
             raise
-        return _unused(f"the kernels fail on longer rows: {first_line(failed)}", timed), error
+        why = f"the kernels fail on longer rows: {first_line(failed)}"
+        return _unused("error", why, timed), error
     if times is None:
-        return _unused("no kernel was launched", timed), error
+        return _unused("error", "no kernel was launched", timed), error
     faster = times.fused_s < times.reference_s
     found = FusedAttention(
         used=faster,
         reason=None if faster else "slower than plain operations",
+        cause="" if faster else "speed",
         compile_s=timed.compile_s,
         call_ms=times.fused_s * 1e3,
         reference_ms=times.reference_s * 1e3,
@@ -69,8 +71,8 @@ def has_kernels_for(geometry: LayerGeometry) -> bool:
     return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 
 
-def _unused(reason: str, timed: TimedKernels) -> FusedAttention:
-    return FusedAttention(used=False, reason=reason, compile_s=timed.compile_s)
+def _unused(cause: FastPathCause, reason: str, timed: TimedKernels) -> FusedAttention:
+    return FusedAttention(used=False, reason=reason, cause=cause, compile_s=timed.compile_s)
 
 
 def describe_verdict(verdict: FusedAttention) -> str:

@@ -69,7 +69,7 @@ def serve(
     kernels = kernel_choice.find_kernels()
     if kernel_choice.plain_only():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
-        off = FusedAttention(used=False, reason="switched off")
+        off = FusedAttention(used=False, reason="switched off", cause="switched_off")
         layers = fast_paths.declined("whole layers", "switched_off", "switched off")
         found = replace(found, layers=layers, fused=None if kernels is None else off)
     elif kernels is None:

@@ -47,9 +47,9 @@ def served(
     return probe.serve(model, CacheSettings(schemes, **settings), VOCAB, kernels=backend)
 
 
-def assert_unused(found: Served, reason: str) -> None:
+def assert_unused(found: Served, reason: str, cause: str = "results") -> None:
     assert found.fused is not None
-    assert not found.fused.used
+    assert (found.fused.used, found.fused.cause) == (False, cause)
     assert reason in str(found.fused.reason)
     assert reason in kernel_check.describe_verdict(found.fused)
     assert found.path == "reference, gathered pages"
@@ -79,7 +79,7 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
 
 def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
     monkeypatch.setattr(kernel_timing, "compare", lambda *_: replace(timed, fused_s=2e-3))
-    assert_unused(served(StandIn()), "slower than plain operations")
+    assert_unused(served(StandIn()), "slower than plain operations", "speed")
 
 
 def test_wrong_kernels_are_not_used() -> None:
@@ -131,9 +131,8 @@ def test_kernels_that_fail_when_they_are_timed_are_not_used(
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(kernel_timing, "compare", failing)
-    assert_unused(
-        served(StandIn()), "the kernels fail on longer rows: RuntimeError: an illegal memory"
-    )
+    reason = "the kernels fail on longer rows: RuntimeError: an illegal memory"
+    assert_unused(served(StandIn()), reason, "error")
 
 
 def test_lack_of_memory_is_no_verdict_on_kernels() -> None:
@@ -151,7 +150,7 @@ class Silent(StandIn):
 
 
 def test_right_numbers_without_a_launch_are_not_trusted() -> None:
-    assert_unused(served(Silent()), "no kernel was launched")
+    assert_unused(served(Silent()), "no kernel was launched", "error")
 
 
 def test_unsupported_head_sizes_use_plain_operations() -> None:
@@ -159,7 +158,7 @@ def test_unsupported_head_sizes_use_plain_operations() -> None:
     model = model_of("llama", head_dim=60)
     found = probe.serve(model, CacheSettings(SCHEMES), VOCAB, kernels=kernels.backend())
 
-    assert_unused(found, "no kernels for keys of size 60 and values of size 60")
+    assert_unused(found, "no kernels for keys of size 60 and values of size 60", "model")
     assert kernels.launches == 0
 
 
