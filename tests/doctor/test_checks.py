@@ -30,7 +30,7 @@ from tests.process.helpers import Daemon, wait_for, write_config
 
 CPU = {"mlx": "0.32.4", "device": "cpu", "name": "x", "memory_bytes": 0, "recommended_bytes": 0,
        "error": 0.0, "blas": None, "native_built": False, "compiler": "/usr/bin/g++",
-       "device_info": {}}  # fmt: skip
+       "device_info": {}, "blas_core": None}  # fmt: skip
 METAL = CPU | {"device": "metal", "name": "Apple M4", "recommended_bytes": 12 * 2**30}
 
 

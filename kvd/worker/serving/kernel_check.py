@@ -38,7 +38,8 @@ def check_kernels(
     try:
         error = check(replace(backend, kernels=timed))
     except SelfCheckFailed as refused:
-        return _unused("results", str(refused), timed), 0.0
+        cause: FastPathCause = "results" if refused.__cause__ is None else "error"
+        return _unused(cause, str(refused), timed), 0.0
     try:
         times = kernel_timing.compare(stores, backend, timed.compiled)
     except Exception as failed:  # drivers raise any type

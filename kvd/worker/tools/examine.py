@@ -33,6 +33,7 @@ def examine() -> dict[str, Any]:
         "recommended_bytes": int(info.get("max_recommended_working_set_size") or 0),
         "error": wrong,
         "blas": os.environ.get("KVD_BLAS_PRELOADED"),
+        "blas_core": os.environ.get("OPENBLAS_CORETYPE"),
         "native_built": on_cpu and build.is_built(),
         "compiler": build.compiler(),
         "device_info": dict(info),

@@ -120,7 +120,7 @@ def test_kernels_that_do_not_compile_are_not_used() -> None:
     failure = RuntimeError("error: use of undeclared identifier\nand the rest of the log")
     found = served(Picky(lambda keys, values: True, failure))
 
-    assert_unused(found, "RuntimeError: error: use of undeclared identifier")
+    assert_unused(found, "RuntimeError: error: use of undeclared identifier", "error")
     assert "the rest" not in str(found.fused)
 
 
@@ -150,7 +150,7 @@ class Silent(StandIn):
 
 
 def test_right_numbers_without_a_launch_are_not_trusted() -> None:
-    assert_unused(served(Silent()), "no kernel was launched", "error")
+    assert_unused(served(Silent()), "no kernel was launched")
 
 
 def test_unsupported_head_sizes_use_plain_operations() -> None:
