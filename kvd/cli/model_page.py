@@ -14,6 +14,7 @@ from protocol.embedding import EmbeddingInfo
 from protocol.kv import KVSpec
 from protocol.types import (
     ChatAbilities,
+    FastPath,
     FusedAttention,
     KVPart,
     MemoryUse,
@@ -32,6 +33,7 @@ def page(value: ModelStatus) -> RenderableType:
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
         if info.fused:
             lines.append(("", _kernels(info.fused)))
+        lines += [("", text) for text in _declined(info.paths)]
     lines.append(("KV cache", _settings(value.kv, info)))
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
@@ -55,6 +57,12 @@ def page(value: ModelStatus) -> RenderableType:
     if value.error:
         parts += [Text(), status_page.error(value)]
     return Group(*parts)
+
+
+def _declined(paths: list[FastPath]) -> list[str]:
+    """Return the fast paths that the load did not choose; `_kernels` has those of the kernels."""
+    others = (path for path in paths if not path.used and path.name != "fused attention")
+    return [f"no {path.name}: {path.reason}" for path in others]
 
 
 def _embeddings(info: EmbeddingInfo | None) -> list[str]:

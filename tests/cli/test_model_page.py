@@ -12,7 +12,7 @@ from kvd.cli import model_page, status_page
 from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.types import ChatAbilities, FusedAttention, KVPart, ModelStatus, PrefixUse
+from protocol.types import ChatAbilities, FastPath, FusedAttention, KVPart, ModelStatus, PrefixUse
 from tests.cli.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(
@@ -62,6 +62,19 @@ def test_the_layers_fit_the_terminal_with_one_line_each(width: int):
         "2 × recurrent state dense batched 11.7 KiB/row",  # noqa: RUF001
         "window 8192 keep 4: the model takes the offset of its cache as one number",
     ]
+
+
+def test_fast_paths_that_are_not_used_are_shown_with_the_reason():
+    paths = [
+        FastPath(name="compiled steps", used=True),
+        FastPath(name="whole layers", used=False, cause="model", reason="a norm is LayerNorm"),
+        FastPath(name="fused attention", used=False, cause="speed", reason="shown elsewhere"),
+    ]
+    info = msgspec.structs.replace(INFO, paths=paths)
+    text = shown(msgspec.structs.replace(MODEL, info=info), 80)
+    assert "no whole layers: a norm is LayerNorm" in text
+    assert "compiled steps" not in text
+    assert "shown elsewhere" not in text
 
 
 def test_all_kv_settings_are_shown():
