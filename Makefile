@@ -3,6 +3,7 @@
 # make test-NAME  one package's tests without the slow ones, such as `make test-cache`
 # make clients  install the programs that tests marked `clients` run: agents, litellm
 # make test-clients  install them and run these tests alone
+# make test-scale  several daemons behind nginx and LiteLLM's proxy, which it installs (0.7 GB)
 # make check  lint, types, import contracts, structure and wording
 # make check-page  types of the web page's scripts; needs npm
 # make docs   write the generated parts of docs/
@@ -35,7 +36,7 @@ BENCH_ARGS ?=
 # instead of 6.0. Images of containers often set this.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test compiled clients clients-if-possible test-clients check check-page docs bench format clean
+.PHONY: run test compiled clients clients-if-possible test-clients test-scale check check-page docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
@@ -66,6 +67,12 @@ clients-if-possible: | $(VENV)/.dev
 
 test-clients: clients $(VENV)/.dev
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m clients $(PYTEST_ARGS)
+
+# The proxy has more dependencies than litellm's clients need.
+PROXY := litellm[proxy]==1.106.2
+
+test-scale: $(VENV)/clients/.proxy
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q tests/scale $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -127,4 +134,11 @@ $(VENV)/clients/.python: Makefile | $(VENV)/.dev
 	@if command -v uv >/dev/null; \
 	then uv pip install --quiet --python $(BIN)/python --target $(@D)/python $(PYTHON_CLIENTS); \
 	else $(BIN)/python -m pip install --quiet --retries 1 --upgrade --target $(@D)/python $(PYTHON_CLIENTS); fi
+	@touch $@
+
+$(VENV)/clients/.proxy: Makefile | $(VENV)/.dev
+	@echo "installing $(PROXY)" >&2
+	@if command -v uv >/dev/null; \
+	then uv pip install --quiet --python $(BIN)/python --target $(@D)/litellm "$(PROXY)"; \
+	else $(BIN)/python -m pip install --quiet --retries 1 --upgrade --target $(@D)/litellm "$(PROXY)"; fi
 	@touch $@

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -68,9 +65,10 @@ CONFIG = "".join(
     for name, options in {
         "fast": {"tps": 0},
         "steady": {"tps": 50},
+        "slow": {"tps": 5},
     }.items()
 ) + ('[[models]]\nsource = "fake:load_error=invalid_model"\nalias = "broken"\nload = "demand"\n')
-"""Models of the fake engine: 50 steps per second, as fast as it can, and one that cannot load."""
+"""Models of the fake engine: three speeds in steps per second, and one that cannot load."""
 
 
 @contextlib.contextmanager
@@ -118,88 +116,3 @@ def running(
     finally:
         process.terminate()
         process.wait(DEADLINE_S)
-
-
-def chat(*texts: str, system: str = "", **fields: Any) -> dict[str, Any]:
-    """Return the body of a chat: messages of the user and the assistant in turns."""
-    roles = ("user", "assistant")
-    said = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-    head = [{"role": "system", "content": system}] if system else []
-    return {"model": "fast", "messages": head + said, "max_tokens": 8, "seed": 1} | fields
-
-
-@dataclass
-class Stream(threading.Thread):
-    """Reads a streamed chat in the background."""
-
-    url: str
-    body: dict[str, Any]
-    headers: dict[str, str]
-    text: str = ""
-    status: int = 0
-    daemon_address: str = ""
-    complete: bool = False
-    """Whether the stream ended as it should."""
-    error: str = ""
-    begun: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        super().__init__(daemon=True)
-        self.start()
-
-    __hash__ = threading.Thread.__hash__
-
-    def run(self) -> None:
-        body = self.body | {"stream": True}
-        try:
-            with httpx.stream(
-                "POST",
-                f"{self.url}/v1/chat/completions",
-                json=body,
-                headers=self.headers,
-                timeout=60,
-            ) as answer:
-                self.status = answer.status_code
-                self.daemon_address = answer.headers.get("x-kvd-daemon", "")
-                for line in answer.iter_lines():
-                    self._read(line)
-        except httpx.HTTPError as error:
-            self.error = repr(error)
-        finally:
-            self.begun.set()
-
-    def _read(self, line: str) -> None:
-        if line == "data: [DONE]":
-            self.complete = True
-        elif line.startswith("data: "):
-            piece = json.loads(line[6:])
-            if "error" in piece:
-                self.error = str(piece["error"])
-            for choice in piece.get("choices", ()):
-                self.text += choice["delta"].get("content") or ""
-            if self.text:
-                self.begun.set()
-
-    def finished(self) -> Stream:
-        self.join(DEADLINE_S)
-        assert not self.is_alive(), "the stream did not end"
-        return self
-
-
-@dataclass(frozen=True)
-class Hits:
-    """Prompt tokens of a conversation's requests, and how many of them were cached."""
-
-    prompt: int = 0
-    cached: int = 0
-
-    @property
-    def rate(self) -> float:
-        return self.cached / self.prompt
-
-    def __add__(self, other: Hits) -> Hits:
-        return Hits(self.prompt + other.prompt, self.cached + other.cached)
-
-
-def hits_of(usage: dict[str, Any]) -> Hits:
-    return Hits(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])

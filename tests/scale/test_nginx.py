@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,8 +10,9 @@ import httpx
 import pytest
 
 from tests.process.helpers import wait_for
-from tests.scale.fleet import CONFIG, DAEMONS, Fleet, Hits, Stream, chat, fleet_of, hits_of
+from tests.scale.fleet import CONFIG, Fleet, fleet_of
 from tests.scale.nginx import PROGRAM, nginx
+from tests.scale.traffic import PATH, Stream, Streams, chat, converse_all, place_of
 
 pytestmark = [
     pytest.mark.process,
@@ -21,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="needs nginx"),
 ]
 STREAMS = 32
-PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +43,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 def place(answer: httpx.Response) -> str:
     """Return the address of the daemon that answered."""
     assert answer.status_code == 200, answer.text
-    return last(answer.headers["x-kvd-daemon"])
-
-
-def last(tried: str) -> str:
-    """Return the last of the daemons that nginx tried."""
-    return re.split(", | : ", tried)[-1]
+    return place_of(answer.headers)
 
 
 def of_header(name: str):
@@ -170,7 +163,7 @@ def test_a_draining_daemon_ends_its_streams_and_gets_no_others(fleet: Fleet, cli
     headers = {"X-Session-Id": "drained"}
     stream = Stream(str(client.base_url), chat("Hi", model="steady", max_tokens=100), headers)
     assert stream.begun.wait(30)
-    member = fleet.at(stream.daemon_address)
+    member = fleet.at(stream.place)
     draining = threading.Thread(target=member.kvctl, args=("drain",))
     draining.start()
     wait_for("the daemon drains", lambda: not member.ready())
@@ -207,34 +200,15 @@ def test_if_all_daemons_drain_the_client_learns_when_to_retry(fleet: Fleet, clie
 
 
 def test_a_killed_daemon_costs_only_its_own_streams(fleet: Fleet, url: str, client: httpx.Client):
-    body = chat("Count", model="steady", max_tokens=150)
-
-    def begin(number: int) -> Stream:
-        return Stream(url, body | {"seed": number}, {"X-Session-Id": f"stream-{number}"})
-
-    streams = [begin(number) for number in range(STREAMS)]
-    assert all(stream.begun.wait(60) for stream in streams)
-    share = Counter(stream.daemon_address for stream in streams)
-    assert len(share) == DAEMONS, share
-    victim = fleet.at(share.most_common(1)[0][0])
-    victim.signal(9)
-    lost = [stream.finished() for stream in streams if stream.daemon_address == victim.place]
-    kept = [stream.finished() for stream in streams if stream.daemon_address != victim.place]
-    assert all(stream.complete and not stream.error for stream in kept)
-    assert all(stream.error and not stream.complete for stream in lost), "a cut stream shows it"
-    retries = [begin(streams.index(stream)) for stream in lost]
-    again = [stream.finished() for stream in retries]
-    assert all(stream.complete and not stream.error for stream in again)
-    for old, new in zip(lost, again, strict=True):
-        assert new.text.startswith(old.text), "the retry has the same tokens"
-        assert last(new.daemon_address) != victim.place
+    streams = Streams.begun(url, STREAMS, model="steady", tokens=300)
+    victim = streams.kill_most_used(fleet)
+    lost = streams.check(victim)
     victim.wait()
     victim.launch()
     wait_for("the daemon is back", victim.ready)
-    headers = {"X-Session-Id": f"stream-{streams.index(lost[0])}"}
     wait_for(
         "its sessions are back",
-        lambda: place(client.post(PATH, json=chat("Hi"), headers=headers)) == victim.place,
+        lambda: place(client.post(PATH, json=chat("Hi"), headers=lost[0].headers)) == victim.place,
     )
 
 
@@ -256,30 +230,9 @@ def test_a_whole_answer_survives_the_death_of_its_daemon(fleet: Fleet, client: h
     wait_for("the daemon is back", victim.ready)
 
 
-SYSTEM = "You are an agent. " * 60
-
-
-def converse(client: httpx.Client, salt: str, session: int, requests: int = 6) -> Hits:
-    """Send a conversation of several requests, each with the texts before it; return its hits."""
-    said = [f"Task {session}: " + f"read file {session} and report. " * 12]
-    found = Hits()
-    for _ in range(requests):
-        body = chat(*said, system=SYSTEM, cache_salt=salt)
-        answer = client.post(PATH, json=body)
-        assert answer.status_code == 200, answer.text
-        found += hits_of(answer.json()["usage"])
-        said += [answer.json()["choices"][0]["message"]["content"], "Go on, please. " * 30]
-    return found
-
-
-def total(client: httpx.Client, salt: str, sessions: int = 24) -> Hits:
-    with ThreadPoolExecutor(6) as pool:
-        return sum(pool.map(lambda one: converse(client, salt, one), range(sessions)), Hits())
-
-
 def test_prefixes_are_found_as_often_as_in_one_daemon(fleet: Fleet, client: httpx.Client):
     with httpx.Client(base_url=f"http://{fleet.members[0].place}", timeout=60) as one:
-        single = total(one, "single")
-    several = total(client, "several")
+        single = converse_all(one, "single")
+    several = converse_all(client, "several")
     assert single.rate > 0.5
     assert several.rate >= 0.95 * single.rate, (several, single)
