@@ -16,6 +16,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+from kvd.worker.process import interpreter
 from kvd.worker.process.link import Orphaned
 from kvd.worker.process.loop import Loop
 from kvd.worker.process.memory_limit import limit
@@ -23,12 +24,6 @@ from kvd.worker.process.orphan import die_with_parent
 
 if TYPE_CHECKING:
     from kvd.worker.engine import Engine
-
-
-SWITCH_INTERVAL_S = 0.0005
-"""Seconds after which a thread that runs Python hands over the lock. The thread that computes takes
-the lock many times in a step; a thread that writes or compiles grammars would hold it for 5 ms each
-time."""
 
 
 def main() -> NoReturn:
@@ -49,12 +44,7 @@ def main() -> NoReturn:
     sock.set_inheritable(False)
     die_with_parent(sock)
     limit.enabled = True
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The Hub's client for xet buffers gigabytes, which are not part of any grant.
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    # transformers imports these if they are installed: hundreds of megabytes, above the limit of a
-    # worker without a grant, and seconds of each load. No model here needs them.
-    sys.modules |= dict.fromkeys(("torch", "tensorflow", "jax", "flax"))  # type: ignore[arg-type]
+    interpreter.prepare()
     status = 0
     try:
         Loop(sock, _engine(arguments.engine)).run()

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvd.worker.process import interpreter
 from kvd.worker.process.orphan import die_with_parent
 from kvd.worker.process.shortage import shortage_of
 from kvd.worker.selftest.stages import Stages
@@ -81,6 +82,7 @@ def run(side: Side, task: Task) -> Ran:
 def open_side(name: str, source: str, budget: int, chunk: int) -> Side:
     stages = Stages()
     if name == "kvd":
+        interpreter.prepare()
         from kvd.worker.selftest.kvd_side import KvdSide  # noqa: PLC0415 - imports MLX
 
         return KvdSide(source, stages, budget, chunk)

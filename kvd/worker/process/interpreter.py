@@ -1,0 +1,21 @@
+"""Settings of the Python interpreter in processes that run an engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SWITCH_INTERVAL_S = 0.0005
+"""Seconds after which a thread that runs Python hands over the lock. The thread that computes takes
+the lock many times in a step; a thread that writes or compiles grammars would hold it for 5 ms each
+time."""
+
+
+def prepare() -> None:
+    """Set up this process; call it before mlx-lm is imported."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # The Hub's client for xet buffers gigabytes, which are not part of any grant.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    # transformers imports these if they are installed: hundreds of megabytes, above the limit of a
+    # worker without a grant, and seconds of each load. No model here needs them.
+    sys.modules |= dict.fromkeys(("torch", "tensorflow", "jax", "flax"))  # type: ignore[arg-type]
