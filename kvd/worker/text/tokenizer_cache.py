@@ -49,6 +49,8 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx-lm", "mlx-kvd")
 _WEIGHTS = frozenset(
     (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 )
+_LARGEST = 256 * 1024 * 1024
+"""Largest file whose content is part of the key; it takes 0.3 s to read."""
 _TEMPLATES = "additional_chat_templates"
 
 _log = logging.getLogger("kvd.worker")
@@ -195,10 +197,17 @@ def _key(model: Path) -> str:
         if file.suffix in _WEIGHTS or not file.is_file():
             continue
         name = str(file.relative_to(model)).encode("utf-8", "surrogateescape")
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "blake2b").digest()
-        digest.update(len(name).to_bytes(4, "little") + name + content)
+        digest.update(len(name).to_bytes(4, "little") + name + _content(file))
     return digest.hexdigest()
+
+
+def _content(file: Path) -> bytes:
+    """Return a digest of a file; of its size and time if it is too large for a tokenizer's."""
+    status = file.stat()
+    if status.st_size > _LARGEST:
+        return f"{status.st_size} {status.st_mtime_ns}".encode()
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").digest()
 
 
 def _make_private(folder: Path) -> None:

@@ -11,15 +11,19 @@ import argparse
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvd.worker import lean_imports
+from kvd.worker.process import memory
 from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.abilities import parser_name
 from kvd.worker.text.failures import is_failure, one_line
 from kvd.worker.text.tokenizer_record import Entry, Refusal, TokenizerRecord
 from kvd.worker.tools.compare_tokenizers import NotConvertibleError, compare
+from protocol.worker import OVER_MEMORY_LIMIT
 
 _BASES = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _METHODS = (
@@ -28,6 +32,7 @@ _METHODS = (
     "get_vocab", "special_tokens_map",
 )  # fmt: skip
 """What `kvd.worker.text.fast_tokenizer` replaces. Classes that change one of these are refused."""
+_INTERVAL_S = 0.05
 _KNOWN_LENGTH = 10**9
 """``model_max_length`` that is larger means that the length is unknown."""
 
@@ -124,13 +129,22 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 def _limit_memory(nbytes: int) -> None:
-    if sys.platform != "linux":
+    if sys.platform != "linux":  # no limit of the system: it notices less, and later
+        arguments = (nbytes, memory.private, os._exit)
+        threading.Thread(target=end_above, args=arguments, daemon=True).start()
         return
     import resource  # noqa: PLC0415 - not on every system
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def end_above(nbytes: int, private: Callable[[], int], end: Callable[[int], object]) -> None:
+    """Call ``end`` once the process holds more than ``nbytes``; return when ``end`` does."""
+    while private() <= nbytes:
+        time.sleep(_INTERVAL_S)
+    end(OVER_MEMORY_LIMIT)
 
 
 def _end_with(pipe: int) -> None:

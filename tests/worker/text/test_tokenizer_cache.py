@@ -20,6 +20,8 @@ from kvd.worker.text.tokenizer_record import (
     from_bytes,
     to_bytes,
 )
+from kvd.worker.tools import convert_tokenizer
+from protocol.worker import OVER_MEMORY_LIMIT
 from tests.worker.process.peer import alive
 from tests.worker.text import tokenizer_kinds
 
@@ -203,6 +205,14 @@ def test_a_converter_without_memory_ends_alone(model, folder, monkeypatch):
     assert isinstance(cache.read(cache.place_of(model, folder)), Refusal)
 
 
+def test_without_a_limit_of_the_system_a_thread_ends_the_converter(monkeypatch):
+    monkeypatch.setattr(convert_tokenizer, "_INTERVAL_S", 0)
+    readings, ends = iter([10, 100, 101]), []
+    convert_tokenizer.end_above(100, lambda: next(readings), ends.append)
+    assert ends == [OVER_MEMORY_LIMIT]
+    assert list(readings) == []
+
+
 def test_a_converter_ends_with_its_worker(model, tmp_path):
     ours, held = os.pipe()
     command = [sys.executable, "-m", "kvd.worker.tools.convert_tokenizer", str(model)]
@@ -230,6 +240,14 @@ def test_the_key_follows_what_the_tokenizer_depends_on(model, folder, monkeypatc
     monkeypatch.setattr(cache, "version", lambda name: "2" if name == "transformers" else "1")
     keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+def test_the_content_of_a_huge_file_is_not_read(model, folder, monkeypatch):
+    with (model / "archive.tar").open("wb") as file:
+        file.truncate(2**45)  # reading the zeros would take hours
+    key = cache.place_of(model, folder).file.name
+    os.utime(model / "archive.tar", (0, 0))
+    assert cache.place_of(model, folder).file.name != key
 
 
 def test_two_folders_with_the_same_files_share_an_entry(model, folder, tmp_path):
