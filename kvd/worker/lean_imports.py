@@ -3,8 +3,8 @@
 ``import mlx_lm`` imports transformers, the Hub's client and NumPy: 38 MB and 0.8 s of CPU time in
 each worker. Two modules cause it, and neither is needed to build a model:
 
-* ``mlx_lm/__init__.py`` imports the generation and conversion programs. `install` registers the
-  package without running that file, so that submodules are found as usual.
+* The package itself imports the generation and conversion programs. `install` registers the
+  package without running its code, so that submodules are found as usual.
 * ``mlx_lm.utils`` imports ``mlx_lm.tokenizer_utils`` and ``huggingface_hub`` for one function each.
   `install` replaces both modules while ``mlx_lm.utils`` is imported. The functions that
   ``mlx_lm.utils`` keeps import the real modules when they are called.
@@ -34,7 +34,7 @@ def install() -> None:
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None:
         raise ModuleNotFoundError("No module named 'mlx_lm'", name="mlx_lm")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx_lm/__init__.py does
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx-lm does
     sys.modules["mlx_lm"] = importlib.util.module_from_spec(spec)
     hub = ModuleType("huggingface_hub")
     tokenizers = ModuleType("mlx_lm.tokenizer_utils")
