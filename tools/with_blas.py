@@ -1,7 +1,8 @@
 """Runs a command with the BLAS that workers preload: ``python -m tools.with_blas COMMAND...``.
 
 MLX's own BLAS on Linux is many times slower, so tests that compute run with OpenBLAS if it is
-installed.
+installed. They run with the kernels for this machine's processor: an inherited processor type is
+dropped, because kernels of another type round differently, and are slower.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import os
 import sys
 
-from kvd.host import blas
+from kvd.host import blas, openblas_core
 from kvd.host.environment import environment
 
 
 def main(command: list[str]) -> None:
     """Replace this process with the command."""
+    os.environ.pop(openblas_core.VARIABLE, None)
     wanted = environment(blas.choose("auto"))
-    names = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", "OPENBLAS_CORETYPE")
+    names = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", openblas_core.VARIABLE)
     chosen = {name: wanted[name] for name in names if name in wanted}
     os.execvpe(command[0], command, os.environ | chosen)
 
