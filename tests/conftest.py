@@ -7,6 +7,7 @@ except `SPREAD`.
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import tempfile
@@ -32,6 +33,9 @@ for ignored, usual in (
 ):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, usual)
+
+# Results of checks at load would outlive what a test replaces.
+os.environ["KVD_CHECKS"] = "off"
 
 TESTS = Path(__file__).parent
 LONGEST = (

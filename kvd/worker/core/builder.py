@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.grammar.compiler import Compiler, ProcessMemory
@@ -25,6 +26,7 @@ from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files, probe
+from kvd.worker.serving.check_key import open_checks
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
@@ -55,6 +57,8 @@ class Model:
     embedding_rules: EmbeddingRules
     compiler: Compiler
     """Compiles grammars for its vocabulary."""
+    checks: Checks
+    """Results that the next load of this model uses."""
 
 
 def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
@@ -98,12 +102,9 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     progress("checking attention", 0.8)
     verdict = calibration.find(headers)
     settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
-    served = loading.serve(loaded, settings, native.library, progress)
-    served.runner.compile()
-    served.runner.group()
-    served.runner.split_head()
-    if (kept := modules.current()) is not None:
-        kept.keep()
+    checks = open_checks(headers, command, settings, verdict, native.library)
+    served = loading.serve(loaded, settings, native.library, progress, checks)
+    checks = _check_runner(served, checks)
     native_state = native.status or ("on" if loaded.own_products else None)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
@@ -114,7 +115,20 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         splits_head=served.runner.splits_head,
         appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
     )
-    return Model(loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler)
+    return Model(
+        loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler, checks
+    )  # fmt: skip
+
+
+def _check_runner(served: probe.Served, checks: Checks) -> Checks:
+    """Find out what the runner can do; return the checks of this way of serving."""
+    checks = checks.under(served.name)
+    served.runner.compile(checks)
+    served.runner.group(checks)
+    served.runner.split_head(checks)
+    if (kept := modules.current()) is not None:
+        kept.keep()
+    return checks
 
 
 def _find_tokenizer(
@@ -164,7 +178,11 @@ def make_admission(
     runner, chunk = model.served.runner, command.prefill_chunk
     cache, kv_costs = runner.cache, runner.cache.costs
     page_bytes = kv_costs.unit_bytes
-    base_bytes = loading.base_bytes(model.loaded, command, runner)
+    measured = loading.base_bytes(model.loaded, command, runner)
+    # A load that skips checks has not yet allocated all that the process will hold.
+    name = f"base of {command.max_rows} rows, chunks of {chunk}, {command.segments_folder}"
+    base_bytes = max(measured, model.checks.result(name, lambda: measured, int))
+    model.checks.keep()
     row_bytes = cache.row_bytes + prefix_cache.reserved_bytes
     row_pages = -(-row_bytes // page_bytes)
     first_pages = SLAB_PAGES + FIRST_ROWS * row_pages

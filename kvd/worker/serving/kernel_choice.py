@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace as restruct
 
 from kvd.worker import decoder_layers
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.launch import Fused, find_language
 from kvd.worker.cache.settings import CacheSettings
@@ -39,7 +40,13 @@ LAYERS: FastPathName = "whole layers"
 
 
 def serve(
-    model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
+    model: Any,
+    settings: CacheSettings,
+    vocab_size: int,
+    kernels: FusedBackend,
+    *,
+    products: bool,
+    checks: Checks | None = None,
 ) -> probe.Served:
     """Serve as `probe.serve` does, with layers as blocks of kernels (`blocks`) where possible.
 
@@ -49,7 +56,9 @@ def serve(
         model,
         lambda: blocks.fuse(model) if products else 0,
         lambda: blocks.obstacle(model) if products else "kvd's own products are not used here",
-        lambda: probe.serve(model, settings, vocab_size, kernels=kernels),
+        lambda count: probe.serve(
+            model, settings, vocab_size, kernels=kernels, checks=_checks(checks, count)
+        ),
         _obstacle_of_kernels,
     )
     if found.fused is None or found.layers is None:
@@ -58,7 +67,11 @@ def serve(
 
 
 def serve_natively(
-    model: Any, settings: CacheSettings, vocab_size: int, library: ModuleType | None
+    model: Any,
+    settings: CacheSettings,
+    vocab_size: int,
+    library: ModuleType | None,
+    checks: Checks | None = None,
 ) -> probe.Served:
     """Serve as `probe.serve` does, with layers as one operation of the library where possible."""
     found = _with_blocks(
@@ -69,7 +82,9 @@ def serve_natively(
             if library is None
             else (whole_layers.obstacle(model, library))
         ),
-        lambda: probe.serve(model, settings, vocab_size, library),
+        lambda count: probe.serve(
+            model, settings, vocab_size, library, checks=_checks(checks, count)
+        ),
         lambda found: "" if found.path == probe.NATIVE else _reason(found),
     )
     if found.layers is None or not found.layers.used:
@@ -92,7 +107,7 @@ def _with_blocks(
     model: Any,
     fuse: Callable[[], int],
     obstacle: Callable[[], str],
-    serve: Callable[[], probe.Served],
+    serve: Callable[[int], probe.Served],
     obstacle_of: Callable[[probe.Served], str],
 ) -> probe.Served:
     """Serve a model with blocks, and note whether its layers use them.
@@ -102,9 +117,13 @@ def _with_blocks(
     """
     count = fuse()
     if not count:
-        return replace(serve(), layers=fast_paths.declined(LAYERS, "model", obstacle()))
-    found = serve()
+        return replace(serve(0), layers=fast_paths.declined(LAYERS, "model", obstacle()))
+    found = serve(count)
     if why := obstacle_of(found):
         decoder_layers.unfuse(model)
-        return replace(serve(), layers=fast_paths.declined(LAYERS, "results", why))
+        return replace(serve(0), layers=fast_paths.declined(LAYERS, "results", why))
     return replace(found, layers=FastPath(name=LAYERS, used=True, layers=count))
+
+
+def _checks(checks: Checks | None, blocks: int) -> Checks:
+    return (checks or Checks()).under(f"{blocks} blocks")

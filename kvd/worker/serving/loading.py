@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
@@ -64,20 +65,24 @@ def serve(
     settings: CacheSettings,
     library: ModuleType | None,
     progress: ReportProgress,
+    checks: Checks | None = None,
 ) -> probe.Served:
     """Find the best allowed way to serve the model on this device (`probe.serve`)."""
     kernels = kernel_choice.find_kernels()
     if kernel_choice.plain_only():
-        found = probe.serve(loaded.model, settings, loaded.vocab_size)
+        found = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
         off = FusedAttention(used=False, reason="switched off", cause="switched_off")
         layers = fast_paths.declined("whole layers", "switched_off", "switched off")
         found = replace(found, layers=layers, fused=None if kernels is None else off)
     elif kernels is None:
-        found = kernel_choice.serve_natively(loaded.model, settings, loaded.vocab_size, library)
+        found = kernel_choice.serve_natively(
+            loaded.model, settings, loaded.vocab_size, library, checks
+        )
     else:
         found = kernel_choice.serve(
-            loaded.model, settings, loaded.vocab_size, kernels, products=loaded.own_products
-        )
+            loaded.model, settings, loaded.vocab_size, kernels,
+            products=loaded.own_products, checks=checks,
+        )  # fmt: skip
         if found.fused is not None:
             progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
     _log.info("attention: %s, error %.2g", found.path, found.error)

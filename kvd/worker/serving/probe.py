@@ -36,6 +36,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
@@ -85,6 +86,15 @@ class Served:
     """The verdict on kernels, if they were tried."""
     layers: FastPath | None = None
     """Whether decode steps run whole layers as blocks; None: not tried."""
+
+    @property
+    def name(self) -> str:
+        """Identifies the way of serving among all ways to serve a model."""
+        blocks = 0 if self.fused is None else self.fused.layers
+        cache = self.runner.cache
+        if not isinstance(cache, ModelCache):
+            return self.path
+        return f"{self.path}, {blocks} blocks: {_Way(cache.access, cache.batched)}"
 
 
 _Case = tuple[CacheSettings, Sequence[int]]
@@ -169,10 +179,12 @@ def serve(
     vocab_size: int,
     library: ModuleType | None = None,
     kernels: FusedBackend | None = None,
+    checks: Checks | None = None,
 ) -> Served:
     """Choose the best way to serve the model with right logits on this device; return its runner.
 
-    ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. Raises `UnsupportedModel`
+    ``library`` (`kvd.worker.native`) and ``kernels`` are tried if given. ``checks``: kept results,
+    so that checks that passed before are not repeated. Raises `UnsupportedModel`
     if mlx-lm itself cannot run the model, if its logits are not finite, or if mlx-lm's own caches
     do not give the same logits twice.
     """
@@ -184,7 +196,10 @@ def serve(
     alone = ""
     for way in _ways(layout):
         try:
-            served = _try_way(model, layout, settings, way, vocab_size, reasons, library, kernels)
+            served = _try_way(
+                model, layout, settings, way, vocab_size, reasons, library, kernels,
+                (checks or Checks()).under(str(way)),
+            )  # fmt: skip
         except SelfCheckFailed as refused:
             for kind, access in way.access.items():
                 if access is Access.PAGES:
@@ -210,6 +225,10 @@ class _Way:
     access: Mapping[Kind, Access]
     batched: bool
 
+    def __str__(self) -> str:
+        access = ", ".join(f"{kind}: {how.name}" for kind, how in self.access.items())
+        return f"{access}; {'several rows' if self.batched else 'one row'}"
+
 
 def _ways(layout: Layout) -> Iterator[_Way]:
     kinds = layout.kinds
@@ -232,6 +251,7 @@ def _try_way(
     reasons: dict[Kind, str],
     library: ModuleType | None,
     kernels: FusedBackend | None,
+    kept: Checks,
 ) -> Served:
     """Check one way: without quantization against mlx-lm's own caches, then with quantization."""
 
@@ -248,40 +268,49 @@ def _try_way(
         max_size=None,
     )
     lengths = selfcheck.lengths_for(layout.kinds)
-    selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
+    own = partial(selfcheck.against_own_caches, runner(dense), vocab_size, lengths)
+    kept.result("own caches", own, float)
     served = runner(settings)
     checks: list[_Case] = [(_check_settings(settings), lengths)]
     checks += [(lower, selfcheck.SHORT_LENGTHS) for lower in _lower_levels(served.cache)]
     paged = any(access is Access.PAGES for access in way.access.values())
     native = Library(library) if library and layout.dtype == mx.float32 else None
     failed = []
-    for path, product, own in _attention_paths(native, paged=paged):
-        served.cache.use(product, own)
+    for path, product, attend in _attention_paths(native, paged=paged):
+        served.cache.use(product, attend)
+        check = partial(_error, runner, product, attend, vocab_size)
         try:
-            error = max(
-                _error(runner(limits), product, own, vocab_size, rows) for limits, rows in checks
-            )
+            errors = [
+                kept.result(f"{path}, {number}", partial(check, limits, rows), float)
+                for number, (limits, rows) in enumerate(checks)
+            ]
         except SelfCheckFailed as refused:
             failed.append(f"{path}: {refused}" if paged else str(refused))
             continue
         if not layout.kinds:
             path = "recurrent states"  # noqa: PLW2901 - the model has no attention
-        kept = {
+        remaining = {
             kind: why
             for kind, why in reasons.items()
             if way.access[kind] is not Access.PAGES or not way.batched
         }
-        found = Served(served, path, error, kept)
+        found = Served(served, path, max(errors), remaining)
         if kernels is None or not paged:
             return found
-        cases = _kernel_cases(checks)
-        kernel_plan.compile_ahead(runner, product, kernels, [limits for limits, _ in cases])
-        checked = partial(_check_kernels, runner, product, vocab_size, cases)
-        return _with_kernels(found, kernels, checked)
+        checked = partial(_check_kernels, runner, product, vocab_size, _kernel_cases(checks))
+        limits = [limits for limits, _ in _kernel_cases(checks)]
+        plan = partial(kernel_plan.compile_ahead, runner, product, kernels, limits)
+        return _with_kernels(found, kernels, plan, checked, kept)
     raise SelfCheckFailed("; ".join(failed))
 
 
-def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Check) -> Served:
+def _with_kernels(
+    found: Served,
+    kernels: FusedBackend,
+    plan: Callable[[], None],
+    check: kernel_check.Check,
+    kept: Checks,
+) -> Served:
     """Let kernels attend if they are right and faster; what they cannot run stays as it was."""
     cache = found.runner.cache
     paged = [
@@ -289,7 +318,13 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Chec
         for store, access in zip(cache.stores, cache.access.values(), strict=True)
         if access is Access.PAGES
     ]
-    verdict, error = kernel_check.check_kernels(kernels, paged, check)
+
+    def run() -> tuple[FusedAttention, float]:
+        plan()
+        return kernel_check.check_kernels(kernels, paged, check)
+
+    kind = tuple[FusedAttention, float]
+    verdict, error = kept.result("kernels", run, kind, passed=lambda found: found[0].used)
     if not verdict.used:
         return replace(found, fused=verdict)
     cache.use(paged[0].page_product, kernels)
@@ -322,7 +357,7 @@ def _check_kernels(
     """Check kernels on these cases, and on rows with pages on several levels."""
     settings = cases[0][0]
     errors = [
-        _error(runner(limits), product, kernels, vocab_size, lengths) for limits, lengths in cases
+        _error(runner, product, kernels, vocab_size, limits, lengths) for limits, lengths in cases
     ]
     if len(settings.store_schemes) > 1:
         mixed = runner(settings)
@@ -352,12 +387,14 @@ def _attention_paths(native: Library | None, *, paged: bool) -> list[_Attention]
 
 
 def _error(
-    runner: Runner,
+    make_runner: Callable[[CacheSettings], Runner],
     product: Callable[..., mx.array],
     backend: Backend | None,
     vocab_size: int,
+    limits: CacheSettings,
     lengths: Sequence[int],
 ) -> float:
+    runner = make_runner(limits)
     runner.cache.use(product, backend)
     return selfcheck.against_dequantized(runner, vocab_size, lengths)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
@@ -74,13 +76,18 @@ class Runner:
         backend = self.cache.backend if isinstance(self.cache, ModelCache) else None
         return 0 if backend is None else backend.launched()
 
-    def compile(self) -> bool:
+    def compile(self, checks: Checks | None = None) -> bool:
         """Compile decode steps if their results agree with plain steps; return whether they do.
 
         The cache must be empty, and is empty again afterwards.
         """
         if why := obstacle(self.cache):
             return self._choose(fast_paths.declined(COMPILED, "model", why))
+        choice = (checks or Checks()).result(COMPILED, self._check_compiled, FastPath, passed=_used)
+        self._compiled = CompiledDecode(self.model, self.cache) if choice.used else None
+        return self._choose(choice)
+
+    def _check_compiled(self) -> FastPath:
         cache, choice = self.cache, fast_paths.used(COMPILED)
         pairs = [[cache.new_row() for _ in _CHECKED] for _ in range(2)]
         for pair in pairs:
@@ -97,19 +104,17 @@ class Runner:
                 choice = fast_paths.declined(COMPILED, "results", "they differ from plain steps")
         except _REFUSALS as error:  # the model's Python code cannot be traced
             choice = fast_paths.failed(COMPILED, error)
-        if not choice.used:
-            self._compiled = None
         for row in chain(*pairs):
             cache.free(row)
         cache.shrink()
-        return self._choose(choice)
+        return choice
 
     def _choose(self, choice: FastPath) -> bool:
         """Note whether a fast path is used, and return it."""
         self.paths[choice.name] = choice
         return choice.used
 
-    def group(self) -> bool:
+    def group(self, checks: Checks | None = None) -> bool:
         """Allow several rows in `prefill_group` if they agree with rows alone; return whether.
 
         On the CPU they must agree to the bit, elsewhere except for rounding. Devices that plan
@@ -118,10 +123,21 @@ class Runner:
         of one row are padded to few widths instead. The cache must be empty, and is empty again
         afterwards.
         """
-        cache, choice = self.cache, self._may_group()
+        checks = checks or Checks()
+        choice = self._may_group(checks)
         if not choice.used:
             return self._choose(choice)
         pads_width = padded_sizes.attention_is_planned()
+        check = partial(self._check_groups, pads_width=pads_width)
+        choice = checks.result(GROUPED, check, FastPath, passed=_used)
+        self._pads_width = choice.used and pads_width
+        if not choice.used:
+            self._min_tokens = 1
+        self.groups = self._choose(_unless_planned(choice) if pads_width else choice)
+        return self.groups
+
+    def _check_groups(self, *, pads_width: bool) -> FastPath:
+        cache, choice = self.cache, fast_paths.used(GROUPED)
         pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
         tokens = mx.array([1] * len(pairs[0]), mx.int32)
         try:
@@ -147,17 +163,16 @@ class Runner:
         for row in chain(*pairs):
             cache.free(row)
         cache.shrink()
-        if not choice.used:
-            self._min_tokens, self._pads_width = 1, False
-        self.groups = self._choose(_unless_planned(choice) if pads_width else choice)
-        return self.groups
+        return choice
 
-    def _may_group(self) -> FastPath:
+    def _may_group(self, checks: Checks) -> FastPath:
         """Set the fewest tokens of a grouped pass, unless the cache or the model has no groups."""
         if why := obstacle(self.cache):
             return fast_paths.declined(GROUPED, "model", why)
-        min_tokens = token_floor(self.model) if on_cpu() else 1
-        if min_tokens is None:
+        # 0 stands for no floor, because only passed checks are kept.
+        floor = partial(token_floor, self.model) if on_cpu() else (lambda: 1)
+        min_tokens = checks.result("token floor", lambda: floor() or 0, int, passed=bool)
+        if not min_tokens:
             why = f"padding to {MOST_TOKENS} tokens does not make all products round alike"
             return fast_paths.declined(GROUPED, "results", why)
         self._min_tokens = min_tokens
@@ -215,12 +230,17 @@ class Runner:
         self.cache.finish_prefill()
         return hidden
 
-    def split_head(self) -> bool:
+    def split_head(self, checks: Checks | None = None) -> bool:
         """Compute logits of `score_parts` part by part if they are right; return whether they are.
 
         On the CPU they must be equal to the bit, elsewhere except for rounding. The cache must be
         empty, and is empty again afterwards.
         """
+        agree = (checks or Checks()).agrees("split head", self._split_head_agrees)
+        self._head = SplitHead(self.model) if agree else None
+        return agree
+
+    def _split_head_agrees(self) -> bool:
         cache, tokens = self.cache, _some_tokens(SCORED_AT_ONCE + 9)
         rows = [cache.new_row() for _ in range(2)]
         whole = self.score(rows[0], tokens)
@@ -234,8 +254,6 @@ class Runner:
         for row in rows:
             cache.free(row)
         cache.shrink()
-        if not agree:
-            self._head = None
         return agree
 
     @property
@@ -332,6 +350,10 @@ def _unless_planned(choice: FastPath) -> FastPath:
     if not choice.used:
         return choice
     return fast_paths.declined(GROUPED, "device", "the device plans attention for each shape")
+
+
+def _used(choice: FastPath) -> bool:
+    return choice.used
 
 
 def _some_tokens(count: int) -> list[int]:
