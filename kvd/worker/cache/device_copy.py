@@ -189,4 +189,5 @@ def _kernel(shape: PageShape) -> Any:
         input_names=["place", "slots", *(f"a{number}" for number in range(len(shape.sizes)))],
         output_names=["done"],
         source=source,
+        ensure_row_contiguous=False,  # a copy of an input would be written instead of it
     )

@@ -33,12 +33,13 @@ def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: 
     """
     sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
     expect_bytes(record, len(slots) * sum(sizes))
-    runs, source, start = list(_runs(slots)), np.frombuffer(record, np.uint8), 0
+    source = np.frombuffer(record, np.uint8)
     if device_copy.copy(arrays, slots, source):
         return
     if cuda_driver.is_usable():
         mx.synchronize()  # the first view of an array may move its memory
     # Views of the arrays end with this call: MLX may write or free the arrays after it.
+    runs, start = list(_runs(slots)), 0
     copies: list[tuple[_Bytes, _Bytes]] = []
     for array, size in zip(arrays, sizes, strict=True):
         if array.nbytes:
