@@ -21,6 +21,7 @@ from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.fake.row import FakeRow
 from kvd.worker.process.link import Link
 from kvd.worker.process.loop import Loop, _Stopped
+from kvd.worker.process.memory import Reading
 from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol import worker as wire
 from protocol.errors import KvdError
@@ -92,6 +93,15 @@ class _Engine(FakeEngine):
         self._truth.ran(rid, self._scheduler.find(rid).level)
 
 
+class _Footprint(Reading):
+    """The simulated footprint, which no thread reads."""
+
+    def latest(self) -> int:
+        return self.read_now()
+
+    newest = latest
+
+
 class _SimLoop(Loop):
     """The worker's loop; `turn` runs it until it waits."""
 
@@ -101,7 +111,7 @@ class _SimLoop(Loop):
             _Socket(process),  # type: ignore[arg-type]
             engine,
             clock=process.clock,
-            footprint=process.footprint,
+            footprint=_Footprint(process.footprint, process.clock),
         )
         self._link = _SimLink(process)
         self._loading: wire.LoadModel | None = None

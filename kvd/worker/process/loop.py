@@ -62,7 +62,7 @@ class Loop:
         engine: Engine,
         *,
         clock: Callable[[], float] = time.monotonic,
-        footprint: Callable[[], int] = memory.footprint,
+        footprint: memory.Reading = memory.footprint_reading,
     ) -> None:
         self._link = Link(sock)
         self._engine = engine
@@ -307,12 +307,15 @@ class Loop:
         if now >= self._stats_due:
             self._stats_at = now
             self._worked = False
+            # Rows would wait for a reading: 4 ms for the embedded model.
+            reading = self._footprint
+            footprint = reading.latest() if self._engine.has_work else reading.newest()
             stats = self._engine.stats()
             stats = msgspec.structs.replace(
                 stats,
                 tokens_per_s=self._rate.at(now, stats.generated_tokens),
                 phases=self._phases.histograms(),
-                memory=msgspec.structs.replace(stats.memory, footprint=self._footprint()),
+                memory=msgspec.structs.replace(stats.memory, footprint=footprint),
             )
             self._link.put(wire.Stats(stats=stats))
 

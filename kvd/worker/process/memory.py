@@ -12,14 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
 """Share of the time that readings may take.
 
-For each reading the kernel walks all page tables (measured: 25 ms per GiB of small pages), and the
-loop produces no tokens meanwhile.
+For each reading the kernel walks all page tables (measured: 25 ms per GiB of small pages).
 """
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -27,7 +27,7 @@ _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class _Reading:
+class Reading:
     """A value that is read again only when it is due."""
 
     def __init__(self, read: Callable[[], int], clock: Callable[[], float]) -> None:
@@ -35,6 +35,17 @@ class _Reading:
         self._clock = clock
         self._due = -float("inf")
         self._value = 0
+        self._thread = ThreadPoolExecutor(1, "footprint")
+        self._under_way: Future[int] | None = None
+
+    def latest(self) -> int:
+        """Return the value of the last reading. If the next one is due, a thread begins it."""
+        if not self._value:
+            return self.read_now()
+        is_idle = self._under_way is None or self._under_way.done()
+        if is_idle and self._clock() >= self._due:
+            self._under_way = self._thread.submit(self.read_now)
+        return self._value
 
     def newest(self) -> int:
         return self._value if self._clock() < self._due else self.read_now()
@@ -76,12 +87,14 @@ def _read_macos() -> int:
     return int(info.ri_phys_footprint)
 
 
-_reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, time.monotonic)
+footprint_reading = Reading(
+    _read_macos if sys.platform == "darwin" else _read_linux, time.monotonic
+)
 
 
-footprint = _reading.newest
+footprint = footprint_reading.newest
 """Returns this process's footprint in bytes. It may be old, to keep readings cheap."""
-footprint_now = _reading.read_now
+footprint_now = footprint_reading.read_now
 
 
 def private() -> int:

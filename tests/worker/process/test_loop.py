@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.loop import COMMANDS_S, RATE_WINDOW_S, _Rate
+from kvd.worker.process.memory import Reading
 from protocol.cache_outcome import RowCached
 from protocol.types import Usage
 from protocol.worker import (
@@ -219,7 +221,8 @@ def test_a_worker_that_awaits_a_grant_sleeps(start):
 
 def test_counters_are_reported_at_most_four_times_a_second(start):
     engine = FakeEngine()
-    peer = start(engine, clock=lambda: engine._steps * 0.01, footprint=lambda: 12345)
+    reading = Reading(lambda: 12345, time.monotonic)
+    peer = start(engine, clock=lambda: engine._steps * 0.01, footprint=reading)
     peer.load()
     peer.send(submit("a", max_tokens=2000))
     peer.wait_for_end("a")
