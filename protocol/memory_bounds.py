@@ -23,6 +23,10 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """Replaces `TRACE_BYTES` if attention is one operation of `kvd.worker.native` (measured: 19 KB)."""
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
+PASS_TOKENS = 256
+"""Prompt tokens in a prefill pass, at least if prompts wait."""
+CUDA_PASS_TOKENS = 4096
+"""Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
 STAGE_COPIES = 2
 """Copies of a chunk's hidden states that exist between two stages of a prefill pass, while a decode
 step runs: the sum of the layers so far, and its norm."""
@@ -88,6 +92,11 @@ def limit_bytes(granted: int) -> int:
     return max(STARTING_BYTES, granted + tolerance)
 
 
+def pass_tokens(chunk: int, *, cuda: bool) -> int:
+    """Return the prompt tokens of a prefill pass with chunks of ``chunk`` tokens."""
+    return max(chunk, CUDA_PASS_TOKENS if cuda else PASS_TOKENS)
+
+
 def freed_bytes(*, on_cpu: bool) -> int:
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
 
@@ -124,12 +133,12 @@ def traces_bytes(layers: int, *, native: bool) -> int:
 
 
 def step_bytes(
-    config: dict[str, Any], chunk: int, rows: int, *, on_cpu: bool, whole_logits: bool = False
+    config: dict[str, Any], chunk: int, rows: int, *, on_cpu: bool, whole_logits: int = 0
 ) -> int:
     """Return the maximum bytes of a step outside attention: activations first, then sampling.
 
-    ``chunk``: prompt tokens per step. ``rows``: maximum rows in a decode step. ``whole_logits``:
-    whether a scored prompt has the logits of a whole chunk at once.
+    ``chunk``: prompt tokens per pass. ``rows``: maximum rows in a decode step. ``whole_logits``:
+    tokens of a scored prompt whose logits exist at once, if they are more than `SCORED_AT_ONCE`.
     """
     itemsize = 4 if on_cpu else 2
     activations = CHUNK_COPIES * (chunk + rows) * _width(config) * itemsize
@@ -138,7 +147,7 @@ def step_bytes(
     at_once = min(logits, max(SAMPLED_AT_ONCE, vocabulary * 4))
     sampling = LOGIT_COPIES * logits + SAMPLED_COPIES * at_once
     if whole_logits:
-        sampling += chunk * vocabulary * itemsize
+        sampling += whole_logits * vocabulary * itemsize
     elif on_cpu:
         sampling += STAGE_COPIES * chunk * _hidden(config) * itemsize
     return COUNT_BYTES * rows * vocabulary + max(activations, sampling)

@@ -131,7 +131,7 @@ class KVPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FastPathName = Literal[
-    "native library", "whole layers", "fused attention", "compiled steps", "grouped prefill"
+    "native library", "whole layers", "fused attention", "compiled steps", "packed prefill"
 ]
 """C++ operations on CPUs; decode steps of whole layers in one block; decode attention by kernels;
 decode steps whose graph is built once per shape; several prompts in one forward pass."""

@@ -126,7 +126,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
     """Maximum rows in one decode step of a model."""
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None
-    """Prompt tokens per step. Affects the output. Default: 256, with CUDA 1024."""
+    """Grid of prompt tokens: what attends to what before it is quantized, and where stored prefixes
+    end. Affects the output. Default: 256, with CUDA 1024."""
     time_slices: TimeSlicesMode = "auto"
     """Whether models share the accelerator in time slices. ``auto``: if there is an accelerator."""
     drain_timeout_s: Seconds = 30.0
@@ -163,7 +164,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens per step, with the device's default."""
+        """Grid of prompt tokens, with the device's default."""
         return self.prefill_chunk or (CUDA_CHUNK if nvidia.first_device() else CHUNK)
 
     @property

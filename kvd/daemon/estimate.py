@@ -45,6 +45,7 @@ class Machine:
     prefill_chunk: int
     max_rows: int
     attention_scratch: int
+    cuda: bool = False
     plain_attention: bool = False
     """Whether decode attention uses MLX's operations despite ``native``."""
     sharers: int = 0
@@ -53,6 +54,11 @@ class Machine:
     @property
     def native_attention(self) -> bool:
         return self.native and not self.plain_attention
+
+    @property
+    def pass_tokens(self) -> int:
+        """Prompt tokens of a prefill pass, if the model supports packed passes."""
+        return memory_bounds.pass_tokens(self.prefill_chunk, cuda=self.cuda)
 
     @property
     def interpreter(self) -> int:
@@ -78,6 +84,7 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return Machine(
         on_cpu=on_cpu,
+        cuda=not on_cpu and sys.platform != "darwin",
         native=on_cpu and native != "off" and compiler is not None,
         prefill_chunk=settings.prefill_chunk,
         max_rows=settings.max_rows,
@@ -122,7 +129,7 @@ def _estimate(
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
         + memory_bounds.step_bytes(
-            config, machine.prefill_chunk, machine.max_rows, on_cpu=machine.on_cpu
+            config, machine.pass_tokens, machine.max_rows, on_cpu=machine.on_cpu
         )
         + memory_bounds.scratch_bytes(
             machine.attention_scratch, native=machine.native_attention, parts=parts
@@ -134,7 +141,7 @@ def _estimate(
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
-        step=machine.prefill_chunk,
+        step=machine.pass_tokens,
         levels=len(schemes),
         dense_until=kv.quantized_kv_start,
         kinds=kinds,

@@ -52,6 +52,23 @@ def test_bytes_of_weights_are_read_from_the_safetensors_headers(tmp_path):
     assert found.base_bytes > found.weights_bytes + MACHINE.attention_scratch
 
 
+def test_activations_are_those_of_a_whole_pass(tmp_path):
+    """A pass has 256 tokens, or one chunk if that is more; on CUDA 4096."""
+    path = folder(tmp_path, QWEN)
+    card = replace(MACHINE, on_cpu=False, cuda=True)
+    by_chunk = [
+        [estimate(path, KVSpec(), replace(one, prefill_chunk=chunk)).costs for chunk in chunks]
+        for one, chunks in ((MACHINE, (64, 256, 1024)), (card, (256, 1024, 8192)))
+    ]
+
+    assert [[costs.step for costs in some] for some in by_chunk] == [
+        [256, 256, 1024],
+        [4096, 4096, 8192],
+    ]
+    for least, same, more in by_chunk:
+        assert least.base_bytes == same.base_bytes < more.base_bytes
+
+
 def test_layers_with_a_window_are_a_separate_attention_kind(tmp_path):
     types = ["sliding_attention", "full_attention"] * 2
     config = QWEN | {"sliding_window": 1024, "layer_types": types}

@@ -20,7 +20,7 @@ INFO = ModelInfo(
         FastPath(name="whole layers", used=False, cause="model", reason="other parts"),
         FastPath(name="fused attention", used=False, cause="results", reason="off by 0.3"),
         FastPath(name="compiled steps", used=False, cause="error", reason="ValueError: no"),
-        FastPath(name="grouped prefill", used=True),
+        FastPath(name="packed prefill", used=True),
     ],
 )  # fmt: skip
 

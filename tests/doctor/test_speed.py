@@ -118,7 +118,7 @@ def test_both_sides_run_the_same_tasks_in_turn(home: Home, log: Path) -> None:
     assert reasons["whole layers"] == ("skip", "not used: other parts")
     assert reasons["compiled steps"] == ("warn", "not used: ValueError: no")
     assert reasons["fused attention"] == ("warn", "not used: off by 0.3")
-    assert reasons["grouped prefill"] == ("ok", "used")
+    assert reasons["packed prefill"] == ("ok", "used")
 
 
 @pytest.mark.process
@@ -238,7 +238,7 @@ def test_the_embedded_model_is_measured_on_both_sides(home: Home) -> None:
     assert all(cell.ratio for cell in found.cells)
     assert found.model == "demo"
     assert found.served.attention_path
-    assert {path.name for path in found.served.paths} >= {"compiled steps", "grouped prefill"}
+    assert {path.name for path in found.served.paths} >= {"compiled steps", "packed prefill"}
     assert found.kvd.load.keys() >= {"python", "imports", "weights", "checking attention"}
     assert found.mlx_lm.load.keys() == {"python", "imports", "weights", "tokenizer"}
     assert found.kvd.dtype == found.mlx_lm.dtype

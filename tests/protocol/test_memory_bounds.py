@@ -54,7 +54,7 @@ def test_logits_of_a_large_vocabulary() -> None:
     assert step_bytes(config, CHUNK, 1, on_cpu=False) == logits + sampled + counts
     most = 2 * logits + sampled + 64 * counts + hidden
     assert step_bytes(config, CHUNK, 64, on_cpu=True) == most
-    whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=True)
+    whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=CHUNK)
     assert whole == logits + sampled + counts + CHUNK * 150_000 * 4
 
 

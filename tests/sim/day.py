@@ -504,7 +504,7 @@ class Day:
         """Check a step's token budget and the bound that `scheduling.prefill_order` promises."""
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
-        assert decoded + longest * len(group) <= BUDGET
+        assert decoded + sum(chunk.length for chunk in group) <= BUDGET
         lead = self.scheduler.find(group[0].rid).queue_key
         for request in self.running:
             row = self.scheduler.find(request.rid)

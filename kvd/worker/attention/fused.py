@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.attention_kind import Kind
     from kvd.worker.cache.layer import LayerStore
     from kvd.worker.cache.rows import Row
-    from kvd.worker.cache.steps import DecodeStep
+    from kvd.worker.cache.steps import DecodeStep, PrefillStep
 
 OWN_BUFFERS = 7
 """Arrays that the split kernel (`kernels.decode`) reads or writes besides the pools."""
@@ -74,7 +74,7 @@ class FusedBackend:
                 return None
         return FusedStep.of(self.kernels, kind, rows, pages)
 
-    def prefill(self, _kind: Kind, _row: Row, _count: int) -> None:
+    def prefill(self, _kind: Kind, _step: PrefillStep) -> None:
         """Return None, so that plain operations attend to the chunk."""
 
     def launched(self, more: int = 0) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import mlx.core as mx
 
@@ -16,13 +18,15 @@ from kvd.worker.attention.online import OnlineSoftmax
 from kvd.worker.attention.tiles import Plan, Work, plan
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.batch import PrefillHandle
-from kvd.worker.cache.packed import unpacking_bytes
+from kvd.worker.cache.packed import Packed, unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 Tile = tuple[mx.array, mx.array, mx.array | None]
 """Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of the keys that each query
 sees, ``[queries, n]``; None: all."""
+Copies = dict[tuple[int, tuple[int, ...]], tuple[mx.array, mx.array]]
+"""Dense keys and values of pages, ``[pages, heads, 64, dim]``, by source and positions."""
 
 
 def prefill_attention(
@@ -32,13 +36,14 @@ def prefill_attention(
     sinks: mx.array | None = None,
     *,
     pending: Sequence[mx.array] = (),
+    copies: Copies | None = None,
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
     Without a backend, ``queries`` may be longer than the step's tokens. The extra queries are
     padding; if they are finite, so is their output. ``sinks``: ``[q_heads]`` logits of gpt-oss's
-    attention sinks. ``pending``: lazy results of other rows of the pass, to evaluate when the
-    scratch is full.
+    attention sinks. ``pending``: lazy results of other chunks of the pass, to evaluate when the
+    scratch is full. ``copies``: dense copies of pages, shared with other chunks of the row.
 
     Returns ``[1, q_heads, count, v_dim]``: lazy if everything fits the scratch at once, otherwise
     evaluated part by part.
@@ -46,7 +51,7 @@ def prefill_attention(
     if handle.step.backend is not None:  # backends need no scratch that grows with the row
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.scratch.limit
-    task = _Task.of(queries, handle, scale, sinks, pending)
+    task = _Task.of(queries, handle, scale, sinks, pending, copies)
     cut = plan(task.work, scratch)
     # A fused kernel makes no matrix of scores, so more lazy layers fit the scratch.
     if (
@@ -59,7 +64,7 @@ def prefill_attention(
         return _dense(task, slice(0, task.work.kv_heads))
     if task.padding and cut.keys is not None:  # only the dense kernel needs padding
         own = queries[:, :, : handle.step.count]
-        attended = prefill_attention(own, handle, scale, sinks, pending=pending)
+        attended = prefill_attention(own, handle, scale, sinks, pending=pending, copies=copies)
         return mx.pad(attended, [(0, 0), (0, 0), (0, task.padding), (0, 0)])
     return _in_parts(task, cut)
 
@@ -71,9 +76,20 @@ class _Pages:
     pool: PagePool
     slots: mx.array
     starts: tuple[int, ...]
+    source: tuple[Packed, Packed] | None = None
+    """Pages that are not in the pool yet, because an earlier chunk of the pass fills them."""
 
     def read(self, heads: slice) -> tuple[mx.array, mx.array]:
-        return self.pool.read(self.slots, heads)
+        return self.pool.read(self.slots, heads, self.source)
+
+    def read_all(self, copies: Copies | None) -> tuple[mx.array, mx.array]:
+        """Read all heads, or return the copy that another chunk of the row has read."""
+        if copies is None:
+            return self.read(slice(None))
+        key = id(self.pool if self.source is None else self.source[0][0]), self.starts
+        if key not in copies:
+            copies[key] = self.read(slice(None))
+        return copies[key]
 
     @property
     def unpacking(self) -> int:
@@ -85,7 +101,7 @@ class _Pages:
         if len(which) == len(self.starts):
             return self
         starts = tuple(self.starts[index] for index in which)
-        return _Pages(self.pool, self.slots[mx.array(which, mx.uint32)], starts)
+        return replace(self, slots=self.slots[mx.array(which, mx.uint32)], starts=starts)
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,7 @@ class _Task:
     pages: list[_Pages]
     work: Work
     pending: Sequence[mx.array]
+    copies: Copies | None
 
     @classmethod
     def of(
@@ -108,12 +125,17 @@ class _Task:
         scale: float,
         sinks: mx.array | None,
         pending: Sequence[mx.array] = (),
+        copies: Copies | None = None,
     ) -> _Task:
         """Collect the pages that at least one query sees."""
         step, layer = handle.step, handle.layer
         pages = [
             _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
         ]
+        for filled, starts in zip(handle.chunk.earlier, step.earlier_starts(), strict=True):
+            every = mx.arange(len(starts), dtype=mx.uint32)
+            source = filled.keys, filled.values
+            pages.append(_Pages(layer.pools[filled.level], every, starts, source))
         pages = _visible_pages(pages, handle.store.kind, step.offset)
         g = layer.geometry
         work = Work(
@@ -130,7 +152,7 @@ class _Task:
             masked=handle.store.kind.bounded,
             sinks=sinks is not None,
         )
-        return cls(queries, scale, sinks, handle, pages, work, pending)
+        return cls(queries, scale, sinks, handle, pages, work, pending, copies)
 
     @property
     def padding(self) -> int:
@@ -186,7 +208,10 @@ def _visible_pages(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
 def _dense(task: _Task, heads: slice) -> mx.array:
     """Attend the queries of some KV heads to all keys at once; lazy."""
     newest, heads_queries = task.handle.chunk, task.query_heads(heads)
-    parts = [pages.read(heads) for pages in task.pages]
+    if heads == slice(0, task.work.kv_heads):
+        parts = [pages.read_all(task.copies) for pages in task.pages]
+    else:
+        parts = [pages.read(heads) for pages in task.pages]
     sides = []
     for side, dense in enumerate((newest.keys[heads], newest.values[heads])):
         paged = [part[side].swapaxes(0, 1).flatten(1, 2) for part in parts]
@@ -255,12 +280,14 @@ def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
     """Yield what some queries attend to in one head, at most ``size`` keys at a time."""
     step, kind = task.handle.step, task.handle.store.kind
     queries = range(step.offset + some.start, step.offset + some.stop)
-    for pages in _visible_pages(task.pages, kind, queries[0]):
-        at_once = size // PAGE_TOKENS
-        for at in range(0, len(pages.starts), at_once):
-            tile = pages.some(list(range(len(pages.starts)))[at : at + at_once])
-            keys, values = tile.read(slice(head, head + 1))
-            places = [range(start, start + PAGE_TOKENS) for start in tile.starts]
+    visible = _visible_pages(task.pages, kind, queries[0])
+    for _, level in groupby(visible, key=lambda pages: id(pages.pool)):
+        for tile in _cut(list(level), size // PAGE_TOKENS):
+            keys, values = (
+                mx.concatenate(list(side))
+                for side in zip(*(some.read(slice(head, head + 1)) for some in tile), strict=True)
+            )
+            places = [range(one, one + PAGE_TOKENS) for some in tile for one in some.starts]
             yield (
                 keys[:, 0].transpose(2, 0, 1).flatten(1),
                 values[:, 0].flatten(0, 1),
@@ -271,6 +298,16 @@ def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
         place = range(start, min(start + size, queries[-1] + 1))
         chunk_slice = slice(place[0] - step.tail_start, place[-1] + 1 - step.tail_start)
         yield keys[chunk_slice].T, values[chunk_slice], _visible(kind, queries, [place])
+
+
+def _cut(level: list[_Pages], at_once: int) -> Iterator[list[_Pages]]:
+    """Yield the pages of one level, ``at_once`` at a time, whatever their sources are."""
+    every = [
+        (number, index) for number, one in enumerate(level) for index in range(len(one.starts))
+    ]
+    for at in range(0, len(every), at_once):
+        tile = groupby(every[at : at + at_once], key=itemgetter(0))
+        yield [level[number].some([index for _, index in some]) for number, some in tile]
 
 
 def _visible(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:

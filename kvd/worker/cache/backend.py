@@ -12,12 +12,12 @@ from typing import Protocol
 import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import Kind
-from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.page_tables import PageList
+from kvd.worker.cache.layer import LayerStore, PendingPages
+from kvd.worker.cache.page_tables import EARLIER, PageList
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import Packing
-from kvd.worker.cache.steps import BackendPrefill, BackendStep
+from kvd.worker.cache.steps import BackendPrefill, BackendStep, PrefillStep
 
 
 class Backend(Protocol):
@@ -31,11 +31,8 @@ class Backend(Protocol):
         The rows' lengths already count the new tokens.
         """
 
-    def prefill(self, kind: Kind, row: Row, count: int) -> BackendPrefill | None:
-        """Return the description of a chunk of ``count`` tokens, or None to decline the chunk.
-
-        The row's length does not count the chunk yet.
-        """
+    def prefill(self, kind: Kind, step: PrefillStep) -> BackendPrefill | None:
+        """Return the description of a chunk, or None to decline the chunk."""
 
     def launched(self, more: int = 0) -> int:
         """Add ``more`` kernel launches by replayed compiled steps; return the total so far."""
@@ -66,11 +63,22 @@ LevelPackings = list[tuple[int, int, bool]]
 
 
 def pools_of(
-    layer: LayerStore, pages: PageList
+    layer: LayerStore, pages: PageList, earlier: Sequence[PendingPages] = ()
 ) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
-    """Return the pool arrays of the levels in ``pages``, and how keys and values are packed."""
-    pools = [layer.pools[level] for level in pages.levels]
-    return [array for pool in pools for array in pool.arrays()], *schemes_of(pools)
+    """Return the pool arrays of the levels in ``pages``, and how keys and values are packed.
+
+    ``earlier``: the pages of levels from `EARLIER` on.
+    """
+    pools, arrays = [], []
+    for level in pages.levels:
+        if level < EARLIER:
+            pools.append(layer.pools[level])
+            arrays += pools[-1].arrays()
+        else:
+            filled = earlier[level - EARLIER]
+            pools.append(layer.pools[filled.level])
+            arrays += [mx.contiguous(array) for array in (*filled.keys, *filled.values)]
+    return arrays, *schemes_of(pools)
 
 
 def schemes_of(pools: Sequence[PagePool]) -> tuple[LevelPackings, LevelPackings]:

@@ -18,7 +18,7 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
 from kvd.worker.cache.rectangle import Rectangle, gathering_bytes, rectangle_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.steps import DecodeStep, PrefillGroup, PrefillStep
+from kvd.worker.cache.steps import DecodeStep, PackedPrefill, PrefillStep
 from kvd.worker.cache.store import KVStore
 from protocol.pages import TAIL_TOKENS
 
@@ -43,18 +43,15 @@ class PrefillHandle:
 
 
 @dataclass(frozen=True, eq=False)
-class GroupHandle:
-    """Stands for the keys and values of a grouped prefill in one layer."""
+class PackedHandle:
+    """Stands for the keys and values of a packed prefill in one layer."""
 
     store: KVStore
-    step: PrefillGroup
+    step: PackedPrefill
     parts: tuple[PrefillHandle, ...]
-    keys: mx.array
-    """``[rows, heads, width, dim]``: the keys of the chunks, with padding."""
-    values: mx.array
 
 
-KVHandle = DecodeHandle | PrefillHandle | GroupHandle
+KVHandle = DecodeHandle | PrefillHandle | PackedHandle
 
 
 class OpaqueKV(ABC):
@@ -87,20 +84,20 @@ class BatchQuantizedKVCache:
         self._fetched: Any = None
 
     @property
-    def step(self) -> DecodeStep | PrefillStep | PrefillGroup:
+    def step(self) -> DecodeStep | PrefillStep | PackedPrefill:
         if self._store.step is None:
             raise RuntimeError("no step has begun: call begin_decode or begin_prefill first")
         return self._store.step
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of each row's first new token: ``[batch]`` int32.
+        """Position of each sequence's first new token: ``[batch]`` int32.
 
-        For a prompt that is prefilled alone, and if not ``batched``, it is an int.
+        In a pass of the shape ``[1, tokens]``, and if not ``batched``, it is an int.
         """
         step = self.step
-        if isinstance(step, PrefillGroup):
-            return step.offsets if len(step.steps) > 1 else step.steps[0].offset
+        if isinstance(step, PackedPrefill):
+            return step.positions
         if isinstance(step, PrefillStep):
             return step.offset
         return step.offsets if self._batched else step.lengths[0] - 1
@@ -112,8 +109,7 @@ class BatchQuantizedKVCache:
         Such models take one row per pass.
         """
         step = self.step
-        if isinstance(step, PrefillGroup):
-            step = step.steps[0]
+        assert not isinstance(step, PackedPrefill), "such models take no packed prefill"
         position = step.offset if isinstance(step, PrefillStep) else step.lengths[0] - 1
         return max(0, self._store.kind.low(position))
 
@@ -127,8 +123,8 @@ class BatchQuantizedKVCache:
         if isinstance(step, DecodeStep):
             step.append(self.layer, keys, values)
             handle = DecodeHandle(self._store, self.layer, step)
-        elif isinstance(step, PrefillGroup):
-            handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
+        elif isinstance(step, PackedPrefill):
+            handle = PackedHandle(self._store, step, self._parts(step, keys, values))
         else:
             chunk = step.append(self.layer, keys, values)
             handle = PrefillHandle(self._store, self.layer, step, chunk)
@@ -136,12 +132,12 @@ class BatchQuantizedKVCache:
         return self._fetched
 
     def _parts(
-        self, group: PrefillGroup, keys: mx.array, values: mx.array
+        self, packed: PackedPrefill, keys: mx.array, values: mx.array
     ) -> tuple[PrefillHandle, ...]:
         parts = []
-        for row, step in enumerate(group.steps):
-            own = (slice(row, row + 1), slice(None), slice(step.count))
-            chunk = step.append(self.layer, keys[own], values[own])
+        keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)  # [1, heads, batch, dim]
+        for step, part in zip(packed.steps, packed.parts(), strict=True):
+            chunk = step.append(self.layer, keys[:, :, part], values[:, :, part])
             parts.append(PrefillHandle(self._store, self.layer, step, chunk))
         return tuple(parts)
 
@@ -179,7 +175,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
     @property
     def step(self) -> DecodeStep | PrefillStep:
         step = super().step
-        assert not isinstance(step, PrefillGroup), "rectangles take no grouped prefill"
+        assert not isinstance(step, PackedPrefill), "rectangles take no packed prefill"
         return step
 
     def forget(self) -> None:

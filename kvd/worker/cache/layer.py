@@ -45,6 +45,8 @@ class Chunk:
     keys: mx.array
     """``[heads, tail + count, dim]``."""
     values: mx.array
+    earlier: tuple[PendingPages, ...] = ()
+    """Pages that each earlier chunk of this row in the same pass has filled."""
 
 
 @dataclass
@@ -115,23 +117,35 @@ class LayerStore:
         new_pages: int,
         keys: mx.array,
         values: mx.array,
+        *,
+        continues: bool = False,
     ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
         New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
+        ``continues``: the previous call was for the same row and pass, and left that tail.
         """
-        chunk = Chunk(keys[0], values[0])
-        if tail_length:
+        tail: Chunk | None = None
+        if continues:
+            _, tail = self.new_tails.pop()
+        elif tail_length:
             tail = self._old_tail(slot, tail_length)
+        chunk = Chunk(keys[0], values[0])
+        if tail is not None:
             chunk = Chunk(
                 mx.concatenate([tail.keys, keys[0]], axis=1),
                 mx.concatenate([tail.values, values[0]], axis=1),
+                tail.earlier,
             )
         full = new_pages * PAGE_TOKENS
+        earlier = chunk.earlier
         if full:
             packed = self.pools[level].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
             self.pending.append(PendingPages(level, *packed))
-        self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
+            earlier = (*earlier, self.pending[-1])
+        # Copies: slices would keep the whole pass alive until the flush.
+        keys, values = (mx.contiguous(side[:, full:]) for side in (chunk.keys, chunk.values))
+        self.new_tails.append((slot, Chunk(keys, values, earlier)))
         return chunk
 
     def _old_tail(self, slot: int, tokens: int) -> Chunk:

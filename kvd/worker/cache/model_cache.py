@@ -210,17 +210,25 @@ class ModelCache:
         self._prefilling = [(sequence, count)]
 
     @property
-    def can_group(self) -> bool:
-        """Whether several sequences can be prefilled in one padded pass."""
-        # Rectangles are gathered for one row per pass. Recurrent states would take in the padding.
+    def can_pack(self) -> bool:
+        """Whether chunks of several sequences can be prefilled in one packed pass."""
+        # Rectangles are gathered for one row per pass. Recurrent states need a row's tokens in
+        # sequence.
         paged = all(access is Access.PAGES for access in self.access.values())
         return self.batched and paged and not self.states.parts
 
-    def begin_group(self, sequences: list[SequenceRow], counts: list[int], width: int) -> None:
-        """Start a forward pass over chunks, each padded to ``width`` tokens. Needs `can_group`."""
+    def begin_packed(self, sequences: list[SequenceRow], counts: list[int], batch: int) -> None:
+        """Start a forward pass over chunks in a batch of ``batch`` tokens. Needs `can_pack`.
+
+        A sequence may have several chunks, one after the other, only if `can_chain`.
+        """
         for index, store in enumerate(self.stores):
-            store.begin_group([sequence.rows[index] for sequence in sequences], counts, width)
+            store.begin_packed([sequence.rows[index] for sequence in sequences], counts, batch)
         self._prefilling = list(zip(sequences, counts, strict=True))
+
+    def can_chain(self, sequence: SequenceRow) -> bool:
+        """Return whether a packed pass may have several chunks of a sequence."""
+        return all(map(KVStore.can_chain, self.stores, sequence.rows))
 
     def end_pass(self) -> None:
         """Take over the states that the forward pass left. Must be called after every pass."""
@@ -258,7 +266,7 @@ class ModelCache:
         return [*range(1 + size, layers, size), layers]
 
     def stages(self, share: float) -> list[list[mx.array]]:
-        """Return what the unfinished prefill pass leaves lazy, by stages. Needs `can_group`.
+        """Return what the unfinished prefill pass leaves lazy, by stages. Needs `can_pack`.
 
         To evaluate a stage, the model computes some of its layers. ``share``: see `stage_ends`.
         """
@@ -272,7 +280,7 @@ class ModelCache:
 
     @contextmanager
     def paused_prefill(self) -> Iterator[None]:
-        """Allow decode steps of other sequences while a pass is unfinished. Needs `can_group`.
+        """Allow decode steps of other sequences while a pass is unfinished. Needs `can_pack`.
 
         They must not need a flush. An exception drops the pass.
         """

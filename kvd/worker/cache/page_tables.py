@@ -18,6 +18,10 @@ from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.splits import Splits
 
+EARLIER = 64
+"""In a chunk's page list, number of the first level whose pages are not in a pool: earlier chunks
+of the same pass fill them."""
+
 
 @dataclass(frozen=True)
 class PageList:

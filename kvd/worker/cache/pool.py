@@ -90,11 +90,19 @@ class PagePool:
         v = pk.unpack(values, self.value_packing)
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
-    def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
-        """Return keys and values of some heads, dense ``[pages, heads, 64, dim]``; lazy."""
+    def read(
+        self,
+        slots: mx.array,
+        heads: slice = slice(None),
+        source: tuple[Packed, Packed] | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return keys and values of some heads, dense ``[pages, heads, 64, dim]``; lazy.
+
+        ``source``: what `pack` returned, to read from instead of the pool.
+        """
         keys, values = (
             pk.take(tuple(array[:, heads] for array in side), slots)
-            for side in (self.keys, self.values)
+            for side in source or (self.keys, self.values)
         )
         return self.unpack(keys, values)
 

@@ -6,16 +6,24 @@ padding: the pages of a batch form a flat list, each with the index of its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
-from kvd.worker.cache.page_tables import LevelTable, PageList, level_tables, page_locations
+from kvd.worker.cache.page_tables import (
+    EARLIER,
+    LevelTable,
+    PageList,
+    level_tables,
+    page_locations,
+)
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from protocol.pages import TAIL_TOKENS
@@ -202,7 +210,12 @@ class PrefillStep:
     """Position of the first new token."""
     tail_length: int
     tables: list[LevelTable]
+    """The row's pages before the pass."""
     new_pages: int
+    continues: bool = False
+    """Whether the chunk before this one, in the same pass, is of the same row."""
+    earlier: tuple[int, ...] = ()
+    """Numbers of pages that earlier chunks of this row in the same pass fill, without zeros."""
     backend: BackendPrefill | None = None
     shared: dict[str, Any] = field(default_factory=dict)
 
@@ -211,10 +224,42 @@ class PrefillStep:
         """Position of the first token that is not in a page."""
         return self.offset - self.tail_length
 
+    def earlier_starts(self) -> list[tuple[int, ...]]:
+        """Return, for each of `earlier`, the position of the first token of each page."""
+        first = self.tail_start - PAGE_TOKENS * sum(self.earlier)
+        starts = tuple(range(first, self.tail_start, PAGE_TOKENS))
+        ends = [0, *accumulate(self.earlier)]
+        return [starts[start:end] for start, end in pairwise(ends)]
+
+    def page_list(self, kind: Kind) -> PageList:
+        """Return the pages that the chunk may see, for backends.
+
+        Levels from `EARLIER` on stand for `Chunk.earlier`.
+        """
+        locations = [page_locations(self.row)]
+        for number, starts in enumerate(self.earlier_starts()):
+            places = [(EARLIER + number, slot, start) for slot, start in enumerate(starts)]
+            locations.append(np.array(places, np.int32))
+        pages = np.concatenate(locations)
+        if self.continues and kind.bounded:  # as if these pages had been freed between two passes
+            unseen = (pages[:, 2] + PAGE_TOKENS <= kind.low(self.offset)) & (
+                pages[:, 2] >= kind.keep
+            )
+            pages = pages[~unseen]
+        return PageList.joined([pages])
+
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
         """Give a layer the chunk's keys and values (`LayerStore.put_chunk`); lazy."""
         row = self.row
-        return layer.put_chunk(row.slot, self.tail_length, row.level, self.new_pages, keys, values)
+        return layer.put_chunk(
+            row.slot,
+            self.tail_length,
+            row.level,
+            self.new_pages,
+            keys,
+            values,
+            continues=self.continues,
+        )
 
 
 def decode_step(
@@ -256,42 +301,74 @@ def decode_step(
     )
 
 
-def prefill_step(row: Row, count: int) -> PrefillStep:
-    """Plan ``count`` new tokens of a row that has no page written ahead."""
+def prefill_step(row: Row, count: int, previous: PrefillStep | None = None) -> PrefillStep:
+    """Plan ``count`` new tokens of a row that has no page written ahead.
+
+    ``previous``: the row's chunk before this one, if the same pass has it.
+    """
+    if previous is None:
+        offset, paged = row.length, row.paged
+        earlier: tuple[int, ...] = ()
+        tables = level_tables([page_locations(row)])
+    else:
+        offset, tables = previous.offset + previous.count, previous.tables
+        paged = previous.tail_start // PAGE_TOKENS + previous.new_pages
+        earlier = (*previous.earlier, *([previous.new_pages] if previous.new_pages else []))
     return PrefillStep(
         row,
         count,
-        offset=row.length,
-        tail_length=row.tail_length,
-        tables=level_tables([page_locations(row)]),
-        new_pages=max(0, full_pages(row.length + count) - row.paged),
+        offset,
+        tail_length=offset - PAGE_TOKENS * paged,
+        tables=tables,
+        new_pages=max(0, full_pages(offset + count) - paged),
+        continues=previous is not None,
+        earlier=earlier,
     )
 
 
 @dataclass(frozen=True)
-class PrefillGroup:
-    """Chunks of several rows, or of one row with padding, in one pass. Padding is on the right.
+class PackedPrefill:
+    """Chunks of one or more rows in one pass that has the shape of a decode step.
 
     ::
 
-        row 0   t t t t t t .      t: a token of the row's chunk, at the row's own position
-        row 1   t t t t . . .      .: padding, which attention ignores and the cache does not keep
-        row 2   t t t t t t t
-                |<- width ->|
+        batch    a a a a a a b b A A A A A .     a, b: chunks of two rows; A: row a's next chunk
+                 |<------ ``batch`` ----->|      .: padding, which the cache does not keep
 
-    The model's matrix products see one large batch of tokens. Each row has its own `PrefillStep`
-    and attends, fills pages and writes its tail as if it were prefilled alone.
+    The model sees each token as a sequence of its own, at the token's position. Its products see
+    one large batch, without padding between chunks. Only attention knows the chunks: each has its
+    own `PrefillStep`, and attends, fills pages and writes a tail as in a pass of its own. Chunks of
+    one row are consecutive, and a later one sees the earlier ones as pages and tail.
     """
 
     steps: tuple[PrefillStep, ...]
-    width: int
-    """Tokens per row that the model sees: at least the length of the longest chunk."""
+    batch: int
 
     @cached_property
-    def offsets(self) -> mx.array:
-        """Positions of the rows' first new tokens, ``[rows]`` int32."""
-        return mx.array([step.offset for step in self.steps], mx.int32)
+    def positions(self) -> mx.array:
+        """Positions of the tokens, ``[batch]`` int32; 0 for padding."""
+        found = np.zeros(self.batch, np.int32)
+        for step, part in zip(self.steps, self.parts(), strict=True):
+            found[part] = np.arange(step.offset, step.offset + step.count)
+        return mx.array(found)
 
-    @property
-    def even(self) -> bool:
-        return all(step.count == self.width for step in self.steps)
+    def parts(self) -> Iterator[slice]:
+        """Yield where each chunk's tokens are in the batch."""
+        start = 0
+        for step in self.steps:
+            yield slice(start, start + step.count)
+            start += step.count
+
+
+def packed_prefill(rows: Sequence[Row], counts: Sequence[int], batch: int) -> PackedPrefill:
+    """Plan one pass over chunks of ``counts`` tokens; a row may occur several times in succession.
+
+    Raises ``ValueError`` if a chunk is empty or the batch too small.
+    """
+    if min(counts, default=0) < 1 or sum(counts) > batch:
+        raise ValueError(f"chunks of {list(counts)} tokens do not fit a batch of {batch}")
+    steps: list[PrefillStep] = []
+    for row, count in zip(rows, counts, strict=True):
+        previous = steps[-1] if steps and steps[-1].row is row else None
+        steps.append(prefill_step(row, count, previous))
+    return PackedPrefill(tuple(steps), batch)

@@ -3,7 +3,7 @@
 The life of a step::
 
     begin_decode(rows), begin_prefill(row, count)       host integers change, `step` is set
-    or begin_group(rows, counts, width)
+    or begin_packed(rows, counts, batch)
         the model runs; each layer appends and attends  lazy
     ...                                                 up to 64 decode steps
     flush()                                             device idle: pools are written
@@ -36,9 +36,10 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.settings import Scratch
 from kvd.worker.cache.steps import (
     DecodeStep,
-    PrefillGroup,
+    PackedPrefill,
     PrefillStep,
     decode_step,
+    packed_prefill,
     prefill_step,
 )
 from kvd.worker.cache.tails import TailSlots
@@ -77,7 +78,7 @@ class KVStore:
             LayerStore(geometry, own, dtype) for geometry, own in zip(layers, by_layer, strict=True)
         ]
         self.rows: list[Row] = []
-        self.step: DecodeStep | PrefillStep | PrefillGroup | None = None
+        self.step: DecodeStep | PrefillStep | PackedPrefill | None = None
         self.flushes = 0
         self.tables = PageTables()
         self.tails = TailSlots(self.layers)
@@ -245,25 +246,33 @@ class KVStore:
     def _with_backend(self, step: PrefillStep) -> PrefillStep:
         if self.backend is None:
             return step
-        return replace(step, backend=self.backend.prefill(self.kind, step.row, step.count))
+        return replace(step, backend=self.backend.prefill(self.kind, step))
 
-    def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-        """Start a pass over chunks, each padded to ``width`` tokens; `finish_prefill` ends it."""
+    def begin_packed(self, rows: list[Row], counts: list[int], batch: int) -> PackedPrefill:
+        """Start a pass over chunks (`packed_prefill`); `finish_prefill` ends it.
+
+        A row may have several chunks only if `can_chain`.
+        """
         for row in rows:
             self.pages.release_written_ahead(row)
-        if not all(0 < count <= width for count in counts):
-            raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
-        steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))
-        self.step = step = PrefillGroup(tuple(map(self._with_backend, steps)), width)
+        plan = packed_prefill(rows, counts, batch)
+        self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))
         self.scratch.clear()
-        return step
+        return plan
+
+    def can_chain(self, row: Row) -> bool:
+        """Return whether several chunks of a row in one pass equal as many passes to the bit."""
+        # A row leaves the dense start between chunks. Attention reads pages level by level, and
+        # those of the pass last.
+        lowest = max((page.level for page in row.pages), default=0)
+        return not self.quantized_start and lowest <= row.level
 
     def finish_prefill(self) -> None:
         """Evaluate the chunks and write them. Nothing else may run on the device."""
         step, self.step = self.step, None
-        if not isinstance(step, PrefillStep | PrefillGroup):
+        if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")
-        self.finish_chunks(step.steps if isinstance(step, PrefillGroup) else [step])
+        self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
@@ -277,7 +286,7 @@ class KVStore:
 
     def undo_prefill(self) -> bool:
         """Drop an unfinished prefill; the rows are unchanged. Returns whether there was one."""
-        if not isinstance(self.step, PrefillStep | PrefillGroup):
+        if not isinstance(self.step, PrefillStep | PackedPrefill):
             return False
         self.step = None
         for layer in self.layers:

@@ -124,7 +124,7 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     """Find out what the runner can do; return the checks of this way of serving."""
     checks = checks.under(served.name)
     served.runner.compile(checks)
-    served.runner.group(checks)
+    served.runner.pack(checks)
     served.runner.split_head(checks)
     if (kept := modules.current()) is not None:
         kept.keep()
@@ -175,7 +175,8 @@ def make_admission(
     command: LoadModel, model: Model, prefix_cache: PrefixCache, ask_grant: AskGrant
 ) -> tuple[Admission, Costs | None]:
     """Measure what the process holds, and obtain the grant for the first pages."""
-    runner, chunk = model.served.runner, command.prefill_chunk
+    runner = model.served.runner
+    chunk, at_once = command.prefill_chunk, runner.pass_tokens(command.prefill_chunk)
     cache, kv_costs = runner.cache, runner.cache.costs
     page_bytes = kv_costs.unit_bytes
     measured = loading.base_bytes(model.loaded, command, runner)
@@ -188,13 +189,19 @@ def make_admission(
     first_pages = SLAB_PAGES + FIRST_ROWS * row_pages
     grant = loading.require_grant(ask_grant, base_bytes + first_pages * page_bytes, "first pages")
     sizes = ReservationSizes(
-        lambda end, level: -(-kv_costs.pages_bytes(end, chunk, level) // page_bytes),
+        lambda end, level: -(-kv_costs.pages_bytes(end, at_once, level) // page_bytes),
         lambda start, end, level: (
-            -(-kv_costs.continued_bytes(start, end, chunk, level) // page_bytes)
+            -(-kv_costs.continued_bytes(start, end, at_once, level) // page_bytes)
         ),
         cache.levels,
     )
-    scheduler = Scheduler(max_rows=command.max_rows, chunk=chunk, group=runner.groups, sizes=sizes)
+    scheduler = Scheduler(
+        max_rows=command.max_rows,
+        chunk=chunk,
+        sizes=sizes,
+        budget=at_once + command.max_rows,
+        group=runner.packs,
+    )
     budget = PageBudget(
         base_bytes, page_bytes, grant.total_bytes, grant.seq, limit_bytes=grant.limit_bytes
     )
@@ -204,6 +211,6 @@ def make_admission(
         base=base_bytes,
         row=row_bytes,
         first=first_pages,
-        step=chunk,
+        step=at_once,
     )
     return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs

@@ -60,15 +60,15 @@ class Embeddings:
         states so far, or the first one, as the pooling is. A failed step repeats its chunks."""
         self._pooling: Pooling = "last_token" if info is None else info.pooling
 
-    def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: mx.array) -> None:
-        """Take the hidden states of these chunks, ``[rows, width, channels]``; end what is done.
+    def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: Sequence[mx.array]) -> None:
+        """Take the hidden states of each chunk, ``[tokens, channels]``; end what is done.
 
         Requests without ``embed`` are ignored.
         """
         for (request, chunk), states in zip(group, hidden, strict=True):
             if request.submit.embed is None:
                 continue
-            vector = self._pooled(request, chunk, states[: chunk.length].astype(mx.float32))
+            vector = self._pooled(request, chunk, states.astype(mx.float32))
             if vector is None:
                 continue
             vector = normalized(vector[: request.submit.embed.dimensions])

@@ -134,6 +134,9 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
+        self._scheduler.must_end_pass = lambda rid, end: prefix_cache.wants_checkpoint(
+            batch.requests[rid].tracked, end
+        )
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         interleaving = Interleaving(batch, self._rates, self._deliver)

@@ -100,10 +100,10 @@ class Prompts:
         """Prefill a chunk of each row, with decode steps of other rows between the stages."""
         if self._runner.can_interleave:
             share = self._interleaving.stage_share(sum(map(len, tokens)))
-            self._runner.prefill_group(rows, tokens, share, self._interleaving.run_step)
+            self._runner.prefill_pass(rows, tokens, share, self._interleaving.run_step)
         else:
             self._interleaving.settle()
-            self._runner.prefill_group(rows, tokens)
+            self._runner.prefill_pass(rows, tokens)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
@@ -125,15 +125,24 @@ class Prompts:
                 self._embeddings.pool(plain, hidden)
             else:
                 self._prefill_rows(rows, tokens)
-        for request, chunk in zip(requests, chunks, strict=True):
-            top = request.submit.prompt_logprobs
-            if not self._batch.holds(request):
-                self.computed_tokens += chunk.length  # its embedding is done
-            elif top is None or self._score(request, chunk, top):
-                self.computed_tokens += chunk.length
+        pairs = list(zip(requests, chunks, strict=True))
+        for request, chunk in pairs:
+            self._count(request, chunk)
+        for request, end in {request: chunk.end for request, chunk in pairs}.items():
+            if self._batch.holds(request):
                 self._prefix_cache.prefilled(
-                    request.tracked, chunk.end, request.row, self._memory.spare_bytes
+                    request.tracked, end, request.row, self._memory.spare_bytes
                 )
+
+    def _count(self, request: Request, chunk: Chunk) -> None:
+        """Count a chunk that is prefilled. Prefills it first if its logprobs are requested."""
+        top = request.submit.prompt_logprobs
+        if not self._batch.holds(request):
+            if request.submit.embed is None:
+                return  # an earlier chunk's logits were bad
+        elif top is not None and not self._score(request, chunk, top):
+            return
+        self.computed_tokens += chunk.length
 
     def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
         """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""

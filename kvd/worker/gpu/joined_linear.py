@@ -24,6 +24,9 @@ from kvd.worker.gpu.products import Product, fits
 JOINED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same input, in mlx-lm's models."""
 
+_MOST_VIEWS = 64
+"""Most sequences for which a view of the weights is kept. A packed prefill has up to thousands."""
+
 
 class _Joined:
     """The joined weights of some layers, and the parts of the last product not yet taken."""
@@ -74,7 +77,8 @@ class _Joined:
                 return products
             biases = mx.split(self.bias, self._ends)
             return [product + bias for product, bias in zip(products, biases, strict=True)]
-        product = x @ self._wide(x.shape[0]) if x.ndim == 3 else x @ self.weight[0]
+        few = x.ndim == 3 and x.shape[0] <= _MOST_VIEWS
+        product = x @ (self._wide(x.shape[0]) if few else self.weight[0])
         if self.bias is not None:
             product = product + self.bias
         return list(mx.split(product, self._ends, axis=-1)) if self._ends else [product]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.attention_kind import Kind
     from kvd.worker.cache.layer import Chunk, LayerStore
     from kvd.worker.cache.rows import Row
-    from kvd.worker.cache.steps import DecodeStep
+    from kvd.worker.cache.steps import DecodeStep, PrefillStep
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Library:
     ) -> NativeStep:
         return NativeStep.of(self.module, kind, rows, pages)
 
-    def prefill(self, kind: Kind, row: Row, count: int) -> NativePrefill:
-        return NativePrefill.of(self.module, kind, row, count)
+    def prefill(self, kind: Kind, step: PrefillStep) -> NativePrefill:
+        return NativePrefill.of(self.module, kind, step)
 
     def launched(self, _: int = 0) -> int:
         return 0
@@ -97,10 +97,11 @@ class NativePrefill:
     """Position of the first token that is in no page."""
 
     @staticmethod
-    def of(library: ModuleType, kind: Kind, row: Row, count: int) -> NativePrefill:
-        positions = range(row.length, row.length + count)
+    def of(library: ModuleType, kind: Kind, step: PrefillStep) -> NativePrefill:
+        positions = range(step.offset, step.offset + step.count)
         lows = mx.array([kind.low(position) for position in positions], mx.int32)
-        return NativePrefill(library, kind, PageList.of([row]), lows, row.length, row.tail_start)
+        pages = step.page_list(kind)
+        return NativePrefill(library, kind, pages, lows, step.offset, step.tail_start)
 
     def attend(
         self,
@@ -117,7 +118,7 @@ class NativePrefill:
             chunk.keys,
             chunk.values,
             self.lows,
-            *pools_of(layer, self.pages),
+            *pools_of(layer, self.pages, chunk.earlier),
             scale,
             self.kind.keep,
             sinks,

@@ -198,6 +198,18 @@ class PrefixCache:
             tree.evictions.find(prompt.path, tree.chunk, hit.tokens),
         )
 
+    def wants_checkpoint(self, prompt: TrackedPrompt, end: int) -> bool:
+        """Return whether a prompt in prefill should leave a checkpoint at ``end`` tokens.
+
+        A pass with several of its chunks must then end there.
+        """
+        tree = self.tree
+        if tree is None or prompt.lowered or end % tree.chunk:
+            return False
+        # Prompts that were queued after this one began may diverge here too.
+        diverges = self._queued.diverges_at(prompt.path, end // tree.chunk)
+        return end in prompt.boundaries or diverges
+
     def prefilled(
         self, prompt: TrackedPrompt, end: int, sequence: Any, spare_bytes: Callable[[], int]
     ) -> None:
@@ -208,12 +220,10 @@ class PrefixCache:
         tree = self.tree
         if tree is None:
             return
-        chunks, rest = divmod(end, tree.chunk)
-        if rest or prompt.lowered:
+        if end % tree.chunk or prompt.lowered:
             self._set_wanted(prompt, None)  # it ends here, or was stepped down
             return
-        # Prompts that were queued after this one began may diverge here too.
-        if end in prompt.boundaries or self._queued.diverges_at(prompt.path, chunks):
+        if self.wants_checkpoint(prompt, end):
             tokens, charge = prompt.tokens[:end], self._charge(end)
             needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
             if (missing := needed - spare_bytes()) > 0:

@@ -1,4 +1,4 @@
-"""Which request's prompt is prefilled next, and which requests share its forward pass.
+"""Which request's prompt is prefilled next, and which chunks share its forward pass.
 
 **Lead.** A pass prefills the next chunk of one request, its *lead*. Requests stand in queue order.
 The first request leads every second pass. The passes between are *express* passes. A request can
@@ -19,14 +19,16 @@ With chunks of C tokens, a prompt of s tokens behind one long prompt waits for l
 tokens of that prompt. If it can lead express passes, the two alternate, and it waits for about as
 many tokens as it has itself. If it cannot, the long prompt has less than 2 s tokens left.
 
-**Groups.** If the engine supports it and the lead is at its last chunk, other requests that are at
-their last chunk join its forward pass, under three conditions:
+**Passes.** If the engine supports it, a pass takes as many chunks as decoding leaves room for in
+the step's budget: the lead's next chunks, then those of the other requests. In an express pass, the
+requests that could lead it come before the others. The rest stand in queue order. Left to a later
+pass are a chunk that does not fit, whose room a smaller one may take, and a prompt that begins with
+a chunk which the pass already has. A request's chunks in a pass end where it must leave a
+checkpoint.
 
-* padded to the longest chunk, the group fits into what decoding leaves of the step's budget;
-* padding is at most a quarter of the group;
-* the chunks and the tails before them have no more tokens than one chunk that fills that rest of
-  the budget, and the longest tail before it. The memory reserved for the dense keys and values of
-  one prefill therefore also holds those of a group.
+The chunks and the tails before them have no more tokens than one chunk that fills the pass, and the
+longest tail before it. The memory reserved for the dense keys and values of one prefill therefore
+also holds those of a pass over many prompts.
 
 **Chunk ends** lie on the absolute grid of C tokens, or at the prompt's end. A chunk attends to its
 own keys before they are quantized, and to pages of earlier keys, which are quantized. A chunk end
@@ -35,21 +37,23 @@ that moved with the load would therefore change the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.scheduling.request import Chunk, ScheduledRequest
+from kvd.worker.scheduling.shared_prompts import shares_next_chunk
 
 EXPRESS_RATIO = 2
 """The first request has at least this many times as many tokens left as an express lead."""
-PADDING_RATIO = 4
-"""At most one in this many tokens of a group is padding."""
 LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 """Most tokens before a chunk that are not in a page."""
 
 
 class PrefillOrder:
-    """Chooses single chunks or groups. ``chunk``: grid in tokens; ``budget``: tokens per step."""
+    """Chooses the chunks of passes. ``chunk``: grid in tokens; ``budget``: tokens per step.
+
+    ``group``: whether a pass can have several chunks.
+    """
 
     def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
         self._chunk = chunk
@@ -57,63 +61,65 @@ class PrefillOrder:
         self._group = group
         self._express = False
 
-    def choose(self, requests: Iterable[ScheduledRequest], decoding: int = 0) -> tuple[Chunk, ...]:
+    def choose(
+        self,
+        requests: Iterable[ScheduledRequest],
+        decoding: int = 0,
+        must_end_pass: Callable[[str, int], bool] = lambda _rid, _end: False,
+    ) -> tuple[Chunk, ...]:
         """Return the chunks of the next pass, the lead's first.
 
         Every request must have prompt tokens left. ``decoding``: tokens of the step's budget that
-        are already taken.
+        are already taken. ``must_end_pass(rid, end)``: whether a request's chunk that ends there is
+        its last one of the pass.
         """
-        ordered = sorted(requests, key=lambda request: request.queue_key)
-        if not ordered:
-            return ()
-        lead = self._lead(ordered)
+        ordered = self._by_turn(sorted(requests, key=lambda request: request.queue_key))
+        if not self._group:
+            return tuple(
+                Chunk(lead.rid, lead.prefilled, self._cut(lead, lead.prefilled))
+                for lead in ordered[:1]
+            )
+        chunks: list[Chunk] = []
         room = self._budget - decoding
-        members = self._group_of(lead, ordered, room) if self._group else [lead]
-        return tuple(Chunk(member.rid, member.prefilled, self.cut(member)) for member in members)
+        tails = room + LONGEST_TAIL
+        members: list[ScheduledRequest] = []
+        for request in ordered:
+            # It finds the shared chunk in the prefix cache after this pass.
+            if not request.prompt_started and shares_next_chunk(request, members, self._chunk):
+                continue
+            members.append(request)
+            tail = request.prefilled - PAGE_TOKENS * full_pages(request.prefilled)
+            start = request.prefilled
+            while start < request.prefill_end:
+                end = self._cut(request, start)
+                tokens = end - start
+                if chunks and (tokens > room or tail + tokens > tails):
+                    break
+                room, tails, tail = room - tokens, tails - tail - tokens, 0
+                chunks.append(Chunk(request.rid, start, end))
+                start = end
+                if must_end_pass(request.rid, end):
+                    break
+        return tuple(chunks)
 
     def pass_done(self) -> None:
         """Note that the chosen pass ran: regular and express passes alternate."""
         self._express = not self._express
 
-    def cut(self, request: ScheduledRequest) -> int:
-        """Return where the request's next chunk ends."""
-        return min((request.prefilled // self._chunk + 1) * self._chunk, request.prefill_end)
+    def _cut(self, request: ScheduledRequest, start: int) -> int:
+        """Return where a request's chunk from ``start`` on ends."""
+        return min((start // self._chunk + 1) * self._chunk, request.prefill_end)
 
-    def _lead(self, ordered: list[ScheduledRequest]) -> ScheduledRequest:
+    def _by_turn(self, ordered: list[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Return requests in the order in which they get room in this pass, the lead first."""
+        if not (self._express and ordered):
+            return ordered
         first = ordered[0]
-        if not self._express:
-            return first
         short = [
             request
             for request in ordered
             if request.remaining * EXPRESS_RATIO <= first.remaining
             and request.priority >= first.priority
         ]
-        return min(
-            short,
-            key=lambda request: (-request.priority, request.remaining, request.queue_key),
-            default=first,
-        )
-
-    def _group_of(
-        self, lead: ScheduledRequest, ordered: list[ScheduledRequest], room: int
-    ) -> list[ScheduledRequest]:
-        members = [lead]
-        if not self._is_last_chunk(lead):
-            return members
-        for request in ordered:
-            may_join = request is not lead and self._is_last_chunk(request)
-            if may_join and _fit_together([*members, request], room):
-                members.append(request)
-        return members
-
-    def _is_last_chunk(self, request: ScheduledRequest) -> bool:
-        return self.cut(request) == request.prefill_end
-
-
-def _fit_together(members: list[ScheduledRequest], room: int) -> bool:
-    tokens = sum(member.remaining for member in members)
-    padded = len(members) * max(member.remaining for member in members)
-    tails = sum(member.prefilled - PAGE_TOKENS * full_pages(member.prefilled) for member in members)
-    fits = padded <= room and tails + tokens <= room + LONGEST_TAIL
-    return fits and (padded - tokens) * PADDING_RATIO <= padded
+        short.sort(key=lambda request: (-request.priority, request.remaining, request.queue_key))
+        return short + [request for request in ordered if request not in short]

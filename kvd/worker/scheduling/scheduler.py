@@ -7,12 +7,12 @@ tokens. A step has three parts::
     admit     from the queue: first come, first served, with priorities that age      `queue`
               The head is never overtaken by a request that needs less.
     decode    one token for each choice of the decoding requests
-    prefill   one chunk of one prompt, or the last chunks of several          `prefill_order`
+    prefill   chunks of one or more prompts                                   `prefill_order`
               A chunk that two prompts share is prefilled once.               `shared_prompts`
 
-Decode and prefill share the step's **budget** of tokens. Decoded and prefilled tokens, padding
-included, never exceed it. The budget has room for one chunk in addition to all rows, so decode and
-prefill never wait for each other. Groups use what decoding leaves of the budget.
+Decode and prefill share the step's **budget** of tokens. Decoded and prefilled tokens never exceed
+it. The budget has room for one chunk in addition to all rows, so decode and prefill never wait for
+each other. Further chunks use what decoding leaves of the budget.
 
 **Longest wait** of a request that is never preempted:
 
@@ -61,7 +61,7 @@ class Plan:
     admitted: tuple[str, ...]
     """Requests that just left the queue, in order. They also appear in the fields below."""
     group: tuple[Chunk, ...]
-    """Chunks of one prefill pass: a single chunk, or the last chunks of several requests."""
+    """Chunks of one prefill pass. Those of one request follow each other."""
     decode: tuple[str, ...]
     """Requests that decode: one token for each of their running choices."""
     missing_pages: int
@@ -81,7 +81,7 @@ class Scheduler:
     ``max_rows``: rows for running choices. ``chunk``: the grid of prefill chunks, in tokens.
     ``sizes``: pages that requests fill. ``budget``: decoded and prefilled tokens of a step;
     the default is one chunk plus all rows. ``group``: whether the engine can prefill several
-    requests in one pass (`prefill_order`). ``age``: see `queue`. ``ahead``: see `growth`.
+    chunks in one pass (`prefill_order`). ``age``: see `queue`. ``ahead``: see `growth`.
     """
 
     def __init__(
@@ -114,10 +114,12 @@ class Scheduler:
         self.states = RequestStates(self._queue)
         self.growth = Growth(self.states, self.sizes, ahead)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
+        self.must_end_pass: Callable[[str, int], bool] = lambda _rid, _end: False
+        """Whether a pass may have no chunk of this request beyond this position."""
         self._decoding = 0
         """Tokens that the planned step decodes."""
-        self._planned: dict[str, Chunk] = {}
-        """Chunks that `mark_prefilled` accepts."""
+        self._planned: dict[str, list[Chunk]] = {}
+        """Chunks that `mark_prefilled` accepts, in this order."""
         self._pass_counted = True
         """Whether `PrefillOrder.pass_done` was called for the planned group."""
 
@@ -351,8 +353,12 @@ class Scheduler:
 
         Repeated calls without a change of state return the same chunks.
         """
-        group = self._prefill_order.choose(self._able_to_prefill(), self._decoding)
-        self._planned = {chunk.rid: chunk for chunk in group}
+        group = self._prefill_order.choose(
+            self._able_to_prefill(), self._decoding, self.must_end_pass
+        )
+        self._planned = {}
+        for chunk in group:
+            self._planned.setdefault(chunk.rid, []).append(chunk)
         self._pass_counted = False
         return group
 
@@ -388,12 +394,12 @@ class Scheduler:
 
     def mark_prefilled(self, rid: str, end: int) -> None:
         """Note that a planned chunk ran, to ``end``. A group's first chunk also counts its pass."""
-        chunk = self._planned.get(rid)
-        if chunk is None or chunk.end != end:
+        planned = self._planned.get(rid, [])
+        if not planned or planned[0].end != end:
             raise LocalProtocolError(
-                f"request {rid}: no chunk to {end} was planned (planned: {chunk})"
+                f"request {rid}: no chunk to {end} was planned (planned: {planned})"
             )
-        del self._planned[rid]
+        del planned[0]
         if not self._pass_counted:
             self._prefill_order.pass_done()
             self._pass_counted = True

@@ -22,16 +22,16 @@ PREFILL_CHUNK = 256
 _VERY_LONG = 1 << 40
 
 
-def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
+def parts(served: Served, at_once: int = PREFILL_CHUNK) -> list[KVPart]:
     """Return how each kind of a model's layers keeps earlier tokens.
 
-    ``prefill_chunk``: tokens prefilled at once. A window temporarily holds their pages, too.
+    ``at_once``: tokens of a row prefilled in one pass. A window temporarily holds their pages, too.
     """
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
         return [_own(cache, next(iter(served.reasons.values()), ""))]
     found = [
-        _attention(cache, store, access, served.reasons.get(kind, ""), prefill_chunk)
+        _attention(cache, store, access, served.reasons.get(kind, ""), at_once)
         for (kind, access), store in zip(cache.access.items(), cache.stores, strict=True)
     ]
     states = list(cache.layout.states())

@@ -104,8 +104,8 @@ def info_of(
     embedding: EmbeddingInfo | None,
 ) -> ModelInfo:
     runner, cache = served.runner, served.runner.cache
-    features = {"compiled steps": runner.compiled, "grouped prefill": runner.groups}
-    parts = describe.parts(served, command.prefill_chunk)
+    features = {"compiled steps": runner.compiled, "packed prefill": runner.packs}
+    parts = describe.parts(served, runner.pass_tokens(command.prefill_chunk))
     growing = sum(part.bytes_per_token for part in parts)
     return ModelInfo(
         architecture=str(loaded.config["model_type"]),
@@ -184,10 +184,10 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
         held += mx.get_active_memory()
     step = memory_bounds.step_bytes(
         loaded.config,
-        command.prefill_chunk,
+        runner.pass_tokens(command.prefill_chunk),
         command.max_rows,
         on_cpu=on_cpu(),
-        whole_logits=not runner.splits_head,
+        whole_logits=0 if runner.splits_head else command.prefill_chunk,
     )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
     if command.segments_folder is not None and command.prefix_store_on:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -18,17 +18,18 @@ from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
 from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
+from protocol import memory_bounds
 from protocol.memory_bounds import SCORED_AT_ONCE
 from protocol.types import FastPath, FastPathName
 
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
 _CHECKED_STEPS = 2
-_GROUPED = ((3, 70), (20, 9))
-"""Tokens per pass of the two rows that groups are checked on: a first pass and a second one."""
+_PACKED = (((3,), (128, 6)), ((20,), (9,)))
+"""Tokens of the chunks of two rows that packed passes are checked on, in two passes."""
 
 COMPILED: FastPathName = "compiled steps"
-GROUPED: FastPathName = "grouped prefill"
+PACKED: FastPathName = "packed prefill"
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 """What a model's Python code raises for arguments that it does not support."""
 
@@ -47,7 +48,7 @@ class Runner:
         self.model = model
         self.cache: Any = cache
         self.paths: dict[FastPathName, FastPath] = {}
-        """The choices of `compile` and `group`."""
+        """The choices of `compile` and `pack`."""
         self._compiled: CompiledDecode | None = None
         paged = isinstance(cache, ModelCache) and all(
             access is Access.PAGES for access in cache.access.values()
@@ -58,13 +59,11 @@ class Runner:
         """Smaller batches are padded to this many rows, so that all round alike."""
         self._head: SplitHead | None = None
         """Computes logits in parts; None: the logits of a chunk are computed at once."""
-        self.groups = False
-        """Whether a pass can prefill several rows."""
+        self.packs = False
+        """Whether a pass can prefill several chunks, of one or more rows."""
         self._min_tokens = 1
-        """Minimum tokens in a grouped prefill pass. Smaller passes are padded, so that rounding
-        does not depend on the group's size."""
-        self._pads_width = False
-        """Whether passes are padded to one of few widths, because the device plans each width."""
+        """Minimum tokens in a packed prefill pass. Smaller passes are padded, so that rounding does
+        not depend on the other chunks."""
 
     @property
     def compiled(self) -> bool:
@@ -114,121 +113,140 @@ class Runner:
         self.paths[choice.name] = choice
         return choice.used
 
-    def group(self, checks: Checks | None = None) -> bool:
-        """Allow several rows in `prefill_group` if they agree with rows alone; return whether.
+    def pack(self, checks: Checks | None = None) -> bool:
+        """Allow several chunks in `prefill_pass` if they agree with chunks alone; return whether.
 
-        On the CPU they must agree to the bit, elsewhere except for rounding. Devices that plan
-        attention for each shape do not group: groups have many shapes and take as long as one row
-        after another, and a row's numbers would depend on the other rows. On these devices, passes
-        of one row are padded to few widths instead. The cache must be empty, and is empty again
-        afterwards.
+        On the CPU they must agree to the bit, elsewhere except for rounding. The cache must be
+        empty, and is empty again afterwards.
         """
         checks = checks or Checks()
-        choice = self._may_group(checks)
-        if not choice.used:
-            return self._choose(choice)
-        pads_width = padded_sizes.attention_is_planned()
-        check = partial(self._check_groups, pads_width=pads_width)
-        choice = checks.result(GROUPED, check, FastPath, passed=_used)
-        self._pads_width = choice.used and pads_width
-        if not choice.used:
+        choice = self._may_pack(checks)
+        if choice.used:
+            choice = checks.result(PACKED, self._check_packed, FastPath, passed=_used)
+        self.packs = self._choose(choice)
+        if not self.packs:
             self._min_tokens = 1
-        self.groups = self._choose(_unless_planned(choice) if pads_width else choice)
-        return self.groups
+        return self.packs
 
-    def _check_groups(self, *, pads_width: bool) -> FastPath:
-        cache, choice = self.cache, fast_paths.used(GROUPED)
-        pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
-        tokens = mx.array([1] * len(pairs[0]), mx.int32)
+    def _check_packed(self) -> FastPath:
+        cache, choice = self.cache, fast_paths.used(PACKED)
+        plain, *alone = (cache.new_row() for _ in range(3))
+        packed = [cache.new_row() for _ in range(2)]
+        tokens = mx.array([1] * len(packed), mx.int32)
         try:
-            for lengths in _GROUPED:
-                chunks = [_some_tokens(length) for length in lengths]
-                self._pads_width = False
-                for row, chunk in zip(pairs[0], chunks, strict=True):
-                    self.prefill(row, chunk)
-                self._pads_width = pads_width
-                if pads_width:
-                    for row, chunk in zip(pairs[1], chunks, strict=True):
+            for counts in _PACKED:
+                chunks = [[_some_tokens(count) for count in one] for one in counts]
+                self.packs = False
+                self.prefill(plain, chunks[0][0])
+                self.packs = True
+                for row, some in zip(alone, chunks, strict=True):
+                    for chunk in some:
                         self.prefill(row, chunk)
-                else:
-                    self.prefill_group(pairs[1], chunks)
-            alone, together = (self.decode(pair, tokens) for pair in pairs)
-            mx.eval(alone, together, cache.arrays())
-            if not _agree(alone, together, exactly=on_cpu()):
-                why = "rows differ from rows that are prefilled alone"
-                choice = fast_paths.declined(GROUPED, "results", why)
-        except _REFUSALS as error:  # the model accepts several rows only with one token each
-            choice = fast_paths.failed(GROUPED, error)
+                rows = [row for row, some in zip(packed, chunks, strict=True) for _ in some]
+                self.prefill_pass(rows, [chunk for some in chunks for chunk in some])
+            found = [self.decode(rows, tokens) for rows in (alone, packed)]
+            right = self.decode([plain], tokens[:1])
+            mx.eval(found, right, cache.arrays())
+            if not _agree(*found, exactly=on_cpu()):
+                why = "chunks differ from chunks that are prefilled alone"
+                choice = fast_paths.declined(PACKED, "results", why)
+            elif not _agree(right, found[1][:1]):
+                why = "tokens differ from tokens that are prefilled in sequence"
+                choice = fast_paths.declined(PACKED, "results", why)
+        except _REFUSALS as error:  # the model needs a row's tokens in sequence
+            choice = fast_paths.failed(PACKED, error)
         cache.end_pass()
-        for row in chain(*pairs):
+        for row in (plain, *alone, *packed):
             cache.free(row)
         cache.shrink()
         return choice
 
-    def _may_group(self, checks: Checks) -> FastPath:
-        """Set the fewest tokens of a grouped pass, unless the cache or the model has no groups."""
+    def _may_pack(self, checks: Checks) -> FastPath:
+        """Set the fewest tokens of a packed pass, unless the cache or the model allows none."""
         if why := obstacle(self.cache):
-            return fast_paths.declined(GROUPED, "model", why)
+            return fast_paths.declined(PACKED, "model", why)
         # 0 stands for no floor, because only passed checks are kept.
         floor = partial(token_floor, self.model) if on_cpu() else (lambda: 1)
         min_tokens = checks.result("token floor", lambda: floor() or 0, int, passed=bool)
         if not min_tokens:
             why = f"padding to {MOST_TOKENS} tokens does not make all products round alike"
-            return fast_paths.declined(GROUPED, "results", why)
+            return fast_paths.declined(PACKED, "results", why)
         self._min_tokens = min_tokens
-        return fast_paths.used(GROUPED)
+        return fast_paths.used(PACKED)
 
-    def width(self, tokens: int) -> int:
-        """Return the width, padding included, of a pass whose longest chunk has ``tokens``."""
-        return padded_sizes.padded_width(tokens) if self._pads_width else tokens
+    def pass_tokens(self, chunk: int) -> int:
+        """Return the most prompt tokens of one row in a pass, with chunks of ``chunk`` tokens."""
+        planned = padded_sizes.attention_is_planned()
+        return memory_bounds.pass_tokens(chunk, cuda=planned) if self.packs else chunk
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
         """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
-        self.prefill_group([row], [tokens])
+        self.prefill_pass([row], [tokens])
 
     @property
     def can_interleave(self) -> bool:
         """Whether decode steps can run between the stages of a prefill pass."""
-        return isinstance(self.cache, ModelCache) and self.cache.can_group
+        return isinstance(self.cache, ModelCache) and self.cache.can_pack
 
-    def prefill_group(
+    def prefill_pass(
         self,
         rows: list[Row],
         chunks: list[list[int]],
         share: float = 1.0,
         between: Callable[[int], None] | None = None,
     ) -> None:
-        """Prefill a chunk of each row in one forward pass; several rows only if `groups`.
+        """Prefill chunks in one forward pass; several only if `packs`.
 
-        Chunks should have about the same length: all are padded to the longest, or a little further
-        (`width`). On the CPU, a row's results are the same to the bit whatever rows share its pass.
+        Successive chunks may be of the same row. On the CPU, the results of a chunk are the same to
+        the bit whatever other chunks its pass has.
 
         If `can_interleave`, the pass may be evaluated in stages, each with ``share`` of the layers.
         ``between(left)`` is called while the device computes a stage; ``left``: stages after that
         one. It may run decode steps of other rows that need no flush.
         """
-        self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
-        self.cache.end_pass()
-        if between is not None:
-            stages = self.cache.stages(share)
-            for left, stage in zip(reversed(range(len(stages))), stages, strict=True):
-                mx.async_eval(stage)  # type: ignore[no-untyped-call]
-                with self.cache.paused_prefill():
-                    between(left)
-        self.cache.finish_prefill()
+        for some in self._prefill_passes(rows):
+            self.model(self._begin_prefill(rows[some], chunks[some]), cache=self._views(rows))
+            self.cache.end_pass()
+            if between is not None:
+                self._run_stages(share, between)
+            self.cache.finish_prefill()
 
-    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
-        """Prefill as `prefill_group` does; return hidden states, ``[rows, width, channels]``.
+    def _run_stages(self, share: float, between: Callable[[int], None]) -> None:
+        stages = self.cache.stages(share)
+        for left, stage in zip(reversed(range(len(stages))), stages, strict=True):
+            mx.async_eval(stage)  # type: ignore[no-untyped-call]
+            with self.cache.paused_prefill():
+                between(left)
 
-        Row r has the states of its chunk's tokens, and then padding. Only if `splits_head`.
+    def _prefill_passes(self, rows: list[Row]) -> list[slice]:
+        """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""
+        starts = [
+            index
+            for index, (before, row) in enumerate(pairwise(rows), 1)
+            if row is before and not self.cache.can_chain(row)
+        ]
+        return [slice(*span) for span in pairwise([0, *starts, len(rows)])]
+
+    def _views(self, rows: list[Row]) -> list[Any]:
+        views: list[Any] = self.cache.views(rows)
+        return views
+
+    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> list[mx.array]:
+        """Prefill as `prefill_pass`; return each chunk's hidden states, ``[tokens, channels]``.
+
+        Only if `splits_head`.
         """
         assert self._head is not None, "the head is not split"
-        tokens = self._begin_prefill(rows, chunks)
-        hidden = self._head.hidden(tokens, cache=self.cache.views(rows))
-        self.cache.end_pass()
-        mx.eval(hidden)  # before the flush, as in `score_parts`
-        self.cache.finish_prefill()
-        return hidden
+        found: list[mx.array] = []
+        for some in self._prefill_passes(rows):
+            tokens = self._begin_prefill(rows[some], chunks[some])
+            hidden = self._head.hidden(tokens, cache=self._views(rows)).flatten(0, 1)
+            self.cache.end_pass()
+            mx.eval(hidden)  # before the flush, as in `score_parts`
+            self.cache.finish_prefill()
+            ends = [0, *accumulate(map(len, chunks[some]))]
+            found += [hidden[start:end] for start, end in pairwise(ends)]
+        return found
 
     def split_head(self, checks: Checks | None = None) -> bool:
         """Compute logits of `score_parts` part by part if they are right; return whether they are.
@@ -271,7 +289,8 @@ class Runner:
         """
         padded = self._begin_prefill([row], [tokens])
         compute = self.model if self._head is None else self._head.hidden
-        found: mx.array = compute(padded, cache=self.cache.views([row]))[:, : len(tokens)]
+        found: mx.array = compute(padded, cache=self._views([row])).flatten(0, 1)
+        found = found[None, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
         mx.eval(found)
@@ -290,14 +309,19 @@ class Runner:
             yield part[0, :count]
 
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
-        """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""
+        """Start a pass over chunks; return its tokens.
+
+        They are ``[batch, 1]``, padding included, if `packs`, else ``[1, tokens]`` of one row.
+        """
+        if not self.packs:
+            (row,), (chunk,) = rows, chunks
+            self.cache.begin_prefill(row, len(chunk))
+            return mx.array([chunk])
         counts = [len(chunk) for chunk in chunks]
-        width = self.width(max(*counts, -(-self._min_tokens // len(rows))))
-        if counts == [width] and not self._pads_width:
-            self.cache.begin_prefill(rows[0], width)
-        else:
-            self.cache.begin_group(rows, counts, width)
-        return mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks])
+        batch = max(sum(counts), self._min_tokens)
+        self.cache.begin_packed(rows, counts, batch)
+        padding = [0] * (batch - sum(counts))
+        return mx.array([*chain(*chunks), *padding])[:, None]
 
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
@@ -343,13 +367,6 @@ class Runner:
             logits = self.model(tokens[:, None], cache=self.cache.views(rows))[:, -1]
         self.cache.end_pass()
         return logits[:count]
-
-
-def _unless_planned(choice: FastPath) -> FastPath:
-    """Return the choice of groups on a device that plans attention for each shape."""
-    if not choice.used:
-        return choice
-    return fast_paths.declined(GROUPED, "device", "the device plans attention for each shape")
 
 
 def _used(choice: FastPath) -> bool:

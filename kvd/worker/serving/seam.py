@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.attention.group import group_attention
+from kvd.worker.attention.packed import packed_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.batch import DecodeHandle, GroupHandle, KVHandle, OpaqueKV, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, KVHandle, OpaqueKV, PackedHandle, PrefillHandle
 
 _original = base.scaled_dot_product_attention
 
@@ -38,8 +38,8 @@ def scaled_dot_product_attention(
             return decode_attention(queries, keys, scale, sinks)
         case PrefillHandle():
             return prefill_attention(queries, keys, scale, sinks)
-        case GroupHandle():
-            return group_attention(queries, keys, scale, sinks)
+        case PackedHandle():
+            return packed_attention(queries, keys, scale, sinks)
         case OpaqueKV():
             return keys.attend(queries, scale, sinks)
     dense: mx.array = _original(

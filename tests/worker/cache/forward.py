@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.attention.group import group_attention
+from kvd.worker.attention.packed import packed_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, PackedHandle, PrefillHandle
 
 SCALE = 0.3
 
@@ -42,8 +42,8 @@ def attend(view: Any, queries: mx.array, found: tuple[Any, Any]) -> mx.array:
         return decode_attention(queries, keys, SCALE)
     if isinstance(keys, PrefillHandle):
         return prefill_attention(queries, keys, SCALE)
-    if isinstance(keys, GroupHandle):
-        return group_attention(queries, keys, SCALE)
+    if isinstance(keys, PackedHandle):
+        return packed_attention(queries, keys, SCALE)
     if values.shape[-1] == 0:
         values = keys
     mask = view.make_mask(count, return_array=False)

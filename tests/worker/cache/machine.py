@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.forward import SCALE, Output, attend, recur
-from tests.worker.cache.model import DenseModel, DenseStore, agree
+from tests.worker.cache.model import NOWHERE, DenseModel, DenseStore, agree
 from tests.worker.cache.worlds import World
 
 FAILURES = st.sampled_from([None, None, 0, 0, 1])
@@ -41,6 +42,21 @@ class Down:
     work: StepDown
     dense: DenseStore
     level: int
+
+
+def _packed(rows: mx.array, counts: list[int], padding: int) -> mx.array:
+    """Return the first tokens of ``[rows, heads, tokens, dim]`` as ``[batch, heads, 1, dim]``."""
+    parts = [row[:, :count] for row, count in zip(rows, counts, strict=True)]
+    extra = mx.full((rows.shape[1], padding, rows.shape[3]), NOWHERE)
+    return mx.concatenate([*parts, extra], axis=1).swapaxes(0, 1)[:, :, None]
+
+
+def _spread(output: mx.array, counts: list[int], count: int) -> mx.array:
+    """Return a packed output as ``[rows, heads, count, dim]``, with zeros after each row."""
+    parts = mx.split(output[:, :, 0].swapaxes(0, 1), list(accumulate(counts)), axis=1)
+    return mx.stack(
+        [mx.pad(one, [(0, 0), (0, count - one.shape[1]), (0, 0)]) for one in parts[:-1]]
+    )
 
 
 class Machine(RuleBasedStateMachine):
@@ -102,11 +118,13 @@ class Machine(RuleBasedStateMachine):
         *,
         with_attention: bool,
         counts: list[int] | None = None,
+        padding: int = 0,
     ) -> None:
         """Run the model over ``count`` new tokens of each sequence, and update the dense model.
 
-        ``counts``: tokens of each sequence, if fewer than ``count``; padding follows them.
+        ``counts``: tokens of each sequence in a packed pass, which ``padding`` tokens follow.
         """
+        is_packed = counts is not None
         counts = counts or [count] * len(sequences)
         prefill = bool(self.cache._prefilling)
         inputs = self.rng.integers(-8, 9, (batch, count, 4)).astype(np.float32)
@@ -120,10 +138,15 @@ class Machine(RuleBasedStateMachine):
             g = self.twin.stores[store].geometries[layer]
             k, v = (self._normal(batch, g.kv_heads, count, dim) for dim in (g.k_dim, g.v_dim))
             news.setdefault(store, []).append((k, v))
-            found = view.update_and_fetch(mx.array(k), mx.array(v))
+            queries = mx.array(self._normal(batch, 2 * g.kv_heads, count, g.k_dim))
+            given = [queries, mx.array(k), mx.array(v)]
+            if is_packed:
+                given = [_packed(one, counts, padding) for one in given]
+            found = view.update_and_fetch(*given[1:])
             if with_attention:
-                queries = mx.array(self._normal(batch, 2 * g.kv_heads, count, g.k_dim))
-                output = attend(view, queries, found)
+                output = attend(view, given[0], found)
+                if is_packed:
+                    output = _spread(output, counts, count)
                 outputs.append(Output(store, layer, queries, output))
         self.cache.end_pass()
         mx.eval([one.output for one in outputs])
@@ -206,26 +229,27 @@ class Machine(RuleBasedStateMachine):
             self._prefill(sequence, count, with_attention=with_attention)
         self._checked("prefill")
 
-    @precondition(lambda self: self.cache.can_group and len(self.sequences) > 1)
+    @precondition(lambda self: self.cache.can_pack and len(self.sequences) > 1)
     @rule(
         choice=st.integers(0, 99),
         count=st.sampled_from([1, 40, 64, 100]),
         less=st.sampled_from([0, 0, 1, 30]),
         padding=st.integers(0, 2),
     )
-    def prefill_together(self, choice: int, count: int, less: int, padding: int) -> None:
+    def prefill_packed(self, choice: int, count: int, less: int, padding: int) -> None:
         """Prefill some rows in one pass, every second of them with fewer tokens."""
         fitting = [one for one in self._some(choice) if one.length + count <= MOST_TOKENS]
         if not fitting:
             return
         counts = [max(1, count - less * (index % 2)) for index in range(len(fitting))]
         self._drain()
-        width = count + padding
-        self.cache.begin_group(fitting, counts, width)
-        self._pass(fitting, width, len(fitting), with_attention=True, counts=counts)
+        self.cache.begin_packed(fitting, counts, sum(counts) + padding)
+        self._pass(
+            fitting, count, len(fitting), with_attention=True, counts=counts, padding=padding
+        )
         self.cache.finish_prefill()
         self.twin.flush()
-        self._checked("prefill_together")
+        self._checked("prefill_packed")
 
     @precondition(lambda self: self.sequences)
     @rule(

@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.attention.group import group_attention
+from kvd.worker.attention.packed import packed_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import RectangleKVCache
@@ -299,7 +299,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
 
 
 @pytest.mark.slow
-def test_a_group_stays_within_the_memory_of_a_single_chunk() -> None:
+def test_a_packed_pass_stays_within_the_memory_of_a_single_chunk() -> None:
     """Each row needs memory for its tail and for dense copies of its pages, so only 5 rows fit."""
     loop = Loop()
     chunk, width = 256, 8
@@ -319,14 +319,15 @@ def test_a_group_stays_within_the_memory_of_a_single_chunk() -> None:
     ]
     group = PrefillOrder(chunk=chunk, budget=chunk, group=True).choose(waiting)
     chosen = [rows[int(one.rid)] for one in group]
-    own = mx.random.normal((len(chosen), GEOMETRY.kv_heads, width, GEOMETRY.k_dim))
+    total = len(chosen) * width
+    own = mx.random.normal((total, GEOMETRY.kv_heads, 1, GEOMETRY.k_dim))
     mx.eval(own)
     with watched(loop) as watch:
-        loop.cache.begin_group(chosen, [width] * len(chosen), width)
+        loop.cache.begin_packed(chosen, [width] * len(chosen), total)
         outputs = []
         for view in loop.cache.views(chosen):
             handle, _ = view.update_and_fetch(own, own)
-            outputs.append(group_attention(own, handle, 0.1).sum())
+            outputs.append(packed_attention(own, handle, 0.1).sum())
         loop.cache.end_pass()
         mx.eval(outputs)
         loop.cache.finish_prefill()

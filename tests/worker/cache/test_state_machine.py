@@ -63,6 +63,6 @@ def test_the_cache_agrees_with_dense_rows(name: str) -> None:
         run_state_machine_as_test(seed(number)(machine), settings=plan)
         if seen["steps"] >= wanted:
             break
-    grouped = ("prefill_together",) if WORLDS[name].cache().can_group else ()
+    grouped = ("prefill_packed",) if WORLDS[name].cache().can_pack else ()
     for operation in (*RULES, *grouped, "attention", "trimmed", "interrupted", "converted pages"):
         assert seen[operation] or STEPS < CI_STEPS, operation

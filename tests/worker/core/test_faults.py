@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.cache.steps import PrefillGroup, PrefillStep
+from kvd.worker.cache.steps import PackedPrefill, PrefillStep
 from kvd.worker.core import out_of_memory
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
@@ -284,7 +284,7 @@ def test_a_chunk_without_memory_is_prefilled_again_and_other_rows_stay(
 
     def in_a_chunk(_: int) -> bool:
         nonlocal forwards
-        if not isinstance(store.step, PrefillStep | PrefillGroup):
+        if not isinstance(store.step, PrefillStep | PackedPrefill):
             return False
         forwards += 1
         return 2 <= forwards <= shortage.TRIES + 2

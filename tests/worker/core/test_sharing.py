@@ -44,6 +44,13 @@ def driver() -> Driver:
     return driver
 
 
+@pytest.fixture
+def slow(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A driver whose passes have one chunk."""
+    monkeypatch.setattr(driver.engine._scheduler._prefill_order, "_budget", CHUNK)
+    return driver
+
+
 def computed(driver: Driver) -> int:
     return driver.engine.stats().computed_tokens
 
@@ -94,7 +101,8 @@ def test_each_request_has_memory_for_one_checkpoint(driver: Driver) -> None:
     assert computed(driver) - before <= 320 + 64 + 8 * 59
 
 
-def test_a_short_prompt_waits_for_a_long_one_that_prefills_its_beginning(driver: Driver) -> None:
+def test_a_short_prompt_waits_for_a_long_one_that_prefills_its_beginning(slow: Driver) -> None:
+    driver = slow
     asked = {"long": prompt_of(1500, 1), "short": prompt_of(1500, 1)[:250] + prompt_of(50, 2)}
     before = computed(driver)
     driver.submit("long", asked["long"], max_tokens=2)
@@ -120,7 +128,8 @@ def test_a_request_that_arrives_during_prefill_shares_the_beginning(driver: Driv
     assert_prefilled_once(driver, asked, before, 2 * 414 - 320)
 
 
-def test_if_the_first_request_is_cancelled_the_next_one_prefills(driver: Driver) -> None:
+def test_if_the_first_request_is_cancelled_the_next_one_prefills(slow: Driver) -> None:
+    driver = slow
     asked = {f"{number}": SHARED + prompt_of(40, 10 + number) for number in range(4)}
     wanted = {rid: uncached().alone(prompt, WARM, max_tokens=4) for rid, prompt in asked.items()}
     before = computed(driver)

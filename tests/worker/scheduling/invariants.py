@@ -12,11 +12,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert states.rows <= scheduler._max_rows
     for request in states.requests.values():
         assert request.remaining == 0 or request.prefilled % scheduler._chunk == 0, "off the grid"
-    for rid, chunk in scheduler._planned.items():
+    for rid, chunks in scheduler._planned.items():
+        if not chunks:
+            continue
         request = states.prefilling[rid]
         assert not request.suspended
-        end = scheduler._prefill_order.cut(request)
-        assert (chunk.start, chunk.end) == (request.prefilled, end)
+        start = request.prefilled
+        for chunk in chunks:
+            end = min((start // scheduler._chunk + 1) * scheduler._chunk, request.prefill_end)
+            assert (chunk.rid, chunk.start, chunk.end) == (rid, start, end)
+            start = end
 
 
 def check_states(states: RequestStates) -> None:

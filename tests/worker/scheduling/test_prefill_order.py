@@ -107,10 +107,28 @@ def test_without_groups_one_request_runs_at_a_time():
     assert leads(run(order_of(), requests_of(60, 64, 50))) == "abc"
 
 
-def test_groups_have_last_chunks_and_little_padding():
-    """10 tokens would be padded to 64, and 600 tokens need several chunks."""
+def test_a_chunk_that_does_not_fit_leaves_its_room_to_smaller_ones():
     requests = requests_of(64, 10, 600, 60, 70)
-    assert run(order_of(group=True), requests, 1) == [[("a", 64), ("d", 60), ("e", 70)]]
+    ran = run(order_of(group=True), requests, 1)
+    assert ran == [[("a", 64), ("b", 10), ("d", 60), ("e", 70)]]
+
+
+def test_an_express_pass_serves_all_short_prompts_before_the_long_one():
+    requests = requests_of(8 * C, 300, 2 * C, 10)
+    ran = run(order_of(budget=3 * C, group=True), requests, 2)
+    assert ran[0] == [("a", C)] * 3
+    assert ran[1] == [("d", 10), ("b", C), ("b", 44), ("c", C)]
+
+
+def test_a_pass_ends_where_a_request_must_end_it():
+    def must_end(rid, end):
+        return rid == "a" and end == 2 * C
+
+    chosen = order_of(budget=8 * C, group=True).choose(requests_of(1000, 300), 0, must_end)
+    assert chosen == (
+        *(Chunk("a", 0, C), Chunk("a", C, 2 * C)),
+        *(Chunk("b", 0, C), Chunk("b", C, 300)),
+    )
 
 
 def test_a_request_joins_a_group_with_its_last_chunk():
@@ -133,9 +151,9 @@ def test_decoding_takes_its_tokens_from_the_budget_first():
     assert order_of(group=True).choose(requests_of(600), 200) == (Chunk("a", 0, 256),)
 
 
-def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
+def test_a_larger_budget_makes_larger_passes_but_no_larger_chunks():
     prefill_order = order_of(budget=4 * C, group=True)
-    assert run(prefill_order, requests_of(2000, 10), 1) == [[("a", 256)]]
+    assert run(prefill_order, requests_of(2000, 10), 1) == [[("a", C)] * 4]
     assert run(order_of(budget=4 * C, group=True), requests_of(*[250] * 6), 1) == [
         [(rid, 250) for rid in "abcd"]
     ]
@@ -150,24 +168,21 @@ sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
     budget=st.integers(C, 4 * C),
     decoding=st.integers(0, 100),
 )
-def test_every_group_respects_budget_grid_and_padding(sizes, group, budget, decoding):
+def test_every_pass_respects_budget_and_grid(sizes, group, budget, decoding):
     requests = requests_of(*sizes)
     prefill_order = order_of(budget=budget + decoding, group=group)
     for _ in range(sum(-(-size // C) for size in sizes)):
         chunks = prefill_order.choose([one for one in requests if one.remaining], decoding)
         if not chunks:
             break
-        longest = max(chunk.length for chunk in chunks)
         real = sum(chunk.length for chunk in chunks)
-        assert len({chunk.rid for chunk in chunks}) == len(chunks)
-        assert len(chunks) == 1 or (group and longest * len(chunks) <= budget)
-        assert 4 * (longest * len(chunks) - real) <= longest * len(chunks)
-        tails = sum(chunk.start - 64 * full_pages(chunk.start) for chunk in chunks)
-        assert tails + real <= budget + 127
+        assert len(chunks) == 1 or (group and real <= budget)
+        starts = {chunk.rid: chunk.start for chunk in reversed(chunks)}.values()
+        assert sum(start - 64 * full_pages(start) for start in starts) + real <= budget + 127
         for chunk in chunks:
             one = next(one for one in requests if one.rid == chunk.rid)
+            assert chunk.start == one.prefilled
             assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
-            assert len(chunks) == 1 or chunk.end == one.prefill_end
             one.prefilled = chunk.end
         prefill_order.pass_done()
     assert not any(one.remaining for one in requests)

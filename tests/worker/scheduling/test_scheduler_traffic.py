@@ -105,13 +105,15 @@ class Traffic(RuleBasedStateMachine):
         ]
         assert bool(plan.group) == bool(able)
         assert {chunk.rid for chunk in plan.group} <= set(able)
-        longest = max((chunk.length for chunk in plan.group), default=0)
+        prefilled = sum(chunk.length for chunk in plan.group)
         decoded = sum(self.requests[rid]["choices"] for rid in plan.decode)
-        assert decoded + longest * len(plan.group) <= self.budget
+        assert decoded + prefilled <= self.budget
         assert self.group or len(plan.group) <= 1
+        at = {rid: self.requests[rid]["at"] for rid in able}
         for chunk in plan.group:
             one = self.requests[chunk.rid]
-            assert chunk.start == one["at"] < chunk.end <= one["end"]
+            assert chunk.start == at[chunk.rid] < chunk.end <= one["end"]
+            at[chunk.rid] = chunk.end
             assert chunk.end == min((chunk.start // CHUNK + 1) * CHUNK, one["end"])
 
     @precondition(lambda self: self.scheduler.cache_candidates)

@@ -29,17 +29,17 @@ def library() -> ModuleType:
 
 def paths(found: probe.Served, native: str | None = "on") -> dict[str, FastPath]:
     found.runner.compile()
-    found.runner.group()
+    found.runner.pack()
     return {one.name: one for one in describe.paths(found, native)}
 
 
 def test_the_embedded_model_uses_what_this_machine_has(demo: Driver) -> None:
     found = {one.name: one for one in demo.info.paths}
-    assert found.keys() >= {"native library", "whole layers", "compiled steps", "grouped prefill"}
+    assert found.keys() >= {"native library", "whole layers", "compiled steps", "packed prefill"}
     assert found["native library"].used == (demo.info.native == "on")
     assert found["whole layers"].used == ("whole layers" in demo.info.attention_path)
     assert found["compiled steps"].used == ("compiled steps" in demo.info.attention_path)
-    assert found["grouped prefill"].used == ("grouped prefill" in demo.info.attention_path)
+    assert found["packed prefill"].used == ("packed prefill" in demo.info.attention_path)
     assert all(one.used != bool(one.reason) for one in found.values())
     assert found["whole layers"].layers in {0, demo.info.layers}
 
@@ -47,20 +47,22 @@ def test_the_embedded_model_uses_what_this_machine_has(demo: Driver) -> None:
 def test_a_model_with_recurrent_states_declines_what_needs_pages_alone() -> None:
     model, config = build("lfm2")
     found = paths(probe.serve(model, SETTINGS, config["vocab_size"]))
-    for name in ("compiled steps", "grouped prefill"):
+    for name in ("compiled steps", "packed prefill"):
         assert (found[name].cause, found[name].reason) == (
             "model",
             "the model has recurrent states",
         )
 
 
-def test_steps_and_groups_with_other_results_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_packed_passes_with_other_results_are_declined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = served("qwen3")
     monkeypatch.setattr(runner, "_agree", lambda *_, **__: False)
     declined = paths(found)
-    assert declined["compiled steps"].cause == declined["grouped prefill"].cause == "results"
+    assert declined["compiled steps"].cause == declined["packed prefill"].cause == "results"
     assert not found.runner.compiled
-    assert not found.runner.groups
+    assert not found.runner.packs
 
 
 def test_an_error_of_a_traced_step_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +75,10 @@ def test_an_error_of_a_traced_step_is_the_reason(monkeypatch: pytest.MonkeyPatch
     assert (choice.cause, choice.reason) == ("error", "ValueError: cannot be traced")
 
 
-def test_a_device_that_plans_each_shape_declines_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_plans_each_shape_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.padded_sizes, "attention_is_planned", lambda: True)
     monkeypatch.setattr(runner, "on_cpu", lambda: False)
-    choice = paths(served("qwen3"))["grouped prefill"]
-    assert (choice.used, choice.cause) == (False, "device")
+    assert paths(served("qwen3"))["packed prefill"].used
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.attention import group
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.model_cache import ModelCache
@@ -17,7 +16,7 @@ from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
-from tests.worker.attention.test_group import Group, bench_of
+from tests.worker.attention.test_packed import Group, bench_of
 from tests.worker.cache.invariants import check_cache
 from tests.worker.core.row_contents import contents_of
 
@@ -30,8 +29,7 @@ LENGTHS = ((130, 7, 64), (1, 70, 33), (64, 64, 64), (63, 5, 200))
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Simulate a device that plans attention per shape; return the shapes of queries and keys."""
     monkeypatch.setattr(padded_sizes, "attention_is_planned", lambda: True)
-    for module, name in ((group, "_on_cpu"), (runners, "on_cpu")):
-        monkeypatch.setattr(module, name, lambda: False)
+    monkeypatch.setattr(runners, "on_cpu", lambda: False)
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     attend = mx.fast.scaled_dot_product_attention
 
@@ -74,8 +72,7 @@ def runner_of(name: str) -> Runner:
     model = build(name)[0]
     cache = ModelCache(find_layout(model), CacheSettings((Scheme(16, 16),)))
     runner = Runner(model, cache)
-    # Where attention is planned, prompts are not grouped: groups would have too many shapes.
-    assert runner.group() != padded_sizes.attention_is_planned()
+    assert runner.pack()
     return runner
 
 
@@ -92,7 +89,7 @@ def read(runner: Runner) -> tuple[list[Row], mx.array]:
             for row, chunk in zip(rows, chunks, strict=True):
                 runner.prefill(row, chunk)
         else:
-            runner.prefill_group(rows, chunks)
+            runner.prefill_pass(rows, chunks)
         logits = runner.decode(rows, mx.array([5, 6, 7]))
         mx.eval(logits, runner.cache.arrays())
         runner.cache.flush()
@@ -135,15 +132,22 @@ def test_prompts_of_many_lengths_have_few_shapes(
     assert len(set(planned)) == 4  # widths of 64, 128, 192 and 256
 
 
-def test_on_the_cpu_passes_are_as_wide_as_their_chunks() -> None:
-    runner = runner_of("qwen3")
+def test_widths_are_whole_pages() -> None:
+    widths = [padded_sizes.padded_width(count) for count in (1, 63, 64, 65, 1000)]
+    assert widths == [64, 64, 64, 128, 1024]
 
-    assert not padded_sizes.attention_is_planned()
-    assert [runner.width(count) for count in (1, 63, 64, 65)] == [1, 63, 64, 65]
-    assert [padded_sizes.padded_width(count) for count in (1, 63, 64, 65, 1000)] == [
-        64,
-        64,
-        64,
-        128,
-        1024,
-    ]
+
+def test_on_the_cpu_chunks_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    attend = mx.fast.scaled_dot_product_attention
+
+    def noted(queries: mx.array, *rest: Any, **more: Any) -> mx.array:
+        seen.append(queries.shape[2])
+        found: mx.array = attend(queries, *rest, **more)
+        return found
+
+    runner = runner_of("qwen3")
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    runner.prefill_pass([runner.cache.new_row(), runner.cache.new_row()], [[1] * 63, [1] * 65])
+
+    assert set(seen) == {63, 65}

@@ -74,5 +74,5 @@ def test_a_model_whose_inner_part_computes_logits_is_not_split() -> None:
     assert not runner.splits_head
     assert runner.score(runner.cache.new_row(), ids(40)).shape == (40, VOCAB)
     config = TINY | {"vocab_size": VOCAB}
-    whole = memory_bounds.step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=True)
+    whole = memory_bounds.step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=CHUNK)
     assert whole >= CHUNK * VOCAB * 4

@@ -1,4 +1,4 @@
-"""Grouped prefill: one pass over several prompts gives each row the same bits as a pass alone."""
+"""Packed prefill: chunks of one or more prompts in a pass have the bits of passes alone."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def library() -> ModuleType:
 
 
 class Counted:
-    """A model that records the shape of each pass, ``(rows, tokens)``."""
+    """A model that records the tokens of each pass."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.passes: list[tuple[int, int]] = []
+        self.passes: list[int] = []
 
     def __call__(self, tokens: mx.array, **more: Any) -> Any:
-        self.passes.append(tokens.shape)
+        self.passes.append(tokens.size)
         return self._model(tokens, **more)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,8 +66,8 @@ def two_runners(
     for cache in caches:
         cache.use(page_product, library and Library(library))
     alone, together = (Runner(model, cache) for cache in caches)
-    assert alone.group()
-    assert together.group()
+    assert alone.pack()
+    assert together.pack()
     return alone, together
 
 
@@ -89,7 +89,7 @@ def assert_same(alone: Runner, row: Row, together: Runner, grouped: Row) -> None
     ],
     ids=["bounded", "dense start", "windows", "experts"],
 )
-def test_rows_of_any_length_have_the_same_bits_alone_and_in_a_group(
+def test_rows_of_any_length_have_the_same_bits_alone_and_together(
     name: str, settings: CacheSettings, *, native: bool
 ) -> None:
     """Chunks alternate with decode steps."""
@@ -101,7 +101,7 @@ def test_rows_of_any_length_have_the_same_bits_alone_and_in_a_group(
             chunks = [[draw.randrange(60) for _ in range(draw.choice(LENGTHS))] for _ in pairs]
             for (row, _), chunk in zip(pairs, chunks, strict=True):
                 alone.prefill(row, chunk)
-            together.prefill_group([row for _, row in pairs], chunks)
+            together.prefill_pass([row for _, row in pairs], chunks)
             for one, other in pairs:
                 assert_same(alone, one, together, other)
             found = []
@@ -118,6 +118,40 @@ def test_rows_of_any_length_have_the_same_bits_alone_and_in_a_group(
                 runner.cache.free(pair[side])
 
 
+@pytest.mark.parametrize(
+    ("name", "native", "settings"),
+    [
+        ("llama", True, CacheSettings((Scheme(16, 16),))),
+        ("qwen3", False, CacheSettings(SCHEMES)),
+        ("llama", False, CacheSettings(SCHEMES[1:], max_size=200, keep=4)),
+        ("qwen3", False, CacheSettings(SCHEMES, quantized_start=150)),
+        ("gemma3_text", True, CacheSettings(SCHEMES)),
+        ("gpt_oss", True, CacheSettings(SCHEMES)),
+        ("qwen3_moe", True, CacheSettings(SCHEMES)),
+    ],
+    ids=["dense", "quantized", "bounded", "dense start", "windows", "sinks", "experts"],
+)
+def test_successive_chunks_have_the_same_bits_in_one_pass_and_in_several(
+    name: str, settings: CacheSettings, *, native: bool
+) -> None:
+    """A later chunk sees the pages that an earlier one of the same pass fills."""
+    alone, together = two_runners(name, library() if native else None, settings)
+    draw = random.Random(5)
+    pairs = [(alone.cache.new_row(), together.cache.new_row()) for _ in range(3)]
+    for last in (0, 63, 1):
+        rows, chunks = [], []
+        for one, other in pairs:
+            lengths = [64 - one.length % 64, *([64] * draw.randrange(2)), 128, 64, 64][: 2 + last]
+            for length in [*lengths, *([last] if last else [])]:
+                chunks.append([draw.randrange(60) for _ in range(length)])
+                rows.append(other)
+                alone.prefill(one, chunks[-1])
+        together.prefill_pass(rows, chunks)
+        for one, other in pairs:
+            assert_same(alone, one, together, other)
+        check_cache(together.cache)
+
+
 def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
     alone, _ = two_runners("llama")
     one, other = alone.cache.new_row(), alone.cache.new_row()
@@ -129,34 +163,34 @@ def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
-def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
+def test_models_that_take_one_row_a_pass_are_not_packed(name: str) -> None:
     """These models have recurrent states, take one position for all rows, or need rectangles."""
     served = serve(build(name)[0], CacheSettings(SCHEMES), TOKENS)
 
-    assert not served.runner.group()
-    assert not served.runner.groups
+    assert not served.runner.pack()
+    assert not served.runner.packs
     row = served.runner.cache.new_row()
     served.runner.prefill(row, [1, 2, 3])
     assert row.length == 3
 
 
-def test_a_model_with_different_results_in_a_group_is_not_grouped(
+def test_a_model_with_different_results_in_a_packed_pass_is_not_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("llama")[0]
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
 
     def wrong(self: Any) -> mx.array:
-        return mx.zeros((len(self.steps),), mx.int32)
+        return mx.zeros((self.batch,), mx.int32)
 
-    monkeypatch.setattr("kvd.worker.cache.steps.PrefillGroup.offsets", property(wrong))
-    assert not runner.group()
-    assert not runner.groups
+    monkeypatch.setattr("kvd.worker.cache.steps.PackedPrefill.positions", property(wrong))
+    assert not runner.pack()
+    assert not runner.packs
     assert runner.cache.usage.pages_used == 0
     assert not runner.cache.sequences
 
 
-def test_on_an_accelerator_models_are_grouped_despite_rounding(
+def test_on_an_accelerator_models_are_packed_despite_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The router of four experts computes small products, which on a CPU round differently
@@ -165,7 +199,7 @@ def test_on_an_accelerator_models_are_grouped_despite_rounding(
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     monkeypatch.setattr(runners, "on_cpu", lambda: False)
 
-    assert runner.group()
+    assert runner.pack()
 
 
 # The engine.
@@ -182,7 +216,7 @@ def test_short_prompts_that_arrive_together_take_one_pass(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = demo.engine._runner
-    assert runner.groups
+    assert runner.packs
     model = Counted(runner.model)
     monkeypatch.setattr(runner, "model", model)
     requests = {
@@ -194,15 +228,13 @@ def test_short_prompts_that_arrive_together_take_one_pass(
     model.passes.clear()
 
     assert submitted(demo, requests) == wanted
-    assert model.passes == [(8, 31)]
+    assert model.passes == [sum(29 + number % 3 for number in range(8))]
 
 
-def test_requests_get_the_same_output_alone_and_in_any_group(
+def test_requests_get_the_same_output_alone_and_in_any_company(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some prompts are scored, some requests have several choices or logprobs, and rows decode."""
-    model = Counted(demo.engine._runner.model)
-    monkeypatch.setattr(demo.engine._runner, "model", model)
     draw = random.Random(11)
     requests: dict[str, dict[str, Any]] = {}
     for number in range(24):
@@ -215,7 +247,15 @@ def test_requests_get_the_same_output_alone_and_in_any_group(
             "max_tokens": draw.randrange(3, 30),
         } | more
     wanted = {rid: demo.alone(**request) for rid, request in requests.items()}
-    model.passes.clear()
+    rows: list[int] = []
+    runner = demo.engine._runner
+    prefill_pass = runner.prefill_pass
+
+    def noted(some: list[Row], *rest: Any) -> None:
+        rows.append(len(some))
+        prefill_pass(some, *rest)
+
+    monkeypatch.setattr(runner, "prefill_pass", noted)
     demo.engine._prefix_cache.tree.clear()
     names = list(requests)
     draw.shuffle(names)
@@ -227,12 +267,12 @@ def test_requests_get_the_same_output_alone_and_in_any_group(
         if demo.engine.has_work:
             demo.step()
 
-    assert max(rows for rows, _ in model.passes) >= 3
+    assert max(rows) >= 3
     for rid, outcome in wanted.items():
         assert (rid, demo.outcomes.pop(rid)) == (rid, outcome)
 
 
-def test_a_cancelled_request_does_not_disturb_its_group(demo: Driver) -> None:
+def test_a_cancelled_request_does_not_disturb_its_pass(demo: Driver) -> None:
     requests = {
         f"r{number}": {"prompt": prompt_of(40, number), "max_tokens": 10} for number in range(4)
     }
@@ -247,3 +287,57 @@ def test_a_cancelled_request_does_not_disturb_its_group(demo: Driver) -> None:
     for rid in ("r0", "r3"):
         assert demo.outcomes[rid] == wanted[rid]
     assert demo.outcomes["r1"].reason == demo.outcomes["r2"].reason == "cancelled"
+
+
+CHUNK = 64
+
+
+def driver_of(*, packed: bool) -> tuple[Driver, Counted]:
+    """Return a driver whose passes take up to four chunks, or one chunk of one prompt."""
+    driver = Driver("demo", prefill_chunk=CHUNK)
+    runner, scheduler = driver.engine._runner, driver.engine._scheduler
+    assert runner.packs
+    if not packed:
+        scheduler.must_end_pass = lambda _rid, _end: True
+        scheduler._prefill_order._group = False
+    model = Counted(runner.model)
+    runner.model = model
+    return driver, model
+
+
+def test_passes_of_several_chunks_change_no_output() -> None:
+    """Prompts share beginnings, some are scored or embedded, and rows decode meanwhile."""
+    draw = random.Random(17)
+    shared = prompt_of(300, 99)
+    requests: dict[str, dict[str, Any]] = {}
+    for number in range(16):
+        own = prompt_of(draw.choice((2, 63, 64, 65, 66, 128, 129, 255, 256, 257, 500)), number)
+        prompt = own if number % 3 else shared[: draw.choice((64, 130, 300))] + own
+        more = draw.choice(({}, {}, {"prompt_logprobs": 1}, {"n": 2}))
+        requests[f"r{number}"] = {"prompt": prompt, "max_tokens": draw.randrange(1, 12)} | more
+    found = []
+    for packed in (True, False):
+        driver, model = driver_of(packed=packed)
+        names = list(requests)
+        random.Random(3).shuffle(names)
+        while names or driver.engine.has_work:
+            for rid in [names.pop() for _ in range(min(len(names), draw.choice((0, 1, 3))))]:
+                driver.submit(rid, **requests[rid])
+            if driver.engine.has_work:
+                driver.step()
+        found.append(driver.outcomes)
+        assert max(model.passes) > 2 * CHUNK if packed else max(model.passes) <= CHUNK
+    assert found[0] == found[1]
+
+
+def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint() -> None:
+    driver, model = driver_of(packed=True)
+    first, second = prompt_of(300, 1), prompt_of(300, 2)
+    second = first[:130] + second[130:]
+    driver.submit("first", first, max_tokens=2)
+    driver.submit("second", second, max_tokens=2)
+    driver.run()
+
+    # Two chunks to where the prompts diverge, two to the last chunk's end, and the rest.
+    assert model.passes[0] == 128
+    assert driver.outcomes["second"].cached == 128
