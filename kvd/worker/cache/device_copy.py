@@ -62,8 +62,8 @@ def prepare(arrays: Sequence[mx.array]) -> None:
     if shape.fits and shape not in _prepared and cuda_driver.is_usable():
         try:
             _prepared[shape] = is_right(shape)
-        except RuntimeError as error:
-            _log.warning("stored prefixes are copied without a kernel: %s", str(error)[:500])
+        except Exception as error:  # noqa: BLE001 - the model is served without the kernel
+            _log.warning("stored prefixes are copied without a kernel: %s", repr(error)[:500])
             _prepared[shape] = False
 
 
