@@ -83,7 +83,7 @@ def serve(
             loaded.model, settings, loaded.vocab_size, kernels,
             products=loaded.own_products, checks=checks,
         )  # fmt: skip
-        if found.fused is not None:
+        if found.fused is not None and found.fused.compile_s:
             progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
     _log.info("attention: %s, error %.2g", found.path, found.error)
     if found.fused is not None:

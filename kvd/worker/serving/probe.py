@@ -35,6 +35,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from msgspec.structs import replace as restruct
 
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
@@ -319,12 +320,18 @@ def _with_kernels(
         if access is Access.PAGES
     ]
 
+    ran = False
+
     def run() -> tuple[FusedAttention, float]:
+        nonlocal ran
+        ran = True
         plan()
         return kernel_check.check_kernels(kernels, paged, check)
 
     kind = tuple[FusedAttention, float]
     verdict, error = kept.result("kernels", run, kind, passed=lambda found: found[0].used)
+    if not ran:
+        verdict = restruct(verdict, compile_s=0.0)
     if not verdict.used:
         return replace(found, fused=verdict)
     cache.use(paged[0].page_product, kernels)

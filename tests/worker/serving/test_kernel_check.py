@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace as restruct
 
+from kvd.worker.artifacts.checks import Checks
+from kvd.worker.artifacts.entries import Entries
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import Attention
 from kvd.worker.cache.scheme import Scheme
@@ -75,6 +79,24 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
         assert store.backend.kernels is kernels
     text = kernel_check.describe_verdict(found.fused)
     assert "1.000 ms per layer, plain operations 2.000 ms" in text
+
+
+def test_kernels_that_passed_are_used_again_without_a_check(tmp_path: Path) -> None:
+    stored = Entries(tmp_path / "kvd" / "checks", 10_000)
+    verdicts, attended = [], []
+    for _ in range(2):
+        kernels, checks = StandIn(), Checks(stored, "key")
+        found = probe.serve(
+            model_of("qwen3", num_hidden_layers=1), CacheSettings(SCHEMES), VOCAB,
+            kernels=kernels.backend(), checks=checks,
+        )  # fmt: skip
+        checks.keep()
+        assert found.path == "fused"
+        assert found.fused is not None
+        verdicts.append(found.fused)
+        attended.append(kernels.attended)
+    assert attended[0] > 0 == attended[1]
+    assert verdicts[1] == restruct(verdicts[0], compile_s=0.0)
 
 
 def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
