@@ -25,7 +25,7 @@ class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenize_s: PositiveSeconds = 300.0
     """While the worker tokenizes a prompt. Covers the largest prompt that fits into a frame."""
     prefill_s: PositiveSeconds = 600.0
-    """For one chunk, and compiling its kernels. A chunk of an 8B model on a CPU takes 80 s."""
+    """For one pass, and compiling its kernels. 256 tokens of an 8B model on a CPU take 80 s."""
     decode_s: PositiveSeconds = 300.0
     """For one step. Some steps are traced or compiled first."""
     flush_s: PositiveSeconds = 300.0
