@@ -26,9 +26,10 @@ def test_medians_are_taken_over_runs():
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 def test_the_size_of_this_process_is_read():
     before = worker_memory.pss_mb(os.getpid())
-    block = bytearray(os.urandom(64)) * (512 * 1024)
-    assert 30 < worker_memory.pss_mb(os.getpid()) - before < 40
-    assert len(block) == 32 * 1024 * 1024
+    block = bytearray(os.urandom(64)) * (4 * 1024 * 1024)
+    grown = worker_memory.pss_mb(os.getpid()) - before
+    # This process's share of libraries changes while processes with the same ones start and end.
+    assert grown == pytest.approx(len(block) / 1e6, rel=0.2)
 
 
 def test_a_worker_takes_at_most_the_memory_of_mlx_lms_server():
