@@ -169,7 +169,11 @@ def offline_forecast(common: CommonOptions, context: int) -> Callable[[str], For
 
     settings = config.load(locate(common.home).config)
     budget = settings.budget_bytes or memory.default_budget(memory.reader().host())
-    limits = Settings(max_rows=settings.max_rows, prefill_chunk=settings.chunk)
+    limits = Settings(
+        max_rows=settings.max_rows,
+        prefill_chunk=settings.chunk,
+        attention_scratch=settings.attention_scratch(budget),
+    )
     this_machine = machine(settings.native, limits, settings.attention)
 
     def estimated(source: str) -> Forecast:

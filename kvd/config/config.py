@@ -43,6 +43,13 @@ CHUNK = 256
 CUDA_CHUNK = 1024
 """Qwen3-0.6B on an H200 takes 37 ms for 256 tokens and 41 ms for 1024. A prompt of 1024 tokens thus
 delays decoding rows once instead of four times."""
+SCRATCH = 256 * 1024 * 1024
+"""Bytes that dense copies of a prefill pass may take."""
+CUDA_SCRATCH = 2 * 1024 * 1024 * 1024
+CUDA_SCRATCH_PARTS = 32
+"""The scratch on CUDA is one of so many parts of the budget, from `SCRATCH` to `CUDA_SCRATCH`. A
+full scratch stops the device until its copies are evaluated. With 2 GiB, Qwen3-0.6B on an H200
+prefills 50,000 tokens in 2.5 s instead of 5.9, and 16,384 in 0.56 s instead of 0.85."""
 
 
 _WORD = r"[^\s\"'\[\]{},#=]+"
@@ -166,6 +173,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def chunk(self) -> int:
         """Grid of prompt tokens, with the device's default."""
         return self.prefill_chunk or (CUDA_CHUNK if nvidia.first_device() else CHUNK)
+
+    def attention_scratch(self, budget: int) -> int:
+        """Return the bytes that dense copies may take in prefill, with a budget in bytes."""
+        if nvidia.first_device() is None:
+            return SCRATCH
+        return min(CUDA_SCRATCH, max(SCRATCH, budget // CUDA_SCRATCH_PARTS))
 
     @property
     def budget_bytes(self) -> int | None:

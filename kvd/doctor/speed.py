@@ -122,7 +122,11 @@ def _compare(
 ) -> Iterator[str | Finding]:
     found = room.find(scene, model.folder, ROWS, limits.longest)
     with contextlib.ExitStack() as stack:
-        options = ("--budget", str(found.kvd), "--prefill-chunk", str(scene.settings.chunk))
+        settings = scene.settings
+        options = (
+            *("--budget", str(found.kvd), "--prefill-chunk", str(settings.chunk)),
+            *("--attention-scratch", str(settings.attention_scratch(found.kvd))),
+        )
         yield "load, kvd"
         kvd = stack.enter_context(opened("kvd", model.source, *options, module=module))
         kvd.load(limits.load_s)

@@ -50,6 +50,15 @@ def test_the_default_prefill_chunk_depends_on_the_device(monkeypatch, device, ch
     assert parse("prefill_chunk = 320").chunk == 320
 
 
+def test_the_scratch_on_cuda_is_a_part_of_the_budget(monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: None)
+    assert Config().attention_scratch(100 * gib) == gib // 4
+    monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: Device(None))
+    found = [Config().attention_scratch(budget * gib) for budget in (2, 8, 32, 104)]
+    assert found == [gib // 4, gib // 4, gib, 2 * gib]
+
+
 def test_kv_settings_of_a_model_in_a_table():
     config = parse(
         """

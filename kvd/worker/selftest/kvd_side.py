@@ -32,11 +32,16 @@ def _without_numbers(stage: str) -> str:
 class KvdSide:
     """The engine with one model, without prefix cache: no prompt is read twice."""
 
-    def __init__(self, source: str, stages: Stages, budget: int, prefill_chunk: int) -> None:
+    def __init__(self, source: str, stages: Stages, budget: int, chunk: int, scratch: int) -> None:
         self._budget, self._granted, self._requests, self._count = budget, 0, 0, 0
         self._engine = MLXEngine()
         info = self._engine.load(
-            LoadModel(source=source, kv=KVSpec(prefix_cache=0), prefill_chunk=prefill_chunk),
+            LoadModel(
+                source=source,
+                kv=KVSpec(prefix_cache=0),
+                prefill_chunk=chunk,
+                attention_scratch=scratch,
+            ),
             lambda stage, _fraction: stages.begin(_without_numbers(stage)),
             self._grant,
         )

@@ -79,16 +79,17 @@ def run(side: Side, task: Task) -> Ran:
     )
 
 
-def open_side(name: str, source: str, budget: int, chunk: int) -> Side:
+def open_side(arguments: argparse.Namespace) -> Side:
     stages = Stages()
-    if name == "kvd":
+    if arguments.side == "kvd":
         interpreter.prepare()
         from kvd.worker.selftest.kvd_side import KvdSide  # noqa: PLC0415 - imports MLX
 
-        return KvdSide(source, stages, budget, chunk)
+        limits = arguments.budget, arguments.prefill_chunk, arguments.attention_scratch
+        return KvdSide(arguments.source, stages, *limits)
     from kvd.worker.selftest.mlx_lm_side import MlxLmSide  # noqa: PLC0415 - imports MLX
 
-    return MlxLmSide(source, stages)
+    return MlxLmSide(arguments.source, stages)
 
 
 def main() -> None:
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("source", help="embedded name, absolute folder or Hub id")
     parser.add_argument("--budget", type=int, default=1 << 40, help="bytes that kvd may hold")
     parser.add_argument("--prefill-chunk", type=int, default=256, help="tokens, for kvd")
+    parser.add_argument("--attention-scratch", type=int, default=1 << 28, help="bytes, for kvd")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     sock = socket.socket(fileno=0)
@@ -108,9 +110,7 @@ def main() -> None:
             stream.flush()
 
         try:
-            side = open_side(
-                arguments.side, arguments.source, arguments.budget, arguments.prefill_chunk
-            )
+            side = open_side(arguments)
             send(side.loaded)
             for line in stream:
                 send(run(side, msgspec.json.decode(line, type=Task)))
