@@ -56,8 +56,9 @@ class Embeddings:
         """``info``: None if the model gives no embeddings."""
         self._batch = batch
         self._kept: WeakKeyDictionary[Request, dict[int, mx.array]] = WeakKeyDictionary()
-        """By request, and by the length before and after its newest chunk: the sum of the hidden
-        states so far, or the first one, as the pooling is. A failed step repeats its chunks."""
+        """By request, and by the lengths before and after its chunks of the newest pass: the sum of
+        the hidden states so far, or the first one, as the pooling is. A failed step repeats its
+        chunks."""
         self._pooling: Pooling = "last_token" if info is None else info.pooling
 
     def pool(self, group: Sequence[tuple[Request, Chunk]], hidden: Sequence[mx.array]) -> None:
@@ -65,6 +66,7 @@ class Embeddings:
 
         Requests without ``embed`` are ignored.
         """
+        self._drop_older(group)
         for (request, chunk), states in zip(group, hidden, strict=True):
             if request.submit.embed is None:
                 continue
@@ -80,6 +82,15 @@ class Embeddings:
             else:
                 self._batch.fail_untrusted(request)
 
+    def _drop_older(self, group: Sequence[tuple[Request, Chunk]]) -> None:
+        """Keep only what a pass with these chunks continues from."""
+        starts: dict[Request, int] = {}
+        for request, chunk in group:
+            starts.setdefault(request, chunk.start)
+        for request, start in starts.items():
+            if (before := self._kept.get(request, {}).get(start)) is not None:
+                self._kept[request] = {start: before}
+
     def _pooled(self, request: Request, chunk: Chunk, states: mx.array) -> mx.array | None:
         """Return the pooled vector, ``[channels]`` float32, with the last chunk; else None."""
         length = len(request.prompt) - 1
@@ -91,7 +102,7 @@ class Embeddings:
         if before is not None:
             kept = before if self._pooling == "cls" else before + kept
         mx.eval(kept)
-        self._kept[request] = {chunk.end: kept} | ({} if before is None else {chunk.start: before})
+        self._kept.setdefault(request, {})[chunk.end] = kept
         if not ended:
             return None
         return kept / length if self._pooling == "mean" else kept
