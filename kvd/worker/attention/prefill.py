@@ -25,8 +25,10 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 Tile = tuple[mx.array, mx.array, mx.array | None]
 """Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of the keys that each query
 sees, ``[queries, n]``; None: all."""
-Copies = dict[tuple[int, tuple[int, ...]], tuple[mx.array, mx.array]]
-"""Dense keys and values of pages, ``[pages, heads, 64, dim]``, by source and positions."""
+Copies = dict[int, tuple[tuple[int, ...], tuple[mx.array, mx.array]]]
+"""Dense keys and values of pages, ``[pages, heads, 64, dim]``, and their positions, by source.
+
+Chunks see different pages through a window, so only the newest chunk's copy is kept."""
 
 
 def prefill_attention(
@@ -86,10 +88,10 @@ class _Pages:
         """Read all heads, or return the copy that another chunk of the row has read."""
         if copies is None:
             return self.read(slice(None))
-        key = id(self.pool if self.source is None else self.source[0][0]), self.starts
-        if key not in copies:
-            copies[key] = self.read(slice(None))
-        return copies[key]
+        key = id(self.pool if self.source is None else self.source[0][0])
+        if key not in copies or copies[key][0] != self.starts:
+            copies[key] = self.starts, self.read(slice(None))
+        return copies[key][1]
 
     @property
     def unpacking(self) -> int:

@@ -154,23 +154,24 @@ def test_chunks_of_a_pass_stay_within_the_scratch_together() -> None:
     case.check()
 
 
-def test_chunks_of_one_row_stay_within_the_scratch_together() -> None:
-    """They share a dense copy of the row's pages, which exists until the last of them."""
-    bench = bench_of()
+@pytest.mark.parametrize("kind", [FULL, Kind(window=1900)], ids=lambda kind: kind.name)
+def test_chunks_of_one_row_stay_within_the_scratch_together(kind: Kind) -> None:
+    """They share a dense copy of the row's pages, or each sees other pages through its window."""
+    bench = bench_of(kind=kind)
     row = bench.new(2000).row
-    counts = [64] * 6
-    bench.store.begin_packed([row] * 6, counts, sum(counts))
+    counts = [64] * 24
+    bench.store.begin_packed([row] * len(counts), counts, sum(counts))
     shape = (sum(counts), 2, 1, bench.geometry.k_dim)
     keys, values, queries = (mx.random.normal(shape) for _ in range(3))
     handle, _ = bench.caches[0].update_and_fetch(keys, values)
     mx.eval(keys, values, queries)
-    one = bench.geometry.dense_bytes(2400) * 5  # dense copies and scores of one chunk
-    bench.store.scratch.limit = scratch = 2 * one
+    one = bench.geometry.dense_bytes(3600) * 5  # dense copies and scores of one chunk
+    bench.store.scratch.limit = scratch = one
     outputs = 2 * queries.nbytes
 
     assert peak_over(lambda: packed_attention(queries, handle, 0.1)) <= scratch + outputs + SLACK
     bench.store.finish_prefill()
-    assert row.length == 2000 + 6 * 64
+    assert row.length == 2000 + sum(counts)
 
 
 @pytest.mark.parametrize("counts", [(0, 5), (5, 9)])
