@@ -47,11 +47,23 @@ def check_owner(path: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its parent for this user only, unless they exist. Raises ``OSError``."""
+    """Create a folder and its parent for this user only. Raises ``OSError``.
+
+    If the parent exists and is this user's, others' write access is removed from it.
+    """
     for path in (folder.parent, folder):
         # One by one: `mkdir` applies the mode to the last folder only.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path is not folder:
+            _close_to_others(path)
         check_owner(path)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Remove others' write access. With a umask of 002, other parts of kvd create it with that."""
+    found = folder.stat()
+    if found.st_uid == os.getuid() and found.st_mode & 0o022:
+        folder.chmod(found.st_mode & 0o7755)
 
 
 def write_private(path: Path, content: bytes) -> None:

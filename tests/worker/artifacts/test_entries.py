@@ -95,6 +95,15 @@ def test_a_folder_that_cannot_be_used_is_no_error(
     assert len(caplog.records) in {1, 2}  # writing and reading may fail for different reasons
 
 
+def test_entries_are_kept_if_others_of_the_group_could_write_to_the_cache(stored: Entries) -> None:
+    """With a umask of 002, whatever creates the cache's folder first gives the group access."""
+    stored.folder.parent.mkdir()
+    stored.folder.parent.chmod(0o775)
+    stored.put("a", b"content")
+    assert stored.get("a") == b"content"
+    assert stored.folder.parent.stat().st_mode & 0o777 == 0o755
+
+
 def test_writers_of_one_entry_do_not_disturb_each_other(stored: Entries) -> None:
     contents = [bytes([number]) * 100 for number in range(4)]
     with ThreadPoolExecutor(4) as threads:
