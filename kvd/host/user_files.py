@@ -20,12 +20,9 @@ def write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     """
     prefix = f".{path.name}."
     _remove_stale(path.parent, prefix)
-    handle, name = tempfile.mkstemp(prefix=prefix, suffix=_SUFFIX, dir=path.parent)
-    new = Path(name)
+    handle, new = _new_file(path.parent, prefix)
     with os.fdopen(handle, "wb") as file:
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(content)
             os.fchmod(file.fileno(), mode)
             file.flush()
@@ -35,6 +32,18 @@ def write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
+
+
+def _new_file(folder: Path, prefix: str) -> tuple[int, Path]:
+    """Create and lock a new file; return its descriptor and path. Raises `OSError`."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=_SUFFIX, dir=folder)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        # Another writer may have found it without a lock, and removed it.
+        if os.fstat(handle).st_nlink:
+            return handle, Path(name)
+        os.close(handle)
 
 
 def _remove_stale(folder: Path, prefix: str) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,26 @@ def test_the_new_file_of_a_live_writer_and_other_files_stay(tmp_path: Path) -> N
         user_files.write(path, b"new")
         assert len(names(tmp_path)) == len(others) + 2
         process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_new_file_that_another_writer_took_for_stale_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Another writer looks for stale files before this one has locked its new file."""
+    path, real, made = tmp_path / "a", tempfile.mkstemp, []
+
+    def mkstemp(**options: Any) -> tuple[int, str]:
+        found = real(**options)
+        made.append(found[1])
+        if len(made) <= others:
+            user_files._remove_stale(tmp_path, ".a.")
+        return found
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    user_files.write(path, b"new")
+    assert (path.read_bytes(), names(tmp_path)) == (b"new", ["a"])
+    assert len(made) == others + 1
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
