@@ -61,6 +61,9 @@ def choose(
     exceed the limit.
     """
     widths = allowed or [WIDTHS] * len(sides)
+    smallest = [min(own) for own in widths]
+    if sum(side.elements * width for side, width in zip(sides, smallest, strict=True)) > limit:
+        raise ValueError("the smallest widths do not fit the size")
     unit = math.gcd(limit, *(side.elements for side in sides))
     unit *= max(1, -(-limit // (unit * _MAX_UNITS)))
     room = limit // unit
@@ -75,9 +78,8 @@ def choose(
                 if size <= room and (size not in found or total < found[size][0]):
                     found[size] = (total, (*chosen, width))
         best = found
-    if not best:
-        raise ValueError("the smallest widths do not fit the size")
-    return list(min(best.values())[1])
+    # Sizes are rounded up, so the smallest widths may seem too large.
+    return list(min(best.values())[1]) if best else smallest
 
 
 def predicted(sides: Sequence[Side], bits: Sequence[int]) -> float:

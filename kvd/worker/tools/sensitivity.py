@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from kvd.worker.tools import fidelity
 from kvd.worker.tools.bit_mix import MEASURED, WIDTHS, Side, choose, complete
 
 _DENSE = Scheme(16, 16)
+_WORST_KL = 1000.0
+"""Loss in nats of a layer whose measurement is not finite: more than any finite one."""
 
 
 def layers_of(layout: Layout) -> list[int]:
@@ -40,7 +43,7 @@ def measure_layer(runner: Runner, entry: int, prompts: Sequence[Sequence[int]]) 
     own.use(cache.stores[0].page_product, None)
     # Without decoded tokens: a prompt's own are enough to compare layers, and take less time.
     found = fidelity.measure(Runner(runner.model, own), prompts, decoded=0)
-    kls = [agreement.kl for agreement in found]
+    kls = [one.kl if math.isfinite(one.kl) else _WORST_KL for one in found]
     keys = dict(zip(MEASURED, kls[: len(MEASURED)], strict=True))
     values = dict(zip(MEASURED, kls[len(MEASURED) :], strict=True))
     return LayerLoss(layer=entry, keys=keys, values=values)

@@ -44,6 +44,14 @@ def test_sizes_beyond_the_knapsack_are_rounded_up_and_still_fit() -> None:
     assert limit // bit_mix._MAX_UNITS > 1
 
 
+def test_the_smallest_widths_fit_their_own_size_beyond_the_knapsack() -> None:
+    """As for a model with one value per key: units of the knapsack are larger than a value."""
+    some = [Side(elements, {width: 4.0**-width for width in WIDTHS}) for elements in (577, 1)] * 61
+    limit = size_of(some, [2] * len(some))
+    assert limit > bit_mix._MAX_UNITS
+    assert choose(some, limit) == [2] * len(some)
+
+
 def test_a_size_below_the_smallest_widths_is_refused() -> None:
     side = Side(64, dict.fromkeys(WIDTHS, 0.0))
     with pytest.raises(ValueError, match="do not fit"):

@@ -278,7 +278,7 @@ def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, t
     assert measured[4:] == [*range(6)] * 2
 
 
-def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch):
+def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch, tmp_path):
     agreement = fidelity.Agreement(10, float("nan"), 0.99, 1.0, 1.1)
     monkeypatch.setattr(
         calibrate.fidelity,
@@ -291,6 +291,8 @@ def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch):
     assert found.lowest == "k16v16"
     assert (found.levels[0].kl, found.levels[0].allowed) == (None, False)
     assert stages == ["weights", *(f"layer {n} of 6" for n in range(1, 7)), "text 1 of 1"]
+    store(tmp_path, found)
+    assert find(model_files.inspect(demo.path()), tmp_path) == found
 
 
 @pytest.mark.parametrize(("tokens", "why"), [(100, "facts take"), (430, "longer prompts")])
