@@ -35,7 +35,7 @@ def run(
     if measured.speed is not None:
         page.add_speed(measured.speed)
     found = report.Report.of(scene, page.sections, measured.speed, quick=quick)
-    names = Names.of_this_machine(scene.home.root)
+    names = Names.of_this_machine(scene.home.root, model.private_paths)
     print_message("[dim]wrote[/] {}", report.write(found, names, file))
     return found.encode(names)
 

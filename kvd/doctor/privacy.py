@@ -23,15 +23,22 @@ class Names:
     temporary: str
     user: str
     host: str
+    model: tuple[str, ...] = ()
+    """Paths of the measured model's folder."""
 
     @classmethod
-    def of_this_machine(cls, kvd_home: Path) -> Names:
+    def of_this_machine(cls, kvd_home: Path, model: tuple[str, ...] = ()) -> Names:
         try:
             user = getpass.getuser()
         except (OSError, KeyError):  # a user id without a name
             user = ""
         return cls(
-            str(Path.home()), str(kvd_home), tempfile.gettempdir(), user, socket.gethostname()
+            str(Path.home()),
+            str(kvd_home),
+            tempfile.gettempdir(),
+            user,
+            socket.gethostname(),
+            model,
         )
 
     def without(self, value: Any) -> Any:
@@ -44,6 +51,7 @@ class Names:
 
     def _replaced(self, text: str) -> str:
         for path, short in (
+            *((path, "$MODEL") for path in self.model),
             (self.kvd_home, "$KVD_HOME"),
             (self.home, "~"),
             (self.temporary, "$TMPDIR"),

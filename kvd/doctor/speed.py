@@ -75,7 +75,14 @@ class Model:
     @property
     def public_name(self) -> str:
         """The name in the report, which contains no paths."""
-        return "a folder" if self.source.startswith("/") else self.source
+        return "a folder" if self.private_paths else self.source
+
+    @property
+    def private_paths(self) -> tuple[str, ...]:
+        """The paths of a folder that the user named; none of a public model."""
+        if not self.source.startswith("/"):
+            return ()
+        return self.source, str(self.folder.absolute())
 
 
 @dataclass

@@ -21,6 +21,7 @@ from kvd.doctor.measurements import Cell, Served, Side, Speed
 from kvd.doctor.privacy import Names
 from kvd.doctor.report import Report, write
 from kvd.doctor.scene import Scene
+from kvd.doctor.speed import Model
 from kvd.host.home import Home
 from protocol.errors import UnknownModel
 
@@ -95,6 +96,18 @@ def test_names_of_this_machine(tmp_path: Path) -> None:
     assert found.without(f"{Path.home()}/x {tmp_path}/y") == "~/x $KVD_HOME/y"
     if len(socket.gethostname()) > 2:
         assert found.without(socket.gethostname()) == "HOST"
+
+
+def test_the_folder_of_the_model_is_not_named(tmp_path: Path) -> None:
+    """A broken model's error has the path of a file in it."""
+    link = tmp_path / "secret-link"
+    link.symlink_to("/srv/acme/secret")
+    for model in (Model("/srv/acme/secret", link), Model("/srv/acme/secret", Path("secret"))):
+        names = Names.of_this_machine(tmp_path / "home", model.private_paths)
+        for path in model.private_paths:
+            text = f"{path}/config.json is no JSON"
+            assert names.without(text) == "$MODEL/config.json is no JSON"
+    assert Model("demo", tmp_path).private_paths == ()
 
 
 def test_processors_are_described(home: Home, tmp_path: Path) -> None:
