@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
+import mlx_lm
 
 import kvd
 import protocol
@@ -30,9 +31,14 @@ VARIABLE = "KVD_CHECKS"
 PACKAGES = ("mlx-kvd", "mlx", "mlx-cuda-12", "mlx-cuda-13", "mlx-cpu", "mlx-metal", "mlx-lm")
 _VARIABLES = ("MLX_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "KVD_NATIVE")
 """Prefixes of environment variables that can change results."""
-_MORE_VARIABLES = ("KVD_ATTENTION", "KVD_BLAS_PRELOADED")
+_MORE_VARIABLES = ("KVD_ATTENTION",)
 _IGNORED = ("MLX_PTX_CACHE_DIR",)
 _DRIVER = Path("/proc/driver/nvidia/version")
+_CPUINFO = Path("/proc/cpuinfo")
+_MODEL_LINES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part")
+"""Lines of `_CPUINFO` by which BLAS chooses its kernels, besides the processor's features."""
+BLAS_VARIABLE = "KVD_BLAS_PRELOADED"
+"""The environment variable with the path of the BLAS library that is in use."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -70,8 +76,9 @@ def machine() -> list[str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES + _MORE_VARIABLES) and name not in _IGNORED
     ]
-    processor = [platform.machine(), build.processor(), str(thread_count())]
-    parts = (_versions(), _sources(), [str(mx.default_device()), *stable], processor, variables)
+    processor = [platform.machine(), build.processor(), *_processor_model(), str(thread_count())]
+    files = [*_sources(), *_libraries()]
+    parts = (_versions(), files, [str(mx.default_device()), *stable], processor, variables)
     return ["\n".join(part) for part in parts]
 
 
@@ -87,12 +94,47 @@ def _versions() -> list[str]:
     return found
 
 
+def _processor_model() -> list[str]:
+    """Return what identifies the model of the first processor; empty without /proc."""
+    try:
+        text = _CPUINFO.read_text("utf-8", "replace")
+    except OSError:
+        return []
+    lines = text.partition("\n\n")[0].splitlines()
+    return [line for line in lines if line.partition(":")[0].strip() in _MODEL_LINES]
+
+
 def _sources() -> list[str]:
-    """Return name, size and time of this program's files, which change between versions."""
+    """Return name, size and time of the files of kvd and mlx-lm.
+
+    These change between versions, and when a user edits a file.
+    """
     found = []
-    for package in (kvd, protocol):
+    for package in (kvd, protocol, mlx_lm):
         for root in package.__path__:
-            for path in sorted(Path(root).rglob("*.py")):
-                about = path.stat()
-                found.append(f"{path.relative_to(root)} {about.st_size} {about.st_mtime_ns}")
+            found += [
+                _identity(path, str(path.relative_to(root)))
+                for path in sorted(Path(root).rglob("*.py"))
+            ]
     return found
+
+
+def _libraries() -> list[str]:
+    """Return path, size and time of the libraries that multiply.
+
+    The path of BLAS is a link that stays the same when the system's package is updated, or when the
+    user chooses another implementation.
+    """
+    own = Path(str(mx.__file__))
+    files = [own, *sorted((own.parent / "lib").glob("libmlx*"))]
+    if blas := os.environ.get(BLAS_VARIABLE):
+        files.append(Path(blas).resolve())
+    return [_identity(path, str(path)) for path in files]
+
+
+def _identity(path: Path, name: str) -> str:
+    try:
+        about = path.stat()
+    except OSError:
+        return name
+    return f"{name} {about.st_size} {about.st_mtime_ns}"

@@ -131,6 +131,38 @@ def test_the_key_covers_everything_that_checks_depend_on(
     assert len({usual, *changed}) == len(changed) + 1
 
 
+def test_another_blas_at_the_same_path_is_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Debian's libopenblas.so.0 is a link, and an update replaces the file behind it."""
+    library, link = tmp_path / "libopenblasp-r0.3.21.so", tmp_path / "libopenblas.so.0"
+    library.write_bytes(b"old")
+    link.symlink_to(library)
+    monkeypatch.setenv(check_key.BLAS_VARIABLE, str(link))
+    found = [opened(), opened()]
+    library.write_bytes(b"newer")
+    found.append(opened())
+    library.rename(tmp_path / "libopenblasp-r0.3.26.so")
+    link.unlink()
+    link.symlink_to(tmp_path / "libopenblasp-r0.3.26.so")
+    found.append(opened())
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_another_model_of_processor_with_the_same_features_is_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Machines may share a home folder."""
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(check_key, "_CPUINFO", file)
+    found = []
+    for model, speed in ((143, 2000), (143, 2100), (207, 2000)):
+        file.write_text(f"processor\t: 0\nmodel\t\t: {model}\ncpu MHz\t\t: {speed}\n\n")
+        found.append(opened())
+    assert found[0] == found[1] != found[2]
+
+
 def test_free_memory_and_mlxs_folder_do_not_matter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,3 +178,4 @@ def test_the_sources_are_found() -> None:
     for module in (rounding, selfcheck):
         assert module.__name__.rpartition(".")[2] + ".py " in found
     assert "memory_bounds.py " in found
+    assert "models/qwen3.py " in found

@@ -45,7 +45,7 @@ def test_sizes_beyond_the_knapsack_are_rounded_up_and_still_fit() -> None:
 
 
 def test_the_smallest_widths_fit_their_own_size_beyond_the_knapsack() -> None:
-    """As for a model with one value per key: units of the knapsack are larger than a value."""
+    """Units of the knapsack are larger than the values of a model with one value per key."""
     some = [Side(elements, {width: 4.0**-width for width in WIDTHS}) for elements in (577, 1)] * 61
     limit = size_of(some, [2] * len(some))
     assert limit > bit_mix._MAX_UNITS
