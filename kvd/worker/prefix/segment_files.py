@@ -52,15 +52,21 @@ class Reading:
         return self._reader is not None
 
     def start(self) -> None:
-        """Begin to read. Only one reading at a time may have started and not ended."""
+        """Begin to read. Only one reading at a time may have started and not ended.
+
+        Raises `UnreadableSegments` if there is no memory for records.
+        """
         self._changed_at = self._files.clock()
-        self._reader = self._files.open_reader(self._segments)
+        try:
+            self._reader = self._files.open_reader(self._segments)
+        except OSError as error:
+            raise UnreadableSegments(f"no memory for records: {error.strerror}") from error
 
     @property
     def ready(self) -> bool:
         """Whether the next record is read, or the reading can start, or the disk hangs."""
         if self._reader is None:
-            return not self._files.reads or self._files.hangs
+            return not self._files.occupied or self._files.hangs
         return self._reader.ready or self.hangs
 
     def wait(self, seconds: float) -> None:
@@ -141,11 +147,21 @@ class SegmentFiles:
         """Reader of the segment that was opened last."""
         self._closed_at: float | None = None
         """When it was closed."""
+        self._has_records = False
+        """Whether it has or will have records, which are used until it is closed."""
 
     @property
     def reads(self) -> bool:
         """Whether a thread reads a file."""
         return self._reader is not None and self._reader.working
+
+    @property
+    def occupied(self) -> bool:
+        """Whether the memory of records is in use: by a thread, or by records not yet taken.
+
+        The threads end before the last records are taken.
+        """
+        return self._has_records or self.reads
 
     @property
     def hangs(self) -> bool:
@@ -176,11 +192,12 @@ class SegmentFiles:
             lambda path: segment_file.open_records(path, self._form, by_path[path]),
             self._memory,
         )
+        self._has_records = True
         return reader
 
     def free_memory(self) -> None:
-        """Free the memory of records, unless a thread may use it."""
-        if self._memory.is_open and not self.reads:
+        """Free the memory of records, unless it is in use."""
+        if self._memory.is_open and not self.occupied:
             self._memory.close()
 
     def close_reader(self, reader: BackgroundReader | ReadAhead) -> None:
@@ -188,6 +205,7 @@ class SegmentFiles:
         reader.close()
         if reader is self._reader and self._closed_at is None:
             self._closed_at = self.clock()
+            self._has_records = False
 
     def write(self, segment: SegmentInfo) -> BackgroundWriter:
         header = segment_file.SegmentHeader(
