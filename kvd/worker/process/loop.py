@@ -164,7 +164,7 @@ class Loop:
                     self._sleep()
             elif self._may_compute():
                 self._step()
-            elif not self._to_tokenize:
+            elif not (self._to_tokenize or self._link.commands):
                 self._await_time_slice()
 
     def _enter(self, phase: wire.Phase) -> None:

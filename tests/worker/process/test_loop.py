@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
+from kvd.worker.process.link import Link
 from kvd.worker.process.loop import COMMANDS_S, RATE_WINDOW_S, _Rate
 from kvd.worker.process.memory import Reading
 from protocol.cache_outcome import RowCached
@@ -32,6 +33,8 @@ from protocol.worker import (
     StartLevel,
     Stats,
     Stop,
+    TimeSlice,
+    TimeSliceOver,
 )
 from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
@@ -323,3 +326,28 @@ def test_many_requests_at_once_do_not_delay_the_rows(start):
     between = " ".join(engine.done).split("step")
     assert max(len(one.split()) for one in between) == 2
     assert [one for one in engine.done if one != "step"] == names
+
+
+def test_commands_that_are_left_wait_for_no_time_slice(start, monkeypatch):
+    """The slice itself may be behind them."""
+    engine = Busy()
+    peer = start(engine, clock=lambda: engine.seconds)
+    peer.load(time_slices="on")
+    engine.all_sent.set()
+    peer.send(TimeSlice(seq=1, slice_s=0.0), submit("first", max_tokens=40))
+    peer.wait_for(lambda: peer.of(TimeSliceOver))
+    engine.all_sent.clear()
+    wait, left = Link.wait, []
+
+    def note(link, timeout_s):
+        left.append(len(link.commands))
+        wait(link, timeout_s)
+
+    names = [f"r{number}" for number in range(20)]
+    peer.send(*[submit(name, max_tokens=40) for name in names])
+    peer.send(TimeSlice(seq=2, slice_s=None))
+    monkeypatch.setattr(Link, "wait", note)
+    engine.all_sent.set()
+    peer.wait_for_end("first", *names)
+
+    assert not any(left)
