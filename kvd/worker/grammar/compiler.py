@@ -168,10 +168,28 @@ class Compiler:
                 is_new = self._threads < THREADS
                 self._threads += is_new
             if is_new:
-                # `Thread.start` waits until the thread runs: up to 70 ms on busy processors.
-                _thread.start_new_thread(self._work, ())
+                self._start_thread()
         self._known.move_to_end(text)
         return compilation
+
+    def _start_thread(self) -> None:
+        """Start another thread; without any, refuse what is queued."""
+        try:
+            # `Thread.start` waits until the thread runs: up to 70 ms on busy processors.
+            _thread.start_new_thread(self._work, ())
+        except RuntimeError:  # the limit of threads, or of memory
+            with self._queue_lock:
+                self._threads -= 1
+                refused = [] if self._threads else list(self._queue)
+                if refused:
+                    self._queue.clear()
+            for compilation, _ in refused:
+                compilation.error = Overloaded(
+                    "no thread can be started to compile the grammar; retry later",
+                    retry_after_s=1.0,
+                )
+                compilation.done.set()
+                self._compiling.discard(compilation.text)
 
     def _may_be_retried(self, compilation: Compilation) -> bool:
         is_known = compilation.text not in self._compiling

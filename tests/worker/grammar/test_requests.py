@@ -329,6 +329,22 @@ def waiting(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     ready.set()
 
 
+def test_without_a_thread_a_grammar_fails_only_its_request(
+    demo: Driver, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    waiting.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module._thread, "start_new_thread", fail)
+        for number in range(THREADS + 1):
+            refused = demo.alone(WORDS, grammar=Grammar("regex", f"[a-f]{{{number + 1}}}"))
+            assert refused.error is not None
+            assert refused.error.code == "overloaded"
+    assert demo.alone(WORDS, grammar=DIGITS, max_tokens=30).text.isdigit()
+
+
 def test_a_replay_is_not_refused_for_its_grammar(
     demo: Driver, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
