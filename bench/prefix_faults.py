@@ -64,7 +64,7 @@ _EXPECTED_CODES = (None, 0, -signal.SIGKILL)
 
 
 class _LogLine(msgspec.Struct):
-    """What is read of a line of the daemon's log."""
+    """The fields of a line of the daemon's log that are read."""
 
     event: str = ""
     returncode: int | None = None

@@ -24,7 +24,7 @@ NATIVE_TRACE_BYTES = 24 * 1024
 CHUNK_COPIES = 8
 """Copies of the widest activation that exist at once in prefill (measured: 6)."""
 PASS_TOKENS = 256
-"""Prompt tokens in a prefill pass, at least if prompts wait."""
+"""Maximum prompt tokens of a prefill pass, unless one chunk has more."""
 CUDA_PASS_TOKENS = 4096
 """Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
 STAGE_COPIES = 2

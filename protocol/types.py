@@ -134,7 +134,7 @@ FastPathName = Literal[
     "native library", "whole layers", "fused attention", "compiled steps", "packed prefill"
 ]
 """C++ operations on CPUs; decode steps of whole layers in one block; decode attention by kernels;
-decode steps whose graph is built once per shape; several prompts in one forward pass."""
+decode steps whose graph is built once per shape; chunks of several prompts in one pass."""
 
 
 FastPathCause = Literal["", "device", "switched_off", "model", "results", "speed", "error"]
@@ -164,7 +164,7 @@ class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FastPath(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A faster way to compute steps, and whether the load chose it."""
+    """A faster way to compute, and whether the load chose it."""
 
     name: FastPathName
     used: bool
@@ -240,7 +240,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     native: str | None = None
     """State of kvd's own CPU operations: ``on``, or why they are off; absent on accelerators."""
     paths: list[FastPath] = []
-    """Faster ways to compute, and why the load did not choose them. Empty: unknown."""
+    """Fast paths, each with the reason if the load declined it. Empty: unknown."""
     costs: Costs | None = None
     """Formulas for the memory that rows need; absent for models without formulas."""
 

@@ -48,7 +48,7 @@ class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     max_rows: int = 32
     """Maximum rows in one decode step."""
     prefill_chunk: int = 256
-    """Grid of prompt chunks in tokens, a multiple of 64. Its rounding affects outputs."""
+    """Prompt tokens of a chunk, a multiple of 64. Affects outputs (`prefill_order`)."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None

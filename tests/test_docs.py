@@ -91,6 +91,10 @@ def test_generated_parts_are_current():
     assert not docs.stale(), "run `make docs`"
 
 
+def test_no_paragraph_of_a_command_is_shown_as_code():
+    assert not re.findall(r"^    \S.*", page("cli.md"), re.MULTILINE)
+
+
 @pytest.mark.parametrize("part", ["nothing", "settings"])
 def test_a_page_without_its_parts_is_not_written(part):
     page = f"<!-- generated: {part} -->\n<!-- end -->"

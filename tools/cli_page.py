@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def described(command: Any, name: str) -> list[str]:
     """Return the section of a command and those of its subcommands."""
     context = click.RichContext(command, info_name=name)
     pieces = " ".join(command.collect_usage_pieces(context))
-    lines = [f"### {name}", "", command.help.strip(), "", "```", f"{name} {pieces}", "```", ""]
+    lines = [f"### {name}", "", inspect.cleandoc(command.help), ""]
+    lines += ["```", f"{name} {pieces}", "```", ""]
     if aliases := list(getattr(command, "aliases", None) or ()):
         names = ", ".join(f"`kvctl {alias}`" for alias in aliases)
         lines += [f"{names} is the same command.", ""]

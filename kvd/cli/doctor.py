@@ -50,7 +50,10 @@ def doctor(
     service: bool,
     target: str | None,
 ) -> None:
-    """Check machine and home, with advice. `--json FILE` writes a file. Exit code 1: a fault."""
+    """Check this machine and home, and print advice. Exit code 1: a check failed.
+
+    `--json FILE` writes the result to a file.
+    """
     if (quick or service or model is not None) and not selftest:
         raise click.BadParameter("--quick, --service and --model need --selftest")
     printed = common.json or target == _STDOUT

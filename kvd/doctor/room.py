@@ -23,7 +23,7 @@ _KV_COPIES = 2
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that the sides may take."""
+    """Bytes that each side may take."""
 
     kvd: int
     mlx_lm: int
@@ -32,8 +32,8 @@ class Room:
 def find(scene: Scene, folder: Path, rows: int, tokens: int) -> Room:
     """Return the memory of each side for ``rows`` of ``tokens``.
 
-    Raises `InsufficientMemory` if both do not fit into the budget, or beside a running daemon into
-    what its budget leaves, and the `KvdError` of a broken model.
+    Raises `InsufficientMemory` if both sides do not fit into the budget, or into what a running
+    daemon leaves of it. Raises the `KvdError` of a broken model.
     """
     on_cpu = scene.computes_on_cpu is not False
     config = model_folder.read_config(folder)

@@ -44,7 +44,7 @@ _MODERATE = 0.9
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is measured."""
+    """Bounds of the comparison."""
 
     sizes: tuple[Cell, ...]
     rounds: int

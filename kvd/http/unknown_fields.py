@@ -24,14 +24,14 @@ OTHER_NAMES = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
 }
-"""Names of settings in other APIs. Ignored, they would change the answer without a sign."""
+"""kvd's names for settings of other APIs, which would change the answer silently if ignored."""
 
 MOST_NAMES = 256
-"""Names of ignored fields that get an event record, over the daemon's life."""
+"""Maximum names of ignored fields that get an event record, over the daemon's life."""
 _LONGEST_NAME = 64
-"""Characters of a name above which it is no typo; also the limit in event records."""
+"""Characters above which a name is no typo; longer names are shortened in event records."""
 _FIRST_LIMITS = ((9, 2), (6, 1))
-"""Lengths of known names, and the most edits of a typo. Shorter names are too alike."""
+"""Minimum lengths of known names, and maximum edits of their typos. Shorter names are too alike."""
 
 Ignore = Callable[[Sequence[str]], None]
 """Called with the names of a body's unknown fields, if there are any."""
@@ -105,7 +105,7 @@ def _may_be_near(name: str, known: str) -> bool:
 
 
 def _edits(first: str, second: str) -> int:
-    """Return the least insertions, deletions, replacements and swaps of neighbours between them."""
+    """Return the fewest edits between two names: insert, delete, replace, swap neighbours."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, a in enumerate(first):

@@ -3,7 +3,7 @@
 A load runs the model many times to find the fastest way to serve it that is right. The result
 depends on the model, the settings, the device and the software. If all of these are the same
 (`kvd.worker.serving.check_key`), it is not computed again. Only checks that passed are kept: a
-check that failed, or kernels that were slower, may have suffered from something else.
+check that failed, or kernels that were slower, may have had another cause, such as a busy machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Checks:
                 self._results.changed = True  # written by other code
 
     def under(self, name: str) -> Checks:
-        """Return the same checks for a model that has been changed; ``name``: how."""
+        """Return checks whose names begin with ``name``: those of one way to serve the model."""
         found = Checks()
         found._stored, found._key, found._results = self._stored, self._key, self._results
         found._prefix = f"{self._prefix}{name}: "

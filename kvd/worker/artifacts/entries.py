@@ -81,7 +81,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of one folder, at most ``most_bytes``; the least recently used ones go first."""
+    """The entries of one folder, at most ``most_bytes``; deletes the least recently used first."""
 
     folder: Path
     most_bytes: int

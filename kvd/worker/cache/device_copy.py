@@ -1,7 +1,7 @@
 """Copies pages from page-locked memory into evaluated arrays, by a CUDA kernel.
 
-The host's address of an array would move the array to managed memory, which copies all of it. A
-kernel has the address on the device. It reads the record over the bus, so the copy needs neither
+To take an array's address on the host would move the whole array to managed memory. A kernel has
+the address on the device. It reads the record over the bus, so the copy needs neither
 memory on the device nor another copy there, and steps in flight compute meanwhile.
 
 The kernel writes into its inputs, which MLX does not know. So each kernel is compared with a plain
@@ -48,7 +48,7 @@ class PageShape:
 
     @property
     def fits(self) -> bool:
-        """Whether there can be a kernel for it."""
+        """Whether a kernel can copy such pages."""
         return bool(self.sizes) and not any(size % WORD_BYTES for size in self.sizes)
 
 
@@ -175,7 +175,7 @@ def _slots(slots: tuple[int | None, ...]) -> mx.array:
 
 @cache
 def _stream() -> mx.Stream:
-    """Return a stream beside that of the steps."""
+    """Return a stream other than that of the steps."""
     return mx.new_stream(mx.Device(mx.DeviceType.gpu))
 
 
@@ -189,5 +189,5 @@ def _kernel(shape: PageShape) -> Any:
         input_names=["place", "slots", *(f"a{number}" for number in range(len(shape.sizes)))],
         output_names=["done"],
         source=source,
-        ensure_row_contiguous=False,  # a copy of an input would be written instead of it
+        ensure_row_contiguous=False,  # else the kernel could write into a copy
     )

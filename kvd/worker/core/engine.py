@@ -4,7 +4,7 @@ One step, in order::
 
     plan      admit requests; choose what to prefill and what to decode (`scheduling`)
     decode    launch step n+1 from the lazy tokens of step n; wait for step n and read it
-    prefill   wait for step n+1; one chunk of a prompt, or one chunk of each of several
+    prefill   wait for step n+1; one pass over chunks of one or more prompts
     pools     return memory to the daemon, continue transfers, or grow pools (`core.pace`)
 
 Most steps only plan and decode. The host then processes the tokens of step n while the device

@@ -1,11 +1,11 @@
-"""How long a step may work on transfers, so that rows that decode are hardly delayed."""
+"""Limits the time that a step spends on transfers, so that decoding rows are hardly delayed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOST_SECONDS = 0.010
-"""Seconds that a step works on growing pools or on transfers, at most."""
+"""Maximum seconds that a step spends on growing pools or on transfers."""
 STEP_SHARE = 0.25
 """Share of a usual decode step for this work. The 99th percentile between tokens should stay within
 1.3 times the undisturbed one."""
@@ -14,7 +14,7 @@ _NEWEST_WEIGHT = 0.1
 
 @dataclass
 class Pace:
-    """The usual duration of an engine's decode steps, and the time for transfers that it gives.
+    """Averages the duration of usual decode steps, and derives the time for transfers from it.
 
     A usual step prefills nothing and writes no pages. A step that writes pages takes longer
     already, so no transfer continues in it.

@@ -24,7 +24,7 @@ def _lock_nothing(_memory: memoryview) -> Callable[[], None]:
 
 
 class RecordMemory:
-    """One block of memory, given out and taken back in the same order.
+    """One block of memory, whose pieces are taken and freed in the same order.
 
     The block is allocated by `open` and freed by `close`. One thread at a time may call a method.
     ``lock``: see `Lock`; `open` and `close` call it.
@@ -36,14 +36,14 @@ class RecordMemory:
         self._block: memoryview | None = None
         self._unlock: Callable[[], None] | None = None
         self._taken: deque[tuple[int, int]] = deque()
-        """First and last byte of what is taken, the oldest first."""
+        """Start and end of each taken piece, the oldest first."""
 
     @property
     def is_open(self) -> bool:
         return self._block is not None
 
     def open(self) -> None:
-        """Allocate the block if it is not allocated, and take everything back."""
+        """Allocate the block if it is not allocated, and free all its pieces."""
         self._taken.clear()
         if self._block is None:
             block = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE)
@@ -54,18 +54,18 @@ class RecordMemory:
             self._unlock = self._lock(self._block)
 
     def close(self) -> None:
-        """Free the block. Nothing may use what it was given any more."""
+        """Free the block. No piece of it may be in use."""
         self._taken.clear()
         if self._unlock is not None:
             self._unlock()
         self._block = self._unlock = None
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `take` would return so many bytes."""
+        """Return whether `take` has a free piece of this size."""
         return self._start_of(nbytes) is not None
 
     def take(self, nbytes: int) -> memoryview:
-        """Return consecutive bytes with any content; `has_room` must be true for them."""
+        """Return a piece with undefined content. Call it only if `has_room` is true."""
         start = self._start_of(nbytes)
         assert start is not None, "there is room for what is taken"
         assert self._block is not None, "the memory is open"
@@ -73,11 +73,11 @@ class RecordMemory:
         return self._block[start : start + nbytes]
 
     def free_oldest(self) -> None:
-        """Take back what was taken first."""
+        """Free the oldest piece."""
         self._taken.popleft()
 
     def _start_of(self, nbytes: int) -> int | None:
-        """Return where so many free bytes begin; None: there are not so many in one piece."""
+        """Return the offset of a free piece of this size; None: there is none."""
         if not self._taken:
             return 0 if nbytes <= self.nbytes else None
         first, end = self._taken[0][0], -(-self._taken[-1][1] // _ALIGNMENT) * _ALIGNMENT

@@ -28,8 +28,8 @@ STAGING_BYTES = 8 * 1024 * 1024
 """Limit of the records between the engine and a thread that writes. A larger record is staged
 alone."""
 STAGED_RECORDS = 8
-"""Least records of pages that there is memory for while a prefix is read: one is being copied, each
-thread reads one, and the others are read ahead."""
+"""Records of pages that fit at least into the memory of a read: one that is copied, one that each
+thread reads, and others that are read ahead."""
 READERS = min(3, max(1, (os.cpu_count() or 1) // 2))
 """Threads that read and check records of one prefix at the same time. One thread reaches 6 GB/s
 from the page cache (H200 host), which is slower than the copies to some devices."""

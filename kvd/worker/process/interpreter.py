@@ -6,9 +6,9 @@ import os
 import sys
 
 SWITCH_INTERVAL_S = 0.0005
-"""Seconds after which a thread that runs Python hands over the lock. The thread that computes takes
-the lock many times in a step; a thread that writes or compiles grammars would hold it for 5 ms each
-time."""
+"""Seconds after which a thread releases Python's lock if another waits (Python's default: 5 ms).
+The thread that computes takes the lock many times in a step, also from threads that write or
+compile grammars."""
 
 
 def prepare() -> None:

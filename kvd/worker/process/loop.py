@@ -42,9 +42,9 @@ LONG_WAIT_S = 0.25
 """Seconds of waiting for a time slice until the worker reports ``idle``; most waits are shorter."""
 RATE_WINDOW_S = 2.0
 COMMANDS_S = 0.005
-"""Seconds between two steps after which the remaining commands wait for the next step."""
+"""Seconds for commands between two steps; the remaining commands wait for the next step."""
 COMMANDS_SHARE = 0.2
-"""Share of the last step's duration for commands, if that is longer."""
+"""Share of the last step's duration that commands may take, if that is longer."""
 
 _log = logging.getLogger("kvd.worker")
 

@@ -15,24 +15,24 @@ second one finds a shared prefix in the cache.
 
 **Bounds.** The first request is never passed over twice in a row. A request is therefore prefilled
 after at most 2 S passes, where S counts its own chunks and those of the requests ahead of it.
-With chunks of C tokens, a prompt of s tokens behind one long prompt waits for less than 2 s + 2 C
+With passes of P tokens, a prompt of s tokens behind one long prompt waits for less than 2 s + 2 P
 tokens of that prompt. If it can lead express passes, the two alternate, and it waits for about as
 many tokens as it has itself. If it cannot, the long prompt has less than 2 s tokens left.
 
 **Passes.** If the engine supports it, a pass takes as many chunks as decoding leaves room for in
 the step's budget: the lead's next chunks, then those of the other requests. In an express pass, the
-requests that could lead it come before the others. The rest stand in queue order. Left to a later
-pass are a chunk that does not fit, whose room a smaller one may take, and a prompt that begins with
-a chunk which the pass already has. A request's chunks in a pass end where it must leave a
+requests that could lead it come before the others. The rest stand in queue order. A chunk that does
+not fit waits for a later pass, and a smaller one may take its room. A prompt that begins with a
+chunk which the pass already has waits too. A request's chunks in a pass end where it must leave a
 checkpoint.
 
-The chunks and the tails before them have no more tokens than one chunk that fills the pass, and the
-longest tail before it. The memory reserved for the dense keys and values of one prefill therefore
-also holds those of a pass over many prompts.
+Together, the chunks of a pass and the tails before them have at most the tokens of one chunk that
+fills the pass with the longest tail before it. The memory reserved for the dense keys and values of
+such a chunk therefore also holds those of a pass over many prompts.
 
-**Chunk ends** lie on the absolute grid of C tokens, or at the prompt's end. A chunk attends to its
-own keys before they are quantized, and to pages of earlier keys, which are quantized. A chunk end
-that moved with the load would therefore change the result.
+**Chunk ends** are multiples of the chunk size, or the prompt's end. A chunk attends to its own keys
+before they are quantized, and to pages of earlier keys, which are quantized. A chunk end that moved
+with the load would therefore change the result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 
 
 class PrefillOrder:
-    """Chooses the chunks of passes. ``chunk``: grid in tokens; ``budget``: tokens per step.
+    """Chooses the chunks of passes. ``chunk``: tokens of a chunk; ``budget``: tokens per step.
 
     ``group``: whether a pass can have several chunks.
     """

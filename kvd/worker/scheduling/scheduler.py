@@ -121,7 +121,7 @@ class Scheduler:
         self._planned: dict[str, list[Chunk]] = {}
         """Chunks that `mark_prefilled` accepts, in this order."""
         self._pass_counted = True
-        """Whether `PrefillOrder.pass_done` was called for the planned group."""
+        """Whether `PrefillOrder.pass_done` was called for the planned pass."""
 
     # Counts.
 
@@ -393,7 +393,7 @@ class Scheduler:
         request.generated = max(request.generated, generated)
 
     def mark_prefilled(self, rid: str, end: int) -> None:
-        """Note that a planned chunk ran, to ``end``. A group's first chunk also counts its pass."""
+        """Note that a planned chunk ran, to ``end``. A pass's first chunk also counts the pass."""
         planned = self._planned.get(rid, [])
         if not planned or planned[0].end != end:
             raise LocalProtocolError(

@@ -72,7 +72,7 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     min_top1: float
     levels: list[MeasuredLevel]
     losses: list[LayerLoss] = []
-    """What the mixes were chosen by."""
+    """Losses by which the mixes were chosen."""
     prompts: int
     tokens: int
     date: str

@@ -1,4 +1,4 @@
-"""What a worker has to know about a tokenizer to work without transformers, and its bytes.
+"""The facts about a tokenizer that a worker needs to work without transformers, and their encoding.
 
 `kvd.worker.tools.convert_tokenizer` makes records, `kvd.worker.text.tokenizer_cache` keeps them.
 """
@@ -36,7 +36,7 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
     splits_special: bool
     """Whether special tokens in texts are tokenized like other text."""
     cleans_up: bool
-    """Whether decoding removes spaces before punctuation, unless told otherwise."""
+    """Whether decoding removes spaces before punctuation by default."""
     tool_parser: str
     """Name of mlx-lm's parser of the model's tool calls; empty: it has none."""
 

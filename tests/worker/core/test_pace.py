@@ -1,4 +1,4 @@
-"""How long steps work on transfers."""
+"""The time that steps spend on transfers."""
 
 from __future__ import annotations
 
