@@ -92,7 +92,8 @@ class Entries:
         try:
             content = _read(path)
             if content is not None:
-                os.utime(path)  # the time of use orders the entries
+                with contextlib.suppress(OSError):  # the disk may be read-only
+                    os.utime(path)  # the time of use orders the entries
         except FileNotFoundError:
             return None
         except OSError as error:

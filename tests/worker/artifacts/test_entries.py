@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -102,6 +103,17 @@ def test_entries_are_kept_if_others_of_the_group_could_write_to_the_cache(stored
     stored.put("a", b"content")
     assert stored.get("a") == b"content"
     assert stored.folder.parent.stat().st_mode & 0o777 == 0o755
+
+
+def test_entries_on_a_read_only_disk_are_read(
+    stored: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    stored.put("a", b"content")
+    monkeypatch.setattr(os, "utime", refuse)
+    assert stored.get("a") == b"content"
 
 
 def test_writers_of_one_entry_do_not_disturb_each_other(stored: Entries) -> None:
