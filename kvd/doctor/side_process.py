@@ -55,7 +55,10 @@ class SideProcess:
         Raises `InsufficientMemory` if the side's memory was short, `TooSlow` after ``most_s``
         seconds, and `InternalError` if it failed or died.
         """
-        self._socket.sendall(msgspec.json.encode(task) + b"\n")
+        try:
+            self._socket.sendall(msgspec.json.encode(task) + b"\n")
+        except ConnectionError as error:
+            raise self._ended() from error
         answer = self._receive(most_s)
         if not isinstance(answer, Ran):
             raise InternalError(f"{self.name} sent {type(answer).__name__} instead of Ran")
@@ -76,16 +79,20 @@ class SideProcess:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._socket], [], [], left)[0]:
                 raise TooSlow(f"{self.name} took more than {most_s:g} s")
-            part = self._socket.recv(_READ_BYTES)
+            try:
+                part = self._socket.recv(_READ_BYTES)
+            except ConnectionError as error:
+                raise self._ended() from error
             if not part:
-                raise InternalError(f"{self.name}: its process ended: {self._end()}")
+                raise self._ended()
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _end(self) -> str:
+    def _ended(self) -> InternalError:
         words = last_error(self._errors)
-        return f"{death(self._process.wait())}{words and f'; {words}'}"
+        reason = f"{death(self._process.wait())}{words and f'; {words}'}"
+        return InternalError(f"{self.name}: its process ended: {reason}")
 
 
 @contextlib.contextmanager

@@ -149,6 +149,10 @@ def test_a_side_that_dies_or_lacks_memory_is_reported(home: Home, log: Path) -> 
     assert findings["speed"].verdict == "fail"
     assert "its process ended: SIGABRT; Fatal Python error: Aborted" in findings["speed"].observed
 
+    found, findings = compared(scene(home), "ends")  # between two tasks
+    assert found is None
+    assert "its process ended: exit status 3" in findings["speed"].observed
+
     found, findings = compared(scene(home), "short")
     assert found is None
     assert findings["speed"].verdict == "warn"
