@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def unknown_fields(body: bytes | bytearray, kind: Any) -> list[str]:
     """
     if not hasattr(kind, "__struct_fields__"):  # a union of structs, each of which has its own rule
         return []
-    known = {one.encode_name for one in fields(kind)}
+    known = _known(kind)
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     unknown = [name for name in given if name not in known]
     if unknown and getattr(kind, "REFUSES_TYPOS", False):
@@ -79,6 +80,12 @@ def unknown_fields(body: bytes | bytearray, kind: Any) -> list[str]:
     return unknown
 
 
+@functools.cache
+def _known(kind: type) -> frozenset[str]:
+    # msgspec evaluates the annotations of all fields: 0.6 ms for a chat request.
+    return frozenset(one.encode_name for one in fields(kind))
+
+
 def _meant(name: str, absent: Collection[str]) -> str | None:
     """Return the known name that this one is a typo of. A field that is also given is not meant."""
     if len(name) > _LONGEST_NAME:
@@ -87,7 +94,7 @@ def _meant(name: str, absent: Collection[str]) -> str | None:
         return OTHER_NAMES[name]
     if alike := [one for one in absent if _plain(one) == _plain(name)]:
         return min(alike)
-    near = [(_edits(name, one), one) for one in absent if _may_be_near(name, one)]
+    near = [(_edits(name, one, _limit(one)), one) for one in absent if _may_be_near(name, one)]
     edits, meant = min(near, default=(_LONGEST_NAME, ""))
     return meant if edits <= _limit(meant) else None
 
@@ -104,8 +111,11 @@ def _may_be_near(name: str, known: str) -> bool:
     return abs(len(name) - len(known)) <= _limit(known) and _limit(known) > 0
 
 
-def _edits(first: str, second: str) -> int:
-    """Return the fewest edits between two names: insert, delete, replace, swap neighbours."""
+def _edits(first: str, second: str, limit: int) -> int:
+    """Return the fewest edits between two names: insert, delete, replace, swap neighbours.
+
+    If they are more than ``limit``, the result is some number above it.
+    """
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, a in enumerate(first):
@@ -116,4 +126,6 @@ def _edits(first: str, second: str) -> int:
             if i and j and a == second[j - 1] and first[i - 1] == b:
                 least = min(least, rows[0][j - 1] + 1)
             row.append(least)
+        if min(*before, *row) > limit:  # further rows build on these two
+            break
     return row[-1]
