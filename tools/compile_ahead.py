@@ -32,7 +32,7 @@ def precompile(header: Path) -> Path | None:
     if sys.platform != "linux" or compiler is None or not header.exists():
         return None
     target = header.with_name(f"{header.name}.gch")
-    if not target.exists() or target.stat().st_mtime < header.stat().st_mtime:
+    if not target.exists() or target.stat().st_mtime <= header.stat().st_ctime:
         include = next(path for path in header.parents if path.name == "include")
         partial = target.with_suffix(".part")
         subprocess.run(

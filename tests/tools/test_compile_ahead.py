@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,3 +41,18 @@ def test_mlx_compiles_with_the_precompiled_header(tmp_path: Path) -> None:
     written = precompiled.stat().st_mtime_ns
     assert precompile(HEADER) == precompiled
     assert precompiled.stat().st_mtime_ns == written
+
+
+def test_a_header_that_was_installed_later_is_compiled_again(tmp_path: Path) -> None:
+    """uv keeps the time of its cache, which may be older than what an earlier header became."""
+    header = tmp_path / "include" / "some.h"
+    header.parent.mkdir()
+    header.write_text("int old();\n")
+    old = precompile(header)
+    assert old is not None
+    content = old.read_bytes()
+    header.unlink()
+    header.write_text("int another();\n")
+    os.utime(header, (1e9, 1e9))
+    assert precompile(header) == old
+    assert old.read_bytes() != content
