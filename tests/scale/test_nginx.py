@@ -78,6 +78,14 @@ def parts(session: str, turn: int) -> dict:
     return {"model": "fast", "messages": said, "max_tokens": 1, "system": "Be brief."}
 
 
+def parts_with_text_first(session: str, turn: int) -> dict:
+    body = parts(session, turn)
+    for message in body["messages"]:
+        (part,) = message["content"]
+        message["content"] = [{"text": part["text"], "type": "text"}]
+    return body
+
+
 KINDS = {
     "X-Session-Id": of_header("X-Session-Id"),
     "X-LiteLLM-Session-Id": of_header("x-litellm-session-id"),
@@ -95,6 +103,17 @@ KINDS = {
         fields=lambda session, turn: chat(*talk(session, turn), system=f"It is {turn} o'clock.")
     ),
     "first message in parts": of_fields("/v1/messages", fields=parts),
+    "first message in parts, the text first": of_fields(
+        "/v1/messages", fields=parts_with_text_first
+    ),
+    "list of prompts": of_fields(
+        "/v1/completions",
+        fields=lambda session, turn: {
+            "model": "fast",
+            "prompt": [f"Session {session}"],
+            "max_tokens": turn + 1,
+        },
+    ),
     "Ollama": of_fields(
         "/api/chat",
         fields=lambda session, turn: {
