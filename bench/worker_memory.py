@@ -1,4 +1,4 @@
-"""Memory and CPU time of a worker beside mlx_lm.server: fresh, after traces, and idle again.
+"""Memory and CPU time of a worker and of mlx_lm.server: fresh, after traces, and idle again.
 
     python -m bench.worker_memory [--models demo FOLDER ...] [--traces steady long] [--runs 3]
                                   [--json FILE]

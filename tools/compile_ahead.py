@@ -24,7 +24,7 @@ FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")
 
 
 def precompile(header: Path) -> Path | None:
-    """Write the precompiled form of MLX's header beside it, unless it is there already.
+    """Write the precompiled form of MLX's header next to it, unless it exists.
 
     Returns its path, or None without g++ or MLX's CPU backend.
     """

@@ -99,7 +99,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """kvd beside mlx-lm in one run."""
+    """kvd compared with mlx-lm in one run."""
 
     model: str
     """``demo``, a Hub id, or ``a folder``."""

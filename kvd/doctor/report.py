@@ -46,7 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     sections: list[Section]
     """All checks; those of home and daemon without texts and numbers."""
     speed: Speed | None
-    """kvd beside mlx-lm; None if it was not measured: the section ``Selftest: speed`` has why."""
+    """kvd compared with mlx-lm; None if not measured. ``Selftest: speed`` then has the reason."""
 
     @classmethod
     def of(

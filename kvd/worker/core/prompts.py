@@ -97,7 +97,7 @@ class Prompts:
                     self._batch.reports += report_prompt(request, 0, self._first_token(request))
 
     def _prefill_rows(self, rows: list[Row], tokens: list[list[int]]) -> None:
-        """Prefill a chunk of each row, with decode steps of other rows between the stages."""
+        """Prefill chunks of these rows, with decode steps of other rows between the stages."""
         if self._runner.can_interleave:
             share = self._interleaving.stage_share(sum(map(len, tokens)))
             self._runner.prefill_pass(rows, tokens, share, self._interleaving.run_step)

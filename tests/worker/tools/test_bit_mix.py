@@ -1,4 +1,4 @@
-"""Bits by layer: the knapsack beside an exhaustive search, and losses between measured widths."""
+"""Bits by layer: the knapsack against an exhaustive search, and losses between measured widths."""
 
 from __future__ import annotations
 
