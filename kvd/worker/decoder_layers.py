@@ -64,7 +64,7 @@ class Parts:
 
 
 BlockOf = Callable[[Parts], Block | str]
-"""Makes a layer's block, or says why there is none for such parts."""
+"""Returns a layer's block, or the reason why there is none for such parts."""
 
 
 def fuse(model: Any, block_of: BlockOf) -> int:
