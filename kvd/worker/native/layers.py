@@ -100,7 +100,8 @@ def pack_weights(model: Any, library: ModuleType) -> None:
     """Replace a model's dense linear layers and embeddings with packed ones.
 
     Lazy except for float32 weights, whose values are checked. Only layers whose class is exactly
-    MLX's own are replaced; a model's subclasses stay.
+    MLX's own are replaced; a model's subclasses stay. So do layers of fewer than `PANEL` inputs,
+    because Gemma 3n assigns to the weights of such layers in every step.
     """
     replaced: dict[int, _Packed] = {}
     originals: list[Any] = []  # kept alive, so that no other module gets the id of one
@@ -109,6 +110,8 @@ def pack_weights(model: Any, library: ModuleType) -> None:
         if id(child) in replaced:  # a shared layer stays shared
             return replaced[id(child)]
         if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
+            return child
+        if child.weight.shape[-1] < PANEL:
             return child
         kind = PackedLinear if type(child) is nn.Linear else PackedEmbedding
         replaced[id(child)] = kind(library, child)
