@@ -12,9 +12,9 @@ from kvd.cli import completion
 from kvd.cli.common import CommonOptions, common_options, option
 from kvd.cli.console import print_message, stdout_console, write
 from kvd.cli.doctor_page import Page, summary
+from kvd.doctor import report
 from kvd.doctor.examination import examine
 from kvd.doctor.scene import Scene
-from kvd.host import user_files
 from kvd.host.exits import Exit
 from kvd.host.home import locate
 
@@ -72,7 +72,7 @@ def doctor(
             data = {"verdict": page.verdict, "machine": scene.machine, "sections": page.sections}
             content = msgspec.json.encode(data)
             if file is not None:
-                user_files.write(file, content + b"\n")
+                report.save(file, content + b"\n")
         if printed:
             write(content.decode().rstrip("\n") + "\n")
         else:

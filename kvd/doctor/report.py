@@ -100,9 +100,21 @@ def _versions() -> dict[str, str]:
 def write(report: Report, names: Names, path: Path | None = None) -> Path:
     """Write the report to ``path``, or to a new file in the current folder; return its path."""
     file = path or Path.cwd() / report.file_name
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        user_files.write(file, report.encode(names))
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}", key="") from error
+    save(file, report.encode(names))
     return file
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write a file that the user named, in a new folder if needed; raises `ConfigError`.
+
+    A link's target is replaced, and a pipe or device is written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+        else:
+            user_files.write(path.resolve(), content)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        text = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write {path}: {text}", key="") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from kvd.doctor import machine, selftest
 from kvd.doctor.finding import Section, fail, ok, warn
 from kvd.doctor.measurements import Cell, Served, Side, Speed
 from kvd.doctor.privacy import Names
-from kvd.doctor.report import Report, write
+from kvd.doctor.report import Report, save, write
 from kvd.doctor.scene import Scene
 from kvd.doctor.speed import Model
 from kvd.host.home import Home
@@ -83,6 +84,30 @@ def test_the_file_names_no_person_and_no_machine(home: Home, tmp_path: Path) -> 
     assert [one["observed"] for one in findings] == texts
     assert [one["verdict"] for one in findings] == ["ok", "warn", "fail", "ok"]
     assert found["engine"]["blas"] == "~/lib/blas.so"
+
+
+def test_the_target_of_a_link_is_replaced_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    save(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    save(pipe, b"new")
+    assert os.read(reader, 10) == b"new"
+    assert pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_file_that_cannot_be_written_is_named(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = tmp_path / "file" / "r.json"
+    result = CliRunner().invoke(app, ["doctor", "--home", str(home.root), "--json", str(file)])
+    assert isinstance(result.exception, SystemExit)
+    assert f"cannot write {file}" in "".join(result.output.split("\n"))
 
 
 def test_names_inside_of_words_stay() -> None:

@@ -86,7 +86,7 @@ def read(place: Place) -> Entry | None:
     if place.file.is_symlink():
         place.file.unlink(missing_ok=True)
     try:
-        handle = os.open(place.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(place.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     with os.fdopen(handle, "rb") as file:

@@ -141,6 +141,15 @@ def test_a_damaged_entry_is_deleted_and_made_again(model, folder, converter, con
     assert isinstance(cache.read(place), Refusal)
 
 
+def test_a_pipe_is_replaced(model, folder):
+    """A plain open would wait for a writer."""
+    place = cache.place_of(model, folder)
+    os.mkfifo(place.file)
+    assert cache.read(place) is None
+    cache.write(place, RECORD)
+    assert cache.read(place) == RECORD
+
+
 def test_a_link_is_replaced(model, folder, tmp_path):
     place = cache.place_of(model, folder)
     other = tmp_path / "other"
