@@ -267,13 +267,13 @@ class SegmentReader:
             for some in _slices(found.pages):
                 if self._is_complete:
                     return
-                slots = [
-                    row.pages[row.index_of(number)].slot if number in missing else None
-                    for number in some
-                ]
                 for layer in store.layers:
                     record = yield from _next(records)
                     if missing.intersection(some):
+                        slots = [  # pages may move at each yield
+                            row.pages[row.index_of(number)].slot if number in missing else None
+                            for number in some
+                        ]
                         layer.write_record(found.level, slots, record)
                         yield
                 missing.difference_update(some)

@@ -134,6 +134,29 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
+def test_pages_may_move_between_two_records(name: str, how: str) -> None:
+    """As when pools are cut for another request."""
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files, bases, want = written(runner)
+    for records in range(2, max(map(len, files.values())) + 1):
+        stranger, row = cache.new_row(), cache.new_row()
+        prefill(runner, stranger, 0, 640)
+        reader = SegmentReader(cache, row, list(chain(files, bases, ENDS[-1])))
+        for count, _ in enumerate(reader.run()):
+            if count == records:
+                cache.free(stranger)
+                cache.compact()
+                check_cache(cache)
+        if stranger.alive:
+            cache.free(stranger)
+        (found,) = decode(runner, [row], MORE[:SOME])
+        np.testing.assert_array_equal(found, want[:SOME])
+        cache.free(row)
+        cache.shrink()
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> None:
     runner = runner_of(name, how)
     cache = runner.cache
