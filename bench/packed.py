@@ -1,7 +1,7 @@
 """Prefill of many prompts in passes of different sizes: time to the first tokens, host time.
 
     python -m bench.packed [--model DIR] [--prompts 32x1650 1x50000] [--passes 256 4096]
-                           [--chunk 256] [--rounds 3] [--json FILE]
+                           [--chunk 256] [--scratch 256] [--rounds 3] [--json FILE]
 
 An engine in this process gets all prompts of a load at once. Each prompt asks for one token. Sizes
 of passes alternate, and results are medians. A size that is not above ``--chunk`` gives passes of
@@ -74,7 +74,9 @@ class Result:
 class Engine:
     """An engine whose passes have up to ``pass_tokens`` tokens."""
 
-    def __init__(self, model: str, kv: KVSpec, chunk: int, pass_tokens: int, rows: int) -> None:
+    def __init__(
+        self, model: str, kv: KVSpec, chunk: int, pass_tokens: int, rows: int, scratch: int
+    ) -> None:
         self.pass_tokens = max(chunk, pass_tokens)
         with mock.patch.object(memory_bounds, "pass_tokens", return_value=self.pass_tokens):
             self._driver = Driver(
@@ -84,6 +86,7 @@ class Engine:
                 max_rows=rows,
                 prefill_chunk=chunk,
                 prefix_bytes=4 * GIB,
+                attention_scratch=scratch << 20,
             )
         self._driver.check = lambda: None  # type: ignore[method-assign] - not to be measured
         runner = self._driver.engine._runner  # noqa: SLF001
@@ -136,7 +139,10 @@ def median_of(results: Sequence[Result]) -> Result:
 def measure(options: argparse.Namespace) -> list[Result]:
     rows = max(int(load.split("x")[0]) for load in options.prompts)
     kv = KVSpec(k_bits=options.bits, v_bits=options.bits)
-    engines = [Engine(options.model, kv, options.chunk, size, rows) for size in options.passes]
+    engines = [
+        Engine(options.model, kv, options.chunk, size, rows, options.scratch)
+        for size in options.passes
+    ]
     found = []
     for load in options.prompts:
         results: dict[int, list[Result]] = {engine.pass_tokens: [] for engine in engines}
@@ -157,6 +163,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, nargs="+", default=[256, 4096])
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--bits", type=int, default=8, help="bits of keys and values")
+    parser.add_argument("--scratch", type=int, default=256, help="MiB for dense copies")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
@@ -165,7 +172,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
     results = [asdict(one) for one in measure(options)]
-    how = {"model": options.model, "chunk": options.chunk, "bits": options.bits}
+    how = {name: getattr(options, name) for name in ("model", "chunk", "bits", "scratch")}
     publish({**machine(), **how, "results": results}, options.json)
 
 

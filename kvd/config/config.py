@@ -175,10 +175,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.prefill_chunk or (CUDA_CHUNK if nvidia.first_device() else CHUNK)
 
     def attention_scratch(self, budget: int) -> int:
-        """Return the bytes that dense copies may take in prefill, with a budget in bytes."""
+        """Return the bytes that dense copies may take in prefill, with a budget in bytes.
+
+        A power of two: stored prefixes and kept checks are of one size, and a budget that changes
+        a little should not lose them.
+        """
         if nvidia.first_device() is None:
             return SCRATCH
-        return min(CUDA_SCRATCH, max(SCRATCH, budget // CUDA_SCRATCH_PARTS))
+        part = 1 << max(0, (budget // CUDA_SCRATCH_PARTS).bit_length() - 1)
+        return min(CUDA_SCRATCH, max(SCRATCH, part))
 
     @property
     def budget_bytes(self) -> int | None:

@@ -55,8 +55,8 @@ def test_the_scratch_on_cuda_is_a_part_of_the_budget(monkeypatch):
     monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: None)
     assert Config().attention_scratch(100 * gib) == gib // 4
     monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: Device(None))
-    found = [Config().attention_scratch(budget * gib) for budget in (2, 8, 32, 104)]
-    assert found == [gib // 4, gib // 4, gib, 2 * gib]
+    found = [Config().attention_scratch(budget * gib) for budget in (2, 8, 32, 63, 104)]
+    assert found == [gib // 4, gib // 4, gib, gib, 2 * gib]
 
 
 def test_kv_settings_of_a_model_in_a_table():
