@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import platformdirs
@@ -46,6 +46,8 @@ _LEFTOVER_S = 3600
 """Age at which a temporary file has no writer any more: conversions end after `TIMEOUT_S`."""
 _TICK_S = 0.5
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx-lm", "mlx-kvd")
+_OPTIONAL = ("protobuf", "sentencepiece", "tiktoken")
+"""Libraries with which transformers reads files of some tokenizers, if they are installed."""
 _WEIGHTS = frozenset(
     (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 )
@@ -192,13 +194,22 @@ def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> str:
 def _key(model: Path) -> str:
     """Return a digest of all that the tokenizer depends on."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update("\0".join([sys.version, *(version(name) for name in _LIBRARIES)]).encode())
+    digest.update("\0".join([sys.version, *_versions()]).encode())
     for file in sorted([*model.iterdir(), *model.glob(f"{_TEMPLATES}/*")]):
         if file.suffix in _WEIGHTS or not file.is_file():
             continue
         name = str(file.relative_to(model)).encode("utf-8", "surrogateescape")
         digest.update(len(name).to_bytes(4, "little") + name + _content(file))
     return digest.hexdigest()
+
+
+def _versions() -> Iterator[str]:
+    yield from (version(name) for name in _LIBRARIES)
+    for name in _OPTIONAL:
+        try:
+            yield version(name)
+        except PackageNotFoundError:
+            yield ""
 
 
 def _content(file: Path) -> bytes:

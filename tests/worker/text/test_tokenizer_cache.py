@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -246,7 +247,16 @@ def test_the_key_follows_what_the_tokenizer_depends_on(model, folder, monkeypatc
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "rag.jinja").write_text("x")
     keys.append(key())
-    monkeypatch.setattr(cache, "version", lambda name: "2" if name == "transformers" else "1")
+    for changed in ("transformers", "sentencepiece"):
+        monkeypatch.setattr(cache, "version", lambda name, changed=changed: str(name == changed))
+        keys.append(key())
+
+    def without_tiktoken(name):
+        if name == "tiktoken":
+            raise PackageNotFoundError(name)
+        return "False"
+
+    monkeypatch.setattr(cache, "version", without_tiktoken)
     keys.append(key())
     assert len(set(keys)) == len(keys)
 
