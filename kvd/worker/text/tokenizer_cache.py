@@ -37,6 +37,8 @@ CONVERTER = "kvd.worker.tools.convert_tokenizer"
 MIN_BYTES = 256 * 1024 * 1024
 MAX_BYTES = 2 * 1024 * 1024 * 1024
 """Least and most memory of a conversion. Measured: 110 MiB for the embedded model."""
+NOT_WRITTEN = 74
+"""EX_IOERR: exit status of a conversion whose entry cannot be written, as on a full disk."""
 TIMEOUT_S = 180.0
 KEPT = 64
 """Entries that the folder keeps: those used last."""
@@ -159,7 +161,10 @@ def find(
 
 
 def _convert(place: Place, memory_bytes: int, tick: Callable[[], None]) -> str:
-    """Run the converter; return what went wrong, empty if nothing did."""
+    """Run the converter; return what went wrong, empty if nothing did.
+
+    Raises ``OSError`` if only the entry could not be written.
+    """
     # The converter ends with this process: it sees the end of the pipe.
     alive, held = os.pipe()
     command = [sys.executable, "-m", CONVERTER, str(place.model), str(place.file)]
@@ -185,7 +190,8 @@ def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> str:
     end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(_TICK_S)
+            if (status := process.wait(_TICK_S)) == NOT_WRITTEN:
+                raise OSError("the disk may be full")
             return "" if status == 0 else f"the converter ended with status {status}"
         tick()
     return f"the conversion took more than {TIMEOUT_S:g} s"

@@ -53,9 +53,15 @@ def main() -> None:
     sys.modules |= dict.fromkeys(("torch", "tensorflow", "jax", "flax"))  # type: ignore[arg-type]
     lean_imports.install()
     place = tokenizer_cache.Place(arguments.model, arguments.file)
-    tokenizer_cache.write(place, convert(arguments.model))
+    entry, status = convert(arguments.model), 0
+    try:
+        tokenizer_cache.write(place, entry)
+    except OSError as error:
+        sys.stderr.write(f"cannot write {place.file}: {error}\n")
+        sys.stderr.flush()
+        status = tokenizer_cache.NOT_WRITTEN
     # A normal exit would free all objects one by one.
-    os._exit(0)
+    os._exit(status)
 
 
 def convert(model: Path) -> Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -171,6 +172,22 @@ def test_a_failure_is_remembered_for_a_day(model, folder, converter, deed):
     os.utime(file, (0, time.time() - 25 * 3600))
     assert find(model, folder) is None
     assert len(runs(model)) == 2
+
+
+def test_a_full_disk_is_not_remembered(model, folder, monkeypatch):
+    """An entry with the reason is small, so it may fit where the record does not."""
+    real = subprocess.Popen
+
+    def limited(*args, **options):
+        most = (256, resource.RLIM_INFINITY)
+        options["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        return real(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.subprocess, "Popen", limited)
+        assert find(model, folder) is None
+    assert list(folder.iterdir()) == []
+    assert find(model, folder) is not None
 
 
 def test_a_converter_that_takes_too_long_is_ended(model, folder, converter, monkeypatch):
