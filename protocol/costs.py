@@ -55,7 +55,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     first_units: int
     """Units that a worker without requests holds in addition to `base_bytes`."""
     step: int
-    """Prompt tokens that one step prefills."""
+    """Most tokens of one prompt that a step prefills."""
     levels: int = 1
     """Number of precision levels."""
     dense_until: int = 0

@@ -141,7 +141,7 @@ def _estimate(
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
-        step=machine.pass_tokens,
+        step=machine.pass_tokens + machine.max_rows,
         levels=len(schemes),
         dense_until=kv.quantized_kv_start,
         kinds=kinds,

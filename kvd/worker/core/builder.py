@@ -178,6 +178,8 @@ def make_admission(
     runner = model.served.runner
     chunk, at_once = command.prefill_chunk, runner.pass_tokens(command.prefill_chunk)
     cache, kv_costs = runner.cache, runner.cache.costs
+    # One prompt may take what rows that do not decode leave of the step's budget.
+    most = at_once + command.max_rows if runner.packs else chunk
     page_bytes = kv_costs.unit_bytes
     measured = loading.base_bytes(model.loaded, command, runner)
     # A load that skips checks has not yet allocated all that the process will hold.
@@ -189,9 +191,9 @@ def make_admission(
     first_pages = SLAB_PAGES + FIRST_ROWS * row_pages
     grant = loading.require_grant(ask_grant, base_bytes + first_pages * page_bytes, "first pages")
     sizes = ReservationSizes(
-        lambda end, level: -(-kv_costs.pages_bytes(end, at_once, level) // page_bytes),
+        lambda end, level: -(-kv_costs.pages_bytes(end, most, level) // page_bytes),
         lambda start, end, level: (
-            -(-kv_costs.continued_bytes(start, end, at_once, level) // page_bytes)
+            -(-kv_costs.continued_bytes(start, end, most, level) // page_bytes)
         ),
         cache.levels,
     )
@@ -211,6 +213,6 @@ def make_admission(
         base=base_bytes,
         row=row_bytes,
         first=first_pages,
-        step=at_once,
+        step=most,
     )
     return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs

@@ -160,7 +160,7 @@ def costs_of(
 
     That is so with `Access.RECTANGLES`, whose scratch depends on the rows of the batch. ``row``:
     bytes of every row besides its pages. ``first``: page units that an idle worker keeps.
-    ``step``: tokens prefilled at once.
+    ``step``: most tokens of one prompt that are prefilled at once.
     """
     kinds = []
     if isinstance(cache, ModelCache):

@@ -19,6 +19,7 @@ from kvd.worker.native.step import Library
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout, serve
 from kvd.worker.serving.runner import Row, Runner
+from protocol.kv import KVSpec
 from protocol.types import Sampling
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
@@ -341,3 +342,25 @@ def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint() -> None:
     # Two chunks to where the prompts diverge, two to the last chunk's end, and the rest.
     assert model.passes[0] == 128
     assert driver.outcomes["second"].cached == 128
+
+
+def test_a_row_holds_no_more_pages_in_a_pass_than_it_has_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass may fill the whole step's budget with one prompt, whose window drops pages later."""
+    driver = Driver("demo", prefill_chunk=CHUNK, max_rows=512, kv=KVSpec(max_kv_size=200))
+    store = driver.engine._runner.cache.stores[0]
+    held, drop = [0], store._drop_unseen
+
+    def noted(rows: Any, *more: Any) -> None:
+        rows = list(rows)
+        held.extend(len(row.held) for row in rows)
+        drop(rows, *more)
+
+    monkeypatch.setattr(store, "_drop_unseen", noted)
+    driver.submit("long", prompt_of(3000), max_tokens=2)
+    driver.run()
+
+    sizes = driver.engine._scheduler.sizes
+    page_bytes = driver.engine._admission.budget.page_bytes
+    assert max(held) * store.pages.charge() <= sizes.pages_for(3002, 0) * page_bytes
