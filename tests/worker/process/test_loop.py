@@ -34,7 +34,7 @@ from protocol.worker import (
     Stats,
     Stop,
     TimeSlice,
-    TimeSliceOver,
+    TimeSliceRequested,
 )
 from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
@@ -335,7 +335,7 @@ def test_commands_that_are_left_wait_for_no_time_slice(start, monkeypatch):
     peer.load(time_slices="on")
     engine.all_sent.set()
     peer.send(TimeSlice(seq=1, slice_s=0.0), submit("first", max_tokens=40))
-    peer.wait_for(lambda: peer.of(TimeSliceOver))
+    peer.wait_for(lambda: peer.of(TimeSliceRequested))
     engine.all_sent.clear()
     wait, left = Link.wait, []
 
