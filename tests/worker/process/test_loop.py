@@ -256,7 +256,7 @@ def test_a_rate_falls_to_zero_in_its_window():
 
 def test_reclaim_commands_reach_the_engine_and_are_answered(start):
     peer = start()
-    peer.load("fake:tps=0,pages=8")
+    peer.load("fake:tps=500,pages=8")
     peer.send(StartLevel(level=1), submit("a", "x" * 2000, max_tokens=4000))
     peer.wait_for(lambda: any(one.stats.reclaimable.rows == 1 for one in peer.of(Stats)))
     peer.send(Reclaim(seq=5, method="preempt", wanted_bytes=1))
