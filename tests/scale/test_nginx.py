@@ -86,6 +86,22 @@ def parts_with_text_first(session: str, turn: int) -> dict:
     return body
 
 
+def parts_with_marks_in_the_middle(session: str, turn: int) -> dict:
+    body = parts(session, turn)
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    for message in body["messages"]:
+        (part,) = message["content"]
+        message["content"] = [{"type": "text"} | mark | {"text": part["text"]}]
+    return body
+
+
+def content_first(session: str, turn: int) -> dict:
+    """A conversation whose messages have ``content`` before ``role``; the system prompt changes."""
+    body = chat(*talk(session, turn), system=f"It is {turn} o'clock.")
+    said = [{"content": one["content"], "role": one["role"]} for one in body["messages"]]
+    return body | {"messages": said}
+
+
 KINDS = {
     "X-Session-Id": of_header("X-Session-Id"),
     "X-LiteLLM-Session-Id": of_header("x-litellm-session-id"),
@@ -106,6 +122,10 @@ KINDS = {
     "first message in parts, the text first": of_fields(
         "/v1/messages", fields=parts_with_text_first
     ),
+    "first message in parts, marks in the middle": of_fields(
+        "/v1/messages", fields=parts_with_marks_in_the_middle
+    ),
+    "first message, the content first": of_fields(fields=content_first),
     "list of prompts": of_fields(
         "/v1/completions",
         fields=lambda session, turn: {
@@ -150,10 +170,14 @@ def test_requests_without_a_session_stay_with_their_client(client: httpx.Client)
     assert len({place(client.get("/v1/models")) for _ in range(6)}) == 1
 
 
+@pytest.mark.parametrize("order", [("role", "content"), ("content", "role")], ids=" first ".join)
 @pytest.mark.parametrize("text", ["x" * 7_000_000, '\\n"{[' * 1_000_000], ids=["plain", "escapes"])
-def test_a_body_up_to_kvds_limit_has_its_session(client: httpx.Client, text: str):
+def test_a_body_up_to_kvds_limit_has_its_session(
+    client: httpx.Client, text: str, order: tuple[str, str]
+):
     """The search in the body must not fail or take long, whatever the body contains."""
-    body = {"model": "nope", "messages": [{"role": "user", "content": text}]}
+    message = {"role": "user", "content": text}
+    body = {"model": "nope", "messages": [{name: message[name] for name in order}]}
     answers = [client.post(PATH, json=body | {"seed": seed}) for seed in range(3)]
     assert {answer.status_code for answer in answers} == {404}, answers[0].text
     assert len({answer.headers["x-kvd-daemon"] for answer in answers}) == 1
