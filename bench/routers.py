@@ -1,12 +1,13 @@
 """Routers before three daemons: time added to a request, prefixes found, and failover.
 
-Real daemons with the fake engine, nginx with deploy/nginx, and LiteLLM's proxy with deploy/litellm
-where `make test-scale` has installed it. Requests for one token go to a daemon and through each
-router in turn, so that other work of the machine slows all of them alike. Then the conversations
-of tests/scale run on one daemon, through each router, and on the daemons in rotation. At last a
-daemon is killed, and its sessions' next requests are timed.
+Real daemons with the fake engine, or the embedded model (``--demo``), nginx with deploy/nginx, and
+LiteLLM's proxy with deploy/litellm where `make test-scale` has installed it. Requests for one token
+go to a daemon and through each router in turn, so that other work of the machine slows all of them
+alike. Then the conversations of tests/scale run on one daemon, through each router, and on the
+daemons in rotation. At last a daemon is killed, and its sessions' next requests are timed.
 
     python -m bench.routers --json bench/results/routers-linux-cpu.json
+    python -m bench.routers --demo --json bench/results/routers-demo-linux-cpu.json
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.scale.nginx import nginx
 from tests.scale.traffic import PATH, Hits, chat, converse_all, place_of
 
 SESSIONS = 24
+DEMO = '[[models]]\nsource = "demo"\nalias = "fast"\n'
 
 
 class Rotation(httpx.BaseTransport):
@@ -54,7 +56,7 @@ def routers(fleet: Fleet) -> Iterator[dict[str, httpx.Client]]:
             "nginx": (stack.enter_context(nginx(fleet)), {}),
         }
         if INSTALLED.exists():
-            proxy = stack.enter_context(litellm(fleet, "fast", "steady"))
+            proxy = stack.enter_context(litellm(fleet, "fast"))
             urls["litellm"] = (proxy.url, proxy.headers)
         yield {
             name: stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=60))
@@ -128,12 +130,15 @@ def failover(client: httpx.Client, fleet: Fleet) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=400, help="requests through each router")
+    parser.add_argument("--demo", action="store_true", help="serve the embedded model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with fleet_of(CONFIG, "--fake") as fleet, routers(fleet) as clients:
+    served = (DEMO,) if options.demo else (CONFIG, "--fake")
+    with fleet_of(*served) as fleet, routers(fleet) as clients:
         latencies(clients, 20)  # first requests open connections
         report = {
             "machine": machine(),
+            "model": "demo" if options.demo else "fake engine",
             "latency": latencies(clients, options.rounds),
             "hit_rate": hit_rates(clients, fleet),
             "failover": {
