@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from actors import mail
 from actors.machines import admission_events, governor_events, lifecycle_events
 from actors.registry_state import (
+    AT_LOAD,
     RegistryEntry,
     RegistryState,
     check_name,
@@ -211,7 +212,8 @@ class ModelRegistry(Actor[mail.RegistryMail]):
             return True
         in_force = is_loaded_as(before, message.known)
         if not in_force and name not in state.entries:
-            policy = replace(before.policy, max_context=message.known.policy.max_context)
+            at_load = {field: getattr(message.known.policy, field) for field in AT_LOAD}
+            policy = replace(before.policy, **at_load)
             self._known_models[name] = dataclasses.replace(message.known, policy=policy)
             in_force = True
         if not in_force and not before.listed:

@@ -25,16 +25,26 @@ class Exit:
     """Exit status; a negative number is the signal that ended the process, as in `subprocess`."""
     starved: bool = False
     """Whether the kernel killed the process because memory was short, as far as that is known."""
+    rank: int | None = None
+    """The rank of a gang whose exit explains the others'; None for a worker of one process."""
 
 
 class WorkerProcess(Protocol):
-    """One worker process, alive or dead. No method blocks, or raises after the process's death."""
+    """One worker, alive or dead: a process, or a gang of several ranks that live and die together.
+
+    No method blocks, or raises after the worker's death. Signals reach all ranks.
+    """
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Process id of the leader, which is rank 0."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of all ranks, in rank order."""
 
     def send(self, command: Command) -> None:
-        """Buffer a command for the process."""
+        """Buffer a command for the leader."""
 
     def terminate(self) -> None: ...
 
@@ -42,16 +52,21 @@ class WorkerProcess(Protocol):
 
 
 class SpawnWorker(Protocol):
-    """Starts the worker process of the model called `name`.
+    """Starts the worker of the model called `name`, as this many processes.
 
-    Calls `on_report` and `on_exit` on the event loop: all reports that the process wrote, then the
-    exit, then nothing. Calls may come before this coroutine returns. Raises OSError or KvdError if
-    the process cannot be started, and then calls nothing. Kills a process that sends a malformed
-    frame; its exit follows.
+    Calls `on_report` and `on_exit` on the event loop: all reports that the processes wrote, then
+    one exit after all of them have exited, then nothing. Followers report only `Started`. Calls may
+    come before this coroutine returns. Raises OSError or KvdError if a process cannot be started,
+    and then calls nothing. Kills a process that sends a malformed frame; its exit follows.
     """
 
     async def __call__(
-        self, name: str, *, on_report: Callable[[Report], None], on_exit: Callable[[Exit], None]
+        self,
+        name: str,
+        *,
+        ranks: int = 1,
+        on_report: Callable[[Report], None],
+        on_exit: Callable[[Exit], None],
     ) -> WorkerProcess: ...
 
 

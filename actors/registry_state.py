@@ -19,6 +19,9 @@ from protocol.model_source import is_source, unknown_source
 from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus
 
+AT_LOAD = ("max_context", "ranks")
+"""Fields of `ModelPolicy` that apply only when the model is loaded."""
+
 
 @dataclass
 class RegistryEntry:
@@ -125,17 +128,19 @@ class RegistryState:
 
 
 def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
-    context = known.policy.max_context
-    same_context = other.policy is None or other.policy.max_context == context
-    return (known.source, known.kv) == (other.source, other.kv) and same_context
+    same_policy = other.policy is None or all(
+        getattr(known.policy, field) == getattr(other.policy, field) for field in AT_LOAD
+    )
+    return (known.source, known.kv) == (other.source, other.kv) and same_policy
 
 
 def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:
     other = ""
     if known.source == load.source and known.kv.name == load.kv.name:
-        other = (
-            " but a different max_context" if known.kv == load.kv else " but different KV settings"
-        )
+        other = " but different KV settings"
+        if known.kv == load.kv and load.policy is not None:
+            fields = [it for it in AT_LOAD if getattr(known.policy, it) != getattr(load.policy, it)]
+            other = f" but different {' and '.join(fields)}"
     return ModelExists(
         f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
         "unload it first, or load under another alias",

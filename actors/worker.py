@@ -60,6 +60,8 @@ class WorkerState:
     process: WorkerProcess | None = None
     life: int = 0
     """Number of the process."""
+    started: set[int] = field(default_factory=set)
+    """Process ids of the ranks that have reported their start."""
     early: list[mail.ProcessReported | mail.ProcessExited] = field(default_factory=list)
     """Messages that the process sent before `ProcessSpawned` arrived."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class Worker(Actor[mail.WorkerMail]):
         state, ref = self._state, self.ref
         state.life = next(self._services.lives)
         state.early.clear()
+        state.started.clear()
         state.info, state.stats = None, WorkerStats()
         life = state.life
 
@@ -203,7 +206,9 @@ class Worker(Actor[mail.WorkerMail]):
                 process.kill()
 
         self.pipe(
-            self._services.spawn(state.name, on_report=on_report, on_exit=on_exit),
+            self._services.spawn(
+                state.name, ranks=state.load.ranks, on_report=on_report, on_exit=on_exit
+            ),
             done,
             lambda error: ref.tell(mail.SpawnFailed(error), beyond_limit=True),
         )
@@ -230,11 +235,11 @@ class Worker(Actor[mail.WorkerMail]):
         for reply in state.tokenizing.values():
             reply.fail(_tokenize_failed(state.name))
         state.tokenizing.clear()
-        self._notify("worker_exit", pid=pid, returncode=end.returncode)
+        self._notify("worker_exit", pid=pid, returncode=end.returncode, rank=end.rank)
         self._services.prefix_store.tell(
             mail.PrefixStoreEvent(prefix_store_events.WorkerExited(state.life)), beyond_limit=True
         )
-        self._handle_event(lifecycle_events.Exited(end.returncode, end.starved))
+        self._handle_event(lifecycle_events.Exited(end.returncode, end.starved, end.rank))
 
     def _on_report(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match
         state, services = self._state, self._services
@@ -250,8 +255,7 @@ class Worker(Actor[mail.WorkerMail]):
             return
         match report:
             case wire.Started():
-                self._notify("worker_started", pid=report.pid, mlx=report.mlx)
-                self._handle_event(lifecycle_events.Started())
+                self._on_started(report)
             case wire.Progress(stage=stage, fraction=fraction):
                 self._handle_event(lifecycle_events.SignOfLife())
                 services.registry.tell(mail.LoadProgressed(state.name, stage, fraction))
@@ -296,6 +300,16 @@ class Worker(Actor[mail.WorkerMail]):
                 )
             case _:
                 assert_never(report)
+
+    def _on_started(self, report: wire.Started) -> None:
+        """Start the load once all ranks run, so that the deadline of the start covers each."""
+        state = self._state
+        self._notify("worker_started", pid=report.pid, mlx=report.mlx)
+        state.started.add(report.pid)
+        if len(state.started) == state.load.ranks:
+            self._handle_event(lifecycle_events.Started())
+        else:
+            self._publish()
 
     def _on_row_report(self, report: wire.RowReport) -> None:
         """Pass on a report about a request of this process; ignore those about any other."""

@@ -30,6 +30,7 @@ ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with
 Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)]
 
 MAX_CHOICES = 16
+MAX_RANKS = 8
 MAX_LOGPROBS = 20
 """Most likely tokens reported per position; OpenAI's limit."""
 MAX_LOGIT_BIASES = 1024
@@ -41,6 +42,7 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 """OpenAI's range; negative values favour tokens that occurred."""
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
 """Position of a choice among those of its request."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

@@ -52,6 +52,8 @@ class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
+    ranks: fields.Ranks = 1
+    """Processes that share the model; the leader gets all commands."""
     prefix_bytes: int = 256 * 1024 * 1024
     """Bytes for the prefix cache if ``kv`` does not set them."""
     swap_folder: str | None = None

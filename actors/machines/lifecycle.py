@@ -215,8 +215,9 @@ def _stop_at_once(m: Lifecycle, *_: object) -> Commands:
 
 def _exited(m: Lifecycle, state: ev.Running | ev.Stopping, e: ev.Exited, now: float) -> Commands:
     killer = " by the kernel, because memory ran out" if e.out_of_memory else ""
+    part = "" if e.rank is None else f"rank {e.rank} of "
     died = WorkerDied(
-        f"the worker of {m.name} {describe(e.returncode)}{killer}",
+        f"{part}the worker of {m.name} {describe(e.returncode)}{killer}",
         exit=e.returncode,
         cause=exit_cause(e.returncode, out_of_memory=e.out_of_memory),
     )

@@ -164,11 +164,13 @@ class RequestBlamed(Event, frozen=True):
 
 
 class Exited(Event, frozen=True):
-    """The process is gone."""
+    """The process is gone, or all processes of a gang are."""
 
     returncode: int
     out_of_memory: bool = False
     """The kernel killed the process because memory ran out."""
+    rank: int | None = None
+    """See `actors.ports.Exit`."""
 
 
 class Fault(Event, frozen=True):

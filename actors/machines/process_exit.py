@@ -5,10 +5,16 @@ from __future__ import annotations
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, Signals
 
 from protocol.errors import ErrorInfo, InsufficientMemory
+from protocol.gang import DIVERGED, PEER_LOST
 from protocol.worker import OVER_MEMORY_LIMIT
 
 SELF_INFLICTED_SIGNALS = frozenset({SIGSEGV, SIGBUS, SIGABRT, SIGILL, SIGFPE, SIGTRAP, SIGSYS})
 """Signals that a process causes itself. Any other signal comes from a user or a service manager."""
+
+_OF_RANKS = {
+    DIVERGED: "ended itself: it was about to compute something else than rank 0",
+    PEER_LOST: "ended itself: it lost its connection to another rank",
+}
 
 CAUSES = (
     "crashed", "killed", "out_of_memory", "memory_limit", "hung", "not_started", "broke_rules",
@@ -44,6 +50,8 @@ def describe(returncode: int) -> str:
     """Return how a process ended, as a phrase that follows its name."""
     if returncode == OVER_MEMORY_LIMIT:
         return "ended itself at its memory limit"
+    if returncode in _OF_RANKS:
+        return _OF_RANKS[returncode]
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:

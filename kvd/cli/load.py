@@ -36,6 +36,7 @@ from protocol.validation import describe_error
 @option("--priority", "N", "Models of lower priority give memory back first.", type=int)
 @option("--idle-ttl", "SECONDS", "Unload it after this time without requests.", type=float)
 @option("--max-context", "TOKENS", "Maximum tokens of prompt and completion.", type=Tokens())
+@option("--ranks", "N", "Processes that share the model (tensor parallelism).", type=int)
 @kv_options()
 @common_options()
 def load(
@@ -47,12 +48,17 @@ def load(
     priority: int | None,
     idle_ttl: float | None,
     max_context: int | None,
+    ranks: int | None,
     kv: KVSpec | None,
 ) -> None:
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
     with common.connected() as client:
         policy = _policy(
-            pinned=pin, priority=priority, idle_ttl_s=idle_ttl, max_context=max_context
+            pinned=pin,
+            priority=priority,
+            idle_ttl_s=idle_ttl,
+            max_context=max_context,
+            ranks=ranks,
         )
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
         loaded = follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])
@@ -60,12 +66,14 @@ def load(
 
 
 def _policy(**given: float | None) -> ModelPolicy | None:
-    fields = {**given, "priority": given["priority"] or 0}
+    whole = {"priority": 0, "ranks": 1}
+    named = [key for key in whole if given[key] is not None]
+    fields = {**given, **{key: whole[key] for key in whole if key not in named}}
     try:
         policy = msgspec.convert(fields, ModelPolicy)
     except msgspec.ValidationError as error:
         raise click.BadParameter(describe_error(str(error), ModelPolicy)[1]) from None
-    return None if policy == ModelPolicy() and given["priority"] is None else policy
+    return None if policy == ModelPolicy() and not named else policy
 
 
 def follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:

@@ -81,6 +81,7 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
             pinned=self.pinned,
             idle_ttl_s=self.idle_ttl_s,
             max_context=self.max_context,
+            ranks=self.ranks,
             weight=self.weight,
         )
 

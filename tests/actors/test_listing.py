@@ -51,12 +51,14 @@ async def test_a_loaded_model_keeps_its_source_and_settings() -> None:
         assert (found.kv, found.policy.priority) == (KVSpec(), 1)
         longer = KnownModel("demo", policy=ModelPolicy(max_context=64), listed=True)
         assert not await w.system.add_configured_model("demo", longer, {})
+        shared = KnownModel("demo", policy=ModelPolicy(ranks=2), listed=True)
+        assert not await w.system.add_configured_model("demo", shared, {})
 
 
 @simulated
 async def test_source_and_settings_change_while_the_model_is_not_loaded() -> None:
     async with world(load=(), known={"demo": DEMO}) as w:
-        other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64), listed=True)
+        other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64, ranks=2), listed=True)
         assert await w.system.add_configured_model("demo", other, {})
         assert known(w) == other
 

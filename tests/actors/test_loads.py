@@ -68,6 +68,10 @@ async def test_another_model_under_the_same_name_is_refused():
             await client.ask(messages.Load, model="demo", kv={"k_bits": 4, "v_bits": 4})
         with pytest.raises(errors.ModelExists, match="with k8v8 but different KV settings; unload"):
             await client.ask(messages.Load, model="demo", kv={"max_kv_size": 512})
+        with pytest.raises(errors.ModelExists, match="but different ranks; unload"):
+            await client.ask(messages.Load, model="demo", policy={"ranks": 2})
+        with pytest.raises(errors.ModelExists, match="different max_context and ranks; unload"):
+            await client.ask(messages.Load, model="demo", policy={"ranks": 2, "max_context": 9})
         await client.ask(messages.Load, model="/models/demo", alias="demo2")
 
         assert [m.name for m in w.system.status().models] == ["demo", "demo2"]

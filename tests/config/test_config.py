@@ -213,12 +213,15 @@ def test_the_policy_of_a_model():
         pinned = true
         idle_ttl_s = 600
         max_context = 8192
+        ranks = 2
         """
     )
     (entry,) = config.entries
 
     assert entry.load == "demand"
-    assert entry.policy == ModelPolicy(priority=2, pinned=True, idle_ttl_s=600.0, max_context=8192)
+    assert entry.policy == ModelPolicy(
+        priority=2, pinned=True, idle_ttl_s=600.0, max_context=8192, ranks=2
+    )
     assert parse('models = ["demo"]').entries[0].policy == ModelPolicy()
 
 
@@ -226,6 +229,8 @@ def test_the_policy_of_a_model():
     ("line", "says"),
     [
         ("priority = 101", "models[0].priority must be at most 100"),
+        ("ranks = 9", "models[0].ranks must be at most 8"),
+        ("ranks = 0", "models[0].ranks must be at least 1"),
         ("idle_ttl_s = 0", "models[0].idle_ttl_s must be more than 0"),
         ('load = "later"', "models[0].load must be one of demand, start"),
     ],

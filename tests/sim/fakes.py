@@ -316,6 +316,7 @@ class FakeSpawn:
         self,
         name: str,
         *,
+        ranks: int = 1,
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> FakeProcess:

@@ -470,6 +470,7 @@ class LoopSpawn:
         self,
         name: str,
         *,
+        ranks: int = 1,
         on_report: Callable[[wire.Report], None],
         on_exit: Callable[[Exit], None],
     ) -> LoopProcess:
