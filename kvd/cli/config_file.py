@@ -16,8 +16,7 @@ from tomlkit.items import InlineTable
 from kvd.config import config
 from kvd.config.config import Config
 from kvd.config.settings import flat, keys_in, value_of, with_value
-from kvd.host import user_files
-from protocol import paths
+from protocol import atomic_file, paths
 from protocol.errors import ConfigError
 from protocol.model_source import short_name
 
@@ -56,7 +55,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _replace(target: Path, text: str) -> None:
     """Replace the file's content atomically; it keeps its mode."""
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
-    user_files.write(target, text.encode(), mode=mode)
+    atomic_file.write(target, text.encode(), mode=mode)
 
 
 def edited_text(path: Path, key: str, value: Any, *, new: bool = False) -> str:

@@ -19,8 +19,8 @@ from kvd.cli.agents import AGENTS, Agent, Settings, Target
 from kvd.cli.common import CommonOptions, common_options, find_model, option
 from kvd.cli.console import format_message, print_message, stderr_console, write
 from kvd.client import Client
-from kvd.host import user_files
 from kvd.host.home import Home
+from protocol import atomic_file
 from protocol.errors import (
     AgentError,
     InvalidRequest,
@@ -133,7 +133,7 @@ def _origin(status: DaemonStatus) -> str:
 def _save_catalogue(home: Home, models: bytes) -> str:
     """Write the models to a file of the daemon's cache; return its path."""
     path = home.cache / "codex-models.json"
-    user_files.write(path, models)  # atomic: another agent may start at this moment
+    atomic_file.write(path, models)  # atomic: another agent may start at this moment
     return str(path)
 
 

@@ -18,7 +18,7 @@ from kvd.doctor.machine import Machine, describe
 from kvd.doctor.measurements import Speed
 from kvd.doctor.privacy import Names
 from kvd.doctor.scene import Scene
-from kvd.host import user_files
+from protocol import atomic_file
 from protocol.errors import ConfigError, KvdError
 
 VERSION = 1
@@ -114,7 +114,7 @@ def save(path: Path, content: bytes) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
         else:
-            user_files.write(path.resolve(), content)
+            atomic_file.write(path.resolve(), content)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         text = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot write {path}: {text}", key="") from error

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.host import user_files
+from protocol import atomic_file
 from protocol.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -140,6 +140,6 @@ def _write(path: Path, content: bytes) -> None:
     """Replace a file atomically, because the manager may read it at any time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        user_files.write(path, content, mode=0o644)  # managers refuse files that others can write
+        atomic_file.write(path, content, mode=0o644)  # managers refuse files that others can write
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror or error}") from error

@@ -14,11 +14,12 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from protocol import atomic_file
 
 _DIGEST_BYTES = 32
 _log = logging.getLogger(__name__)
@@ -67,16 +68,12 @@ def _close_to_others(folder: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically, also if two processes write it at once. Raises ``OSError``."""
+    """Write a file atomically, for this user only. Raises ``OSError``.
+
+    Content that a crash of the machine damaged is found when it is read.
+    """
     make_private(path.parent)
-    handle, new = tempfile.mkstemp(dir=path.parent)  # readable and writable by this user only
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(new).replace(path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
+    atomic_file.write(path, content, sync=False)
 
 
 @dataclass(frozen=True)
@@ -116,9 +113,10 @@ class Entries:
     def names(self) -> list[str]:
         """Return the names of all entries, usable or not."""
         try:
-            return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_file())
+            found = [entry.name for entry in os.scandir(self.folder) if entry.is_file()]
         except OSError:
             return []
+        return sorted(name for name in found if not name.startswith("."))
 
     def _bound(self) -> None:
         found = []

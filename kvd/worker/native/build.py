@@ -31,6 +31,7 @@ _log = logging.getLogger("kvd.worker")
 
 NAME = "kvd_native"
 SOURCES = Path(__file__).parent / "src"
+_PREFIX = ".building-"
 _TIMEOUT_S = 300
 _FLAGS = (
     "-std=c++20",
@@ -111,11 +112,13 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
         with suppress(OSError):  # a file system without locks: each worker builds
             fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.glob(f"{_PREFIX}*"):  # of a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def _build(path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=path.parent) as folder:
         built = _compiled(Path(folder))
         with built.open("rb") as file:
             os.fsync(file.fileno())

@@ -7,10 +7,8 @@ levels below the quality floor to the floor. An unreadable file counts as no res
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import msgspec
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.serving.model_files import Headers
+from protocol import atomic_file
 from protocol.weights import BrokenFileError
 
 FOLDER_VARIABLE = "KVD_CALIBRATION"
@@ -98,17 +97,7 @@ def store(folder: Path, result: CalibrationResult) -> Path:
 def replace_file(file: Path, text: bytes) -> None:
     """Write a file of the folder atomically; create the folder. Raises ``OSError``."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{file.stem}", dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    atomic_file.write(file, text)
 
 
 def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | None:

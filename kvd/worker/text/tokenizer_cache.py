@@ -15,7 +15,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from kvd.worker.text.tokenizer_record import (
     from_bytes,
     to_bytes,
 )
+from protocol import atomic_file
 
 CONVERTER = "kvd.worker.tools.convert_tokenizer"
 MIN_BYTES = 256 * 1024 * 1024
@@ -44,8 +44,6 @@ KEPT = 64
 """Entries that the folder keeps: those used last."""
 _RETRY_S = 24 * 3600
 """Age at which a refusal is dropped. Its cause may have been a lack of memory."""
-_LEFTOVER_S = 3600
-"""Age at which a temporary file has no writer any more: conversions end after `TIMEOUT_S`."""
 _TICK_S = 0.5
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "mlx-lm", "mlx-kvd")
 _OPTIONAL = ("protobuf", "sentencepiece", "tiktoken")
@@ -117,16 +115,7 @@ def write(place: Place, entry: Entry) -> None:
     folder = place.file.parent
     _make_private(folder)
     _prune(folder)
-    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(to_bytes(entry))
-            file.flush()
-            os.fsync(handle)
-        Path(name).replace(place.file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    atomic_file.write(place.file, to_bytes(entry))
 
 
 def find(
@@ -238,15 +227,11 @@ def _make_private(folder: Path) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Delete the files of writers that were killed, and all but `KEPT` - 1 entries."""
-    now, entries = time.time(), []
-    for file in folder.iterdir():
+    """Delete all but `KEPT` - 1 entries: those that were not used for longest."""
+    entries = []
+    for file in folder.glob("*.tokenizer"):
         with contextlib.suppress(OSError):
-            changed = file.lstat().st_mtime
-            if file.suffix == ".tokenizer":
-                entries.append((changed, file))
-            elif file.suffix == ".tmp" and now - changed > _LEFTOVER_S:
-                file.unlink()
+            entries.append((file.lstat().st_mtime, file))
     for _, file in sorted(entries)[: max(0, len(entries) - KEPT + 1)]:
         with contextlib.suppress(OSError):
             file.unlink()

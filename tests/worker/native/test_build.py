@@ -68,6 +68,21 @@ def _put_into_cache(content: bytes, *, digest: str | None = None) -> Path:
     return path
 
 
+def test_what_a_killed_build_left_is_removed_by_the_next_one(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler is found here: the next build begins, and fails."""
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    folder = build._path().parent
+    left = folder / f"{build._PREFIX}x"
+    left.mkdir(parents=True)
+    folder.chmod(0o700)
+    (left / "half.o").touch()
+    with pytest.raises(build.NotBuiltError):
+        build.library()
+    assert not left.exists()
+
+
 def test_a_truncated_library_is_built_again(
     empty_cache: Path, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

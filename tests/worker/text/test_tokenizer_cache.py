@@ -303,17 +303,6 @@ def test_the_entries_used_last_are_kept(model, folder, monkeypatch):
     assert sorted(file.name[0] for file in folder.iterdir()) == ["a", "c", "d"]
 
 
-def test_files_of_killed_writers_are_removed(model, folder):
-    folder.mkdir(parents=True)
-    old, new = folder / ".old.tmp", folder / ".new.tmp"
-    for file in (old, new):
-        file.write_bytes(b"x")
-    os.utime(old, (0, time.time() - 2 * 3600))
-    cache.write(cache.place_of(model, folder), RECORD)
-    assert not old.exists()
-    assert new.exists()
-
-
 def test_a_folder_that_cannot_be_used_is_no_error(model, tmp_path, converter):
     converter("crash")
     (tmp_path / "file").touch()

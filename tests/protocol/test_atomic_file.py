@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvd.host import user_files
+from protocol import atomic_file
 
 _WRITER = """
 import os, sys
 from pathlib import Path
-from kvd.host import user_files
+from protocol import atomic_file
 Path.replace = lambda *_: (print("written", flush=True), sys.stdin.read())
-user_files.write(Path(sys.argv[1]), b"half")
+atomic_file.write(Path(sys.argv[1]), b"half")
 """
 
 
@@ -40,7 +40,7 @@ def writer(path: Path) -> subprocess.Popen[bytes]:
 def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    user_files.write(path, b"new", mode=0o640)
+    atomic_file.write(path, b"new", mode=0o640)
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
     assert names(tmp_path) == ["a"]
 
@@ -50,17 +50,17 @@ def test_a_killed_writer_leaves_nothing_after_the_next_write(tmp_path: Path) -> 
     with writer(path) as process:
         process.send_signal(signal.SIGKILL)
     assert len(names(tmp_path)) == 1
-    user_files.write(path, b"new")
+    atomic_file.write(path, b"new")
     assert names(tmp_path) == ["a"]
 
 
 def test_the_new_file_of_a_live_writer_and_other_files_stay(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    others = {".b.x.new", ".a.x", "a.new"}
+    others = {".b.x.new", ".a.x.new", "a.new"}
     for name in others:
         (tmp_path / name).touch()
     with writer(path) as process:
-        user_files.write(path, b"new")
+        atomic_file.write(path, b"new")
         assert len(names(tmp_path)) == len(others) + 2
         process.send_signal(signal.SIGKILL)
 
@@ -76,11 +76,11 @@ def test_a_new_file_that_another_writer_took_for_stale_is_made_again(
         found = real(**options)
         made.append(found[1])
         if len(made) <= others:
-            user_files._remove_stale(tmp_path, ".a.")
+            atomic_file._remove_stale(tmp_path)
         return found
 
     monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
-    user_files.write(path, b"new")
+    atomic_file.write(path, b"new")
     assert (path.read_bytes(), names(tmp_path)) == (b"new", ["a"])
     assert len(made) == others + 1
 
@@ -94,7 +94,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        user_files.write(path, b"new")
+        atomic_file.write(path, b"new")
     assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
 
 
@@ -102,6 +102,6 @@ def test_names_cannot_be_predicted(tmp_path: Path) -> None:
     """A link at a guessed name is neither followed nor removed for its target."""
     target = tmp_path / "target"
     target.write_bytes(b"kept")
-    (tmp_path / ".a.guess.new").symlink_to(target)
-    user_files.write(tmp_path / "a", b"new")
+    (tmp_path / ".a.guess.kvd-new").symlink_to(target)
+    atomic_file.write(tmp_path / "a", b"new")
     assert target.read_bytes() == b"kept"
