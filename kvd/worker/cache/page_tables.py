@@ -174,16 +174,17 @@ class PageTables:
     def by_level(self, rows: list[Row]) -> list[LevelTable]:
         key = (self._version, rows)
         if self._tables is None or self._tables[0] != key:
-            self._tables = (key, level_tables(self._locations_of(rows)))
+            self._tables = (key, level_tables(self.locations_of(rows)))
         return self._tables[1]
 
     def page_list(self, rows: list[Row]) -> PageList:
         key = (self._version, list(rows))
         if self._page_list is None or self._page_list[0] != key:
-            self._page_list = (key, PageList.joined(self._locations_of(rows)))
+            self._page_list = (key, PageList.joined(self.locations_of(rows)))
         return self._page_list[1]
 
-    def _locations_of(self, rows: list[Row]) -> list[np.ndarray]:
+    def locations_of(self, rows: list[Row]) -> list[np.ndarray]:
+        """Return the `page_locations` of each row."""
         for row in rows:
             if row not in self._locations:
                 self._locations[row] = page_locations(row)

@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.core.decode_step import DecodeStep, input_tokens
+from kvd.worker.core.decode_step import DecodeStep, step_inputs
 from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
 from kvd.worker.core.masks import Relieve, StepMasks
@@ -78,7 +78,7 @@ class Batch:
         self.enter_phase = enter_phase
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
-        self._sampler = Sampler(text.vocab_size)
+        self._sampler = Sampler(text.vocab_size, share=runner.share_tokens)
         self._masks = StepMasks(text.vocab_size, relieve)
         self._step: DecodeStep | None = None
 
@@ -221,7 +221,7 @@ class Batch:
             self.synchronize()
             self.cache.flush()
         self.enter_phase("decode")
-        logits = self.runner.decode(rows, input_tokens(self._step, live))
+        logits = self.runner.launch(rows, step_inputs(self._step, live))
         levels = {rid: self.requests[rid].level for rid in rids}
         step = DecodeStep.of(logits, live, rows, levels)
         if not step.has_grammars:
@@ -482,7 +482,7 @@ class Batch:
                 owner.snapshot = None
                 if isinstance(owner, Completion):
                     owner.launched = len(owner.tokens)
-        self._sampler = Sampler(self.text.vocab_size)
+        self._sampler = Sampler(self.text.vocab_size, share=self.runner.share_tokens)
 
     def put_back(
         self, request: Request, completions: Sequence[Completion], rows: Sequence[Row]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
-from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.gang import part
+from kvd.worker.gang.leader import Gang, LeaderRunner
 from kvd.worker.grammar.compiler import Compiler, ProcessMemory
 from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
@@ -30,6 +33,7 @@ from kvd.worker.serving.check_key import open_checks
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
+from kvd.worker.serving.runner import on_cpu
 from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
@@ -42,12 +46,26 @@ from protocol.worker import LoadModel
 
 
 @dataclass(frozen=True, eq=False)
+class Serving:
+    """How a model is served."""
+
+    loaded: model_files.LoadedModel
+    served: probe.Served
+    runner: Any
+    """The runner that the engine uses: that of ``served``, or a `LeaderRunner` in front of it."""
+    verdict: calibration.CalibrationResult | None
+    checks: Checks
+    """Results that the next load of this model uses."""
+    sums: part.Measured | None = None
+    """Bytes of all ranks; None: the model has one process."""
+
+
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model that is loaded and checked."""
 
     loaded: model_files.LoadedModel
-    served: probe.Served
-    verdict: calibration.CalibrationResult | None
+    serving: Serving
     native: str | None
     """``on`` if native operations are used, else the reason; None if the device has none."""
     weights_bytes: int
@@ -57,18 +75,22 @@ class Model:
     embedding_rules: EmbeddingRules
     compiler: Compiler
     """Compiles grammars for its vocabulary."""
-    checks: Checks
-    """Results that the next load of this model uses."""
+
+    @property
+    def runner(self) -> Any:
+        return self.serving.runner
 
 
-def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
+def load_model(
+    command: LoadModel, progress: ReportProgress, ask_grant: AskGrant, gang: Gang | None = None
+) -> Model:
     """Load the model, and find the best way to serve it; raises `KvdError`."""
     from kvd.worker.serving import seam  # noqa: PLC0415 - before any model module is imported
 
     seam.install()
     shortage.install_retries()
     modules.activate(progress)
-    native = activation.activate(progress)
+    native = _activate_native(progress, gang)
     mx.set_cache_limit(loading.freed_bytes())
     if not loading.has_separate_memory():  # else the grant is for the device's memory
         limit.start()
@@ -92,32 +114,74 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
         text.vocabulary, memory=ProcessMemory(limit.room, _held_outside_mlx, loading.give_back)
     )
     with compiler.preparing(text.has_chat_template):
-        loaded = model_files.read_weights(
-            loaded,
-            path,
-            lambda stage, part: progress(stage, 0.1 + 0.7 * part),
-            native.library,
-        )
+        if gang is not None:
+            gang.begin(command, path, loaded.vocab_size)
+        loaded = _read_weights(loaded, path, progress, native.library, gang)
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
-    verdict = calibration.find(headers)
-    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
-    checks = open_checks(headers, command, settings, verdict, native.library)
-    served = loading.serve(loaded, settings, native.library, progress, checks)
-    checks = _check_runner(served, checks)
-    native_state = native.status or ("on" if loaded.own_products else None)
+    serving = _serve(headers, command, loaded, native.library, progress, gang)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
         path,
         loaded.config,
         command.source,
         command.embeddings,
-        splits_head=served.runner.splits_head,
+        splits_head=serving.runner.splits_head,
         appended=end_tokens(loaded.tokenizer._tokenizer),  # noqa: SLF001 - as `Text` does
     )
     return Model(
-        loaded, served, verdict, native_state, weights_bytes, text, found, rules, compiler, checks
-    )  # fmt: skip
+        loaded=serving.loaded,
+        serving=serving,
+        native=native.status or ("on" if loaded.own_products else None),
+        weights_bytes=weights_bytes if serving.sums is None else serving.sums.active,
+        text=text,
+        fingerprint=found,
+        embedding_rules=rules,
+        compiler=compiler,
+    )
+
+
+def _read_weights(
+    loaded: model_files.LoadedModel,
+    path: Path,
+    progress: ReportProgress,
+    library: ModuleType | None,
+    gang: Gang | None,
+) -> model_files.LoadedModel:
+    def reading(stage: str, fraction: float) -> None:
+        progress(stage, 0.1 + 0.7 * fraction)
+
+    if gang is None:
+        return model_files.read_weights(loaded, path, reading, library)
+    return part.read_part(loaded, path, reading, gang.group)
+
+
+def _serve(
+    headers: model_files.Headers,
+    command: LoadModel,
+    loaded: model_files.LoadedModel,
+    library: ModuleType | None,
+    progress: ReportProgress,
+    gang: Gang | None,
+) -> Serving:
+    """Choose how to serve the model; with a gang, together with its other ranks."""
+    verdict = calibration.find(headers)
+    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
+    if gang is None:
+        checks = open_checks(headers, command, settings, verdict, library)
+        served = loading.serve(loaded, settings, library, progress, checks)
+        checks = _check_runner(served, checks)
+        return Serving(loaded, served, served.runner, verdict, checks)
+    served = part.serve_part(settings, loaded, gang.peers)
+    sums = part.measure(gang.peers, loaded, command, served.runner)
+    loaded = replace(loaded, weights_bytes=sums.weights)
+    return Serving(loaded, served, LeaderRunner(served.runner, gang), verdict, Checks(), sums)
+
+
+def _activate_native(progress: ReportProgress, gang: Gang | None) -> activation.Activation:
+    if gang is None:
+        return activation.activate(progress)
+    return activation.Activation(None, part.NOT_NATIVE if on_cpu() else None)
 
 
 def _check_runner(served: probe.Served, checks: Checks) -> Checks:
@@ -165,7 +229,7 @@ def _limit_template(render: Callable[[], str]) -> str:
 def make_prefix_cache(command: LoadModel, cache: Any) -> PrefixCache:
     kv = command.kv
     cap_bytes = command.prefix_bytes if kv.prefix_cache is None else kv.prefix_cache
-    if not isinstance(cache, ModelCache) or not cap_bytes:
+    if isinstance(cache, MlxLmCache) or not cap_bytes:
         return PrefixCache(None)
     tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, cap_bytes)
     return PrefixCache(tree, cache.costs.checkpoint_bytes, cache.costs.checkpoint_charge)
@@ -175,17 +239,20 @@ def make_admission(
     command: LoadModel, model: Model, prefix_cache: PrefixCache, ask_grant: AskGrant
 ) -> tuple[Admission, Costs | None]:
     """Measure what the process holds, and obtain the grant for the first pages."""
-    runner = model.served.runner
+    runner = model.runner
     chunk, at_once = command.prefill_chunk, runner.pass_tokens(command.prefill_chunk)
     cache, kv_costs = runner.cache, runner.cache.costs
     # One prompt may take what rows that do not decode leave of the step's budget.
     most = at_once + command.max_rows if runner.packs else chunk
     page_bytes = kv_costs.unit_bytes
-    measured = loading.base_bytes(model.loaded, command, runner)
+    if model.serving.sums is not None:
+        measured = model.serving.sums.base
+    else:
+        measured = loading.base_bytes(model.loaded, command, runner)
     # A load that skips checks has not yet allocated all that the process will hold.
     name = f"base of {command.max_rows} rows, chunks of {chunk}, {command.segments_folder}"
-    base_bytes = max(measured, model.checks.result(name, lambda: measured, int))
-    model.checks.keep()
+    base_bytes = max(measured, model.serving.checks.result(name, lambda: measured, int))
+    model.serving.checks.keep()
     row_bytes = cache.row_bytes + prefix_cache.reserved_bytes
     row_pages = -(-row_bytes // page_bytes)
     first_pages = SLAB_PAGES + FIRST_ROWS * row_pages
@@ -208,11 +275,12 @@ def make_admission(
         base_bytes, page_bytes, grant.total_bytes, grant.seq, limit_bytes=grant.limit_bytes
     )
     costs = costs_of(
-        cache,
+        model.serving.served.runner.cache,
         weights=model.loaded.weights_bytes,
         base=base_bytes,
         row=row_bytes,
         first=first_pages,
         step=most,
+        ranks=command.ranks,
     )
     return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs

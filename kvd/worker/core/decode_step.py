@@ -9,6 +9,7 @@ import mlx.core as mx
 from kvd.worker.core.request import Completion, Key
 from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row
+from kvd.worker.serving.step_inputs import KNOWN, StepInputs
 
 
 @dataclass(eq=False)
@@ -70,21 +71,17 @@ class DecodeStep:
             self.logits = None
 
 
-def input_tokens(previous: DecodeStep | None, completions: list[Completion]) -> mx.array:
-    """Return the input of each row, ``[rows]`` int32: a token of the previous step, or a known one.
+def step_inputs(previous: DecodeStep | None, completions: list[Completion]) -> StepInputs:
+    """Return the input of each row: a token of the previous step, or a known one.
 
     ``previous``: the step in flight, whose tokens need not be evaluated yet.
     """
     known = [one.next_input for one in completions]
+    draws = sum(one.launched >= one.known for one in completions)
     if previous is None or previous.draw is None:
-        return mx.array(known, mx.int32)
-    tokens: mx.array = previous.draw.tokens
-    has_known = any(one.launched <= len(one.tokens) for one in completions)
-    if completions == previous.drawing and not has_known:
-        return tokens
-    size = len(previous.drawing)
-    index = [
-        size + at if one.launched <= len(one.tokens) else previous.positions.get(one.key, size + at)
-        for at, one in enumerate(completions)
+        return StepInputs(known, [KNOWN] * len(known), draws, None)
+    places = [
+        KNOWN if one.launched <= len(one.tokens) else previous.positions.get(one.key, KNOWN)
+        for one in completions
     ]
-    return mx.concatenate([tokens, mx.array(known, mx.int32)])[mx.array(index)]
+    return StepInputs(known, places, draws, previous.draw.tokens)

@@ -46,6 +46,7 @@ from kvd.worker.core.step_clock import StepClock
 from kvd.worker.core.submissions import Submissions
 from kvd.worker.core.swap import SwapFolder, Transfers
 from kvd.worker.engine import AskGrant, OnPhase, OnReports, ReportProgress, ignore_phase
+from kvd.worker.gang.leader import Gang
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
@@ -57,7 +58,7 @@ from kvd.worker.serving import loading
 from kvd.worker.text.choices import deadline_exceeded
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.record_format import PLAIN
-from protocol.types import MemoryUse, ModelInfo, WorkerStats
+from protocol.types import ModelInfo, WorkerStats
 from protocol.worker import (
     Grant,
     LoadModel,
@@ -94,9 +95,15 @@ class _PhaseListener:
 
 
 class MLXEngine:
-    """`kvd.worker.engine.Engine` over MLX. ``clock``: seconds, for deadlines."""
+    """`kvd.worker.engine.Engine` over MLX. ``clock``: seconds, for deadlines.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ``gang``: the other ranks, if the model is divided among several processes.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, gang: Gang | None = None
+    ) -> None:
+        self._gang = gang
         self._enter_phase = _PhaseListener()
         self._on_reports: OnReports | None = None
         self._clock = clock
@@ -116,14 +123,16 @@ class MLXEngine:
             raise typed from error
 
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
-        model = builder.load_model(command, progress, ask_grant)
-        runner, text = model.served.runner, model.text
+        model = builder.load_model(command, progress, ask_grant, self._gang)
+        runner, text = model.runner, model.text
         prefix_cache = builder.make_prefix_cache(command, runner.cache)
         admission, costs = builder.make_admission(command, model, prefix_cache, ask_grant)
         self._runner, self._text, self._prefix_cache = runner, text, prefix_cache
         self._admission, self._scheduler = admission, admission.scheduler
         self._weights_bytes = model.weights_bytes
-        self._scratch_bytes = loading.scratch_bytes(model.loaded, command, runner)
+        self._ranks = command.ranks
+        scratch = loading.scratch_bytes(model.loaded, command, model.serving.served.runner)
+        self._scratch_bytes = self._ranks * scratch
         swap = SwapFolder.open(command.swap_folder, command.swap_bytes, swap_format(command))
         transfers = Transfers(swap)
         enter, relieve = self._enter_phase, model.compiler.relieve
@@ -147,8 +156,8 @@ class MLXEngine:
         info = loading.info_of(
             command,
             model.loaded,
-            model.served,
-            model.verdict,
+            model.serving.served,
+            model.serving.verdict,
             native=model.native,
             has_chat_template=text.has_chat_template,
             chat=text.abilities if text.has_chat_template else None,
@@ -275,6 +284,8 @@ class MLXEngine:
             short = shortage.attempt(self._work)
         if short is None:
             self._out_of_memory.step_succeeded()
+        elif self._gang is not None:
+            raise short  # other ranks may have finished the step: no rank can repeat it alone
         else:
             self._enter_phase("pools")
             self._out_of_memory.step_failed(short)
@@ -458,8 +469,6 @@ class MLXEngine:
     def stats(self) -> WorkerStats:
         cache, batch = self._runner.cache, self._batch
         usage = cache.usage
-        peak_bytes = mx.get_peak_memory()  # since the previous call
-        mx.reset_peak_memory()
         return WorkerStats(
             step=self._steps,
             rows_running=self._scheduler.decoding,
@@ -475,16 +484,8 @@ class MLXEngine:
             generated_tokens=batch.generated_tokens,
             prefix=self._prefix_cache.usage,
             reclaimable=self._memory.reclaimable(),
-            memory=MemoryUse(
-                weights=self._weights_bytes,
-                kv_pages=usage.pages_bytes,
-                kv_pages_used=usage.used_bytes,
-                kv_levels=usage.level_bytes,
-                kv_tails=usage.tails_bytes + cache.snapshots.nbytes,
-                scratch=self._scratch_bytes,
-                active=mx.get_active_memory(),
-                peak=peak_bytes,
-                cache=mx.get_cache_memory(),
+            memory=loading.memory_use(
+                cache, weights=self._weights_bytes, scratch=self._scratch_bytes, ranks=self._ranks
             ),
         )
 

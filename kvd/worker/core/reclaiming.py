@@ -19,8 +19,7 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
@@ -141,14 +140,14 @@ class Reclaiming:
         batch, cache = self._batch, self._batch.cache
         level = min(command.level, batch.scheduler.sizes.lowest_level)
         batch.admission.set_start_level(max(level, batch.scheduler.start_level))
-        if not isinstance(cache, ModelCache):
+        if isinstance(cache, MlxLmCache):
             return
         chosen = self._choose(level, command.wanted_bytes)
         for request in chosen:
             batch.step_down(request, level)
         while above := self._rows_above(cache, level, chosen):
             batch.synchronize()
-            work = ModelStepDown(cache, above, level)
+            work = batch.runner.step_down(above, level)
             while not work.over:
                 work.advance(self._seconds_left(), time.monotonic)
                 yield
@@ -168,7 +167,7 @@ class Reclaiming:
                 chosen.append(batch.requests[rid])
         return chosen
 
-    def _rows_above(self, cache: ModelCache, level: int, requests: list[Request]) -> list[Any]:
+    def _rows_above(self, cache: Any, level: int, requests: list[Request]) -> list[Any]:
         """Return the requests' rows with a tail or a page above a precision level."""
         lowest = cache.settings.store_level(level)
         present = [request for request in requests if self._batch.holds(request)]
@@ -189,10 +188,10 @@ class Reclaiming:
             batch.finish_step()
             cache.cut_tails()
         for _ in range(_TRIM_ROUNDS):
-            if not self._must_trim(wanted) or not isinstance(cache, ModelCache):
+            if not self._must_trim(wanted) or isinstance(cache, MlxLmCache):
                 return
             batch.synchronize()
-            trimming = PoolTrimming(cache)
+            trimming = batch.runner.trim_pools()
             while not trimming.over:
                 trimming.advance(self._seconds_left(), time.monotonic)
                 yield

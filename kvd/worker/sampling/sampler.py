@@ -12,7 +12,7 @@ batch and after a resume. Unused features cost nothing: a greedy batch is a sing
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,6 +26,9 @@ from kvd.worker.sampling.logprobs import Scored, Scores, score
 from kvd.worker.sampling.row import RowSettings, SamplerRow
 from protocol.errors import LocalProtocolError
 from protocol.memory_bounds import SAMPLED_AT_ONCE
+
+Share = Callable[[Any], Any]
+"""Takes the tokens of a step, ``[rows]`` int32, and returns the same tokens, both lazy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,10 @@ class SamplerOutput:
     parts: list[_PartOutput]
 
     @staticmethod
-    def of(parts: list[_PartOutput]) -> SamplerOutput:
+    def of(parts: list[_PartOutput], share: Share) -> SamplerOutput:
         tokens = [part.tokens for part in parts]
-        return SamplerOutput(tokens[0] if len(tokens) == 1 else mx.concatenate(tokens), parts)
+        joined = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+        return SamplerOutput(share(joined), parts)
 
     def arrays(self) -> list[Any]:
         return [self.tokens, *chain(*(part.arrays() for part in self.parts))]
@@ -133,8 +137,14 @@ class _Part:
 class Sampler:
     """Samples the rows of an engine: `add` rows, `draw` any of them, `remove` them."""
 
-    def __init__(self, vocabulary: int, at_once: int | None = None) -> None:
-        """``at_once``: maximum rows of a part; None: as many as `SAMPLED_AT_ONCE` allows."""
+    def __init__(
+        self, vocabulary: int, at_once: int | None = None, share: Share = lambda tokens: tokens
+    ) -> None:
+        """``at_once``: maximum rows of a part; None: as many as `SAMPLED_AT_ONCE` allows.
+
+        ``share``: sends the tokens of a step to other processes, lazily (`kvd.worker.gang`).
+        """
+        self._share = share
         self._rows: dict[Hashable, SamplerRow] = {}
         self._counts = Counts(vocabulary)
         self._at_once = at_once or max(1, SAMPLED_AT_ONCE // (4 * vocabulary))
@@ -203,7 +213,7 @@ class Sampler:
             allowed = None if masks is None else masks[start:end]
             drawn.append(part.draw(own, positions[start:end], self._counts, allowed))
             start = end
-        return SamplerOutput.of(drawn)
+        return SamplerOutput.of(drawn, self._share)
 
     def _cut(self, keys: tuple[Hashable, ...]) -> list[_Part]:
         starts = range(0, len(keys), self._at_once)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from msgspec import structs
 
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
@@ -22,11 +23,22 @@ PREFILL_CHUNK = 256
 _VERY_LONG = 1 << 40
 
 
-def parts(served: Served, at_once: int = PREFILL_CHUNK) -> list[KVPart]:
-    """Return how each kind of a model's layers keeps earlier tokens.
+def parts(served: Served, at_once: int = PREFILL_CHUNK, ranks: int = 1) -> list[KVPart]:
+    """Return how each kind of a model's layers keeps earlier tokens, in bytes of all ranks.
 
     ``at_once``: tokens of a row prefilled in one pass. A window temporarily holds their pages, too.
     """
+    return [
+        structs.replace(
+            part,
+            bytes_per_token=ranks * part.bytes_per_token,
+            bound_bytes=ranks * part.bound_bytes,
+        )
+        for part in _parts(served, at_once)
+    ]
+
+
+def _parts(served: Served, at_once: int) -> list[KVPart]:
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
         return [_own(cache, next(iter(served.reasons.values()), ""))]
@@ -154,13 +166,21 @@ def dtype_name(model: Any) -> str:
 
 
 def costs_of(
-    cache: ModelCache | MlxLmCache, *, weights: int, base: int, row: int, first: int, step: int
+    cache: ModelCache | MlxLmCache,
+    *,
+    weights: int,
+    base: int,
+    row: int,
+    first: int,
+    step: int,
+    ranks: int = 1,
 ) -> Costs | None:
     """Return the costs; None if a row's memory does not depend on its length alone.
 
     That is so with `Access.RECTANGLES`, whose scratch depends on the rows of the batch. ``row``:
     bytes of every row besides its pages. ``first``: page units that an idle worker keeps.
-    ``step``: most tokens of one prompt that are prefilled at once.
+    ``step``: most tokens of one prompt that are prefilled at once. ``ranks``: processes that have a
+    cache like this one; the costs are their sums.
     """
     kinds = []
     if isinstance(cache, ModelCache):
@@ -172,15 +192,17 @@ def costs_of(
                 keep=store.kind.keep,
                 chunk=store.kind.chunk,
                 layers=len(store.layers),
-                page_bytes=tuple(store.pages.page_bytes(level) for level in store.pages.levels),
-                charges=tuple(store.pages.charge(level) for level in store.pages.levels),
+                page_bytes=tuple(
+                    ranks * store.pages.page_bytes(level) for level in store.pages.levels
+                ),
+                charges=tuple(ranks * store.pages.charge(level) for level in store.pages.levels),
             )
             for store in cache.stores
         ]
     return Costs(
         weights_bytes=weights,
         base_bytes=base,
-        unit_bytes=cache.costs.unit_bytes,
+        unit_bytes=ranks * cache.costs.unit_bytes,
         row_bytes=row,
         first_units=first,
         step=step,

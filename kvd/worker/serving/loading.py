@@ -31,7 +31,7 @@ from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
 from protocol.embedding import EmbeddingInfo
-from protocol.types import ChatAbilities, FusedAttention, ModelInfo
+from protocol.types import ChatAbilities, FusedAttention, MemoryUse, ModelInfo
 from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
@@ -105,7 +105,8 @@ def info_of(
 ) -> ModelInfo:
     runner, cache = served.runner, served.runner.cache
     features = {"compiled steps": runner.compiled, "packed prefill": runner.packs}
-    parts = describe.parts(served, runner.pass_tokens(command.prefill_chunk))
+    parts = describe.parts(served, runner.pass_tokens(command.prefill_chunk), command.ranks)
+    ranks = [f"{command.ranks} ranks"] if command.ranks > 1 else []
     growing = sum(part.bytes_per_token for part in parts)
     return ModelInfo(
         architecture=str(loaded.config["model_type"]),
@@ -118,7 +119,9 @@ def info_of(
         kv_layout=describe.layout(cache),
         page_bytes=64 * growing,
         kv_bytes_per_token=growing,
-        attention_path=", ".join([served.path, *(name for name, on in features.items() if on)]),
+        attention_path=", ".join(
+            [served.path, *(name for name, on in features.items() if on), *ranks]
+        ),
         attention_error=served.error,
         fused=served.fused,
         kv=parts,
@@ -147,7 +150,7 @@ def has_separate_memory() -> bool:
 
 
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
-    """Return an upper estimate of the process's bytes while it loads the model.
+    """Return an upper estimate of the bytes of all ranks' processes while they load the model.
 
     While weights are converted, some exist twice: those that are read together, and one more.
     Later, the checks need memory besides the weights. The scratch, which nothing else uses yet, has
@@ -160,11 +163,20 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
     if on_cpu():
         largest = headers.weights.largest_bytes
         scratch = max(scratch, largest + min(model_files.READ_BYTES, weights))
+    footprint = memory.footprint() + freed_bytes() + memory_bounds.LOOSE_BYTES
+    others = (command.ranks - 1) * (footprint + scratch + _replicated_bytes(headers))
     # The tokenizer is loaded before the weights are read.
     tokenizer = model_folder.tokenizer_bytes(headers.path)
     held = weights + scratch + memory_bounds.TOKENIZER_HELD * tokenizer
     peak = max(held, memory_bounds.TOKENIZER_PEAK * tokenizer)
-    return memory.footprint() + peak + freed_bytes() + memory_bounds.LOOSE_BYTES
+    return footprint + peak + others
+
+
+def _replicated_bytes(headers: model_files.Headers) -> int:
+    """Return an upper estimate of the weights that every rank holds: embeddings and head."""
+    weights = headers.weights
+    converted = headers.weights_bytes * 2 * weights.largest_bytes // max(1, weights.stored_bytes)
+    return min(headers.weights_bytes, converted)
 
 
 def give_back() -> None:
@@ -244,3 +256,24 @@ def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
     if not grant.granted:
         raise load_refusal(total_bytes, reason, grant)
     return grant
+
+
+def memory_use(cache: Any, *, weights: int, scratch: int, ranks: int) -> MemoryUse:
+    """Return the memory by kind, and restart the measurement of its peak.
+
+    ``cache``: `ModelCache` or `MlxLmCache`. MLX's counts are this process's, times ``ranks``.
+    """
+    usage = cache.usage
+    peak_bytes = mx.get_peak_memory()  # since the previous call
+    mx.reset_peak_memory()
+    return MemoryUse(
+        weights=weights,
+        kv_pages=usage.pages_bytes,
+        kv_pages_used=usage.used_bytes,
+        kv_levels=usage.level_bytes,
+        kv_tails=usage.tails_bytes + cache.snapshots.nbytes,
+        scratch=scratch,
+        active=ranks * mx.get_active_memory(),
+        peak=ranks * peak_bytes,
+        cache=ranks * mx.get_cache_memory(),
+    )

@@ -202,14 +202,9 @@ def open_model(path: Path, record: TokenizerRecord | None = None) -> LoadedModel
 
     ``record``: the folder's tokenizer. Without it, transformers loads the tokenizer.
     """
-    from mlx_lm.utils import get_total_parameters, load_model  # noqa: PLC0415
+    from mlx_lm.utils import get_total_parameters  # noqa: PLC0415
 
-    try:
-        model, config = load_model(path, lazy=True)
-    except BaseException as error:  # mlx-lm's loaders and models raise any type
-        if not is_failure(error):
-            raise
-        raise model_folder.invalid(path, f"cannot be loaded: {one_line(error)}") from error
+    model, config = _open_weights(path)
     try:
         tokenizer = FastWrapper(record) if record else _load_tokenizer(path, config)
     except BaseException as error:  # tokenizers raise any type too
@@ -229,6 +224,33 @@ def open_model(path: Path, record: TokenizerRecord | None = None) -> LoadedModel
     )
 
 
+def open_without_tokenizer(path: Path, vocab_size: int) -> LoadedModel:
+    """Open the model of an inspected folder, for a process that sees only tokens."""
+    model, config = _open_weights(path)
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        config=config,
+        parameters=0,
+        weights_bytes=0,
+        context_length=0,
+        vocab_size=vocab_size,
+        eos_ids=frozenset(),
+    )
+
+
+def _open_weights(path: Path) -> tuple[Any, dict[str, Any]]:
+    from mlx_lm.utils import load_model  # noqa: PLC0415
+
+    try:
+        model, config = load_model(path, lazy=True)
+    except BaseException as error:  # mlx-lm's loaders and models raise any type
+        if not is_failure(error):
+            raise
+        raise model_folder.invalid(path, f"cannot be loaded: {one_line(error)}") from error
+    return model, config
+
+
 def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
     from mlx_lm.utils import load_tokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415 - large
@@ -238,12 +260,18 @@ def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
 
 
 def read_weights(
-    opened: LoadedModel, path: Path, progress: ReportProgress, library: ModuleType | None
+    opened: LoadedModel,
+    path: Path,
+    progress: ReportProgress,
+    library: ModuleType | None,
+    *,
+    joins: bool = True,
 ) -> LoadedModel:
     """Read an opened model's weights, with floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted. With the library
     (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
+    ``joins``: whether layers may be joined on accelerators (`kvd.worker.gpu.joined_linear`).
     """
     model, product = opened.model, None
     if library is not None:
@@ -251,7 +279,7 @@ def read_weights(
             pack_weights(model, library)
         except RuntimeError as error:
             raise _unreadable(path, error) from error
-    elif mx.default_device().type != mx.DeviceType.cpu:
+    elif joins and mx.default_device().type != mx.DeviceType.cpu:
         product = products.find(joined_linear.dtype_of(model))
         joined_linear.join(model, product)
     if (dtype := default_dtype()) is not None:

@@ -14,10 +14,12 @@ from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
 from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
+from kvd.worker.serving.step_inputs import StepInputs
 from protocol import memory_bounds
 from protocol.memory_bounds import SCORED_AT_ONCE
 from protocol.types import FastPath, FastPathName
@@ -68,6 +70,11 @@ class Runner:
     @property
     def compiled(self) -> bool:
         return self._compiled is not None
+
+    @property
+    def floors(self) -> tuple[int, int]:
+        """Rows of the smallest decode batch, and tokens of the smallest packed pass."""
+        return self._min_batch, self._min_tokens
 
     @property
     def launches(self) -> int:
@@ -322,6 +329,22 @@ class Runner:
         self.cache.begin_packed(rows, counts, batch)
         padding = [0] * (batch - sum(counts))
         return mx.array([*chain(*chunks), *padding])[:, None]
+
+    def launch(self, rows: list[Row], inputs: StepInputs) -> mx.array:
+        """Run one token of each row as `decode` does."""
+        return self.decode(rows, inputs.tokens())
+
+    def share_tokens(self, tokens: mx.array) -> mx.array:
+        """Return the drawn tokens as all processes of the model see them, ``[rows]``; lazy."""
+        return tokens
+
+    def step_down(self, rows: list[Row], level: int) -> ModelStepDown:
+        """Return the work of moving rows to a lower precision level. Only for paged caches."""
+        return ModelStepDown(self.cache, rows, level)
+
+    def trim_pools(self) -> PoolTrimming:
+        """Return the work of cutting all pools to the pages in use. Only for paged caches."""
+        return PoolTrimming(self.cache)
 
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.

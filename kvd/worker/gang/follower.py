@@ -1,0 +1,180 @@
+"""A follower of a gang: applies the leader's records to its own part of the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import msgspec
+
+from kvd.worker.cache.rows import SequenceRow
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
+from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
+from kvd.worker.gang import records
+from kvd.worker.gang.control import Diverged, FollowerPeers
+from kvd.worker.gang.digest import digest_of
+from kvd.worker.gang.part import load_part
+from kvd.worker.gang.ticks import Ticks
+from kvd.worker.serving import loading
+from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.step_inputs import StepInputs
+from protocol.errors import KvdError
+
+_log = logging.getLogger("kvd.worker")
+LEADER_SECONDS = 5.0
+"""Seconds after a failed load within which the leader should have ended with its own report."""
+_read = msgspec.msgpack.Decoder(records.Numbered).decode
+
+
+def run(peers: FollowerPeers, group: Any) -> NoReturn:
+    """Load a part of the model that the leader names, then apply records until the leader ends.
+
+    Raises `PeerLost` when the leader ends, `Diverged` if this rank would compute something else
+    than the leader, and all errors of the load and of steps, such as a shortage of memory.
+    """
+    load = msgspec.msgpack.decode(peers.receive(), type=records.Load)
+    try:
+        runner = load_part(load, peers, group)
+    except KvdError as error:
+        # The leader refuses the load for the same reason, and its exit ends this process.
+        _log.warning("rank %d cannot load its part: %s", peers.rank, error.message)
+        time.sleep(LEADER_SECONDS)
+        raise
+    follower = Follower(runner, group)
+    while True:
+        follower.apply(_read(peers.receive()))
+
+
+class Follower:
+    """The rows and snapshots of one follower. ``runner`` has an empty cache."""
+
+    def __init__(self, runner: Runner, group: Any) -> None:
+        self._runner = runner
+        self._cache = runner.cache
+        self._group = group
+        self._number = 0
+        self._rows: dict[int, SequenceRow] = {}
+        self._snapshots: dict[int, SequenceSnapshot] = {}
+        self._drawn: mx.array | None = None
+        """Tokens that the previous decode step has drawn, ``[rows]`` int32, lazy."""
+        self._work: ModelStepDown | PoolTrimming | None = None
+
+    def apply(self, numbered: records.Numbered) -> None:
+        """Apply the next record. Raises `Diverged`, with nothing computed, if it does not fit."""
+        self._number += 1
+        if numbered.number != self._number:
+            raise Diverged(f"record {numbered.number} came instead of {self._number}")
+        record = numbered.record
+        self._cache.limit_bytes = numbered.limit_bytes
+        if numbered.digest:
+            self._compare(numbered)
+        match record:
+            case records.Decode():
+                self._decode(record)
+            case records.Free():
+                self._cache.free(self._rows.pop(record.row), clean=record.clean)
+            case records.NewRow():
+                self._rows[record.row] = self._cache.new_row(record.level)
+            case records.Drop():
+                self._cache.snapshots.drop(self._snapshots.pop(record.snapshot))
+            case _:
+                self._wait()
+                if not (self._pass(record) or self._give_back(record)):
+                    self._keep(record)
+
+    def _compare(self, numbered: records.Numbered) -> None:
+        rows = self._named_rows(numbered.record)
+        if digest_of(self._cache, rows) != numbered.digest:
+            places = [
+                (row.length, *((one.slot, one.level, one.pages[-2:]) for one in row.rows))
+                for row in rows
+            ]
+            raise Diverged(
+                f"before record {numbered.number} ({type(numbered.record).__name__}), the rows'"
+                f" places in the cache differ from the leader's; here, the first are {places[:4]}"
+            )
+
+    def _named_rows(self, record: records.Record) -> list[SequenceRow]:
+        match record:
+            case records.Flush():
+                return list(self._cache.sequences)
+            case records.Score() | records.Take():
+                return [self._rows[record.row]]
+            case (
+                records.Decode() | records.Prefill() | records.PrefillHidden() | records.StepDown()
+            ):
+                return [self._rows[row] for row in record.rows]
+        raise Diverged(f"a record of type {type(record).__name__} has a digest")
+
+    def _wait(self) -> None:
+        """Wait for the step in flight; its collectives end when the leader has launched it."""
+        drawn = [] if self._drawn is None else [self._drawn]
+        mx.eval(drawn, self._cache.arrays())
+
+    def _decode(self, record: records.Decode) -> None:
+        """Launch a step as the leader does; the tokens that it draws arrive through the graph."""
+        rows = [self._rows[row] for row in record.rows]
+        inputs = StepInputs(record.known, record.places, record.draws, self._drawn)
+        logits = self._runner.launch(rows, inputs)
+        mx.async_eval(logits, self._cache.arrays())  # type: ignore[no-untyped-call]
+        self._drawn = None
+        if record.draws:
+            # After the step's own collectives: the leader's tokens depend on all of them.
+            (zeros,) = mx.depends([mx.zeros((record.draws,), mx.int32)], [logits])
+            self._drawn = mx.distributed.all_sum(zeros, group=self._group)
+            mx.async_eval(self._drawn)  # type: ignore[no-untyped-call]
+
+    # Records that need an idle device.
+
+    def _pass(self, record: records.Record) -> bool:
+        """Prefill chunks, if that is what the record asks for."""
+        runner, rows = self._runner, self._rows
+        match record:
+            case records.Prefill():
+                runner.prefill_pass([rows[row] for row in record.rows], record.chunks)
+            case records.PrefillHidden():
+                runner.prefill_hidden([rows[row] for row in record.rows], record.chunks)
+            case records.Score():
+                runner.score_parts(rows[record.row], record.tokens)
+            case _:
+                return False
+        return True
+
+    def _give_back(self, record: records.Record) -> bool:
+        """Free memory, if that is what the record asks for."""
+        match record:
+            case records.Compact():
+                self._cache.compact(record.pages)
+            case records.CutTails():
+                self._cache.cut_tails()
+            case records.Shrink():
+                self._cache.shrink(record.pages)
+                loading.give_back()
+            case records.StepDown():
+                rows = [self._rows[row] for row in record.rows]
+                self._work = self._runner.step_down(rows, record.level)
+            case records.TrimPools():
+                self._work = self._runner.trim_pools()
+            case records.Work() if self._work is not None:
+                self._work.advance(record.ticks, Ticks())
+            case _:
+                return False
+        return True
+
+    def _keep(self, record: records.Record) -> None:
+        """Flush pages, grow pools, or copy between rows and snapshots."""
+        cache = self._cache
+        match record:
+            case records.Flush():
+                cache.flush()
+            case records.MakeRoom():
+                cache.make_room(record.ticks, Ticks())
+            case records.Take():
+                snapshot = cache.snapshots.take(self._rows[record.row])
+                self._snapshots[record.snapshot] = snapshot
+            case records.Restore():
+                self._rows[record.row] = cache.restore(self._snapshots[record.snapshot])
+            case _:
+                raise Diverged(f"a record of type {type(record).__name__} came at a wrong time")

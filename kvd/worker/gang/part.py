@@ -1,0 +1,103 @@
+"""Loads one rank's part of a model. All ranks run the same steps in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvd.worker.artifacts import modules
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.engine import ReportProgress
+from kvd.worker.gang import records
+from kvd.worker.gang.agreed_checks import AgreedChecks
+from kvd.worker.gang.control import FollowerPeers, Peers, require_equal
+from kvd.worker.gang.shard import shard
+from kvd.worker.process import shortage
+from kvd.worker.serving import calibration, fast_paths, loading, model_files, probe, seam
+from kvd.worker.serving.runner import Runner, on_cpu
+from protocol.errors import UnsupportedModel
+from protocol.types import FusedAttention
+from protocol.worker import LoadModel
+
+NOT_NATIVE = "a model over several ranks runs MLX's operations"
+"""Why the native library, joined products and kernels are not used."""
+
+
+def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
+    """Load a follower's part and measure it; return its runner, with an empty cache."""
+    seam.install()
+    shortage.install_retries()
+    modules.activate(_ignore_progress)
+    mx.set_cache_limit(loading.freed_bytes())
+    headers = model_files.inspect(Path(load.path))
+    opened = model_files.open_without_tokenizer(headers.path, load.vocab_size)
+    loaded = read_part(opened, headers.path, _ignore_progress, group)
+    verdict = calibration.find(headers)
+    settings = loading.settings_of(load.command, verdict, len(make_prompt_cache(loaded.model)))
+    served = serve_part(settings, loaded, peers)
+    measure(peers, loaded, load.command, served.runner)
+    return served.runner
+
+
+def read_part(
+    opened: model_files.LoadedModel, path: Path, progress: ReportProgress, group: Any
+) -> model_files.LoadedModel:
+    """Divide an opened model, and read this rank's part of the weights.
+
+    Needs memory for the part and the tensors that are read together.
+    """
+    shard(opened.model, str(opened.config.get("model_type")), group)
+    return model_files.read_weights(opened, path, progress, None, joins=False)
+
+
+def serve_part(
+    settings: CacheSettings, loaded: model_files.LoadedModel, peers: Peers
+) -> probe.Served:
+    """Choose how to serve the model, together with all ranks; raises `UnsupportedModel`."""
+    require_equal(peers, "the cache's settings", repr(settings.store_schemes))
+    checks = AgreedChecks(peers)
+    served = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
+    runner = served.runner
+    if not isinstance(runner.cache, ModelCache):
+        raise UnsupportedModel(
+            "a model over several ranks needs pages, and this one is served with mlx-lm's own"
+            f" caches ({next(iter(served.reasons.values()), served.path)}): load it with one rank"
+        )
+    runner.compile(checks)
+    runner.pack(checks)
+    runner.split_head(checks)
+    require_equal(peers, "how the model is served", f"{served.name}, {runner.floors}")
+    fused = None
+    if not on_cpu():
+        fused = FusedAttention(used=False, reason=NOT_NATIVE, cause="model")
+    layers = fast_paths.declined("whole layers", "model", NOT_NATIVE)
+    return replace(served, layers=layers, fused=fused)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of all ranks together."""
+
+    base: int
+    """What the processes are charged besides pages."""
+    weights: int
+    active: int
+    """Arrays of MLX, which are the weights and what the checks left."""
+
+
+def measure(
+    peers: Peers, loaded: model_files.LoadedModel, command: LoadModel, runner: Runner
+) -> Measured:
+    """Measure all ranks, whose caches must have no pages."""
+    base = loading.base_bytes(loaded, command, runner)
+    found = peers.exchange("measured bytes", (base, loaded.weights_bytes, mx.get_active_memory()))
+    return Measured(*(sum(one) for one in zip(*found, strict=True)))
+
+
+def _ignore_progress(_stage: str, _fraction: float) -> None:
+    """Do nothing: the leader reports the progress of all ranks."""

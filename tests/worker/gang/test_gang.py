@@ -1,0 +1,125 @@
+"""A gang gives the same tokens as one process, for every kind of request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from protocol.gang import PEER_LOST
+from protocol.types import Sampling
+from protocol.worker import ChoiceFinished, RowCached, RowTokens, Stop
+from tests.worker.gang.gang import GangProcesses
+from tests.worker.process.peer import Process, submit
+
+pytestmark = [pytest.mark.process, pytest.mark.mlx]
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=7)
+
+
+class Single(Process):
+    deadline_s = GangProcesses.deadline_s
+
+
+@pytest.fixture(scope="module")
+def single():
+    made = Single("mlx")
+    made.load("demo")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def gang():
+    made = GangProcesses(2)
+    made.load("demo", ranks=2)
+    yield made
+    made.close()
+
+
+def choices(worker, rid):
+    """Return the tokens of each choice."""
+    found = defaultdict(list)
+    for report in worker.of(RowTokens, rid):
+        found[report.choice] += report.tokens
+    return dict(found)
+
+
+def run(worker, requests, later=()):
+    """Run requests, and the ``later`` ones once the first has its first tokens."""
+    worker.reports.clear()
+    worker._ends.clear()
+    worker.send(*requests)
+    if later:
+        worker.wait_for(lambda: len(worker.of(RowTokens, requests[0].rid)) > 2)
+        worker.send(*later)
+    rids = [request.rid for request in [*requests, *later]]
+    ends = worker.wait_for_end(*rids)
+    return {
+        end.rid: (choices(worker, end.rid), end.reason, end.usage.completion_tokens) for end in ends
+    }
+
+
+LONG = list(range(5, 305))
+
+
+def requests(prefix):
+    def made(rid, **fields):
+        return submit(f"{prefix}{rid}", ignore_eos=True, **fields)
+
+    first = [
+        # Its row commits a page that a flush has written.
+        made("greedy", prompt=None, tokens=LONG[:120], max_tokens=14, sampling=GREEDY),
+        made("sampled", prompt="Once upon a time", max_tokens=10, sampling=SAMPLED),
+    ]
+    later = [
+        made("long", prompt=None, tokens=LONG, max_tokens=8, sampling=GREEDY),
+        made("choices", prompt="A list of", max_tokens=6, n=3, sampling=SAMPLED),
+        made("one token", prompt=None, tokens=[9], max_tokens=5, sampling=GREEDY),
+        made(
+            "penalized",
+            prompt="one two one two",
+            max_tokens=7,
+            sampling=Sampling(temperature=0.7, repetition_penalty=1.3, seed=3),
+            logprobs=2,
+        ),
+    ]
+    return first, later
+
+
+def test_joins_and_leaves_in_the_middle_of_others(gang, single):
+    first, later = requests("a ")
+    found = run(gang, first, later)
+    assert found == run(single, first, later)
+    assert all(count > 0 for _, _, count in found.values())
+    assert len(found["a choices"][0]) == 3
+    assert len(gang.of(ChoiceFinished, "a choices")) == 3
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_company(gang):
+    first, later = requests("b ")
+    company = run(gang, first, later)
+    for request in (first[1], later[1]):
+        assert run(gang, [request])[request.rid] == company[request.rid]
+
+
+def test_a_prompt_continues_from_a_checkpoint(gang, single):
+    def again(worker):
+        one = submit("c", prompt=None, tokens=[*LONG, 17], max_tokens=5, sampling=GREEDY)
+        found = run(worker, [one])
+        return found, worker.of(RowCached, "c")[0].outcome.reused_tokens
+
+    found, cached = again(gang)
+    assert cached >= 256
+    assert (found, cached) == again(single)
+
+
+def test_an_ordered_end_leaves_no_process():
+    gang = GangProcesses(2)
+    try:
+        gang.load("demo", ranks=2)
+        gang.send(Stop())
+        gang.read_all()
+        assert gang.wait() == [0, PEER_LOST]
+    finally:
+        gang.close()

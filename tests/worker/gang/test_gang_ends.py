@@ -1,0 +1,157 @@
+"""No rank of a gang outlives another one, and none computes something else than the leader."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from protocol.gang import DIVERGED, PEER_LOST
+from protocol.types import Sampling
+from protocol.worker import LoadFailed, LoadModel, Progress, RowTokens, Started
+from tests.worker.gang.gang import GangProcesses
+from tests.worker.gang.models import save
+from tests.worker.process.peer import submit
+
+pytestmark = [pytest.mark.process, pytest.mark.mlx]
+LONG = submit(
+    "a", prompt=None, tokens=list(range(5, 205)), max_tokens=400, ignore_eos=True,
+    sampling=Sampling(temperature=0.0),
+)  # fmt: skip
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def gang(*arguments, **options):
+        made.append(GangProcesses(*arguments, **options))
+        return made[-1]
+
+    yield gang
+    for one in made:
+        one.close()
+
+
+def wait_for_stage(gang, stage):
+    gang.wait_for(lambda: stage in [report.stage for report in gang.of(Progress)])
+
+
+STAGES = {
+    "loading": lambda gang: wait_for_stage(gang, "weights"),
+    "checking": lambda gang: wait_for_stage(gang, "checking attention"),
+    "running": lambda gang: gang.wait_for(lambda: len(gang.of(RowTokens)) > 3),
+}
+
+
+def reach(gang, stage):
+    gang.send(LoadModel(source="demo", ranks=2), LONG)
+    STAGES[stage](gang)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_a_rank_ends_the_other(start, rank, stage):
+    gang = start()
+    reach(gang, stage)
+    gang.signal(rank, signal.SIGKILL)
+    expected = [PEER_LOST, PEER_LOST]
+    expected[rank] = -signal.SIGKILL
+    assert gang.wait() == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_can_be_killed_while_the_other_waits_in_a_collective(start, rank):
+    gang = start()
+    reach(gang, "running")
+    gang.signal(rank, signal.SIGSTOP)
+    gang.signal(rank, signal.SIGKILL)
+    expected = [PEER_LOST, PEER_LOST]
+    expected[rank] = -signal.SIGKILL
+    assert gang.wait() == expected
+
+
+def test_the_end_of_the_daemon_ends_all_ranks(start):
+    gang = start()
+    reach(gang, "running")
+    for link in gang.links:
+        link.close()
+    assert set(gang.wait()) <= {0, PEER_LOST}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_of_the_fake_engine_end_alike(start, rank):
+    gang = start(3, "fake")
+    gang.load("fake:tps=0", ranks=3)
+    gang.signal(rank, signal.SIGKILL)
+    expected = [PEER_LOST] * 3
+    expected[rank] = -signal.SIGKILL
+    assert gang.wait() == expected
+
+
+SWAPPED_PAGES = """
+from kvd.worker.gang import follower, records
+apply, seen = follower.Follower.apply, []
+
+def other(self, numbered):
+    if isinstance(numbered.record, records.Decode):
+        seen.append(numbered)
+        if len(seen) == 4:
+            (store,) = self._cache.stores
+            store.rows[0].pages.reverse()
+            store.tables.invalidate()
+    apply(self, numbered)
+
+follower.Follower.apply = other
+"""
+
+
+def test_another_order_of_pages_ends_the_gang_before_a_token_is_wrong(start):
+    gang = start(programs={1: SWAPPED_PAGES})
+    gang.send(LoadModel(source="demo", ranks=2), LONG)
+    gang.read_all()
+    assert gang.wait() == [PEER_LOST, DIVERGED]
+    assert len(gang.tokens("a")) <= 3
+    assert "places in the cache differ from the leader's" in gang.errors()[1]
+
+
+FAILED_STEP = """
+from kvd.worker.gang import follower
+from kvd.worker.process.shortage import Shortage
+
+def short(self, record):
+    raise Shortage("[malloc] Unable to allocate 4096 bytes.")
+
+follower.Follower._decode = short
+"""
+
+
+def test_a_shortage_on_one_rank_ends_the_gang(start):
+    gang = start(programs={1: FAILED_STEP})
+    gang.send(LoadModel(source="demo", ranks=2), LONG)
+    gang.read_all()
+    assert gang.wait() == [PEER_LOST, 1]
+    assert "Unable to allocate 4096 bytes" in gang.errors()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "ranks", "why"),
+    [
+        ("qwen3", {}, 3, "n_heads is 4, which is no multiple of 3"),
+        ("qwen3", {"intermediate_size": 97}, 2, "cannot be divided among 2 ranks"),
+        ("gemma", {}, 2, "mlx-lm has no tensor parallel form of this architecture"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(start, tmp_path, name, changes, ranks, why):
+    gang = start(ranks)
+    gang.send(LoadModel(source=str(save(tmp_path / name, name, **changes)), ranks=ranks))
+    (failed,) = gang.wait_for(lambda: gang.of(LoadFailed))
+    assert failed.error.code == "unsupported_model"
+    assert why in failed.error.message
+    assert gang.wait() == [0, *[PEER_LOST] * (ranks - 1)]
+
+
+def test_every_rank_reports_its_start(start):
+    gang = start(2)
+    gang.wait_for(lambda: gang.of(Started))
+    assert gang.of(Started)[0].pid == gang.processes[0].pid
