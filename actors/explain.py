@@ -44,13 +44,14 @@ class Explainer:
         known = self.status.lookup(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
+        ranks = known.policy.ranks if known is not None else asked.ranks
         if status is None and known is None and not is_source(asked.model):
             raise self.status.unknown_model(asked.model)
         info = status.info if status is not None else None
         if info is not None and info.costs is not None:
             costs, schemes, longest = info.costs, info.kv_schemes, info.context_length
         else:
-            estimate = await self.estimate_model(source, kv)
+            estimate = await self.estimate_model(source, kv, ranks)
             costs, schemes, longest = estimate.costs, estimate.schemes, estimate.context_length
         if known is not None and known.policy.max_context is not None:
             longest = min(longest, known.policy.max_context)

@@ -114,8 +114,9 @@ class Configuration(Protocol):
         """
 
 
-EstimateModel = Callable[[str, KVSpec], Coroutine[Any, Any, Estimate]]
-"""Estimates a model's costs from its source's files; raises the KvdError of broken files."""
+EstimateModel = Callable[[str, KVSpec, int], Coroutine[Any, Any, Estimate]]
+"""Estimates a model's costs from its source's files, its KV settings and its number of ranks;
+raises the KvdError of broken files."""
 
 Level = Literal["debug", "info", "warning", "error"]
 

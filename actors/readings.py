@@ -4,7 +4,8 @@ Grants say what a worker may hold; measurements catch what exceeds them. A worke
 footprint and its allocator's bytes and sends them with its counters. Only if a worker has reported
 nothing for a while, because it loads or hangs, this actor reads the footprint of its process. Then
 the kernel walks all page tables of the process, so reading happens outside the event loop, and
-rarely if it takes long.
+rarely if it takes long. All ranks of a gang are read every few seconds, because none of them can
+measure the others; its footprint is their sum.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class ReadingsState:
     governor: Ref[GovernorMail]
     seen: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
     """The last counters of each model, and when they were first seen."""
-    footprints: dict[int, int] = field(default_factory=dict)
-    """Footprints by process id, as this actor read them."""
+    gangs_read_at: float = -float("inf")
+    """When the processes of gangs were read last."""
     due: float = 0.0
     """Earliest time of the next read."""
     reported: MemoryMeasured | None = None
@@ -86,7 +87,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
                 self._check_workers()
             case mail.FootprintsRead(footprints=footprints, took_s=took_s):
                 now = asyncio.get_running_loop().time()
-                self._state.footprints = footprints
+                self._state.status.footprints = footprints
                 self._state.due = now + max(INTERVAL_S, took_s / MAX_SHARE)
                 self._report(footprints.keys())
             case _:
@@ -101,9 +102,11 @@ class ReadingsActor(Actor["ReadingsMail"]):
             known = state.seen.get(model.name)
             if known is None or known[0] is not model.stats:
                 state.seen[model.name] = (model.stats, now)
-        silent = [it.worker_pid for it in models if it.worker_pid and self._is_silent(it, now)]
-        if silent and not state.memory.separate and now >= state.due:
-            self._read(silent, now)
+        silent = [] if state.memory.separate else [it for it in models if self._is_silent(it, now)]
+        gangs = [it for it in models if it.ranks]
+        if now >= state.due and (silent or (gangs and now - state.gangs_read_at > FRESH_S)):
+            state.gangs_read_at = now
+            self._read(sorted({pid for it in silent + gangs for pid in _pids(it)}), now)
         else:
             self._report()
 
@@ -114,7 +117,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
         """
         _, seen_at = self._state.seen.get(model.name, (None, now))
         footprint = model.stats.memory.footprint
-        above = footprint > limit_bytes(model.granted_bytes)
+        above = footprint > _limit(model)
         return not footprint or above or now - seen_at > FRESH_S
 
     def _read(self, pids: list[int], now: float) -> None:
@@ -135,23 +138,32 @@ class ReadingsActor(Actor["ReadingsMail"]):
             calm = calm and model.state == "ready" and not state.status.requests.get(model.name)
             memory = model.stats.memory
             footprint = memory.footprint
-            if self._is_silent(model, now):
-                footprint = state.footprints.get(model.worker_pid, footprint)
+            if model.ranks or self._is_silent(model, now):
+                known = state.status.footprints
+                found = [known[pid] for pid in _pids(model) if pid in known]
+                footprint = sum(found) if found else footprint
             used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
-            if model.worker_pid in read or (
-                state.memory.separate and state.judged.get(model.name) is not model.stats
-            ):
+            is_new = state.judged.get(model.name) is not model.stats
+            if is_new if state.memory.separate else model.worker_pid in read:
                 fresh[model.name] = model.worker_pid
                 state.judged[model.name] = model.stats
         measured = MemoryMeasured(used, state.memory.host().pressure, fresh)
         above_before, state.above_limit = (
             state.above_limit,
-            any(used[name] > limit_bytes(state.status.models[name].granted_bytes) for name in used),
+            any(used[name] > _limit(state.status.models[name]) for name in used),
         )
         if state.above_limit or above_before or _differs(measured, state.reported):
             state.reported = measured
             state.governor.tell(mail.GovernorEvent(measured))
         self._alarm.set(now + (CALM_S if calm else INTERVAL_S))
+
+
+def _pids(model: ModelStatus) -> list[int]:
+    return [it.pid for it in model.ranks] or ([model.worker_pid] if model.worker_pid else [])
+
+
+def _limit(model: ModelStatus) -> int:
+    return limit_bytes(model.granted_bytes, max(1, len(model.ranks)))
 
 
 def _differs(new: MemoryMeasured, old: MemoryMeasured | None) -> bool:

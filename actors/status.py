@@ -52,6 +52,8 @@ class StatusTable:
     folder cannot be loaded."""
     may_load: Callable[[str], bool] = is_source
     """Returns whether a worker may load a model from a text."""
+    footprints: Mapping[int, int] = field(default_factory=dict)
+    """Footprints by process id, as the daemon last read them; all ranks of gangs are included."""
     paused: Callable[[], Mapping[str, int]] = dict
     """Returns paused requests by model, from the router."""
     expires_in: Callable[[str], float | None] = lambda _model: None
@@ -89,9 +91,9 @@ class StatusTable:
         return unknown_model(name, self.models, self.known.keys() - self.models.keys())
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
-        known = self.known.get(name)
+        known, status = self.known.get(name), self.models[name]
         return replace(
-            self.models[name],
+            self._with_footprints(status) if status.ranks else status,
             requests=self.requests.get(name, 0),
             paused=paused.get(name, 0),
             pinned=known is not None and known.policy.pinned,
@@ -99,3 +101,12 @@ class StatusTable:
             expires_in_s=self.expires_in(name),
             idle_ttl_s=None if known is None else known.policy.idle_ttl_s,
         )
+
+    def _with_footprints(self, status: ModelStatus) -> ModelStatus:
+        """Return a gang's status with what the daemon read: no rank can measure the others."""
+        found = self.footprints
+        ranks = [replace(it, footprint_bytes=found.get(it.pid, 0)) for it in status.ranks]
+        total = sum(it.footprint_bytes for it in ranks)
+        memory = status.stats.memory
+        memory = replace(memory, footprint=total or memory.footprint)
+        return replace(status, ranks=ranks, stats=replace(status.stats, memory=memory))

@@ -28,7 +28,7 @@ from actors.runtime.timers import Alarm
 from actors.status import StatusTable
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, WorkerDied
-from protocol.types import ModelInfo, ModelState, ModelStatus, WorkerStats
+from protocol.types import ModelInfo, ModelState, ModelStatus, RankStatus, WorkerStats
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,16 @@ class WorkerState:
         self.history: EventHistory[lifecycle_events.Event, lifecycle_events.Command] = EventHistory(
             self.machine, merged=lifecycle_events.FREQUENT
         )
+
+    @property
+    def ranks(self) -> list[RankStatus]:
+        """The processes of a gang; empty for a worker of one process."""
+        if self.process is None or self.load.ranks == 1:
+            return []
+        return [
+            RankStatus(pid=pid, state="running" if pid in self.started else "starting")
+            for pid in self.process.pids
+        ]
 
     @property
     def model_state(self) -> ModelState:
@@ -216,6 +226,7 @@ class Worker(Actor[mail.WorkerMail]):
     def _on_spawned(self, process: WorkerProcess) -> None:
         self._state.process = process
         self._handle_event(lifecycle_events.Spawned(process.pid))
+        self._publish()
         early, self._state.early = self._state.early, []
         for message in early:
             self._on_process_message(message)
@@ -434,6 +445,7 @@ class Worker(Actor[mail.WorkerMail]):
             source=state.load.source,
             state=state.model_state,
             worker_pid=state.machine.pid,
+            ranks=state.ranks,
             restarts=state.machine.restarts,
             kv=state.load.kv,
             granted_bytes=state.granted_bytes,

@@ -28,6 +28,8 @@ class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
     the whole context."""
     kv: KVSpec | None = None
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
+    ranks: fields.Ranks = 1
+    """Processes that would share a model that is neither loaded nor known."""
 
 
 class ExplainRequest(RequestBase, tag="explain_request", frozen=True, kw_only=True):

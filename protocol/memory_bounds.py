@@ -82,14 +82,15 @@ MIN_TOLERANCE_BYTES = 256 * 1024 * 1024
 TOLERANCE_PARTS = 8
 
 
-def limit_bytes(granted: int) -> int:
-    """Return the bytes above which a worker is ended.
+def limit_bytes(granted: int, ranks: int = 1) -> int:
+    """Return the bytes above which a worker of this many processes is ended.
 
     The tolerance above the grant covers short needs that are not requested, such as tokenizing a
-    long prompt: `MIN_TOLERANCE_BYTES`, or the grant divided by `TOLERANCE_PARTS` if that is more.
+    long prompt: `MIN_TOLERANCE_BYTES` for each process, or the grant divided by `TOLERANCE_PARTS`
+    if that is more.
     """
-    tolerance = max(MIN_TOLERANCE_BYTES, granted // TOLERANCE_PARTS)
-    return max(STARTING_BYTES, granted + tolerance)
+    tolerance = max(MIN_TOLERANCE_BYTES * ranks, granted // TOLERANCE_PARTS)
+    return max(STARTING_BYTES * ranks, granted + tolerance)
 
 
 def pass_tokens(chunk: int, *, cuda: bool) -> int:

@@ -187,6 +187,11 @@ def tokenizer_bytes(folder: Path) -> int:
 
 def read_weights(files: Iterable[Path]) -> Weights:
     """Return the sizes of all tensors in these files."""
+    return Weights.of(read_tensors(files).values())
+
+
+def read_tensors(files: Iterable[Path]) -> Tensors:
+    """Return all tensors in these files, by name."""
     tensors: Tensors = {}
     for file in files:
         with _open(file) as (stream, size):
@@ -194,7 +199,7 @@ def read_weights(files: Iterable[Path]) -> Weights:
                 tensors |= read_header(stream, size)
             except BrokenFileError as error:
                 raise invalid(file, str(error)) from error
-    return Weights.of(tensors.values())
+    return tensors
 
 
 def check_layers(folder: Path, config: dict[str, Any], weights: Weights) -> None:

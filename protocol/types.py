@@ -373,6 +373,16 @@ ModelState = Literal[
 ]
 
 
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the processes that share a model."""
+
+    pid: int
+    state: Literal["starting", "running"]
+    """``running``: the process has joined the others."""
+    footprint_bytes: int = 0
+    """Footprint of the process as the daemon last read it; 0: not read yet."""
+
+
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One model in ``status``."""
 
@@ -381,6 +391,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Source that the model was loaded from: ``demo``, a folder or a Hub id."""
     state: ModelState
     worker_pid: int | None = None
+    ranks: list[RankStatus] = []
+    """Processes of a model that several share, in rank order; the first is `worker_pid`."""
     restarts: int = 0
     kv: KVSpec = KVSpec()
     granted_bytes: int = 0

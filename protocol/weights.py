@@ -43,6 +43,10 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
         return end - start
 
     @property
+    def is_vector(self) -> bool:
+        return len(self.shape) < 2
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 

@@ -16,6 +16,7 @@ from kvd.cli.tables import fixed_column, grid, headed, number_column, text_colum
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes, format_duration
 from protocol.explain_messages import MAX_FORECAST_ROWS
+from protocol.fields import MAX_RANKS
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 
@@ -48,6 +49,13 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
     help="Prompt and completion of a row, such as 64k (default: the model's whole context).",
 )
 @option("--rows", "N", "Concurrent requests.", type=click.IntRange(0, MAX_FORECAST_ROWS), default=1)
+@option(
+    "--ranks",
+    "N",
+    "Processes that would share a model that is not known.",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+)
 @kv_options()
 @common_options()
 def explain(
@@ -57,6 +65,7 @@ def explain(
     request: str | None,
     context: int | None,
     rows: int,
+    ranks: int,
     kv: KVSpec | None,
 ) -> None:
     """Show the memory that rows of a model would need, and what would make room for them.
@@ -69,7 +78,7 @@ def explain(
     if model is None:
         raise click.UsageError("give MODEL, or --request to explain a request's prompt")
     with common.connected() as client:
-        forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv)
+        forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv, ranks=ranks)
         common.print_data(forecast, page(forecast, context, rows))
 
 

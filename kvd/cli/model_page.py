@@ -21,6 +21,7 @@ from protocol.types import (
     ModelInfo,
     ModelStatus,
     PrefixUse,
+    RankStatus,
 )
 
 
@@ -39,6 +40,7 @@ def page(value: ModelStatus) -> RenderableType:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
     lines.append(("memory", _memory(value.stats.memory, value.granted_bytes)))
+    lines += _ranks(value.ranks)
     lines.append(("rows", _rows(value)))
     lines.append(("pages", _pages(value)))
     if value.kv.prefix_cache != 0 and info:
@@ -139,6 +141,14 @@ def _memory(use: MemoryUse, granted: int) -> str:
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
     total = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
     return f"{total}: {text}" if text else total
+
+
+def _ranks(ranks: list[RankStatus]) -> list[tuple[str, str]]:
+    """Return a line for each of the processes that share a model."""
+    return [
+        (f"rank {rank}", f"pid {one.pid}, {one.state}, {format_bytes(one.footprint_bytes)}")
+        for rank, one in enumerate(ranks)
+    ]
 
 
 def _rows(value: ModelStatus) -> str:

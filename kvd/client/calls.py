@@ -222,11 +222,17 @@ class Calls(ABC, Generic[C, L]):
         return (await self._quick(request, m.Cancelled)).found
 
     async def explain(
-        self, model: str, *, rows: int = 1, context: int | None = None, kv: KVSpec | None = None
+        self,
+        model: str,
+        *,
+        rows: int = 1,
+        context: int | None = None,
+        kv: KVSpec | None = None,
+        ranks: int = 1,
     ) -> Forecast:
         """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
         number = self._exchange.next_id()
-        request = Explain(id=number, model=model, rows=rows, context=context, kv=kv)
+        request = Explain(id=number, model=model, rows=rows, context=context, kv=kv, ranks=ranks)
         return (await self._call(request, Explained)).forecast
 
     async def explain_requests(self, request: str | None = None) -> list[RequestOutcome]:

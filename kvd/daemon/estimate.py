@@ -23,7 +23,7 @@ from protocol.kv import KVSpec, floors_of, schemes_of
 from protocol.model_source import check_folder, is_hub_id, unknown_source
 from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
-from protocol.weights import Weights
+from protocol.weights import Tensors, Weights
 
 INTERPRETER_BYTES = 68 * 1024 * 1024
 """Python, MLX, mlx-lm's libraries and what the checks at load leave behind, measured on Linux.
@@ -72,9 +72,10 @@ class FileEstimate:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    async def __call__(self, source: str, kv: KVSpec) -> Estimate:
+    async def __call__(self, source: str, kv: KVSpec, ranks: int = 1) -> Estimate:
         def read_files() -> Estimate:
-            return estimate(folder_of(source), kv, replace(self._machine, sharers=sharers()))
+            shared = replace(self._machine, sharers=sharers())
+            return estimate(folder_of(source), kv, shared, ranks)
 
         return await asyncio.to_thread(read_files)
 
@@ -93,13 +94,23 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
     )
 
 
-def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
-    """Estimate the model in a folder; raises `InvalidModel` if there is none."""
+def estimate(folder: Path, kv: KVSpec, machine: Machine, ranks: int = 1) -> Estimate:
+    """Estimate the model in a folder over this many ranks; raises `InvalidModel` if there is none.
+
+    Costs are sums over all ranks.
+    """
     config = model_folder.read_config(folder)
-    headers = model_folder.read_weights(model_folder.weight_files(folder))
+    tensors = model_folder.read_tensors(model_folder.weight_files(folder))
+    headers = Weights.of(tensors.values())
     model_folder.check_layers(folder, config, headers)
+    if ranks > 1:  # each rank runs MLX's own operations, and uses the libraries too
+        sharers = machine.sharers + ranks - 1
+        machine = replace(machine, native=False, plain_attention=True, sharers=sharers)
+    itemsize = 4 if machine.on_cpu else None
+    weights = headers.in_memory(itemsize, packed=machine.native)
+    weights += (ranks - 1) * _copied(tensors).in_memory(itemsize)
     try:
-        return _estimate(folder, config, headers, kv, machine)
+        return _estimate(folder, config, weights, kv, machine, ranks)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of any settings
         raise InvalidModel(
             f"the model's config.json does not contain the sizes of keys and values ({error}); load"
@@ -107,13 +118,21 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         ) from error
 
 
+def _copied(tensors: Tensors) -> Weights:
+    """Return the tensors that each rank holds whole: all but the matrices of layers."""
+    return Weights.of(
+        tensor
+        for name, tensor in tensors.items()
+        if ".layers." not in f".{name}" or tensor.is_vector
+    )
+
+
 def _estimate(
-    folder: Path, config: dict[str, Any], headers: Weights, kv: KVSpec, machine: Machine
+    folder: Path, config: dict[str, Any], weights: int, kv: KVSpec, machine: Machine, ranks: int
 ) -> Estimate:
     context = model_folder.context_length(config) or DEFAULT_CONTEXT
     text = config.get("text_config") or config
     itemsize = 4 if machine.on_cpu else 2
-    weights = headers.in_memory(4 if machine.on_cpu else None, packed=machine.native)
     schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
@@ -137,7 +156,7 @@ def _estimate(
     )
     costs = Costs(
         weights_bytes=weights,
-        base_bytes=weights + overhead,
+        base_bytes=weights + ranks * overhead,
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),

@@ -50,8 +50,13 @@ MODEL_GRANTED = Metric(
 )  # fmt: skip
 MODEL_FOOTPRINT = Metric(
     "kvd_model_footprint_bytes", "gauge", MODEL,
-    "Footprint of a model's process as the system counts it",
+    "Footprint of a model's processes as the system counts it",
     "Memory above the grant counts against the budget; see the event excess",
+)  # fmt: skip
+RANK_FOOTPRINT = Metric(
+    "kvd_rank_footprint_bytes", "gauge", ("model", "rank"),
+    "Footprint of each process of a model that several processes share",
+    "Ranks of one model hold about the same; the leader, rank 0, holds its texts and caches too",
 )  # fmt: skip
 MODEL_MEMORY = Metric(
     "kvd_model_memory_bytes", "gauge", ("model", "kind"),
@@ -401,8 +406,8 @@ STARTED = Metric(
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Memory": (
-        BUDGET, GRANTED, VIOLATIONS, MODEL_GRANTED, MODEL_FOOTPRINT, MODEL_MEMORY, KV_LEVEL,
-        KV_PAGES, START_LEVEL, RECLAIMABLE, ALLOCATOR_ACTIVE, ALLOCATOR_PEAK, HOST_MEMORY,
+        BUDGET, GRANTED, VIOLATIONS, MODEL_GRANTED, MODEL_FOOTPRINT, RANK_FOOTPRINT, MODEL_MEMORY,
+        KV_LEVEL, KV_PAGES, START_LEVEL, RECLAIMABLE, ALLOCATOR_ACTIVE, ALLOCATOR_PEAK, HOST_MEMORY,
         HOST_AVAILABLE, ACCELERATOR_LIMIT, HOST_PRESSURE, ACTIONS,
     ),
     "Requests": (

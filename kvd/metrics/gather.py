@@ -96,6 +96,8 @@ def _model(to: Samples, model: types.ModelStatus) -> None:
     to.put_state(c.STATE, model.state, STATES, name)
     to.put(c.MODEL_GRANTED, model.granted_bytes, name)
     to.put(c.MODEL_FOOTPRINT, stats.memory.footprint, name)
+    for rank, one in enumerate(model.ranks):
+        to.put(c.RANK_FOOTPRINT, one.footprint_bytes, name, str(rank))
     to.put_all(c.MODEL_MEMORY, _kinds(stats.memory), name)
     to.put(c.ALLOCATOR_ACTIVE, stats.memory.active, name)
     to.put_all(c.KV_LEVEL, _levels(stats.memory, model.info), name)

@@ -29,11 +29,12 @@ COSTS = Costs(
 ESTIMATE = Estimate(costs=COSTS, schemes=["k8v8", "k8v4"], context_length=640)
 
 
-async def estimate_model(source: str, kv: KVSpec) -> Estimate:
+async def estimate_model(source: str, kv: KVSpec, ranks: int) -> Estimate:
     if source == "/no":
         raise UnknownModel("there is no folder /no", source=source)
     assert kv in (KVSpec(), KVSpec(v_bits=4))
-    return ESTIMATE
+    costs = msgspec.structs.replace(COSTS, base_bytes=ranks * COSTS.base_bytes)
+    return msgspec.structs.replace(ESTIMATE, costs=costs)
 
 
 async def ask(it: World, **fields) -> Forecast:
@@ -54,6 +55,18 @@ async def test_a_model_that_is_not_loaded_is_estimated_from_its_files():
 
         found = await ask(it, model="known", rows=2)
         assert (found.state, found.source, found.context) == ("comes on demand", "/known", 320)
+
+
+@simulated
+async def test_ranks_are_those_of_the_known_model_or_of_the_question():
+    known = {"known": KnownModel("/known", policy=ModelPolicy(ranks=3))}
+    async with world(load=(), known=known, estimate_model=estimate_model) as it:
+        once = await ask(it, model="/m", rows=2)
+        twice = await ask(it, model="/m", rows=2, ranks=2)
+        thrice = await ask(it, model="known", rows=2)
+        base = COSTS.base_bytes
+        totals = [one.levels[0].total_bytes for one in (once, twice, thrice)]
+        assert totals == [totals[0], totals[0] + base, totals[0] + 2 * base]
 
 
 @simulated

@@ -6,6 +6,7 @@ The base bytes include the interpreter's memory, which an estimate takes from a 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,41 @@ def test_bytes_of_weights_are_read_from_the_safetensors_headers(tmp_path):
 
     assert (found.weights_bytes, packed.weights_bytes, on_card.weights_bytes) == (4000, 2000, 2000)
     assert found.base_bytes > found.weights_bytes + MACHINE.attention_scratch
+
+
+def test_ranks_divide_the_matrices_of_layers_and_repeat_the_rest(tmp_path):
+    names = {
+        "model.embed_tokens.weight": [100, 10],
+        "lm_head.weight": [100, 10],
+        "model.norm.weight": [10],
+        "model.layers.0.mlp.up_proj.weight": [300, 10],
+        "model.layers.0.input_layernorm.weight": [10],
+        "layers.3.mlp.down_proj.weight": [10, 300],
+    }
+    at, header = 0, {}
+    for name, shape in names.items():
+        nbytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    data = len(text).to_bytes(8, "little") + text + bytes(at)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    repeated = 2 * (1000 + 1000 + 10 + 10)
+    card = replace(MACHINE, on_cpu=False)
+    one, three = (estimate(tmp_path, KVSpec(), card, ranks).costs for ranks in (1, 3))
+
+    assert one.weights_bytes == at
+    assert three.weights_bytes == at + 2 * repeated
+    assert without_base(three) == msgspec.structs.replace(
+        without_base(one), weights_bytes=three.weights_bytes
+    ), "pages and rows are divided, and cost the same in total"
+    native = replace(MACHINE, native=True)
+    on_cpu = estimate(tmp_path, KVSpec(), native, 2).costs
+    assert on_cpu.weights_bytes == 2 * (at + repeated), "ranks convert halves to float32"
+    plain = replace(MACHINE, sharers=1)
+    alone = estimate(tmp_path, KVSpec(), plain).costs
+    assert on_cpu.base_bytes - on_cpu.weights_bytes == 2 * (alone.base_bytes - alone.weights_bytes)
 
 
 def test_activations_are_those_of_a_whole_pass(tmp_path):

@@ -19,6 +19,7 @@ from kvd.host.home import Home
 from kvd.metrics.catalogue import (
     ACCELERATOR_LIMIT,
     ATTENTION_CALL,
+    RANK_FOOTPRINT,
     everything,
 )
 from tests.metrics.conftest import Promtool
@@ -49,7 +50,7 @@ def families(text: str) -> set[str]:
 
 
 def test_every_metric_of_the_page_is_exported_and_no_other(served: Served):
-    absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL)}
+    absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL, RANK_FOOTPRINT)}
     expected = {it.name for it in everything()} - absent
     assert families(served.settled()) - absent == expected
 

@@ -46,13 +46,15 @@ MODELS = ("a", "b", "c")
 PAUSES_S = (0.0, 0.0, 0.01, 0.1, 0.3, 1.0)
 """Seconds between two actions."""
 
+FAULTS = ("killed", "stopped", "follower killed", "follower stopped")
+
 ENDS: dict[str, tuple[str, ...]] = {
     "length": ("settles",),
     "stop": ("settles",),
     "overloaded": ("settles",),
     "draining": ("unload", "drain", "daemon restarts"),
-    "model_failed": ("killed", "stopped", "spawn fails"),
-    "quarantined": ("killed", "stopped"),
+    "model_failed": (*FAULTS, "spawn fails"),
+    "quarantined": FAULTS,
     "insufficient_memory": ("budget", "pin", "load of removed {model}"),
     # The real daemon's clock leaves out the time in which it was stopped; the simulated one jumps.
     "aborted": ("stopped reading", "slow network", "clock jumped"),
@@ -250,14 +252,16 @@ class DaemonDay:
 
     def kill(self) -> None:
         if (process := self._process()) is not None:
-            self.note("killed", process)
-            process.die(self.draw.choice([-9, -9, -9, -11]))
+            rank = self.draw.randrange(len(process.pids))
+            self.note("follower killed" if rank else "killed", process)
+            process.die(self.draw.choice([-9, -9, -9, -11]), rank)
 
     def pause(self) -> None:
         if (process := self._process()) is not None:
             seconds = self.draw.choice([0.3, 3.0, float("inf")])
-            self.note("stopped", f"{process}, {seconds} s")
-            process.pause(seconds)
+            rank = self.draw.randrange(len(process.pids))
+            self.note("follower stopped" if rank else "stopped", f"{process}, {seconds} s")
+            process.pause(seconds, rank)
 
     def fail_spawn(self) -> None:
         self.daemon.spawn.failing = self.draw.randint(1, 2)
@@ -428,7 +432,12 @@ class DaemonDay:
         It does not wait for a time slice. A process that was stopped is first ended by the
         watchdog.
         """
-        return STEP_S + 6 * self._slowest_s + (WATCHDOG.idle_s + 3.0) * bool(self.counts["stopped"])
+        return (
+            STEP_S
+            + 6 * self._slowest_s
+            + (WATCHDOG.idle_s + 3.0)
+            * any(self.counts[it] for it in ("stopped", "follower stopped"))
+        )
 
     def _check_nothing_left(self) -> None:
         loop: Any = asyncio.get_running_loop()

@@ -93,6 +93,7 @@ def draw_models(draw: random.Random) -> dict[str, dict[str, Any]]:
             "kv.scheme": "k8v8",
             "kv.prefix_every": 64,
             "load": "demand",
+            "ranks": draw.choice([1, 1, 1, 2, 3]),
             "idle_ttl_s": draw.choice([None, None, 20.0]),
         }
     return models

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.ports import Exit
+from kvd.daemon.gang import Gang
 from protocol.costs import Estimate
 from protocol.errors import ErrorInfo, InsufficientMemory, InvalidRequest, UnknownModel
 from protocol.kv import KVSpec
@@ -86,6 +87,8 @@ class Script:
     """Seconds from a signal to the exit."""
     early: bool = False
     """Whether the process sends its first report before the spawn returns."""
+    stuck_rank: int | None = None
+    """The rank of a gang that never reports its start."""
     nonsense: bool = False
     """Whether the process reports `Ready` twice."""
 
@@ -123,8 +126,10 @@ class FakeProcess:
         script: Script,
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
+        ranks: int = 1,
     ) -> None:
         self.pid = pid
+        self.pids = tuple(range(pid, pid + ranks))
         self.script = script
         self.commands: list[Command] = []
         self.signals: list[str] = []
@@ -134,6 +139,7 @@ class FakeProcess:
         self.ready = False
         self._on_report = on_report
         self._on_exit = on_exit
+        self._gang = Gang(ranks)
         self._suspended = False
         self._dying = False
         self._rows: dict[str, Row] = {}
@@ -167,12 +173,17 @@ class FakeProcess:
 
     # -- controlled by tests --------------------------------------------------------------------
 
-    def die(self, returncode: int) -> None:
+    def die(self, returncode: int, rank: int = 0) -> None:
+        """End one rank, and with it the others."""
         if not self._dying:
             self._dying = True
             for task in self._tasks:
                 task.cancel()
-            asyncio.get_running_loop().call_later(self.script.kill_s, self._exited, returncode)
+            self._end_rank(rank, returncode)
+
+    def _end_rank(self, rank: int, returncode: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.script.kill_s, self._exited, rank, returncode)
 
     def suspend(self) -> None:
         """Stop the process, as SIGSTOP does."""
@@ -195,9 +206,13 @@ class FakeProcess:
     def _task(self, coroutine) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(coroutine)
 
-    def _exited(self, returncode: int) -> None:
-        self.exit = Exit(returncode)
-        self._on_exit(self.exit)
+    def _exited(self, rank: int, returncode: int) -> None:
+        for other in self._gang.exited(rank, returncode, asyncio.get_running_loop().time()):
+            self._end_rank(other, -9)
+        if not self._gang.alive:
+            cause = self._gang.cause
+            self.exit = Exit(cause.returncode, rank=cause.rank if len(self.pids) > 1 else None)
+            self._on_exit(self.exit)
 
     def _receive(self, command: Command) -> None:
         if not self.alive or self._suspended or self._dying:
@@ -227,12 +242,17 @@ class FakeProcess:
 
     async def _main(self) -> None:
         if self.script.early:
-            self.report(Started(pid=self.pid))
+            self._start()
             return
         await asyncio.sleep(self.script.start_s)
         if self.script.hang_at == "start":
             self.suspend()
-        self.report(Started(pid=self.pid))
+        self._start()
+
+    def _start(self) -> None:
+        for rank, pid in enumerate(self.pids):
+            if rank != self.script.stuck_rank:
+                self.report(Started(pid=pid))
 
     async def _load(self) -> None:
         script = self.script
@@ -327,7 +347,8 @@ class FakeSpawn:
         if script.spawn_error is not None:
             raise script.spawn_error
         self.pids += 1
-        process = FakeProcess(self.pids, script, on_report, on_exit)
+        process = FakeProcess(self.pids, script, on_report, on_exit, ranks)
+        self.pids += ranks - 1
         self.processes[name].append(process)
         if script.early:
             await asyncio.sleep(0.05)
@@ -379,5 +400,5 @@ class FakeConfiguration:
         pass
 
 
-async def no_files(source: str, kv: KVSpec) -> Estimate:
+async def no_files(source: str, kv: KVSpec, ranks: int) -> Estimate:
     raise UnknownModel(f"{source!r} is not loaded", source=source)

@@ -13,7 +13,7 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from actors.ports import Exit
@@ -232,6 +232,7 @@ class LoopProcess:
         levels: LevelsTruth,
     ) -> None:
         self.pid, self.name = pid, name
+        self.pids: tuple[int, ...] = (pid,)
         self._levels = levels
         self.exit: Exit | None = None
         self.lie = 1.0
@@ -282,7 +283,7 @@ class LoopProcess:
 
     # Faults.
 
-    def die(self, returncode: int) -> None:
+    def die(self, returncode: int, rank: int = 0) -> None:
         """End the process now. What it has not written yet is lost, perhaps within a frame."""
         if self._returncode is not None or self.exit is not None:
             return
@@ -294,7 +295,7 @@ class LoopProcess:
             last.data = last.data[: self._draw.randrange(len(last.data))]
         self._end(returncode, now)
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, seconds: float, rank: int = 0) -> None:
         """Stop the process for a while, as SIGSTOP does; infinity: until it is killed."""
         now = self._time.time()
         if seconds > FOREVER_S:
@@ -453,44 +454,3 @@ class LoopProcess:
         assert self._returncode is not None
         self.exit = Exit(self._returncode)
         self._on_exit(self.exit)
-
-
-@dataclass
-class LoopSpawn:
-    """Starts `LoopProcess`es; some spawns fail or take long."""
-
-    draw: random.Random
-    delay_s: Callable[[], float]
-    processes: list[LoopProcess] = field(default_factory=list)
-    levels: LevelsTruth = field(default_factory=LevelsTruth)
-    failing: int = 0
-    """Number of the next spawns that fail."""
-
-    async def __call__(
-        self,
-        name: str,
-        *,
-        ranks: int = 1,
-        on_report: Callable[[wire.Report], None],
-        on_exit: Callable[[Exit], None],
-    ) -> LoopProcess:
-        await asyncio.sleep(self.delay_s())
-        if self.failing:
-            self.failing -= 1
-            raise OSError("no process can be started")
-        process = LoopProcess(
-            1000 + len(self.processes),
-            name,
-            self.draw,
-            self.delay_s,
-            on_report,
-            on_exit,
-            self.levels,
-        )
-        self.processes.append(process)
-        if self.draw.random() < 0.2:
-            await asyncio.sleep(self.delay_s())  # it may report before this returns
-        return process
-
-    def alive(self) -> list[LoopProcess]:
-        return [process for process in self.processes if process.alive]

@@ -25,7 +25,7 @@ from kvd.http.listeners import Listener
 from kvd.http.server import Server
 from tests.sim.day_config import BUDGET, MIB, DayConfig
 from tests.sim.loop import until
-from tests.sim.loop_process import LoopSpawn
+from tests.sim.loop_gang import LoopSpawn
 from tests.sim.network import PEER, Link, same_user
 from tests.sim.world import World
 

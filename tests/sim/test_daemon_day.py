@@ -23,6 +23,8 @@ HAPPENED = (
     "ended: length",
     "ended: stop",
     "follow",
+    "follower killed",
+    "follower stopped",
     "killed",
     "model removed",
     "policy",

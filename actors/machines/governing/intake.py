@@ -9,7 +9,7 @@ import msgspec
 from actors.machines import governor_events as ev
 from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.ledger import MemoryRequest, WorkerExited
-from protocol.memory_bounds import STARTING_BYTES, limit_bytes
+from protocol.memory_bounds import STARTING_BYTES
 
 if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
@@ -152,7 +152,7 @@ def _end_above_limit(m: GovernorState, account: ModelAccount, pid: int | None) -
     ``pid``: the process that was measured now; None: the measurement is not fresh. Workers end
     themselves. This is for one that cannot.
     """
-    used, limit = account.measured_bytes, limit_bytes(m.ledger.grants.get(account.name, 0))
+    used, limit = account.measured_bytes, m.limit_bytes(account)
     if used <= limit:
         account.over_limit = 0
     if used <= limit or pid is None:
@@ -171,11 +171,13 @@ def _end_above_limit(m: GovernorState, account: ModelAccount, pid: int | None) -
 def _update_excess(m: GovernorState) -> None:
     """Record the bytes that workers use beyond their grants, so that no other model gets them.
 
-    A loading worker without a grant counts from `STARTING_BYTES` on.
+    A loading worker without a grant counts from `STARTING_BYTES` for each process on.
     """
     m.excess.clear()
     for name, account in m.accounts.items():
-        over = account.measured_bytes - m.ledger.grants.get(name, STARTING_BYTES)
+        over = account.measured_bytes - m.ledger.grants.get(
+            name, STARTING_BYTES * account.policy.ranks
+        )
         if over > 0:
             m.excess[name] = over
     m.ledger.excess_bytes = sum(m.excess.values())

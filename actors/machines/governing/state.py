@@ -111,8 +111,12 @@ class GovernorState(msgspec.Struct):
         other models must not wait for its memory any longer.
         """
         account = self.accounts[name]
-        limit = limit_bytes(self.ledger.grants.get(name, 0))
-        return 0 < account.over_limit <= MAX_OFFENCES and account.measured_bytes > limit
+        over = account.measured_bytes > self.limit_bytes(account)
+        return over and 0 < account.over_limit <= MAX_OFFENCES
+
+    def limit_bytes(self, account: ModelAccount) -> int:
+        """Return the bytes above which a model's worker is ended."""
+        return limit_bytes(self.ledger.grants.get(account.name, 0), account.policy.ranks)
 
     def base(self, account: ModelAccount) -> int:
         """Return the part of a model's grant that its rows cannot give back."""

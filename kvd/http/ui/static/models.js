@@ -146,13 +146,19 @@ export class Models {
   }
 }
 
+/** @param {any} model a `ModelStatus` @returns {string} */
+function pids(model) {
+  if (!model.ranks.length) return String(model.worker_pid ?? "none");
+  return model.ranks.map((/** @type {any} */ one, /** @type {number} */ rank) => `rank ${rank}: ${one.pid}`).join(", ");
+}
+
 /** @param {any} model a `ModelStatus` @returns {string[][]} */
 function facts(model) {
   if (!model) return [["State", "unloaded; a request loads it. Its settings can be changed while it is loaded."]];
   const { info, stats } = model;
   const found = stats.prefix.hit_tokens + stats.prefix.disk_tokens;
   /** @type {string[][]} */
-  const all = [["Source", model.source], ["Process", String(model.worker_pid ?? "none")]];
+  const all = [["Source", model.source], ["Process", pids(model)]];
   if (info) {
     all.push(["Architecture", `${info.architecture}, ${(info.parameters / 1e6).toFixed(1)} M parameters, ${info.dtype}`]);
     all.push(["Context", `${format.count(info.context_length)} tokens`]);
