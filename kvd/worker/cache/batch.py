@@ -82,6 +82,8 @@ class BatchQuantizedKVCache:
         self.layer = store.layers[layer]
         self._batched = batched
         self._fetched: Any = None
+        self._is_reused = False
+        """Whether layers of the model read what another layer has fetched."""
 
     @property
     def step(self) -> DecodeStep | PrefillStep | PackedPrefill:
@@ -128,8 +130,10 @@ class BatchQuantizedKVCache:
         else:
             chunk = step.append(self.layer, keys, values)
             handle = PrefillHandle(self._store, self.layer, step, chunk)
-        self._fetched = handle, handle
-        return self._fetched
+        self._fetched = fetched = handle, handle
+        if not isinstance(step, DecodeStep) and self._store.on_chunk is not None:
+            self._store.on_chunk(self.layer)
+        return fetched
 
     def _parts(
         self, packed: PackedPrefill, keys: mx.array, values: mx.array
@@ -148,8 +152,18 @@ class BatchQuantizedKVCache:
         """
         self._fetched = None
 
+    def set_aside(self) -> Any:
+        """Drop what the pass fetched, and return what later layers read, for `put_back`."""
+        fetched = self._fetched if self._is_reused else None
+        self._fetched = None
+        return fetched
+
+    def put_back(self, fetched: Any) -> None:
+        self._fetched = fetched
+
     def keys_and_values(self) -> Any:
         """Return the step's keys and values again, for layers that reuse them."""
+        self._is_reused = True
         return self._fetched
 
     def make_mask(

@@ -74,8 +74,6 @@ class LayerStore:
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[tuple[int, Chunk]] = []
-        self.old_tails: list[mx.array] = []
-        """Lazy copies of the tails that precede the chunks of a pass."""
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +127,8 @@ class LayerStore:
         if continues:
             _, tail = self.new_tails.pop()
         elif tail_length:
-            tail = self._old_tail(slot, tail_length)
+            first = slot, slice(None), slice(tail_length)
+            tail = Chunk(self.tail_keys[first], self.tail_values[first])
         chunk = Chunk(keys[0], values[0])
         if tail is not None:
             chunk = Chunk(
@@ -148,15 +147,6 @@ class LayerStore:
         self.new_tails.append((slot, Chunk(keys, values, earlier)))
         return chunk
 
-    def _old_tail(self, slot: int, tokens: int) -> Chunk:
-        if mx.default_device().type == mx.DeviceType.gpu:
-            return Chunk(self.tail_keys[slot, :, :tokens], self.tail_values[slot, :, :tokens])
-        # A pass that was built and not evaluated would hold the tails of all rows. A step between
-        # its stages that moves tokens of one row would copy them all.
-        tail = Chunk(*self.copy_tail(slot, tokens))
-        self.old_tails += [tail.keys, tail.values]
-        return tail
-
     @property
     def unfinished(self) -> list[mx.array]:
         """What a prefill pass leaves unevaluated: pages and tails that wait for the flush."""
@@ -167,7 +157,7 @@ class LayerStore:
 
     def forget_chunks(self) -> None:
         """Drop what a prefill pass left."""
-        self.pending, self.new_tails, self.old_tails = [], [], []
+        self.pending, self.new_tails = [], []
 
     # The flush. The device is idle.
 
@@ -193,7 +183,7 @@ class LayerStore:
         return self.pools[place.level].pack(*heads)
 
     def gather_tails(self) -> FlushWrites:
-        new_tails, self.new_tails, self.old_tails = self.new_tails, [], []
+        new_tails, self.new_tails = self.new_tails, []
         return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
 
     def put(self, writes: FlushWrites) -> None:

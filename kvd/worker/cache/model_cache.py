@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
+from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
 from kvd.worker.cache.pool_growth import lacks_room, make_room
 from kvd.worker.cache.rectangle import RectangleScratch
@@ -265,29 +265,46 @@ class ModelCache:
         size = max(1, int(share * (layers - 1)))
         return [*range(1 + size, layers, size), layers]
 
-    def stages(self, share: float) -> list[list[mx.array]]:
-        """Return what the unfinished prefill pass leaves lazy, by stages. Needs `can_pack`.
-
-        To evaluate a stage, the model computes some of its layers. ``share``: see `stage_ends`.
-        """
-        layers = [view.layer for view in self._attention_views]
-        ends = self.stage_ends(share)
-        spans = (layers[start:end] for start, end in pairwise([0, *ends]))
-        found = [[array for layer in span for array in layer.unfinished] for span in spans]
-        # The pass must not hold the tails while other rows write to them.
-        found[0] = [array for layer in layers for array in layer.old_tails] + found[0]
-        return found
-
     @contextmanager
-    def paused_prefill(self) -> Iterator[None]:
-        """Allow decode steps of other sequences while a pass is unfinished. Needs `can_pack`.
+    def stages(self, share: float, between: Callable[[int], None]) -> Iterator[None]:
+        """Evaluate the pass that the model builds meanwhile in stages. Needs `can_pack`.
 
-        They must not need a flush. An exception drops the pass.
+        The evaluation of a stage starts when its last layer has got its keys and values, so an
+        accelerator computes while the host builds the next layers. ``between(left)`` is called
+        after each start; ``left``: stages after that one. It may run decode steps of other
+        sequences that need no flush. Its exceptions drop the pass. ``share``: see `stage_ends`.
         """
+        ends = self.stage_ends(share)
+        built: list[LayerStore] = []
+        started = [0]
+
+        def on_chunk(layer: LayerStore) -> None:
+            built.append(layer)
+            if len(built) == ends[len(started) - 1] and len(started) < len(ends):
+                self._run_stage(built[started[-1] :], len(ends) - len(started), between)
+                started.append(len(built))
+
+        for store in self.stores:
+            store.on_chunk = on_chunk
+        try:
+            yield
+        finally:
+            for store in self.stores:
+                store.on_chunk = None
+        self._run_stage(built[started[-1] :], 0, between)
+
+    def _run_stage(
+        self, layers: list[LayerStore], left: int, between: Callable[[int], None]
+    ) -> None:
+        # Otherwise the views would keep the dense keys and values of all layers so far.
+        aside = [view.set_aside() for view in self._attention_views]
+        mx.async_eval([layer.unfinished for layer in layers])  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for store in self.stores:
                 stack.enter_context(store.paused_prefill())
-            yield
+            between(left)
+        for view, fetched in zip(self._attention_views, aside, strict=True):
+            view.put_back(fetched)
 
     def needs_flush(self, sequences: list[SequenceRow], steps: int = 1) -> bool:
         """Return whether a flush must come before one of the next ``steps`` decode steps."""

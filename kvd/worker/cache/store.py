@@ -15,7 +15,7 @@ has the tokens for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,8 @@ class KVStore:
         ]
         self.rows: list[Row] = []
         self.step: DecodeStep | PrefillStep | PackedPrefill | None = None
+        self.on_chunk: Callable[[LayerStore], None] | None = None
+        """Called in a prefill pass with each layer that has got its keys and values."""
         self.flushes = 0
         self.tables = PageTables()
         self.tails = TailSlots(self.layers)

@@ -189,6 +189,7 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     checks = checks.under(served.name)
     served.runner.compile(checks)
     served.runner.pack(checks)
+    served.runner.interleave(checks)
     served.runner.split_head(checks)
     if (kept := modules.current()) is not None:
         kept.keep()

@@ -1,12 +1,16 @@
 """Decode steps between the stages of a prefill pass, so that a long pass delays no token for long.
 
-A pass is built once, and evaluated in stages of some of its layers. The device gets stages and
-decode steps in turn. While it computes a stage, the host delivers the tokens of the step before::
+While the model builds a pass, the evaluation of some layers at a time is started. The device gets
+stages and decode steps in turn. On accelerators, it computes a stage while the host delivers the
+tokens of the step before, launches the next step and builds the next layers::
 
-    device   | step | stage | step | stage | step | stage, flush |
-    host        pass |  read, launch |  read, launch |  read
+    device   | step |  stage  | step |  stage  | step |  stage  | flush |
+    host       build | read, launch, build | read, launch, build | read
 
 Stages change no number: they only decide when the operations of a pass run.
+
+Rows that decode do not join the pass itself. They would get one token per pass, and a pass takes at
+least the time of one chunk, because chunk ends decide results.
 """
 
 from __future__ import annotations
@@ -23,6 +27,12 @@ STAGE_SECONDS = 0.008
 """Seconds of a stage, about. Shorter ones would delay first tokens more."""
 STAGE_STEPS = 2.0
 """Decode steps that a stage takes at least as long as: prompts get two thirds of the time."""
+GPU_STAGE_STEPS = 4.0
+"""Replaces `STAGE_STEPS` on accelerators, where the host also needs the time of a step to launch
+it, and builds no layers meanwhile."""
+MEASURED_PASSES = 8
+"""On accelerators, a decode step is measured before one of this many passes, because the device has
+nothing to do until the first stage is built."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
@@ -45,6 +55,10 @@ class Interleaving:
         """Decode steps of the pass."""
         self._waited = 0.0
         """Seconds that the pass waited for the step in flight before its first stage."""
+        self._measured_rows = 0
+        """Rows of the newest step that was measured."""
+        self._unmeasured = 0
+        """Passes since then."""
 
     def begin(self, decoding: Sequence[str], launched: float) -> None:
         """Note the requests that decode during the next pass.
@@ -61,22 +75,26 @@ class Interleaving:
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
         """
-        # Accelerators compute a pass in few milliseconds, and would have less to do at once.
-        if not (on_cpu() and self._rates.is_measured("prefill")):
+        if not self._rates.is_measured("prefill"):
             return 1.0
         whole = self._rates.seconds("prefill", tokens)
-        if whole <= STAGE_SECONDS or not self._rows(self._decoding):
+        if whole <= STAGE_SECONDS:
             return 1.0
-        self._measure_step()
-        seconds = max(STAGE_SECONDS, STAGE_STEPS * self._rates.seconds("decode", 1))
+        rows = self._rows(self._decoding)
+        if not rows:
+            # Nothing waits, but an accelerator computes one stage while the host builds the next.
+            return 1.0 if on_cpu() else max(SMALLEST_SHARE, STAGE_SECONDS / whole)
+        self._measure_step(len(rows))
+        steps = STAGE_STEPS if on_cpu() else GPU_STAGE_STEPS
+        seconds = max(STAGE_SECONDS, steps * self._rates.seconds("decode", 1))
         share = min(1.0, max(SMALLEST_SHARE, seconds / whole))
         cache = self._batch.cache
-        if cache.needs_flush(self._rows(self._decoding), len(cache.stage_ends(share))):
+        if cache.needs_flush(rows, len(cache.stage_ends(share))):
             self._batch.synchronize()
             cache.flush()
         return share
 
-    def _measure_step(self) -> None:
+    def _measure_step(self, rows: int) -> None:
         """Wait for the step in flight, and note how long it took.
 
         While prompts are read without a pause, no other decode step is measured. Stages would
@@ -84,6 +102,10 @@ class Interleaving:
         """
         if not self._batch.in_flight:
             return
+        self._unmeasured += 1
+        if not on_cpu() and rows == self._measured_rows and self._unmeasured < MEASURED_PASSES:
+            return
+        self._measured_rows, self._unmeasured = rows, 0
         start = time.monotonic()
         self._batch.synchronize()
         end = time.monotonic()

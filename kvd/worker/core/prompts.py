@@ -98,7 +98,7 @@ class Prompts:
 
     def _prefill_rows(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """Prefill chunks of these rows, with decode steps of other rows between the stages."""
-        if self._runner.can_interleave:
+        if self._runner.interleaves:
             share = self._interleaving.stage_share(sum(map(len, tokens)))
             self._runner.prefill_pass(rows, tokens, share, self._interleaving.run_step)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -61,6 +62,8 @@ class Runner:
         """Smaller batches are padded to this many rows, so that all round alike."""
         self._head: SplitHead | None = None
         """Computes logits in parts; None: the logits of a chunk are computed at once."""
+        self.interleaves = False
+        """Whether decode steps can run between the stages of a prefill pass (`interleave`)."""
         self.packs = False
         """Whether a pass can prefill several chunks, of one or more rows."""
         self._min_tokens = 1
@@ -190,10 +193,45 @@ class Runner:
         """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
         self.prefill_pass([row], [tokens])
 
-    @property
-    def can_interleave(self) -> bool:
-        """Whether decode steps can run between the stages of a prefill pass."""
-        return isinstance(self.cache, ModelCache) and self.cache.can_pack
+    def interleave(self, checks: Checks | None = None) -> bool:
+        """Allow decode steps between the stages of a pass if they change no result.
+
+        The model's code is called again before its call for the pass has returned, so it may keep
+        nothing in between. On the CPU results must be equal to the bit, elsewhere except for
+        rounding. Returns whether they are. The cache must be empty, and is empty again afterwards.
+        """
+        if not (isinstance(self.cache, ModelCache) and self.cache.can_pack):
+            return False
+        agree = (checks or Checks()).agrees("stages", self._stages_agree)
+        self.interleaves = agree
+        return agree
+
+    def _stages_agree(self) -> bool:
+        cache, token = self.cache, mx.array([1], mx.int32)
+        plain, staged, *others = rows = [cache.new_row() for _ in range(4)]
+        found: list[mx.array] = []
+        chunk = _some_tokens(_PACKED[0][1][0])
+
+        def decode(row: Row) -> mx.array:
+            logits = self.decode([row], token)
+            mx.eval(logits, cache.arrays())
+            return logits
+
+        try:
+            for row in others:
+                self.prefill(row, _some_tokens(_CHECKED[0]))
+            self.prefill(plain, chunk)
+            self.prefill_pass([staged], [chunk], 0.5, lambda _: found.append(decode(others[0])))
+            expected = [decode(others[1]) for _ in found]
+            pairs = zip([*expected, decode(plain)], [*found, decode(staged)], strict=True)
+            agree = all([_agree(one, other, exactly=on_cpu()) for one, other in pairs])
+        except _REFUSALS:
+            agree = False
+        cache.end_pass()
+        for row in rows:
+            cache.free(row)
+        cache.shrink()
+        return agree
 
     def prefill_pass(
         self,
@@ -207,23 +245,14 @@ class Runner:
         Successive chunks may be of the same row. On the CPU, the results of a chunk are the same to
         the bit whatever other chunks its pass has.
 
-        If `can_interleave`, the pass may be evaluated in stages, each with ``share`` of the layers.
-        ``between(left)`` is called while the device computes a stage; ``left``: stages after that
-        one. It may run decode steps of other rows that need no flush.
+        If `interleaves`, the pass may be evaluated in stages (`ModelCache.stages`).
         """
         for some in self._prefill_passes(rows):
-            self.model(self._begin_prefill(rows[some], chunks[some]), cache=self._views(rows))
+            tokens = self._begin_prefill(rows[some], chunks[some])
+            with nullcontext() if between is None else self.cache.stages(share, between):
+                self.model(tokens, cache=self._views(rows))
             self.cache.end_pass()
-            if between is not None:
-                self._run_stages(share, between)
             self.cache.finish_prefill()
-
-    def _run_stages(self, share: float, between: Callable[[int], None]) -> None:
-        stages = self.cache.stages(share)
-        for left, stage in zip(reversed(range(len(stages))), stages, strict=True):
-            mx.async_eval(stage)  # type: ignore[no-untyped-call]
-            with self.cache.paused_prefill():
-                between(left)
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
         """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""
