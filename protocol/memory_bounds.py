@@ -29,7 +29,8 @@ CUDA_PASS_TOKENS = 4096
 """Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
 STAGE_COPIES = 2
 """Copies of a chunk's hidden states that exist between two stages of a prefill pass, while a decode
-step runs: the sum of the layers so far, and its norm."""
+step runs: the sum of the layers so far, and its norm. The layer's queries, keys and values exist
+too."""
 LOGIT_COPIES = 3
 """Copies of a decode step's logits in float32 that exist at once, besides `SAMPLED_COPIES`
 (measured: 1.8)."""
@@ -149,14 +150,27 @@ def step_bytes(
     sampling = LOGIT_COPIES * logits + SAMPLED_COPIES * at_once
     if whole_logits:
         sampling += whole_logits * vocabulary * itemsize
-    elif on_cpu:
-        sampling += STAGE_COPIES * chunk * _hidden(config) * itemsize
+    else:
+        sampling += chunk * (STAGE_COPIES * _hidden(config) + _joined(config)) * itemsize
     return COUNT_BYTES * rows * vocabulary + max(activations, sampling)
 
 
 def _hidden(config: dict[str, Any]) -> int:
     text = config.get("text_config") or config
     return _largest(text, "hidden_size", "n_embd", "d_model")
+
+
+def _joined(config: dict[str, Any]) -> int:
+    """Return the channels of a token's queries, keys and values that exist between stages.
+
+    They are those of one layer, and the keys and values of all layers if layers share them.
+    """
+    text = config.get("text_config") or config
+    heads = _largest(text, "num_attention_heads", "n_head", "n_heads")
+    kv_heads = _largest(text, "num_key_value_heads") or heads
+    size = _largest(text, "head_dim", "global_head_dim") or _hidden(config) // max(1, heads)
+    layers = text["num_hidden_layers"] if text.get("num_kv_shared_layers") else 1
+    return (heads + 2 * kv_heads * layers) * size
 
 
 def _width(config: dict[str, Any]) -> int:

@@ -49,9 +49,13 @@ def test_logits_of_a_large_vocabulary() -> None:
     config = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 150_000}
     logits = LOGIT_COPIES * SCORED_AT_ONCE * 150_000 * 4
     sampled, counts = SAMPLED_COPIES * SAMPLED_AT_ONCE, COUNT_BYTES * 150_000
-    hidden = STAGE_COPIES * CHUNK * 64 * 4
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    hidden = CHUNK * (STAGE_COPIES * 64 + 2 * 64) * 4
     assert step_bytes(config, CHUNK, 1, on_cpu=True) == logits + sampled + counts + hidden
-    assert step_bytes(config, CHUNK, 1, on_cpu=False) == logits + sampled + counts
+    assert step_bytes(config, CHUNK, 1, on_cpu=False) == logits + sampled + counts + hidden // 2
+    shared = config | {"num_hidden_layers": 5, "num_kv_shared_layers": 2}
+    more = step_bytes(shared, CHUNK, 1, on_cpu=True) - step_bytes(config, CHUNK, 1, on_cpu=True)
+    assert more == CHUNK * 4 * 64 * 4
     most = 2 * logits + sampled + 64 * counts + hidden
     assert step_bytes(config, CHUNK, 64, on_cpu=True) == most
     whole = step_bytes(config, CHUNK, 1, on_cpu=True, whole_logits=CHUNK)

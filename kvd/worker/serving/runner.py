@@ -224,7 +224,7 @@ class Runner:
             self.prefill_pass([staged], [chunk], 0.5, lambda _: found.append(decode(others[0])))
             expected = [decode(others[1]) for _ in found]
             pairs = zip([*expected, decode(plain)], [*found, decode(staged)], strict=True)
-            agree = all([_agree(one, other, exactly=on_cpu()) for one, other in pairs])
+            agree = all(_agree(one, other, exactly=on_cpu()) for one, other in pairs)
         except _REFUSALS:
             agree = False
         cache.end_pass()

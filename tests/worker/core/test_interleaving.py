@@ -48,10 +48,16 @@ def early(layered: Driver) -> Iterator[list[Report]]:
     layered.engine.watch(ignore_phase)
 
 
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: request.param == "cpu")
+
+
 def in_prefill(driver: Driver, rid: str) -> bool:
     return rid in driver.engine._scheduler.states.prefilling
 
 
+@pytest.mark.usefixtures("device")
 def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layered: Driver, early: list[Report]
 ) -> None:
@@ -93,6 +99,7 @@ def test_a_first_token_does_not_wait_for_the_next_prompt(
     layered.run()
 
 
+@pytest.mark.usefixtures("device")
 def test_no_stage_changes_a_number(layered: Driver) -> None:
     """Requests of all kinds join at random steps. Rows commit pages and end between stages."""
     draw = random.Random(7)
@@ -116,6 +123,90 @@ def test_no_stage_changes_a_number(layered: Driver) -> None:
             layered.step()
 
     assert layered.outcomes == wanted
+
+
+def test_a_step_runs_while_the_model_builds_the_pass(
+    layered: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device computes the first layers before the host has built the last ones."""
+    layered.submit("runs", prompt_of(90, 90), max_tokens=60)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    layered.submit("reads", prompt_of(400, 400), max_tokens=1)
+    cache = layered.engine._runner.cache
+    (store,) = cache.stores
+    events: list[str] = []
+    run_step, evaluate = interleaving.Interleaving.run_step, mx.async_eval
+
+    def run(self: interleaving.Interleaving, left: int) -> None:
+        pending = [layer for layer in store.layers if layer.pending]
+        assert not pending, "a pass is paused with its pages set aside"
+        events.append("step")
+        run_step(self, left)
+
+    def launch(*arrays: Any) -> None:
+        built = sum(bool(layer.new_tails) for layer in store.layers)
+        if built:
+            events.append(str(built))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(interleaving.Interleaving, "run_step", run)
+    monkeypatch.setattr(mx, "async_eval", launch)
+    layered.step()
+
+    layers = len(store.layers)
+    assert events == [event for built in range(2, layers + 1) for event in (str(built), "step")]
+    layered.run()
+
+
+def test_an_accelerator_computes_while_the_host_builds_although_no_row_decodes(
+    layered: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    wanted = layered.alone(prompt_of(400, 3), max_tokens=4)
+    layered.engine._prefix_cache.tree.clear()
+    (store,) = layered.engine._runner.cache.stores
+    built: list[int] = []
+    evaluate = mx.async_eval
+
+    def launch(*arrays: Any) -> None:
+        built.append(sum(bool(layer.new_tails) for layer in store.layers))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", launch)
+    layered.submit("reads", prompt_of(400, 3), max_tokens=4)
+    layered.step()
+
+    layers = len(store.layers)
+    assert built == list(range(2, layers + 1))
+    layered.run()
+    assert layered.outcomes.pop("reads") == wanted
+
+
+def test_an_accelerator_measures_a_step_when_other_rows_decode_and_now_and_then(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits for a step, the device has nothing to do."""
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    monkeypatch.setattr(demo.engine._rates, "_measured", {"prefill": 1e-6, "decode": 1e9})
+    monkeypatch.setattr(demo.engine._prompts._interleaving, "_measured_rows", 0)
+    measured: list[bool] = []
+    measure = interleaving.Interleaving._measure_step
+
+    def noted(self: interleaving.Interleaving, rows: int) -> None:
+        before = self._waited
+        measure(self, rows)
+        measured.append(self._waited > before)
+
+    monkeypatch.setattr(interleaving.Interleaving, "_measure_step", noted)
+    demo.submit("runs", prompt_of(70, 1), max_tokens=2000, ignore_eos=True)
+    demo.run(until=lambda: len(demo.outcomes["runs"].tokens) > 2)
+    demo.submit("reads", prompt_of(256 * 10, 2), max_tokens=1)
+    demo.run(until=lambda: len(measured) == 10)
+
+    often = interleaving.MEASURED_PASSES
+    assert measured == [number % often == 0 for number in range(10)]
+    demo.engine.cancel("runs")
+    demo.run()
 
 
 def test_pages_that_rows_commit_between_stages_are_written_before(layered: Driver) -> None:
