@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 
 from kvd.daemon.spawn import free_addresses
+from protocol.worker import RowTokens
 from tests.worker.process.peer import Peer
 
 
@@ -61,3 +63,11 @@ class GangProcesses(Peer):
         for process in self.processes:
             process.wait()
             process.stderr.close()
+
+
+def tokens_of(worker, rid):
+    """Return the tokens of each choice of a request."""
+    found = defaultdict(list)
+    for report in worker.of(RowTokens, rid):
+        found[report.choice] += report.tokens
+    return dict(found)

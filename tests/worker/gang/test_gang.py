@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 
 from protocol.gang import PEER_LOST
 from protocol.types import Sampling
 from protocol.worker import ChoiceFinished, RowCached, RowTokens, Stop
-from tests.worker.gang.gang import GangProcesses
+from tests.worker.gang.gang import GangProcesses, tokens_of
 from tests.worker.process.peer import Process, submit
 
 pytestmark = [pytest.mark.process, pytest.mark.mlx]
@@ -37,14 +35,6 @@ def gang():
     made.close()
 
 
-def choices(worker, rid):
-    """Return the tokens of each choice."""
-    found = defaultdict(list)
-    for report in worker.of(RowTokens, rid):
-        found[report.choice] += report.tokens
-    return dict(found)
-
-
 def run(worker, requests, later=()):
     """Run requests, and the ``later`` ones once the first has its first tokens."""
     worker.reports.clear()
@@ -56,7 +46,8 @@ def run(worker, requests, later=()):
     rids = [request.rid for request in [*requests, *later]]
     ends = worker.wait_for_end(*rids)
     return {
-        end.rid: (choices(worker, end.rid), end.reason, end.usage.completion_tokens) for end in ends
+        end.rid: (tokens_of(worker, end.rid), end.reason, end.usage.completion_tokens)
+        for end in ends
     }
 
 
