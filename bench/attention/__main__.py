@@ -1,6 +1,6 @@
 r"""Time decode attention on this machine's GPU, and compare the times with fixed limits.
 
-    python -m bench.attention [--parts bars length gqa dim] [--json FILE] [--plot FILE.svg]
+    python -m bench.attention [--parts bars length gqa dim bits] [--json FILE] [--plot FILE.svg]
     python -m bench.attention --path reference --small     # on any machine: shows that it runs
 
 A path is one way to compute attention. One evaluation holds 20 calls of a path, or fewer if it is

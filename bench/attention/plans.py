@@ -15,6 +15,7 @@ LENGTHS = (512, 2048, 8192, 32768, 131072)
 _Plan = Iterator[tuple[Shape, tuple[Scheme, ...], tuple[str, ...]]]
 _BOTH = (Scheme(4, 4), Scheme(8, 8))
 _FEW = (Scheme(4, 4),)
+_MIXED = (Scheme(5, 3), Scheme(6, 3), Scheme(5, 4), Scheme(8, 4))
 _ALL = ("fused", "reference", "dense", "masked")
 
 
@@ -41,6 +42,10 @@ def _dim() -> _Plan:
         yield Shape((8192,) * 8, dim=dim), _FEW, ("fused", "dense")
 
 
+def _bits() -> _Plan:
+    yield LONG, (*(Scheme(bits, bits) for bits in BITS), *_MIXED), ("fused",)
+
+
 PARTS: dict[str, Callable[[], _Plan]] = {
-    "bars": _bars, "length": _length, "gqa": _gqa, "dim": _dim,
+    "bars": _bars, "length": _length, "gqa": _gqa, "dim": _dim, "bits": _bits,
 }  # fmt: skip

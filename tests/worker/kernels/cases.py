@@ -28,6 +28,7 @@ ROWS = (
     ((33, 65),),
     ((0, 12), (0, 127)),  # no pages at all
 )
+SHORT = ((0, 1), (0, 63), (0, 64), (0, 65), (1, 64), (3, 65))
 LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
 """Rows of very unequal lengths, up to 40 000 tokens."""
 WINDOWS = ((None, 0), (100, 0), (300, 70), (9, 4), (64, 0))
@@ -59,9 +60,13 @@ MATRIX = (
     Case(mx.float16, 192, 128, 1, 8, 3, ("k8v8",), ((3, 65), (0, 9)), padding=3),
     Case(mx.bfloat16, 128, 128, 1, 5, 1, ("k4v4", "k8v8", "k4v8"), ((6, 65),), sinks=True),
     Case(mx.bfloat16, 64, 64, 2, 1, 5, ("k8v8", "k4v4"), ((4, 4), (1, 63)), window=100),
+    Case(mx.bfloat16, 128, 128, 1, 16, 1, ("k5v3",), SHORT, sinks=True),
+    Case(mx.float16, 64, 64, 2, 1, 1, ("k3v5", "k6v2", "k2v6"), ROWS[1], window=100),
+    Case(mx.bfloat16, 192, 128, 1, 6, 1, ("k6v6", "k4v4", "k2v2"), ROWS[0], 300, 70, padding=3),
+    Case(mx.float16, 80, 64, 1, 4, 1, ("k3v3", "k8v4", "k5v5"), ((7, 64), (2, 65))),
 )
-"""Cases for CUDA's tensor cores, which accept only some bits, head sizes and groups. The tokens of
-all queries are in the tail, as in kvd, where the newest 64 tokens are never in a page."""
+"""Cases for CUDA's tensor cores, which accept only some head sizes and groups. The tokens of all
+queries are in the tail, as in kvd, where the newest 64 tokens are never in a page."""
 
 Values = dict[str, Any]
 

@@ -101,7 +101,7 @@ def test_tensor_cores_match_dense_attention(case):
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_a_scale_that_exceeds_half_floats_gives_nan(side):
+def test_a_scale_that_exceeds_half_floats_gives_no_number(side):
     step = Step(replace(cases.MATRIX[0], rows=((1, 70), (0, 9)), sinks=False))
     assert matrix.fits(step.shape(), LANGUAGES["cuda"])
     (pool,) = step.pools
@@ -109,13 +109,14 @@ def test_a_scale_that_exceeds_half_floats_gives_nan(side):
     setattr(pool, side, (words, scales * 1e6, biases))
     got = attend(step, "cuda", races=False)
 
-    assert np.isnan(got[0]).all()
+    assert not np.isfinite(got[0]).any()
     assert np.isfinite(got[1]).all()
 
 
+@pytest.mark.parametrize("schemes", [("k8v8", "k4v4"), ("k5v3",)])
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-def test_rows_may_be_long_and_very_unequal(language):
-    step = Step(Case(mx.bfloat16, 64, 64, 1, 4, 1, ("k8v8", "k4v4"), cases.LONG))
+def test_rows_may_be_long_and_very_unequal(language, schemes):
+    step = Step(Case(mx.bfloat16, 64, 64, 1, 4, 1, schemes, cases.LONG))
     assert_right(step, attend(step, language, races=False))
 
 

@@ -344,7 +344,7 @@ def launches() -> dict[str, Launch]:
         found[f"split {number}"] = step.split("cuda")
         (shape,) = step.split("cuda").output_shapes
         found[f"combine {number}"] = step.combine("cuda", mx.zeros(shape))
-    for case in cases.MATRIX[:2]:
+    for case in (*cases.MATRIX[:2], *cases.MATRIX[5:7]):
         found[f"matrix {case.name}"] = Step(case).split("cuda")
     for dtype in (mx.float32, mx.bfloat16):
         given = given_append(dtype, [7, -1, 100], [1, 0, 0])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from kvd.worker.attention.kernels.fragments import FRAGMENTS
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.paging import (
     advance_page,
@@ -35,70 +36,23 @@ _WEIGHTS_UP = 7
 """Weights, which are at most 1, are scaled by 2 to this power for the same reasons."""
 _IN_FLIGHT = 16
 """Registers per lane for runs that are being loaded."""
+_PLACE = """
+const int place = g * BITS / 4, start_bit = g * BITS % 4 * 8;
+const int more = (g * BITS + BITS - 1) / 4 - place;
+"""
+"""Finds a lane's run among the eight of a line: its first word, its first bit there, and whether it
+ends in the next word."""
+_TO_WEIGHTS = """
+excess[0] += excess[1];
+#pragma unroll
+for (int i = 0; i < 8; ++i) {
+const float* both = scores[i / 2] + i % 2 * 2;
+weight[i] = (both[0] + both[1] - excess[0]) * (1.0f / (1 << power_of<BITS>(i)));
+}
+"""
 _STRIDE = FLOATS // 4
 """Floats between the weights of two vectors: more than 64, so that fewer lanes share a memory bank.
 """
-
-_HEADER = """
-#ifndef PREFETCH
-#define PREFETCH(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
-#endif
-#ifndef MULTIPLY
-__device__ inline void MULTIPLY(float (&sums)[4], const uint (&left)[4], uint right0, uint right1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
-}
-#endif
-// Two floats as halves, or what that leaves over.
-__device__ inline uint halves(float a, float b, bool rest) {
-  __half2 both = __floats2half2_rn(a, b);
-  const float2 back = __half22float2(both);
-  const __half2 left = __floats2half2_rn(a - back.x, b - back.y);
-  if (rest) both = left;
-  return *reinterpret_cast<uint*>(&both);
-}
-__device__ inline uint fused(uint x, uint factor, uint more) {
-  const __half2 found = __hfma2(*reinterpret_cast<__half2*>(&x),
-      *reinterpret_cast<__half2*>(&factor), *reinterpret_cast<__half2*>(&more));
-  return *reinterpret_cast<const uint*>(&found);
-}
-// Eight numbers of x beside those of y, as halves: in the mantissa of 1024, every other one of four
-// bits times 16.
-__device__ inline void raised(uint (&pairs)[8], uint x, uint y) {
-  for (int half = 0; half < 2; ++half) {
-    const uint four = __byte_perm(x, y, half ? 0x7632 : 0x5410);
-    for (int two = 0; two < 2; ++two) {
-      const uint here = two ? four >> 8 : four;
-      pairs[half * 4 + two * 2] = (here & 0x000f000fu) | 0x64006400u;
-      pairs[half * 4 + two * 2 + 1] = (here & 0x00f000f0u) | 0x64006400u;
-    }
-  }
-}
-__device__ inline void raised(uint (&pairs)[8], uint2 x, uint2 y) {
-  for (int at = 0; at < 8; ++at) {
-    const int byte = at % 4, pick = byte | byte << 4 | (byte + 4) << 8 | (byte + 4) << 12;
-    const uint both = __byte_perm(at < 4 ? x.x : x.y, at < 4 ? y.x : y.y, pick);
-    pairs[at] = (both & 0x00ff00ffu) | 0x64006400u;
-  }
-}
-// The same as they are.
-__device__ inline void beside(uint (&pairs)[8], uint x, uint y) {
-  raised(pairs, x, y);
-  for (int at = 0; at < 8; at += 2) {
-    pairs[at] = fused(pairs[at], 0x3c003c00u, 0xe400e400u);
-    pairs[at + 1] = fused(pairs[at + 1], 0x2c002c00u, 0xd400d400u);
-  }
-}
-__device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
-  raised(pairs, x, y);
-  for (int at = 0; at < 8; ++at) pairs[at] = fused(pairs[at], 0x3c003c00u, 0xe400e400u);
-}
-"""
-
-
 _RESIDENT = 512
 """Threads whose registers must fit a multiprocessor, so that they hide each other's latency."""
 
@@ -107,7 +61,7 @@ def header(threads: int) -> str:
     """Return the text before a kernel whose blocks have this many threads."""
     blocks = max(1, _RESIDENT // threads)
     # MLX writes the kernel's first line. Redefining `__global__` adds the launch bounds to it.
-    return f"""{_HEADER}
+    return f"""{FRAGMENTS}
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
 """
@@ -128,7 +82,7 @@ def fits(shape: Shape, language: Language) -> bool:
 
 
 def _fits(side: Side) -> bool:
-    return side.bits in (4, 8) and side.group == PAGE_TOKENS
+    return side.packed and side.group == PAGE_TOKENS
 
 
 def add_pages(text: Text, shape: Shape) -> None:
@@ -164,15 +118,16 @@ const float lower = __shfl_sync(0xffffffffu, 1 / raise, 8 * t);
 float top = LEAST, total = 0;
 float sums[SETS][4][4] = {{}};
 float spread[SETS] = {{}};
+// 1024 as two halves. As a literal it would take the place of the masks in their instructions, and
+// each mask would be moved into a register first, which was an eighth of the loop's instructions.
+const uint thousand = 0x64006400u | uint(tail_start) >> 31;
 const int ago = {shape.queries - 1} - (asking + t) % {shape.queries};
 for (int item = first + part; item < last; item += PARTS) {{
 """)
     find_next_page(text)
     prefetch_values(text, shape, "level", "page")
     text.add("""
-float scores[4][4] = {}, excess[4] = {}, bias = 0;
-const uint thousand[4] = {0x64006400u, 0x64006400u, 0x64006400u, 0x64006400u};
-float second = 1;  // of what every other token's score is a multiple
+float weight[8], bias = 0;
 """)
     for level, side in enumerate(shape.keys):
         text.add(f"if (level == {level}) {{")
@@ -191,32 +146,31 @@ float second = 1;  // of what every other token's score is a multiple
 
 
 def _scores(text: Text, shape: Shape, level: int, side: Side) -> None:
-    kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
-    if side.bits == 4:
-        text.add("second = 0.0625f;")
     steps = shape.k_dim // 16
-    batch = max(n for n in range(1, _IN_FLIGHT // (4 * size) + 1) if steps % n == 0)
+    batch = max(n for n in range(1, _in_flight(side) + 1) if steps % n == 0)
     read = """
 #pragma unroll
 for (int at = 0; at < BATCH; ++at) {
 #pragma unroll
-for (int i = 0; i < 4; ++i) ahead[at * 4 + i] = runs[at * 128 + i * 8];
+for (int i = 0; i < 4; ++i) ahead[at * 4 + i] = run_in<BITS>(words + (at * 16 + i) * LINE, more);
 scales_ahead[at] = scales[at * 4];
 biases_ahead[at] = biases[at * 4];
 }
 """
     text.add(f"""
-constexpr int STEPS = {steps}, BATCH = {batch};
-const {kind}* runs = reinterpret_cast<const {kind}*>(keys{level}) + page * (K_DIM * 8) + t * 32 + g;
+constexpr int BITS = {side.bits}, STEPS = {steps}, BATCH = {batch}, LINE = 2 * BITS;
+{_PLACE}
+const uint* words = reinterpret_cast<const uint*>(keys{level})
+    + (page * K_DIM + t * 4) * LINE + place;
 const uint2* scales = reinterpret_cast<const uint2*>(key_scales{level} + page * K_DIM) + t;
 const uint2* biases = reinterpret_cast<const uint2*>(key_biases{level} + page * K_DIM) + t;
-{kind} ahead[BATCH * 4];
-uint2 scales_ahead[BATCH], biases_ahead[BATCH];
+const uint thousands[4] = {{thousand, thousand, thousand, thousand}};
+float scores[4][4] = {{}}, excess[4] = {{}};
+uint2 ahead[BATCH * 4], scales_ahead[BATCH], biases_ahead[BATCH];
 {read}
 #pragma unroll
 for (int begin = 0; begin < STEPS; begin += BATCH) {{
-{kind} now[BATCH * 4];
-uint2 scales_now[BATCH], biases_now[BATCH];
+uint2 now[BATCH * 4], scales_now[BATCH], biases_now[BATCH];
 #pragma unroll
 for (int at = 0; at < BATCH * 4; ++at) now[at] = ahead[at];
 #pragma unroll
@@ -225,7 +179,7 @@ scales_now[at] = scales_ahead[at];
 biases_now[at] = biases_ahead[at];
 }}
 if (begin + BATCH < STEPS) {{
-runs += BATCH * 128;
+words += BATCH * 16 * LINE;
 scales += BATCH * 4;
 biases += BATCH * 4;
 {read}
@@ -238,9 +192,9 @@ bias += q.x * LOW(b.x) + q.y * HIGH(b.x) + q.z * LOW(b.y) + q.w * HIGH(b.y);
 const uint right0 = halves(q.x * LOW(s.x), q.y * HIGH(s.x), rest);
 const uint right1 = halves(q.z * LOW(s.y), q.w * HIGH(s.y), rest);
 uint pairs0[8], pairs1[8];
-raised(pairs0, now[at * 4], now[at * 4 + 1]);
-raised(pairs1, now[at * 4 + 2], now[at * 4 + 3]);
-MULTIPLY(excess, thousand, right0, right1);
+raised<BITS>(pairs0, now[at * 4], now[at * 4 + 1], start_bit, thousand);
+raised<BITS>(pairs1, now[at * 4 + 2], now[at * 4 + 3], start_bit, thousand);
+MULTIPLY(excess, thousands, right0, right1);
 #pragma unroll
 for (int m = 0; m < 4; ++m) {{
 const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};
@@ -249,6 +203,12 @@ MULTIPLY(scores[m], left, right0, right1);
 }}
 }}
 """)
+    text.add(_TO_WEIGHTS)
+
+
+def _in_flight(side: Side) -> int:
+    """Return how many times four runs a lane loads at once."""
+    return _IN_FLIGHT // (4 if side.bits in (2, 4) else 8)
 
 
 def _softmax(text: Text) -> None:
@@ -261,13 +221,9 @@ def _softmax(text: Text) -> None:
 bias += SWAP(bias, 1);
 bias += SWAP(bias, 2);
 bias = __shfl_sync(0xffffffffu, bias, 8 * t);
-float weight[8], peak = top;
-excess[0] += excess[1];
+float peak = top;
 #pragma unroll
-for (int i = 0; i < 8; ++i) {
-const float* both = scores[i / 2] + i % 2 * 2;
-weight[i] = ((both[0] + both[1] - excess[0]) * (i % 2 ? second : 1.0f) + bias) * lower;
-}
+for (int i = 0; i < 8; ++i) weight[i] = (weight[i] + bias) * lower;
 if (start < low) {
 #pragma unroll
 for (int i = 0; i < 8; ++i) {
@@ -307,8 +263,7 @@ SYNC_WARP();
 
 
 def _values(text: Text, sets: int, level: int, side: Side) -> None:
-    kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
-    batch = max(1, _IN_FLIGHT // (4 * size * sets))
+    batch = max(1, _in_flight(side) // sets)
     wide = f"uint{2 * sets}"
     read = """
 #pragma unroll
@@ -317,7 +272,7 @@ for (int at = 0; at < BATCH; ++at) {
 for (int set = 0; set < SETS; ++set) {
 #pragma unroll
 for (int i = 0; i < 4; ++i) {
-ahead[(at * SETS + set) * 4 + i] = runs[(at * 16 + i) * RUNS + set * 8];
+ahead[(at * SETS + set) * 4 + i] = run_in<BITS>(words + ((at * 16 + i) * SETS + set) * LINE, more);
 }
 }
 scales_ahead[at] = scales[at * 4];
@@ -325,18 +280,19 @@ biases_ahead[at] = biases[at * 4];
 }
 """
     text.add(f"""
-constexpr int STEPS = 4, BATCH = {batch};
-const {kind}* runs = reinterpret_cast<const {kind}*>(values{level})
-    + page * (PAGE * RUNS) + t * 4 * RUNS + g;
+constexpr int BITS = {side.bits}, STEPS = 4, BATCH = {batch}, LINE = 2 * BITS;
+{_PLACE}
+const uint* words = reinterpret_cast<const uint*>(values{level})
+    + (page * PAGE + t * 4) * (SETS * LINE) + place;
 const size_t line = page * (PAGE * SETS);
 const {wide}* scales = reinterpret_cast<const {wide}*>(value_scales{level} + line) + t;
 const {wide}* biases = reinterpret_cast<const {wide}*>(value_biases{level} + line) + t;
-{kind} ahead[BATCH * SETS * 4];
+uint2 ahead[BATCH * SETS * 4];
 {wide} scales_ahead[BATCH], biases_ahead[BATCH];
 {read}
 #pragma unroll
 for (int begin = 0; begin < STEPS; begin += BATCH) {{
-{kind} now[BATCH * SETS * 4];
+uint2 now[BATCH * SETS * 4];
 {wide} scales_now[BATCH], biases_now[BATCH];
 #pragma unroll
 for (int at = 0; at < BATCH * SETS * 4; ++at) now[at] = ahead[at];
@@ -346,7 +302,7 @@ scales_now[at] = scales_ahead[at];
 biases_now[at] = biases_ahead[at];
 }}
 if (begin + BATCH < STEPS) {{
-runs += BATCH * 16 * RUNS;
+words += BATCH * 16 * SETS * LINE;
 scales += BATCH * 4;
 biases += BATCH * 4;
 {read}
@@ -357,11 +313,11 @@ const float4 w = *reinterpret_cast<const float4*>(
     weights_of + own * {_STRIDE} + (begin + at) * 16 + t * 4);
 """)
     for number in range(sets):
-        _multiply_set(text, sets, number, kind)
+        _multiply_set(text, sets, number)
     text.add("}\n}")
 
 
-def _multiply_set(text: Text, sets: int, number: int, kind: str) -> None:
+def _multiply_set(text: Text, sets: int, number: int) -> None:
     """Add the products for set ``number``; a *set* is 64 channels."""
     parts = ["x", "y", "z", "w"][: 2 * sets]
     # A 32-bit word has the scales of two sets for one token, or of the only set for two tokens.
@@ -380,10 +336,10 @@ spread[set] += w.x * {bias[0]} + w.y * {bias[1]} + w.z * {bias[2]} + w.w * {bias
 const float up = {2**_WEIGHTS_UP}.0f;
 const uint right0 = halves(w.x * {scale[0]} * up, w.y * {scale[1]} * up, rest);
 const uint right1 = halves(w.z * {scale[2]} * up, w.w * {scale[3]} * up, rest);
-const {kind}* mine = now + (at * SETS + set) * 4;
+const uint2* mine = now + (at * SETS + set) * 4;
 uint pairs0[8], pairs1[8];
-beside(pairs0, mine[0], mine[1]);
-beside(pairs1, mine[2], mine[3]);
+beside<BITS>(pairs0, mine[0], mine[1], start_bit, thousand);
+beside<BITS>(pairs1, mine[2], mine[3], start_bit, thousand);
 #pragma unroll
 for (int m = 0; m < 4; ++m) {{
 const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};

@@ -112,6 +112,9 @@ inline float min(float a, float b) { return fminf(a, b); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
 }
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((uint64_t(high) << 32 | low) >> min(shift, 32u));
+}
 inline int __popc(unsigned x) { return std::popcount(x); }
 template <typename T>
 T __ldg(const T* from) {
