@@ -14,13 +14,12 @@ reads the previous one while the device computes. A completion that ends in step
 runs in step n+1. Its row is freed when step n+1 is read.
 
 If a row has a grammar, its mask depends on the previous token. Then the forward pass is launched
-first, the previous step is read, and the tokens are drawn last: the host computes the masks while
-the device computes the logits (`kvd.worker.core.masks`).
+first, threads compute the masks meanwhile, and the tokens are drawn before the previous step is
+read. A row whose mask takes too long is drawn by a later step (`kvd.worker.core.masks`).
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,9 @@ from msgspec.structs import replace
 
 from kvd.worker.core.decode_step import DecodeStep, step_inputs
 from kvd.worker.core.delivery import report_cached, report_rest, report_text
-from kvd.worker.core.forced import forced_token, push_forced, restart_sampling
-from kvd.worker.core.masks import Relieve, StepMasks
-from kvd.worker.core.replay import SentText, finish_replayed
+from kvd.worker.core.forced import forced_token, restart_sampling
+from kvd.worker.core.masks import IDLE_SECONDS, Relieve, StepMasks
+from kvd.worker.core.progress import restore_progress
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
@@ -45,7 +44,6 @@ from kvd.worker.serving.runner import Row, Runner
 from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
-from protocol.resume import ChoiceProgress
 from protocol.worker import Report, RowFailed, RowResumed
 
 
@@ -81,6 +79,8 @@ class Batch:
         self._sampler = Sampler(text.vocab_size, share=runner.share_tokens)
         self._masks = StepMasks(text.vocab_size, relieve)
         self._step: DecodeStep | None = None
+        self._last: list[tuple[Completion, SampledToken, int]] = []
+        """Completions with their last tokens and levels, whose matchers a thread advances."""
 
     @property
     def in_flight(self) -> bool:
@@ -100,7 +100,7 @@ class Batch:
         reports: list[Report] = []
         replayed = zip(list(request.completions), request.submit.resume, strict=False)
         for completion, resumed in replayed:
-            reports += self._replay(request, completion, resumed)
+            reports += restore_progress(request, completion, resumed, self.text)
         if request.submit.resume:
             request.resumed_at = request.longest
         request.submit = replace(request.submit, prompt=None, messages=None, tokens=None, resume=[])
@@ -120,40 +120,6 @@ class Batch:
             self.prefix_cache.enqueue(request.tracked)
         self.reports += reports
         return bool(request.completions)
-
-    def _replay(
-        self, request: Request, completion: Completion, resumed: ChoiceProgress
-    ) -> list[Report]:
-        """Set a completion's tokens and text to what its client has; remove it if it has ended."""
-        stream = completion.stream
-        completion.tokens = array("i", resumed.tokens)
-        completion.known = len(resumed.tokens)
-        text = "".join([stream.push(token) for token in resumed.tokens])
-        if completion.matcher is not None:
-            for token in resumed.tokens:
-                completion.matcher.push(token)
-        parts = stream.take_parts()
-        sent = completion.sent_text = SentText(
-            resumed.text_bytes - len(text.encode()), resumed.parts - len(parts)
-        )
-        stream.take_notes()
-        forced = push_forced(request, completion, self.text)
-        reason = resumed.reason
-        if reason is None:  # the last token may have ended it without a report
-            is_full = len(completion.tokens) == request.max_new
-            reason = completion.reason if stream.stopped or is_full else None
-        if reason is None:
-            return forced
-        request.completions.remove(completion)
-        rest = stream.finish(ended=completion.complete) if not stream.stopped else ""
-        rest = sent.remove_from(rest)
-        parts = sent.remove_parts(stream.take_parts())
-        choice = completion.key[1]
-        request.choices.reasoning_tokens += stream.reasoning_tokens
-        request.choices.stop_text = stream.stop_text
-        return forced + finish_replayed(
-            request.choices, choice, resumed, reason, stopped=stream.stopped, rest=rest, parts=parts
-        )
 
     def set_level(self, request: Request, level: int) -> None:
         request.level = level
@@ -191,19 +157,19 @@ class Batch:
 
         Return whether there was a previous one.
         """
-        previous = self._step
-        try:
-            self._step = step = self._launch(rids)
-        finally:
-            self._masks.wait()
+        previous, over = self._step, list[tuple[Completion, KvdError | None]]()
+        self._step = step = self._launch(rids)
+        if step is not None and step.draw is None:
+            idle = previous is None
+            over = self._masks.draw(step, self._sampler, self.requests, idle=idle)
+            mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
+            self._step = step if step.drawing or step.passing else None
         if previous is not None:
             self.enter_phase("decode")
             self._read_step(previous)
-        if step is not None and step.has_grammars:
-            over = self._masks.draw(step, self._sampler, self.requests)
-            mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
-            for completion, error in over:
-                self._end_by_grammar(completion, error)
+        for completion, error in over:
+            self._end_by_grammar(completion, error)
+        self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
         return previous is not None
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
@@ -213,8 +179,9 @@ class Batch:
             if not request.begun:
                 self._fork(request)
             live += [one for one in request.live if one.launched < request.max_new]
+        live = self._masks.without_late(live)
         if not live:
-            return None
+            return DecodeStep([], [], None, [], []) if self._masks.late else None
         rows = [completion.row for completion in live]
         if self.cache.needs_flush(rows):
             self.enter_phase("flush")
@@ -224,10 +191,9 @@ class Batch:
         logits = self.runner.launch(rows, step_inputs(self._step, live))
         levels = {rid: self.requests[rid].level for rid in rids}
         step = DecodeStep.of(logits, live, rows, levels)
-        if not step.has_grammars:
+        if not (step.has_grammars or self._masks.late):
             step.draw_tokens(self._sampler)
-        self._masks.begin(self._step, step)
-        mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
+        self._masks.evaluate(self._step, step, self.cache.arrays())
         for completion in live:
             completion.launched += 1
             self.scheduler.note_generated(completion.key[0], completion.launched)
@@ -252,16 +218,24 @@ class Batch:
         if self._step is not None:
             mx.eval(self._step.arrays, self.cache.arrays())
 
-    def finish_step(self) -> None:
-        """Wait for the step in flight and read it; completions may end."""
+    def finish_step(self, *, late: bool = False) -> None:
+        """Wait for the step in flight and read it; completions may end.
+
+        ``late``: go on until each token that was launched is read.
+        """
         step, self._step = self._step, None
         if step is not None:
             mx.eval(step.arrays, self.cache.arrays())
             self._read_step(step)
+        while late and (self._last or self._masks.late):
+            self._masks.wait()
+            self.decode(())  # draws late rows
+            self.finish_step()
 
     def discard_step(self) -> None:
         """Drop the step in flight after a failure, and release completions that have ended."""
-        self._step = None
+        self._step, self._last = None, []
+        self._masks.discard()
         for request in list(self.requests.values()):
             for completion in request.completions:
                 completion.forget_draw()
@@ -269,7 +243,8 @@ class Batch:
                 self._release(request, completion)
 
     def _read_step(self, step: DecodeStep) -> None:
-        for completion in step.replaying:
+        self._masks.advance(step)
+        for completion in step.passing:
             if completion.ended and not completion.released:
                 self._end(self.requests[completion.key[0]], completion)
         drawn_tokens = [] if step.draw is None else step.draw.read()
@@ -284,12 +259,30 @@ class Batch:
                 if not request.tracked.trusted:
                     request.tracked.trusted = True
                     self.prefix_cache.trust(request.tracked)
+                level = step.levels[step.positions[completion.key]]
                 if completion.dropped:
                     completion.dropped = False
+                elif completion.is_lent and len(completion.tokens) + 1 == request.max_new:
+                    self._last.append((completion, drawn, level))
                 else:
-                    self._deliver(request, completion, drawn, step.levels[request.rid])
+                    self._deliver(request, completion, drawn, level)
             else:
                 self.fail_untrusted(request)
+
+    def _deliver_last(self, seconds: float) -> None:
+        """Deliver the last tokens of completions whose matchers have advanced.
+
+        Only then it is known whether they end by their grammar. ``seconds``: the longest wait.
+        """
+        if not self._last:
+            return
+        self._masks.wait(seconds)
+        last, self._last = self._last, []
+        for completion, drawn, level in last:
+            if completion.is_lent:
+                self._last.append((completion, drawn, level))
+            elif not completion.ended:
+                self._deliver(self.requests[completion.key[0]], completion, drawn, level)
 
     def _deliver(
         self, request: Request, completion: Completion, drawn: SampledToken, level: int
@@ -352,7 +345,11 @@ class Batch:
     def _end_by_grammar(self, completion: Completion, error: KvdError | None) -> None:
         """End a completion whose grammar allows no further token; ``error``: why it fails."""
         request = self.requests[completion.key[0]]
-        if completion.ended:  # another completion of the request has failed
+        matcher = completion.matcher
+        if completion.ended or completion.dropped or matcher is None:
+            return
+        if error is not None and matcher.optional:
+            completion.drop_grammar(f"calls are no longer kept valid: {error.message}")
             return
         if error is not None:
             self.fail(request, error)
@@ -373,6 +370,7 @@ class Batch:
         if completion.snapshot is not None:
             self.cache.snapshots.drop(completion.snapshot)
         completion.released = True
+        self._masks.forget(completion)
         request.completions.remove(completion)
         if request.completions:
             if decoding:

@@ -1,21 +1,30 @@
 """The masks of decode steps: which tokens the grammars of their rows allow next.
 
-A mask depends on the previous token. MLX evaluates a forward pass on the CPU while `mx.async_eval`
-blocks without Python's lock. There, a thread therefore computes the masks during the call. On
-accelerators the call returns early, and the calling thread computes them.
+A mask depends on the previous token. Threads therefore advance the matchers and compute the masks
+while the device computes the logits of the step, and the step draws its tokens last.
+
+A row whose mask is not ready by then is *late*: the step draws the other rows, and a later step
+draws the late one. Until then, it takes part in no step. So no grammar delays other rows for more
+than about the time of a step. The tokens of a row do not depend on when they are drawn.
+
+MLX evaluates a forward pass on the CPU while `mx.async_eval` blocks. There, a thread also waits for
+the previous tokens. On accelerators the call returns early, and the calling thread waits for them.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.core.decode_step import DecodeStep
-from kvd.worker.core.forced import restart_sampling
+from kvd.worker.core.decode_step import DecodeStep, LateRow
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.grammar.mask_threads import HELPED_SECONDS, MaskBatch, MaskThreads, Work
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.native.activation import thread_count
 from kvd.worker.sampling.sampler import Sampler
@@ -25,75 +34,188 @@ from protocol.errors import KvdError
 Relieve = Callable[[Sequence[Matcher | None]], None]
 """Gives up matchers if memory is too short for the masks of a step."""
 
+FEWEST_THREADS = 2
+"""Threads for masks, at least: a slow mask leaves one for others."""
+MOST_THREADS = 8
+HELP_SECONDS = 0.0005
+"""Seconds after which more threads help with the masks that a step waits for."""
+SPARE_SECONDS = 0.001
+"""Seconds that a step waits for masks in addition to twice the time of a recent one."""
+IDLE_SECONDS = 0.001
+"""Seconds that a step waits for late rows if there are no others."""
+FIRST_SECONDS = 0.02
+"""Time of a step before one is measured."""
+_RECENT = 16
+"""Steps without late rows whose times are compared: the shortest counts."""
+
 
 class StepMasks:
     """The masks of one engine's decode steps. ``vocabulary``: tokens of the model."""
 
     def __init__(self, vocabulary: int, relieve: Relieve = lambda _: None) -> None:
+        self._reads_in_thread = on_cpu()
+        """Whether a thread waits for the tokens of a step, instead of the calling one."""
+        self.late: list[LateRow] = []
+        """Rows that were launched and not drawn, the longest waiting first."""
         self._relieve = relieve
+        self._filler = MaskFiller(vocabulary)
         # Half of the processors: the others compute the forward pass.
-        self._filler = MaskFiller(vocabulary, thread_count() // 2)
-        self._thread = ThreadPoolExecutor(1, "masks") if on_cpu() else None
-        self._ahead: Future[None] | None = None
+        count = min(MOST_THREADS, max(FEWEST_THREADS, thread_count() // 2))
+        self._threads = MaskThreads(count)
+        self._batches: list[MaskBatch] = []
+        """Batches with matchers that are lent, the oldest first."""
+        self._awaited: list[MaskBatch] = []
+        """Batches that begun since the last step was drawn."""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Seconds from `evaluate` until the masks were there, of steps without late rows."""
+        self._begun = 0.0
 
-    def begin(self, previous: DecodeStep | None, step: DecodeStep) -> None:
-        """Start to compute masks of ``step`` from the tokens of the previous one, in the thread.
+    # Matchers advance.
 
-        Call it just before the forward pass of ``step`` is evaluated, and `wait` after it. Waits
-        for the tokens.
+    def evaluate(self, previous: DecodeStep | None, step: DecodeStep, others: list[Any]) -> None:
+        """Evaluate the forward pass of a step, and start to compute its masks meanwhile.
+
+        ``previous``: the step whose tokens are its input. ``others``: arrays to evaluate with it.
         """
-        if self._thread is None or not step.has_grammars:
+        self._begun = time.monotonic()
+        if self._reads_in_thread:
+            self._begin(previous, step)
+        mx.async_eval(step.arrays, others)  # type: ignore[no-untyped-call]
+        if not self._reads_in_thread:
+            self._begin(previous, step)
+
+    def _begin(self, previous: DecodeStep | None, step: DecodeStep) -> None:
+        if previous is not None:
+            self.advance(previous)
+        if step.has_grammars:
+            matchers = [one.matcher for one in step.drawing if one.matcher is not None]
+            missing = [one for one in matchers if one.mask is None and not one.lent]
+            self._run([(one, None) for one in missing], lambda: ())
+
+    def advance(self, step: DecodeStep) -> None:
+        """Start to advance matchers by the tokens that a step has drawn, unless that was done."""
+        if step.advanced or step.draw is None or not step.has_grammars:
             return
-        if previous is None or previous.draw is None:
-            return
-        tokens: list[int] = previous.draw.tokens.tolist()
-        drawn = [
-            (one.matcher, token)
-            for one, token in zip(previous.drawing, tokens, strict=True)
-            if one.matcher is not None and not (one.ended or one.dropped) and step.draws(one)
+        step.advanced = True
+        work = [
+            (one.matcher, place)
+            for place, one in enumerate(step.drawing)
+            if one.matcher is not None and not (one.ended or one.dropped)
         ]
-        if drawn:
-            self._ahead = self._thread.submit(self._fill_ahead, drawn)
+        if not work:
+            return
+        if step.host_tokens is None:
+            known: list[int] = step.draw.tokens.tolist()
+            self._run(work, lambda: known)
+        else:
+            host_tokens = step.host_tokens
+            self._run(work, lambda: cast(list[int], host_tokens.tolist()))
 
-    def _fill_ahead(self, drawn: list[tuple[Matcher, int]]) -> None:
-        for matcher, token in drawn:
-            matcher.push_ahead(token)
-        self._filler.fill_ahead([matcher for matcher, _ in drawn])
+    def _run(self, work: Sequence[Work], tokens: Callable[[], Sequence[int]]) -> None:
+        if work:
+            batch = MaskBatch(work, tokens, self._filler)
+            self._batches.append(batch)
+            self._awaited.append(batch)
+            self._threads.run(batch, 1 + int(batch.seconds / HELPED_SECONDS))
 
-    def wait(self) -> None:
-        """Wait for the thread: until then, only the thread may use the matchers."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            ahead.result()
+    def take_back(self) -> None:
+        """Take back the matchers that have advanced."""
+        for batch in self._batches:
+            batch.take_back()
+        self._batches = [batch for batch in self._batches if not batch.taken_back]
+
+    def wait(self, seconds: float = -1) -> None:
+        """Wait until the matchers of the oldest batch have advanced; take back those that have.
+
+        ``seconds``: the longest time; -1: any.
+        """
+        if self._batches:
+            self._batches[0].wait(seconds)
+            self.take_back()
+
+    def discard(self) -> None:
+        """Wait for all threads, and forget late rows, after a failed step."""
+        self.late = []
+        for batch in self._batches:
+            batch.wait()
+            with suppress(Exception):  # the step's own failure is reported
+                batch.take_back()
+        self._batches, self._awaited = [], []
+
+    # Rows are drawn.
+
+    def without_late(self, completions: list[Completion]) -> list[Completion]:
+        """Return those completions whose last launched token was drawn."""
+        late = {row.completion for row in self.late}
+        return [one for one in completions if one not in late] if late else completions
+
+    def forget(self, completion: Completion) -> None:
+        """Drop the late row of a completion that has ended."""
+        if self.late:
+            self.late = [row for row in self.late if row.completion is not completion]
 
     def draw(
-        self, step: DecodeStep, sampler: Sampler, requests: Mapping[str, Request]
+        self, step: DecodeStep, sampler: Sampler, requests: Mapping[str, Request], *, idle: bool
     ) -> list[tuple[Completion, KvdError | None]]:
-        """Draw the tokens of a step, whose previous tokens were read, lazily.
+        """Draw, lazily, the tokens of a step and of the late rows whose masks are ready.
 
-        Return the completions without a further token, whose draw is ignored: their grammar is
-        complete, or the error.
+        ``idle``: whether no step is in flight. Then a step without rows waits for a late row.
+
+        Return the completions whose grammar allows no further token: it is complete, or there is an
+        error. Their draw is ignored, unless the matcher is optional: then it had no mask.
         """
-        matchers = [None if one.ended or one.dropped else one.matcher for one in step.drawing]
+        self._wait(step, idle=idle)
+        late = [at for at, one in enumerate(step.drawing) if one.is_lent]
+        step.replace_late(late, self._take_ready())
+        self.late += step.late
+        if not step.drawing:
+            return []
+        matchers = [None if one.ended else one.matcher for one in step.drawing]
         self._relieve(matchers)
         masks = self._filler.fill(matchers)
         for completion, matcher, mask in zip(step.drawing, matchers, masks, strict=True):
             if matcher is not None:
                 least = requests[completion.key[0]].submit.min_tokens
-                may_end = len(completion.tokens) >= least
+                may_end = completion.launched > least
                 matcher.limit(mask, completion.stream.ends, may_end=may_end)
         over: list[tuple[Completion, KvdError | None]] = []
-        for row in np.flatnonzero(~np.any(masks, axis=1)):
+        for row in np.flatnonzero(~masks.view(np.uint32).any(axis=1)):
             matcher = matchers[row]
             assert matcher is not None
-            completion, failure = step.drawing[row], matcher.failure()
+            failure = matcher.failure()
             if failure is not None and matcher.optional:
-                completion.drop_grammar(f"calls are no longer kept valid: {failure.message}")
                 masks[row] = 0xFF
-            else:
-                over.append((completion, failure))
+            over.append((step.drawing[row], failure))
         step.draw_tokens(sampler, mx.array(masks))
-        for completion in step.drawing:
-            if completion.dropped:
-                restart_sampling(sampler, requests[completion.key[0]], completion)
+        if self._reads_in_thread and step.draw is not None:
+            step.host_tokens = step.draw.tokens + 0
         return over
+
+    def _wait(self, step: DecodeStep, *, idle: bool) -> None:
+        """Wait for the masks of a step, for about the time of a step at most."""
+        if not (step.drawing or step.passing):
+            self.wait(IDLE_SECONDS if idle else 0.0)
+            return
+        awaited, self._awaited = self._awaited, []
+        usual = min(self._recent, default=FIRST_SECONDS)
+        end = self._begun + 2 * usual + SPARE_SECONDS
+        for batch in awaited:
+            if not batch.wait(HELP_SECONDS):
+                self._threads.run(batch, batch.unclaimed)
+                batch.wait(max(0.0, end - time.monotonic()))
+        self.take_back()
+        if step.has_grammars and all(batch.taken_back for batch in awaited):
+            self._recent.append(time.monotonic() - self._begun)
+
+    def _take_ready(self) -> list[LateRow]:
+        """Return the late rows whose masks are ready; they are late no longer."""
+        late, self.late, ready = self.late, [], list[LateRow]()
+        for row in late:
+            completion = row.completion
+            if completion.dropped:  # a forced token takes the place of the one to draw
+                completion.dropped = False
+            elif completion.is_lent:
+                self.late.append(row)
+            else:
+                ready.append(row)
+        return ready

@@ -173,7 +173,7 @@ class Preemption:
         for rid in victims:
             if wanted <= 0:
                 return
-            batch.finish_step()  # requests may end
+            batch.finish_step(late=True)  # requests may end
             running = batch.requests.get(rid)
             if running is not None and may_preempt(running):
                 wanted -= yield from self._preempt(running, wanted)

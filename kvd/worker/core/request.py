@@ -1,7 +1,7 @@
 """A request in the engine: its prompt, its completions, and where their rows are.
 
-Only `kvd.worker.core.batch.Batch`, and `delivery` for what was reported, assign these fields; all
-other modules read them.
+Only `kvd.worker.core.batch.Batch` assigns these fields, `delivery` for what was reported, and
+`progress` and `forced` for known tokens. All other modules read them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class Completion:
     def complete(self) -> bool:
         """Whether its grammar allows no further token."""
         return self.matcher is not None and self.matcher.complete
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a thread advances its matcher."""
+        return self.matcher is not None and self.matcher.lent
 
     @property
     def reason(self) -> FinishReason:

@@ -9,8 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from protocol.errors import InvalidRequest, KvdError, Overloaded, shorten
@@ -27,6 +25,9 @@ class Matcher:
     """One completion's state: call `push` for each of its tokens.
 
     ``grammar``: an `LLMatcher` at the grammar's beginning, which the matcher owns.
+
+    While a thread advances the matcher (`kvd.worker.grammar.mask_threads`), only `push` may be
+    called.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Matcher:
         """Tokens of the tokenizer."""
         self.mask: Mask | None = None
         """The mask of the next token, if it was computed already."""
+        self.buffer: tuple[Mask, int, int] | None = None
+        """Memory of the masks, as `MaskFiller` needs it: an array, its address and its bytes."""
         self.first: Mask | None = None
         """The mask of the first token over the tokenizer's tokens, from the compilation."""
         self.nbytes = 0
@@ -48,9 +51,20 @@ class Matcher:
         self._eos_ids = eos_ids
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
+        self.seconds = 0.0
+        """Time that the last token and its mask took in a thread."""
+        self.lent = False
+        """Whether a thread advances the matcher."""
+        self._pushed: list[int] = []
+        """Tokens that were pushed meanwhile."""
+        self._cleared: dict[tuple[Collection[int], bool], list[tuple[int, int]]] = {}
+        """By the arguments of `limit`: bytes of a mask, and the bits of each that stay."""
 
     def push(self, token: int) -> None:
         """Advance by a token that the mask allowed."""
+        if self.lent:
+            self._pushed.append(token)
+            return
         if self._ahead == token:
             self._ahead = None
             return
@@ -65,6 +79,17 @@ class Matcher:
         self.mask = self.first = None
         if not self.grammar.is_stopped() and self.grammar.consume_token(token):
             self._ahead = token
+
+    def lend(self) -> None:
+        """Leave the matcher to a thread until `take_back`."""
+        self.lent = True
+
+    def take_back(self) -> None:
+        """Note that the thread is done, and advance by the tokens that were pushed meanwhile."""
+        self.lent = False
+        pushed, self._pushed = self._pushed, []
+        for token in pushed:
+            self.push(token)
 
     def settle(self) -> None:
         """Return to the state after the last pushed token."""
@@ -97,12 +122,16 @@ class Matcher:
     def limit(self, mask: Mask, ends: Collection[int], *, may_end: bool) -> None:
         """Adjust the mask to the tokens that end the completion.
 
-        ``ends``: these tokens. Other end tokens of the model are excluded: in a completion that
-        ignores them they would be text. ``may_end``: False until ``min_tokens``.
+        ``ends``: these tokens, hashable. Other end tokens of the model are excluded: in a
+        completion that ignores them they would be text. ``may_end``: False until ``min_tokens``.
         """
-        excluded = self._eos_ids.difference(ends if may_end else ())
-        for token in excluded if may_end else excluded.union(ends):
-            mask[token >> 3] &= 0xFF ^ (1 << (token & 7))
+        cleared = self._cleared.get((ends, may_end))
+        if cleared is None:
+            excluded = self._eos_ids.difference(ends) if may_end else self._eos_ids.union(ends)
+            cleared = [(token >> 3, 0xFF ^ (1 << (token & 7))) for token in excluded]
+            self._cleared[ends, may_end] = cleared
+        for place, bits in cleared:
+            mask[place] &= bits
 
     def failure(self) -> KvdError | None:
         """Return why no token is allowed; None: the grammar is complete."""
@@ -126,57 +155,47 @@ class Matcher:
 
 
 class MaskFiller:
-    """Computes the masks of several matchers in one call.
+    """Computes masks for a model with ``vocabulary`` tokens."""
 
-    ``vocabulary``: tokens of the model. ``threads``: how many compute; 1: the calling one, which
-    then holds Python's lock.
-    """
-
-    def __init__(self, vocabulary: int, threads: int = 1) -> None:
+    def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self._executor: Any = LLExecutor(num_threads=threads) if threads > 1 else None
+        self._words = (vocabulary + 31) // 32
+        beyond = range(vocabulary, 32 * self._words)
+        self._beyond = [(token >> 3, 0xFF ^ (1 << (token & 7))) for token in beyond]
+        """Bytes and bits of tokens of the tokenizer for which the model has no logit."""
 
     def fill(self, matchers: Sequence[Matcher | None]) -> Mask:
         """Return the masks, ``[matchers, bytes]``. All tokens are allowed without a matcher.
 
         A matcher that fails has an empty mask. Masks that were computed already are copied.
         """
-        for one in matchers:
-            if one is not None and one.mask is None and one.first is not None:
-                words = np.zeros((1, (self._vocabulary + 31) // 32), np.int32)
-                count = min(one.first.size, words.nbytes)
-                words.view(np.uint8)[0, :count] = one.first[:count]
-                one.mask = self._with_logits(words)[0]
-        new = [one for one in matchers if one is not None and one.mask is None]
-        if new:
-            self.fill_ahead(new)
-        words = allocate_token_bitmask(len(matchers), self._vocabulary)
-        masks: Mask = words.view(np.uint8)
+        masks: Mask = np.full((len(matchers), 4 * self._words), 0xFF, np.uint8)
         for row, matcher in enumerate(matchers):
-            if matcher is not None and matcher.mask is not None:
-                masks[row] = matcher.mask
+            if matcher is not None:
+                masks[row] = 0 if matcher.given_up else self.compute(matcher)
         return masks
 
-    def fill_ahead(self, matchers: Sequence[Matcher]) -> None:
-        """Compute `Matcher.mask` of each of them."""
-        size = max([self._vocabulary, *(one.vocabulary for one in matchers)])
-        words: NDArray[np.int32] = allocate_token_bitmask(len(matchers), size)
-        followed = [(one.grammar, row) for row, one in enumerate(matchers) if not one.failed]
-        if followed and self._executor is not None:
-            fill_next_token_bitmask_par(self._executor, followed, words)
+    def compute(self, matcher: Matcher) -> Mask:
+        """Return `Matcher.mask`, computed if it is not known. Releases Python's lock meanwhile."""
+        if matcher.mask is None:
+            matcher.mask = self._computed(matcher)
+        return matcher.mask
+
+    def _computed(self, matcher: Matcher) -> Mask:
+        if matcher.buffer is None:
+            words = np.zeros(max(self._words, (matcher.vocabulary + 31) // 32), np.int32)
+            mask: Mask = words.view(np.uint8)[: 4 * self._words]
+            matcher.buffer = mask, words.ctypes.data, words.nbytes
+        mask, address, nbytes = matcher.buffer
+        if matcher.first is not None:
+            count = min(matcher.first.size, mask.size)
+            mask[:count] = matcher.first[:count]
+        elif matcher.failed:
+            mask[:] = 0
         else:
-            width = words.itemsize * words.shape[1]
-            for grammar, row in followed:
-                grammar.unsafe_compute_mask_ptr(words.ctypes.data + row * width, width)
-        masks = self._with_logits(words)
-        for matcher, mask in zip(matchers, masks, strict=True):
-            if matcher.failed:
+            matcher.grammar.unsafe_compute_mask_ptr(address, nbytes)
+            if matcher.grammar.is_error():
                 mask[:] = 0
-            matcher.mask = mask
-
-    def _with_logits(self, words: NDArray[np.int32]) -> Mask:
-        """Return masks without tokens of the tokenizer for which the model has no logit."""
-        masks = words.view(np.uint8)[:, : (self._vocabulary + 31) // 32 * 4]
-        for token in range(self._vocabulary, 8 * masks.shape[1]):
-            masks[:, token >> 3] &= 0xFF ^ (1 << (token & 7))
-        return masks
+        for place, bits in self._beyond:
+            mask[place] &= bits
+        return mask

@@ -222,7 +222,7 @@ class Driver:
     def preempt(self, rid: str) -> None:
         """Take a request out of the batch with its snapshots in memory, until `requeue`."""
         batch = self.engine._batch
-        batch.finish_step()
+        batch.finish_step(late=True)
         if (request := batch.requests.get(rid)) is not None:
             batch.preempt(request)
 

@@ -10,7 +10,7 @@ def check_batch(batch: Batch) -> None:
     """Assert the invariants between two steps."""
     assert batch.admission.idle == (not batch.requests)
     step = batch._step
-    in_step = [] if step is None else [*step.drawing, *step.replaying]
+    in_step = [] if step is None else [*step.drawing, *step.passing]
     for rid, request in batch.requests.items():
         assert rid == request.rid
         assert request.completions, "a request without completions was not forgotten"

@@ -49,7 +49,7 @@ GRAMMARS = st.one_of(
 @given(grammar=GRAMMARS, seed=st.integers(0, 99))
 def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar, seed) -> None:
     matchers = [matcher_of(grammar) for _ in range(rows)]
-    rng, filler = random.Random(seed), MaskFiller(512, rows)
+    rng, filler = random.Random(seed), MaskFiller(512)
     for _ in range(8):
         masks = filler.fill([*matchers, None])
         assert masks[-1].all()
@@ -83,13 +83,13 @@ def test_a_token_that_is_pushed_ahead_and_then_not_delivered_leaves_no_trace(
         match rng.choice(["push", "ahead", "other", "lost"]):
             case "ahead":
                 matcher.push_ahead(token)
-                filler.fill_ahead([matcher])
+                filler.compute(matcher)
             case "other":
                 matcher.push_ahead(other)
-                filler.fill_ahead([matcher])
+                filler.compute(matcher)
             case "lost":
                 matcher.push_ahead(other)
-                filler.fill_ahead([matcher])
+                filler.compute(matcher)
                 matcher.settle()
                 assert (filler.fill([matcher])[0] == expected).all()
         matcher.push(token)

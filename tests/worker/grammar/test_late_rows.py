@@ -1,0 +1,262 @@
+"""Rows whose masks take long: other rows do not wait, and no token depends on when it is drawn."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvd.worker.core.masks import StepMasks
+from kvd.worker.core.out_of_memory import CALM_STEPS
+from protocol.tools import Grammar
+from protocol.types import Sampling
+from tests.worker.core.driver import Driver
+from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.prompts import prompt_of
+from tests.worker.grammar.test_requests import DIGITS, PERSON, WARM, WORDS
+
+pytestmark = pytest.mark.mlx
+
+PENALIZED = Sampling(temperature=1.0, seed=4, frequency_penalty=0.5)
+LIST = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}, "minItems": 99}')
+
+
+class Gated:
+    """An `LLMatcher` whose ``consume_token`` waits for a gate, for the tokens that ``stops`` names.
+
+    ``stops(count)``: whether to wait at the token with this number, from 1 on.
+    """
+
+    def __init__(self, plain: Any, gate: threading.Event, stops: Callable[[int], bool]) -> None:
+        self._plain = plain
+        self._gate = gate
+        self._stops = stops
+        self._count = 0
+        self.stopped = threading.Event()
+        """Set once a token waits."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def consume_token(self, token: int) -> bool:
+        self._count += 1
+        if self._stops(self._count):
+            self.stopped.set()
+            assert self._gate.wait(60)
+        return bool(self._plain.consume_token(token))
+
+
+def gated(
+    driver: Driver, rid: str, stops: Callable[[int], bool], gate: threading.Event | None = None
+) -> tuple[Gated, threading.Event]:
+    """Gate the matchers of a submitted request; return the first one's grammar, and the gate."""
+    gate = gate or threading.Event()
+    driver.run(until=lambda: rid in driver.engine._batch.requests)
+    found = []
+    for completion in driver.engine._batch.requests[rid].completions:
+        assert completion.matcher is not None
+        completion.matcher.grammar = Gated(completion.matcher.grammar, gate, stops)
+        found.append(completion.matcher.grammar)
+    return found[0], gate
+
+
+def late_keys(driver: Driver) -> list[str]:
+    return [row.completion.key[0] for row in driver.engine._batch._masks.late]
+
+
+def until_late(driver: Driver, rid: str, grammar: Gated) -> None:
+    """Run until a token waits for its gate; rows may be late before, on a busy machine."""
+    driver.run(until=lambda: grammar.stopped.is_set() and rid in late_keys(driver))
+
+
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_a_slow_grammar_delays_no_other_row(demo: Driver, at: int) -> None:
+    wanted = {
+        "free": demo.alone(WORDS, WARM, max_tokens=60, ignore_eos=True, logprobs=1),
+        "other": demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60),
+        "slow": demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200, logprobs=2),
+    }
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200, logprobs=2)
+    _, gate = gated(demo, "slow", lambda count: count == at)
+    demo.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True, logprobs=1)
+    demo.submit("other", WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    demo.run(until=lambda: demo.outcomes["free"].over and demo.outcomes["other"].over)
+
+    assert len(demo.outcomes["slow"].tokens) == at
+    gate.set()
+    demo.run()
+    assert demo.outcomes == wanted
+
+
+def test_a_step_with_a_slow_row_waits_for_it_once(demo: Driver) -> None:
+    """Later steps do not: the row is in none of them."""
+    waits: list[float] = []
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    demo.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True)
+    grammar, gate = gated(demo, "slow", lambda count: count == 3)
+    until_late(demo, "slow", grammar)
+    batch = demo.engine._batch
+    (held,) = batch._masks._batches  # the one with the late row
+    held.wait = lambda seconds=-1: waits.append(seconds)
+    while not demo.outcomes["free"].over:
+        demo.step()
+
+    assert not any(waits)
+    del held.wait
+    gate.set()
+    demo.run()
+
+
+def test_the_last_token_of_a_slow_grammar_delays_no_other_row(demo: Driver) -> None:
+    """Whether the answer is complete is known only after its last token."""
+    whole = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    size = len(whole.tokens)
+    for limit, reason in ((size, "stop"), (size - 1, "length")):
+        demo.submit("slow", WORDS, WARM, grammar=DIGITS, max_tokens=limit)
+        _, gate = gated(demo, "slow", lambda count, last=limit: count == last)
+        demo.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True)
+        demo.run(until=lambda: demo.outcomes["free"].over)
+        assert len(demo.outcomes["slow"].tokens) == limit - 1
+        gate.set()
+        demo.run()
+        slow = demo.outcomes["slow"]
+        assert (slow.tokens, slow.reason) == (whole.tokens[:limit], reason)
+
+
+def test_a_slow_row_alone_does_not_spin(demo: Driver) -> None:
+    """Each step waits for it, for a moment: commands are handled meanwhile."""
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    grammar, gate = gated(demo, "slow", lambda count: count == 3)
+    until_late(demo, "slow", grammar)
+    demo.step()
+    (held,) = demo.engine._batch._masks._batches
+    waits: list[float] = []
+    plain, held.wait = held.wait, lambda seconds=-1: waits.append(seconds) or plain(seconds)
+    for _ in range(5):
+        demo.step()
+    gate.set()
+    demo.run()
+
+    assert sum(waits[:5]) >= 0.005
+    assert demo.outcomes["slow"] == demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_late_row_can_be_cancelled(demo: Driver, last: bool) -> None:
+    limit = 4 if last else 200
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=limit, n=2)
+    demo.submit("free", WORDS, WARM, max_tokens=40, ignore_eos=True)
+    grammar, gate = gated(demo, "slow", lambda count: count == 4)
+    demo.run(until=grammar.stopped.is_set)
+    demo.step()
+    demo.engine.cancel("slow")
+    demo.run()
+    gate.set()
+
+    assert demo.outcomes["slow"].reason == "cancelled"
+    assert demo.outcomes["free"].reason == "length"
+    assert not late_keys(demo)
+    assert demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60).reason == "stop"
+
+
+@pytest.mark.parametrize(("fault", "tries"), [(UNABLE, 3), (LATE, 1)])
+@pytest.mark.parametrize("limit", [200, 4])
+def test_a_failed_step_with_a_late_row_changes_no_answer(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch, fault: str, tries: int, limit: int
+) -> None:
+    def submit() -> None:
+        demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=limit, logprobs=1)
+        demo.submit("free", WORDS, PENALIZED, max_tokens=40, ignore_eos=True)
+        demo.submit("other", prompt_of(70, 2), WARM, grammar=DIGITS, max_tokens=60, n=2)
+
+    submit()
+    demo.run()
+    wanted, demo.outcomes = demo.outcomes, {}
+    submit()
+    demo.engine._out_of_memory.calm_steps = CALM_STEPS
+    grammar, gate = gated(demo, "slow", lambda count: count == 4)
+    demo.run(until=grammar.stopped.is_set)
+    demo.step()
+    plain = StepMasks.discard
+
+    def discard(masks: StepMasks) -> None:  # waits for the thread
+        gate.set()
+        plain(masks)
+
+    monkeypatch.setattr(StepMasks, "discard", discard)
+    with memory_runs_out(range(1, 1 + tries).__contains__, fault) as seen:
+        demo.run()
+
+    assert seen.failed == tries
+    assert gate.is_set()
+    assert demo.outcomes == wanted
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("limit", [200, 4])
+def test_a_late_row_is_preempted_once_it_is_drawn(demo: Driver, lost: bool, limit: int) -> None:
+    wanted = demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=limit, n=2)
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=limit, n=2)
+    grammar, gate = gated(demo, "slow", lambda count: count == 3)
+    demo.run(until=grammar.stopped.is_set)
+    demo.step()
+    gate.set()
+    batch = demo.engine._batch
+    batch.finish_step(late=True)
+    assert not batch.in_flight
+    assert not batch._masks.late
+    assert not batch._last
+    if "slow" in batch.requests:
+        demo.preempt("slow")
+        if lost:
+            batch.move_out(batch.requests["slow"], None)
+        demo.requeue("slow")
+    demo.run()
+
+    assert demo.outcomes["slow"] == wanted
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_do_not_depend_on_how_long_masks_take(demo: Driver, seed: int) -> None:
+    """Requests join and leave while random tokens of their grammars wait for random steps."""
+    chance = random.Random(seed)
+    kinds = [None, PERSON, DIGITS, LIST]
+    asked = []
+    for number in range(7):
+        more = {"max_tokens": chance.randrange(1, 40), "n": chance.choice([1, 1, 2])}
+        if (grammar := chance.choice(kinds)) is not None:
+            more["grammar"] = grammar
+        if chance.random() < 0.3:
+            more["min_tokens"] = min(10, more["max_tokens"])
+        sampling = Sampling(
+            temperature=1.0, seed=number, frequency_penalty=chance.choice([0.0, 0.4])
+        )
+        asked.append((prompt_of(chance.randrange(2, 150), number), sampling, more))
+    wanted = {
+        f"r{number}": demo.alone(words, sampling, **more)
+        for number, (words, sampling, more) in enumerate(asked)
+    }
+    gates: list[threading.Event] = []
+    waiting = list(enumerate(asked))
+    seen = 0
+    while waiting or demo.engine.has_work:
+        if waiting and chance.random() < 0.3:
+            number, (words, sampling, more) = waiting.pop()
+            demo.submit(f"r{number}", words, sampling, **more)
+            if "grammar" in more:
+                gates.append(threading.Event())
+                stops = random.Random(number)
+                gated(demo, f"r{number}", lambda _, by=stops: by.random() < 0.3, gates[-1])
+        demo.step()
+        seen += len(late_keys(demo))
+        for gate in gates:
+            if chance.random() < 0.4:
+                gate.set()
+            elif chance.random() < 0.4:
+                gate.clear()
+
+    assert demo.outcomes == wanted
+    assert seen or not gates
