@@ -66,13 +66,14 @@ class FusedBackend:
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
     ) -> FusedStep | None:
-        if len(pages.levels) > 1:
-            arrays = max(
-                sum(layer.pools[level].array_count for level in pages.levels) for layer in layers
-            )
-            if OWN_BUFFERS + arrays > self.most_buffers:
-                return None
+        if len(pages.levels) > 1 and not self.can_read(layers, pages.levels):
+            return None
         return FusedStep.of(self.kernels, kind, rows, pages)
+
+    def can_read(self, layers: Sequence[LayerStore], levels: Sequence[int]) -> bool:
+        """Return whether one kernel can read a layer's pages of all these levels."""
+        arrays = max(sum(layer.pools[level].array_count for level in levels) for layer in layers)
+        return OWN_BUFFERS + arrays <= self.most_buffers
 
     def prefill(self, _kind: Kind, _step: PrefillStep) -> None:
         """Return None, so that plain operations attend to the chunk."""

@@ -18,7 +18,7 @@ from kvd.worker.attention.online import OnlineSoftmax
 from kvd.worker.attention.tiles import Plan, Work, plan
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.batch import PrefillHandle
-from kvd.worker.cache.packed import Packed, unpacking_bytes
+from kvd.worker.cache.packed import Packed, entries, unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
@@ -103,7 +103,7 @@ class _Pages:
         if len(which) == len(self.starts):
             return self
         starts = tuple(self.starts[index] for index in which)
-        return replace(self, slots=self.slots[mx.array(which, mx.uint32)], starts=starts)
+        return replace(self, slots=entries(self.slots, which), starts=starts)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Task:
             _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
         ]
         for filled, starts in zip(handle.chunk.earlier, step.earlier_starts(), strict=True):
-            every = mx.arange(len(starts), dtype=mx.uint32)
+            every = mx.arange(len(starts), dtype=mx.int32)
             source = filled.keys, filled.values
             pages.append(_Pages(layer.pools[filled.level], every, starts, source))
         pages = _visible_pages(pages, handle.store.kind, step.offset)

@@ -179,7 +179,8 @@ class LayerStore:
 
     def _pack_tails(self, place: Placement) -> Sides:
         slots = mx.array(place.tails)
-        heads = (side[slots, :, :PAGE_TOKENS] for side in (self.tail_keys, self.tail_values))
+        # The slice first: both at once would be a gather with three arrays of indices.
+        heads = (side[:, :, :PAGE_TOKENS][slots] for side in (self.tail_keys, self.tail_values))
         return self.pools[place.level].pack(*heads)
 
     def gather_tails(self) -> FlushWrites:

@@ -8,7 +8,9 @@ There are two orientations, named by the axis along which values share a scale:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -63,6 +65,19 @@ def unpack(packed: Packed, packing: Packing) -> mx.array:
 
 def take(packed: Packed, slots: mx.array) -> Packed:
     return tuple(array[slots] for array in packed)
+
+
+def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
+    """Return the entries at ascending indices along an axis, by slices; lazy.
+
+    For few runs of successive indices. MLX on CUDA compiles a module for gathers of each dtype, and
+    none for slices.
+    """
+    starts = [at for at, index in enumerate(which) if not at or index != which[at - 1] + 1]
+    before = (slice(None),) * axis
+    runs = (slice(which[at], which[end - 1] + 1) for at, end in pairwise([*starts, len(which)]))
+    parts = [array[(*before, run)] for run in runs]
+    return mx.concatenate(parts, axis) if parts else array[(*before, slice(0))]
 
 
 def page_product(

@@ -86,7 +86,7 @@ class LevelTable:
 
     level: int
     slots: mx.array
-    """``[pages]`` uint32: slots in the level's pools."""
+    """``[pages]`` int32, as all indices of gathers: slots in the level's pools."""
     rows: mx.array
     """``[pages]`` uint32: index of each page's row in the batch, ascending."""
     owners: tuple[int, ...]
@@ -140,7 +140,8 @@ class LevelTable:
             each = mx.arange(heads, dtype=mx.uint32)
             pages = mx.arange(self.slots.size, dtype=mx.uint32)
             right, by_row, by_page = (
-                index[:, None] * heads + each for index in (self.slots, self.rows, pages)
+                index[:, None] * heads + each
+                for index in (self.slots.astype(mx.uint32), self.rows, pages)
             )
             self._indices[heads] = (PageIndex(by_row, right), PageIndex(by_page, right))
         return self._indices[heads]
@@ -155,7 +156,7 @@ def level_tables(locations: Sequence[np.ndarray]) -> list[LevelTable]:
     tables = []
     for level in np.flatnonzero(np.bincount(pages[:, 0])).tolist():
         here = pages[:, 0] == level
-        slots, rows = (mx.array(side[here].astype(np.uint32)) for side in (pages[:, 1], owners))
+        slots, rows = mx.array(pages[here, 1]), mx.array(owners[here].astype(np.uint32))
         starts = tuple(pages[here, 2].tolist())
         tables.append(LevelTable(level, slots, rows, tuple(owners[here].tolist()), starts))
     return tables

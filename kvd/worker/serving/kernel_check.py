@@ -23,12 +23,16 @@ Check = Callable[[Backend], float]
 
 
 def check_kernels(
-    backend: FusedBackend, stores: Sequence[KVStore], check: Check
+    backend: FusedBackend,
+    stores: Sequence[KVStore],
+    check: Check,
+    check_plain: Callable[[], object] = lambda: None,
 ) -> tuple[FusedAttention, float]:
     """Return the verdict on kernels, and their error.
 
-    ``stores``: the stores that they would serve, with the plain operations to compare with. The
-    kernels must run at all, be right, and be faster, in this order.
+    ``stores``: the stores that they would serve. The kernels must run at all, be right, and be
+    faster, in this order. ``check_plain``: checks the plain operations before they are timed, if
+    they are; raises `SelfCheckFailed` if none are right.
     """
     timed = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):
@@ -41,7 +45,9 @@ def check_kernels(
         cause: FastPathCause = "results" if refused.__cause__ is None else "error"
         return _unused(cause, str(refused), timed), 0.0
     try:
-        times = kernel_timing.compare(stores, backend, timed.compiled)
+        times = kernel_timing.compare(stores, backend, timed.compiled, check_plain)
+    except SelfCheckFailed:
+        raise
     except Exception as failed:  # drivers raise any type
         if shortage_of(failed) is not None:
             raise
@@ -49,14 +55,15 @@ def check_kernels(
         return _unused("error", why, timed), error
     if times is None:
         return _unused("error", "no kernel was launched", timed), error
-    faster = times.fused_s < times.reference_s
+    plain_s = times.reference_s
+    faster = plain_s is None or times.fused_s < plain_s
     found = FusedAttention(
         used=faster,
         reason=None if faster else "slower than plain operations",
         cause="" if faster else "speed",
         compile_s=timed.compile_s,
         call_ms=times.fused_s * 1e3,
-        reference_ms=times.reference_s * 1e3,
+        reference_ms=None if plain_s is None else plain_s * 1e3,
         rows=kernel_timing.ROWS,
         keys=times.keys,
     )
@@ -78,11 +85,11 @@ def _unused(cause: FastPathCause, reason: str, timed: TimedKernels) -> FusedAtte
 
 def describe_verdict(verdict: FusedAttention) -> str:
     parts = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
-    if verdict.call_ms is not None and verdict.reference_ms is not None:
-        parts.append(
-            f"{verdict.call_ms:.3f} ms per layer, plain operations {verdict.reference_ms:.3f} ms"
-            f" ({verdict.rows} rows of {verdict.keys} keys)"
-        )
+    if verdict.call_ms is not None:
+        plain = verdict.reference_ms
+        compared = "" if plain is None else f", plain operations {plain:.3f} ms"
+        step = f"({verdict.rows} rows of {verdict.keys} keys)"
+        parts.append(f"{verdict.call_ms:.3f} ms per layer{compared} {step}")
     if verdict.layers:
         parts.append(f"{verdict.layers} whole layers run as kernels")
     if verdict.compile_s:

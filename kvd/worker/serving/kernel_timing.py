@@ -1,5 +1,10 @@
 """Times one layer's decode attention on this device, in kernels and in plain operations.
 
+On CUDA, MLX compiles most of the plain operations when they first run, one after another, about
+five seconds each. So kernels that are nearly as fast as dense attention are not compared there:
+plain operations read the same pages, and take several times as long as dense attention (4 to 10
+times on an H200).
+
 The step has the layer's own heads, and four rows of a few thousand keys, in pages of zeros. Several
 calls are evaluated at once, and each depends on the one before it.
 """
@@ -9,8 +14,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -27,6 +33,12 @@ KEYS = 4096
 TAIL = 70
 CALLS = 8
 REPEATS = 5
+DENSE_LIMIT = 2.0
+"""Kernels that take less than so many times as long as dense attention are not compared with plain
+operations on CUDA."""
+
+_Attend = Callable[[mx.array], mx.array]
+"""Attention of queries ``[ROWS, q_heads, 1, k_dim]``, lazy."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +46,84 @@ class Times:
     """Seconds of a layer's attention, on average over the layers."""
 
     fused_s: float
-    reference_s: float
+    reference_s: float | None
+    """None if plain operations were not timed: the kernels are certainly faster."""
     keys: int
     """Keys of each of the `ROWS` rows; a window may hide some of them."""
 
 
 def compare(
-    stores: Sequence[KVStore], backend: FusedBackend, variants: Collection[KernelVariant]
+    stores: Sequence[KVStore],
+    backend: FusedBackend,
+    variants: Collection[KernelVariant],
+    check_plain: Callable[[], object],
 ) -> Times | None:
     """Time kernels and plain operations for these layers; None if no variant fits any layer.
 
-    ``variants``: the kernels that the model has requested. Uses at most half of the stores'
-    scratch.
+    ``variants``: the kernels that the model has requested. ``check_plain``: checks plain operations
+    before they are timed, if they are; it may change the stores' products. Uses at most half of the
+    stores' scratch.
     """
-    fused = reference = 0.0
+    fused = dense = reference = 0.0
     layers, keys = 0, KEYS
+    for step in _steps(stores, backend, variants):
+        fused += step.layers * _seconds(step.attend, step.variant)
+        if mx.cuda.is_available():
+            dense += step.layers * _seconds(step.attend_densely(), step.variant)
+        layers, keys = layers + step.layers, min(keys, step.keys)
+    if not layers:
+        return None
+    if fused < DENSE_LIMIT * dense:
+        return Times(fused / layers, None, keys)
+    check_plain()
+    for step in _steps(stores, None, variants):
+        reference += step.layers * _seconds(step.attend, step.variant)
+    return Times(fused / layers, reference / layers, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A decode step over one of several equal layers."""
+
+    handle: DecodeHandle
+    variant: KernelVariant
+    layers: int
+    keys: int
+
+    def attend(self, queries: mx.array) -> mx.array:
+        return decode_attention(queries, self.handle, self.variant.scale, self._sinks)
+
+    def attend_densely(self) -> _Attend:
+        """Return MLX's attention to as many dense keys."""
+        layer, step = self.handle.layer, self.handle.step
+        count = min(self.keys, PAGE_TOKENS * len(step.rows[0].pages)) + TAIL
+        sizes = layer.geometry.k_dim, layer.geometry.v_dim
+        shape = ROWS, layer.geometry.kv_heads, count
+        keys, values = (mx.zeros((*shape, dim), self.variant.dtype) for dim in sizes)
+        mx.eval(keys, values)
+        return partial(
+            mx.fast.scaled_dot_product_attention,
+            k=keys, v=values, scale=self.variant.scale, sinks=self._sinks,
+        )  # fmt: skip
+
+    @property
+    def _sinks(self) -> mx.array | None:
+        dtype = self.variant.sinks
+        return None if dtype is None else mx.zeros((self.variant.q_heads,), dtype)
+
+
+def _steps(
+    stores: Sequence[KVStore], backend: FusedBackend | None, variants: Collection[KernelVariant]
+) -> Iterator[_Step]:
+    """Yield a step for each kind of layer that a variant fits; keep none of them."""
     for store in stores:
         level = 1 if store.quantized_start else 0
         kinds = Counter((layer.geometry, layer.pools[level].scheme) for layer in store.layers)
         for (geometry, scheme), count in kinds.items():
             fitting = (candidate for candidate in variants if _is_for(candidate, geometry))
-            if (variant := next(fitting, None)) is None:
-                continue
-            handle, its_keys = _handle(geometry, scheme, store, backend)
-            plain = replace(handle, step=replace(handle.step, backend=None))
-            fused += count * _seconds(handle, variant)
-            reference += count * _seconds(plain, variant)
-            layers, keys = layers + count, min(keys, its_keys)
-    return Times(fused / layers, reference / layers, keys) if layers else None
+            if (variant := next(fitting, None)) is not None:
+                handle, keys = _handle(geometry, scheme, store, backend)
+                yield _Step(handle, variant, count, keys)
 
 
 def _is_for(variant: KernelVariant, geometry: LayerGeometry) -> bool:
@@ -70,14 +132,16 @@ def _is_for(variant: KernelVariant, geometry: LayerGeometry) -> bool:
 
 
 def _handle(
-    geometry: LayerGeometry, scheme: Scheme, like: KVStore, backend: FusedBackend
+    geometry: LayerGeometry, scheme: Scheme, like: KVStore, backend: FusedBackend | None
 ) -> tuple[DecodeHandle, int]:
     """Return a decode step over one layer, and the number of keys of its rows."""
     store = KVStore([geometry], scheme, like.dtype, kind=like.kind)
     store.page_product, store.backend = like.page_product, backend
     store.pages.spare = lambda: 0  # the pools must not grow further
-    # Half of the scratch may be used. Growing copies a pool, so pages may take half of that.
-    fitting = like.scratch.limit // 4 // (ROWS * store.pages.page_bytes())
+    # Half of the scratch may be used. Growing copies a pool, so pages may take half of that, and
+    # dense keys and values the other half.
+    page_bytes = max(store.pages.page_bytes(), geometry.dense_bytes(PAGE_TOKENS))
+    fitting = like.scratch.limit // 4 // (ROWS * page_bytes)
     length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
     count = length // PAGE_TOKENS
     if like.kind.bounded:
@@ -92,14 +156,13 @@ def _handle(
     return DecodeHandle(store, store.layers[0], store.begin_decode(rows)), length
 
 
-def _seconds(handle: DecodeHandle, variant: KernelVariant) -> float:
+def _seconds(attend: _Attend, variant: KernelVariant) -> float:
     queries = mx.zeros((ROWS, variant.q_heads, 1, variant.k_dim), variant.dtype)
-    sinks = None if variant.sinks is None else mx.zeros((variant.q_heads,), variant.sinks)
 
     def chain() -> mx.array:
         found = chained = queries
         for _ in range(CALLS):
-            found = decode_attention(chained, handle, variant.scale, sinks)
+            found = attend(chained)
             (chained,) = mx.depends([queries], [found])
         return found
 

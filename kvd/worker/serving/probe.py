@@ -11,7 +11,7 @@ the self-check. The first one that gives the model's own logits is used:
 3. the same two, **one row per pass**: for models that take a position as an int;
 4. **dense**: mlx-lm's own caches. Always right, never quantized.
 
-On an accelerator, kernels then attend to pages if they are right too, and faster
+On an accelerator, kernels are tried first, and attend to pages if they are right and faster
 (`kvd.worker.serving.kernel_check`).
 
 The packings of all precision levels are checked. So are a dense start and a bounded size
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -53,10 +53,19 @@ from kvd.worker.cache.layout import (
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
-from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
-from kvd.worker.cache.settings import CacheSettings, no_floors
+from kvd.worker.cache.scheme import LayerGeometry
+from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.store import KVStore
 from kvd.worker.native.step import Library
 from kvd.worker.serving import kernel_check, kernel_plan, selfcheck
+from kvd.worker.serving.check_cases import (
+    Case,
+    error_of,
+    error_of_kernels,
+    kernel_cases,
+    plain_cases,
+    unquantized,
+)
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
@@ -64,12 +73,6 @@ from protocol.types import FastPath, FusedAttention
 
 MEASURED_TOKENS = (8, 520)
 """Lengths at which the memory of mlx-lm's own caches is measured."""
-CHECKED_START = 128
-"""Length at which rows of the check leave the dense start: one before the steps, one in them."""
-PAGELESS = (2, 40)
-"""Lengths of rows that are too short for a page."""
-CHECKED_WINDOW = 96
-"""Tokens that rows of a bounded size see in the check, besides the kept first ones."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,6 @@ class Served:
         if not isinstance(cache, ModelCache):
             return self.path
         return f"{self.path}, {blocks} blocks: {_Way(cache.access, cache.batched)}"
-
-
-_Case = tuple[CacheSettings, Sequence[int]]
-"""Settings to check, and the lengths of the rows."""
 
 
 class UnknownCacheError(Exception):
@@ -197,10 +196,9 @@ def serve(
     alone = ""
     for way in _ways(layout):
         try:
-            served = _try_way(
-                model, layout, settings, way, vocab_size, reasons, library, kernels,
-                (checks or Checks()).under(str(way)),
-            )  # fmt: skip
+            kept = (checks or Checks()).under(str(way))
+            attempt = _Attempt(model, layout, settings, way, vocab_size, reasons, kept)
+            served = _try_way(attempt, library, kernels)
         except SelfCheckFailed as refused:
             for kind, access in way.access.items():
                 if access is Access.PAGES:
@@ -243,136 +241,121 @@ def _ways(layout: Layout) -> Iterator[_Way]:
             yield _Way(dict.fromkeys(kinds, Access.RECTANGLES), batched)
 
 
-def _try_way(
-    model: Any,
-    layout: Layout,
-    settings: CacheSettings,
-    way: _Way,
-    vocab_size: int,
-    reasons: dict[Kind, str],
-    library: ModuleType | None,
-    kernels: FusedBackend | None,
-    kept: Checks,
-) -> Served:
-    """Check one way: without quantization against mlx-lm's own caches, then with quantization."""
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """One way to serve a model, with everything that its checks need."""
 
-    def runner(schemes: CacheSettings) -> Runner:
-        return Runner(model, ModelCache(layout, schemes, access=way.access, batched=way.batched))
+    model: Any
+    layout: Layout
+    settings: CacheSettings
+    way: _Way
+    vocab_size: int
+    reasons: Mapping[Kind, str]
+    """Why kinds are not on pages, as far as other ways have shown."""
+    kept: Checks
 
-    # Without `max_size`, which mlx-lm's caches do not have.
-    dense = replace(
-        settings,
-        schemes=(Scheme(16, 16),),
-        mixes=(),
-        floors=no_floors,
-        quantized_start=0,
-        max_size=None,
-    )
-    lengths = selfcheck.lengths_for(layout.kinds)
-    own = partial(selfcheck.against_own_caches, runner(dense), vocab_size, lengths)
-    kept.result("own caches", own, float)
-    served = runner(settings)
-    checks: list[_Case] = [(_check_settings(settings), lengths)]
-    checks += [(lower, selfcheck.SHORT_LENGTHS) for lower in _lower_levels(served.cache)]
-    paged = any(access is Access.PAGES for access in way.access.values())
-    native = Library(library) if library and layout.dtype == mx.float32 else None
-    failed = []
-    for path, product, attend in _attention_paths(native, paged=paged):
-        served.cache.use(product, attend)
-        check = partial(_error, runner, product, attend, vocab_size)
-        try:
-            errors = [
-                kept.result(f"{path}, {number}", partial(check, limits, rows), float)
-                for number, (limits, rows) in enumerate(checks)
-            ]
-        except SelfCheckFailed as refused:
-            failed.append(f"{path}: {refused}" if paged else str(refused))
-            continue
-        if not layout.kinds:
-            path = "recurrent states"  # noqa: PLW2901 - the model has no attention
+    def runner(self, settings: CacheSettings) -> Runner:
+        way = self.way
+        cache = ModelCache(self.layout, settings, access=way.access, batched=way.batched)
+        return Runner(self.model, cache)
+
+    @cached_property
+    def served(self) -> Runner:
+        return self.runner(self.settings)
+
+    @property
+    def paged(self) -> list[KVStore]:
+        """The stores that are served over pages."""
+        cache = self.served.cache
+        pairs = zip(cache.stores, cache.access.values(), strict=True)
+        return [store for store, access in pairs if access is Access.PAGES]
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        return selfcheck.lengths_for(self.layout.kinds)
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        return plain_cases(self.served.cache, self.lengths)
+
+    def found(self, path: str, error: float) -> Served:
+        """Return that this way is right; the cache has the backend already."""
+        way = self.way
         remaining = {
             kind: why
-            for kind, why in reasons.items()
+            for kind, why in self.reasons.items()
             if way.access[kind] is not Access.PAGES or not way.batched
         }
-        found = Served(served, path, max(errors), remaining)
-        if kernels is None or not paged:
-            return found
-        checked = partial(_check_kernels, runner, product, vocab_size, _kernel_cases(checks))
-        limits = [limits for limits, _ in _kernel_cases(checks)]
-        plan = partial(kernel_plan.compile_ahead, runner, product, kernels, limits)
-        return _with_kernels(found, kernels, plan, checked, kept)
-    raise SelfCheckFailed("; ".join(failed))
+        return Served(self.served, path, error, remaining)
+
+    def against_own_caches(self, backend: Backend | None) -> float:
+        """Compare with mlx-lm's own caches, without quantization."""
+        runner = self.runner(unquantized(self.settings))
+        if backend is not None:
+            runner.cache.use(page_product, backend)
+        return selfcheck.against_own_caches(runner, self.vocab_size, self.lengths)
+
+    def plain(self, library: ModuleType | None) -> Served:
+        """Check attention without kernels; the cache uses the fastest way that is right."""
+        self.kept.result("own caches", partial(self.against_own_caches, None), float)
+        native = Library(library) if library and self.layout.dtype == mx.float32 else None
+        failed = []
+        for path, product, attend in _attention_paths(native, paged=bool(self.paged)):
+            check = partial(error_of, self.runner, product, attend, self.vocab_size)
+            try:
+                errors = [
+                    self.kept.result(f"{path}, {number}", partial(check, *case), float)
+                    for number, case in enumerate(self.cases)
+                ]
+            except SelfCheckFailed as refused:
+                failed.append(f"{path}: {refused}" if self.paged else str(refused))
+                continue
+            self.served.cache.use(product, attend)
+            return self.found(path if self.layout.kinds else "recurrent states", max(errors))
+        raise SelfCheckFailed("; ".join(failed))
+
+    def check_kernels(self, backend: Backend) -> float:
+        """Check kernels in every way that they may be used; return the error."""
+        own = self.against_own_caches(backend)
+        cases = kernel_cases(self.cases)
+        return max(own, error_of_kernels(self.runner, self.vocab_size, cases, backend))
+
+    def compile_kernels(self, kernels: FusedBackend) -> None:
+        limits = [limits for limits, _ in kernel_cases(self.cases)]
+        limits.append(unquantized(self.settings))
+        kernel_plan.compile_ahead(self.runner, page_product, kernels, limits)
 
 
-def _with_kernels(
-    found: Served,
-    kernels: FusedBackend,
-    plan: Callable[[], None],
-    check: kernel_check.Check,
-    kept: Checks,
-) -> Served:
-    """Let kernels attend if they are right and faster; what they cannot run stays as it was."""
-    cache = found.runner.cache
-    paged = [
-        store
-        for store, access in zip(cache.stores, cache.access.values(), strict=True)
-        if access is Access.PAGES
-    ]
+def _try_way(attempt: _Attempt, library: ModuleType | None, kernels: FusedBackend | None) -> Served:
+    """Check one way: without quantization against mlx-lm's own caches, then with quantization.
 
+    Plain operations are checked only if kernels cannot do without them: on CUDA, MLX compiles them
+    when they first run, which takes longer than the rest of a load.
+    """
+    plain = cache(partial(attempt.plain, library))
+    if kernels is None or not attempt.paged:
+        return plain()
     ran = False
 
     def run() -> tuple[FusedAttention, float]:
         nonlocal ran
         ran = True
-        plan()
-        return kernel_check.check_kernels(kernels, paged, check)
+        attempt.compile_kernels(kernels)
+        return kernel_check.check_kernels(kernels, attempt.paged, attempt.check_kernels, plain)
 
     kind = tuple[FusedAttention, float]
-    verdict, error = kept.result("kernels", run, kind, passed=lambda found: found[0].used)
+    verdict, error = attempt.kept.result("kernels", run, kind, passed=lambda found: found[0].used)
     if not ran:
         verdict = restruct(verdict, compile_s=0.0)
     if not verdict.used:
-        return replace(found, fused=verdict)
-    cache.use(paged[0].page_product, kernels)
+        return replace(plain(), fused=verdict)
+    product = page_product
+    if not all(kernels.can_read(store.layers, store.pages.levels) for store in attempt.paged):
+        error = max(error, plain().error)  # steps that kernels cannot run use plain operations
+        product = attempt.paged[0].page_product
+    attempt.served.cache.use(product, kernels)
     kernels.kernels.launches = 0  # do not count the launches of the check
-    error = max(error, found.error)
-    return replace(found, path="fused", error=error, fused=verdict)
-
-
-def _kernel_cases(checks: Sequence[_Case]) -> list[_Case]:
-    """Return the checks of plain operations, and further ones that only kernels need.
-
-    These are rows without a page, and each level alone.
-    """
-    settings = checks[0][0]
-    seen = {(limits.schemes, limits.mixes) for limits, _ in checks}
-    others = (settings.only(level) for level in range(1, len(settings.schemes)))
-    lower = [
-        (one, selfcheck.SHORT_LENGTHS) for one in others if (one.schemes, one.mixes) not in seen
-    ]
-    return [*checks, (settings, PAGELESS), *lower]
-
-
-def _check_kernels(
-    runner: Callable[[CacheSettings], Runner],
-    product: Callable[..., mx.array],
-    vocab_size: int,
-    cases: Sequence[_Case],
-    kernels: Backend,
-) -> float:
-    """Check kernels on these cases, and on rows with pages on several levels."""
-    settings = cases[0][0]
-    errors = [
-        _error(runner, product, kernels, vocab_size, limits, lengths) for limits, lengths in cases
-    ]
-    if len(settings.store_schemes) > 1:
-        mixed = runner(settings)
-        mixed.cache.use(product, kernels)
-        # A page on each level, and 64 to 127 exact tokens after them.
-        lengths = (2, PAGE_TOKENS * (len(settings.store_schemes) + 1) + 6)
-        errors.append(selfcheck.against_dequantized(mixed, vocab_size, lengths, mixed=True))
-    return max(errors)
+    return replace(attempt.found("fused", error), fused=verdict)
 
 
 NATIVE = "native"
@@ -391,60 +374,6 @@ def _attention_paths(native: Library | None, *, paged: bool) -> list[_Attention]
         ("reference, copied pages", page_product_by_copy, None),
     ]
     return plain if native is None else [(NATIVE, page_product, native), *plain]
-
-
-def _error(
-    make_runner: Callable[[CacheSettings], Runner],
-    product: Callable[..., mx.array],
-    backend: Backend | None,
-    vocab_size: int,
-    limits: CacheSettings,
-    lengths: Sequence[int],
-) -> float:
-    runner = make_runner(limits)
-    runner.cache.use(product, backend)
-    return selfcheck.against_dequantized(runner, vocab_size, lengths)
-
-
-def _check_settings(settings: CacheSettings) -> CacheSettings:
-    """Return settings with the dense start and the bound lowered: rows of a check exceed both."""
-    keep = min(settings.keep, PAGE_TOKENS)
-    return replace(
-        settings,
-        quantized_start=min(settings.quantized_start, CHECKED_START),
-        max_size=settings.max_size and min(settings.max_size, keep + CHECKED_WINDOW),
-        keep=keep,
-    )
-
-
-def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
-    """Return settings that start at lower levels: as few as are needed to check all packings.
-
-    Searches from the lowest level up, because levels between two others often have no packing of
-    their own.
-    """
-    settings = cache.settings
-    seen = _packings(cache, 0)
-    found = []
-    for level in reversed(range(1, cache.levels)):
-        packings = _packings(cache, level)
-        if not packings <= seen:
-            seen |= packings
-            found.append(replace(settings.only(level), quantized_start=0))
-    return found
-
-
-def _packings(cache: ModelCache, level: int) -> set[tuple[bool, int, Packing]]:
-    """Return the products of a precision level, as (is of keys, head size, packing)."""
-    settings = cache.settings
-    schemes = settings.layer_schemes(len(cache.layout.entries))
-    place = settings.store_level(level) if level else len(settings.store_schemes) - cache.levels
-    found: set[tuple[bool, int, Packing]] = set()
-    for entry, part in cache.layout.attention():
-        scheme, geometry = schemes[entry][place], part.geometry
-        found.add((True, geometry.k_dim, geometry.keys(scheme)))
-        found.add((False, geometry.v_dim, geometry.values(scheme)))
-    return {one for one in found if one[2].bits < 16}
 
 
 def _own(model: Any, vocab_size: int, why: str) -> Served:

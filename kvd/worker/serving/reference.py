@@ -10,6 +10,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layout import AttentionPart, StatePart
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.packed import entries
 from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.rows import SequenceRow
 
@@ -108,6 +109,5 @@ def _dense_cache(
         for place, position in enumerate(positions)
         if position < offset and (position >= low or position < store.kind.keep)
     ]
-    where = mx.array(held, mx.uint32)
-    sides = keys[:, where][None], values[:, where][None]
+    sides = entries(keys, held, 1)[None], entries(values, held, 1)[None]
     return DenseKVCache(*sides, [positions[place] for place in held], offset, store.kind)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.worker.cache import packed as pk
-from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.packed import PageIndex, entries
 from kvd.worker.cache.scheme import BITS, Packing
 
 pytestmark = pytest.mark.mlx
@@ -94,3 +94,10 @@ def test_pages_of_width_0():
         got = product(x, packed, packing, index(), transpose=False)
         mx.eval(got)
         assert got.shape == (3, HEADS, REPEATS, 0)
+
+
+@pytest.mark.parametrize("which", [[], [0], [4], [0, 1, 2, 3, 4], [0, 2, 3], [1, 3], [0, 1, 4]])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_entries_are_those_of_a_gather(which: list[int], axis: int) -> None:
+    array = mx.arange(25).reshape(5, 5)
+    assert np.array_equal(entries(array, which, axis), np.take(np.array(array), which, axis))

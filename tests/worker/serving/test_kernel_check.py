@@ -17,9 +17,19 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.artifacts.entries import Entries
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import Attention
+from kvd.worker.cache import store
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.serving import kernel_check, kernel_choice, kernel_timing, loading, probe, runner
+from kvd.worker.serving import (
+    check_cases,
+    kernel_check,
+    kernel_choice,
+    kernel_timing,
+    loading,
+    probe,
+    runner,
+    selfcheck,
+)
 from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.serving.probe import Served
 from protocol.types import FusedAttention
@@ -57,7 +67,7 @@ def assert_unused(found: Served, reason: str, cause: str = "results") -> None:
     assert reason in str(found.fused.reason)
     assert reason in kernel_check.describe_verdict(found.fused)
     assert found.path == "reference, gathered pages"
-    assert all(store.backend is None for store in found.runner.cache.stores)
+    assert all(one.backend is None for one in found.runner.cache.stores)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
@@ -74,9 +84,9 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
     assert found.fused.reason is None
     assert (found.fused.call_ms, found.fused.reference_ms) == (1.0, 2.0)
     assert found.fused.compile_s >= 0
-    for store in found.runner.cache.stores:
-        assert isinstance(store.backend, FusedBackend)
-        assert store.backend.kernels is kernels
+    for each in found.runner.cache.stores:
+        assert isinstance(each.backend, FusedBackend)
+        assert each.backend.kernels is kernels
     text = kernel_check.describe_verdict(found.fused)
     assert "1.000 ms per layer, plain operations 2.000 ms" in text
 
@@ -232,18 +242,80 @@ def test_kernels_and_plain_operations_are_timed_on_steps_of_the_models_shape(
     ]
 
 
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_timing, "KEYS", 128)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_plain_operations_do_not_run_if_kernels_are_about_as_fast_as_dense_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> mx.array:
+        raise AssertionError("a plain operation ran")
+
+    monkeypatch.setattr(kernel_timing, "DENSE_LIMIT", 1e9)  # replacements of kernels are slow
+    monkeypatch.setattr(store, "page_product", fail)
+    monkeypatch.setattr(probe, "page_product", fail)
+    monkeypatch.setattr(check_cases, "page_product", fail)
+    found = served(StandIn())
+
+    assert found.path == "fused"
+    assert found.fused is not None
+    assert found.fused.call_ms is not None
+    assert found.fused.call_ms > 0
+    assert found.fused.reference_ms is None
+    text = kernel_check.describe_verdict(found.fused)
+    assert f"{found.fused.call_ms:.3f} ms per layer (4 rows of 128 keys)" in text
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_other_kernels_are_compared_with_plain_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_timing, "DENSE_LIMIT", 0.0)
+    found = served(StandIn())
+
+    assert found.fused is not None
+    assert found.fused.reference_ms is not None
+    assert found.fused.reference_ms > 0
+
+
+@pytest.mark.parametrize("buffers", [31, 24])
+def test_plain_operations_are_checked_if_kernels_cannot_read_all_levels(
+    monkeypatch: pytest.MonkeyPatch, buffers: int
+) -> None:
+    backends = []
+    run = selfcheck._run
+
+    def note(runner: Any, vocab: int, given: Any, reference: Any, *, mixed: bool) -> Any:
+        backends.append(runner.cache.backend)
+        return run(runner, vocab, given, reference, mixed=mixed)
+
+    monkeypatch.setattr(selfcheck, "_run", note)
+    backend = replace(StandIn().backend(), most_buffers=buffers)
+    model = model_of("qwen3", num_hidden_layers=1)
+    found = probe.serve(model, CacheSettings(SCHEMES), VOCAB, kernels=backend)
+
+    assert found.path == "fused"
+    assert found.runner.cache.backend is backend
+    assert (None in backends) == (buffers < 7 + 6 * len(SCHEMES))
+
+
 def test_timing_stays_within_the_scratch() -> None:
     found = served(StandIn(), scratch=1 << 20)
-    store = found.runner.cache.stores[0]
+    first = found.runner.cache.stores[0]
     variants = [
         kernel_timing.KernelVariant(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
     ]
     handle, keys = kernel_timing._handle(
-        store.layers[0].geometry, SCHEMES[0], store, StandIn().backend()
+        first.layers[0].geometry, SCHEMES[0], first, StandIn().backend()
     )
 
-    assert kernel_timing._is_for(variants[0], store.layers[0].geometry)
-    assert 2 * handle.store.pages.nbytes <= store.scratch.limit // 2
+    assert kernel_timing._is_for(variants[0], first.layers[0].geometry)
+    assert 2 * handle.store.pages.nbytes <= first.scratch.limit // 2
     assert 64 <= keys < kernel_timing.KEYS
 
 

@@ -1,0 +1,1 @@
+"""Modules that MLX compiles at run time on CUDA (`bench.jit.__main__`)."""

@@ -1,0 +1,83 @@
+"""Lists the modules that MLX would compile on CUDA while kvd loads a model and answers, by phase.
+
+    python -m bench.jit [--kv k8v8] [--json FILE]
+
+Most of MLX's CUDA operations are compiled in advance. Those with indices (gathers, scatters),
+some products of quantized arrays and fused elementwise operations are compiled when a process first
+needs them, one after another, several seconds each. The graph determines which ones are needed. So
+this program needs no GPU: it runs kvd's CUDA path on the CPU, with plain operations in place of
+kvd's own kernels (`tests.worker.attention.stand_in`), and records these operations. It ignores what
+the replacements compute.
+
+A key contains what MLX's name of the module contains: dtypes of elements and of indices, and the
+number of index arrays (mlx 0.32.4). A fused operation is named after its operations; MLX compiles
+one for each combination of dtypes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from bench.jit.recorder import Keys, Patched, Recorder
+
+PROMPT = "The amber falcon waits beside the river until the evening. " * 20
+TOKENS = 16
+REQUESTS: dict[str, dict[str, Any]] = {
+    "first request": {},
+    "temperature": {"temperature": 0.7},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5},
+}
+"""Sampling settings of the requests, in their order."""
+
+
+def measure(kv: str) -> Keys:
+    """Load a small model as on CUDA, and answer requests; return the keys of each phase.
+
+    A key appears only in the first phase that needs it. Call it before `mlx.nn` is imported.
+    """
+    recorder = Recorder()
+    patched = Patched(recorder)
+    with patched.installed(), tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        from bench.gpu import shapes
+        from bench.jit.device import as_cuda, phases
+        from kvd.config.kv import parse_kv
+        from protocol.types import Sampling
+        from tests.worker.core.driver import Driver
+
+        path = Path(name, "model")
+        shapes.write("demo", mx.bfloat16, path)
+        with as_cuda(patched.opaque), phases(recorder):
+            with recorder.phase("load"):
+                driver = Driver(str(path), kv=parse_kv(kv), prefill_chunk=256)
+            for request, settings in REQUESTS.items():
+                with recorder.phase(request):
+                    sampling = Sampling(seed=1, **settings)
+                    driver.submit(request, PROMPT, sampling, max_tokens=TOKENS)
+                    driver.run()
+    return recorder.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kv", default="k8v8")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = measure(options.kv)
+    for phase, keys in found.items():
+        print(f"{phase}: {len(keys)}", *keys, sep="\n  ")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"kv": options.kv, "modules": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

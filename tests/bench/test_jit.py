@@ -1,0 +1,78 @@
+"""A load on CUDA needs few modules that MLX compiles at run time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from bench.jit.recorder import Recorder, keys_of
+
+pytestmark = pytest.mark.mlx
+NEEDED = [
+    "CompiledSigmoidBroadcastBroadcastMultiplyBroadcastBroadcastMultiply",
+    "gather_bfloat16_int32_1",
+    "gather_uint32_int32_1",
+]
+"""A gated MLP, an embedding and reading pages, which every prompt needs."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Run in another process, because MLX's functions are replaced before mlx.nn is imported."""
+    file = Path(tmp_path_factory.mktemp("jit"), "found.json")
+    subprocess.run([sys.executable, "-m", "bench.jit", "--json", str(file)], check=True)
+    modules: dict[str, list[str]] = json.loads(file.read_text())["modules"]
+    return modules
+
+
+def test_a_load_and_the_first_request_need_only_the_modules_of_prompts(
+    found: dict[str, list[str]],
+) -> None:
+    requests = list(found).index("first request") + 1
+    needed = [key for phase in list(found)[:requests] for key in found[phase]]
+    assert sorted(needed) == NEEDED
+
+
+def test_every_phase_of_a_load_with_kernels_is_seen(found: dict[str, list[str]]) -> None:
+    assert {"weights", "layout", "kernels", "timing", "compiled steps"} <= set(found)
+    assert found["top-k"]  # what is recorded is not empty after the load either
+
+
+@pytest.mark.parametrize(
+    ("build", "keys"),
+    [
+        (lambda x, at: [x[at]], ["gather_bfloat16_uint32_1"]),
+        (lambda x, at: [x[at, at]], ["gather_bfloat16_uint32_2"]),
+        (lambda x, at: [x.at[at].add(x[:2])], ["scatter_bfloat16_uint32_Sum_1"]),
+        (lambda x, at: [x.at[at].maximum(x[:2])], ["scatter_bfloat16_uint32_Max_1"]),
+        (
+            lambda x, at: [mx.take_along_axis(x, mx.zeros((4, 1), mx.int32), axis=1)],
+            ["gather_axis_bfloat16_int32"],
+        ),
+        (
+            lambda x, at: [mx.put_along_axis(x, mx.zeros((4, 1), mx.int32), x[:, :1], axis=1)],
+            ["scatter_axis_bfloat16_int32_Assign"],
+        ),
+        (lambda x, at: [x.at[:2].add(x[:2])], ["slice_update_Add_bfloat16"]),
+        (lambda x, at: [x[1:3] + mx.sort(x, axis=-1)[:2]], []),
+    ],
+)
+def test_keys_are_named_as_mlx_names_its_modules(build, keys: list[str]) -> None:
+    arrays = mx.zeros((4, 64), mx.bfloat16), mx.zeros((2,), mx.uint32)
+    assert keys_of(build, *arrays) == keys
+
+
+def test_a_key_counts_for_the_first_phase_that_needs_it() -> None:
+    recorder = Recorder()
+    array = mx.zeros((4,))
+    for phase in ("first", "second"):
+        with recorder.phase(phase):
+            recorder.called(phase, lambda x: x[mx.array([1])], array)
+            with recorder.hidden():
+                recorder.called(f"hidden {phase}", lambda x: x[mx.array([1], mx.uint32)], array)
+    assert recorder.found == {"first": ["gather_float32_int32_1"], "second": []}
