@@ -12,7 +12,15 @@ from kvd.cli import model_page, status_page
 from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
-from protocol.types import ChatAbilities, FastPath, FusedAttention, KVPart, ModelStatus, PrefixUse
+from protocol.types import (
+    ChatAbilities,
+    FastPath,
+    FusedAttention,
+    KVPart,
+    ModelStatus,
+    PrefixUse,
+    RankStatus,
+)
 from tests.cli.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(
@@ -218,3 +226,15 @@ def test_the_use_of_kernels_is_shown():
 def test_abilities_in_a_conversation(chat: ChatAbilities | None, lines: list[str]):
     value = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, chat=chat))
     assert " ".join(lines) in " ".join(shown(value, 120).split())
+
+
+def test_the_ranks_of_a_model_are_shown():
+    ranks = [
+        RankStatus(pid=4242, state="running", footprint_bytes=3 * 2**30),
+        RankStatus(pid=4243, state="starting"),
+    ]
+    text = shown(msgspec.structs.replace(MODEL, ranks=ranks), 100)
+    first, second = (line for line in text.splitlines() if line.startswith("rank"))
+    assert "pid 4242, running, 3.0 GiB" in first
+    assert "pid 4243, starting" in second
+    assert "rank" not in shown(MODEL, 100)
