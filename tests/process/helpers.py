@@ -105,6 +105,14 @@ class Daemon:
         with self.client() as kvd:
             return next(model for model in kvd.status().models if model.name == name)
 
+    def model_names(self) -> list[str]:
+        """Return the names of the models that have workers."""
+        with self.client() as kvd:
+            return [model.name for model in kvd.status().models]
+
+    def has(self, name: str) -> bool:
+        return name in self.model_names()
+
     def worker_pid(self, name: str) -> int:
         pid = self.model(name).worker_pid
         assert pid is not None
