@@ -12,7 +12,7 @@ from typing import Protocol
 from xxhash import xxh3_128
 
 MAGIC = b"kvd records 2\n\0\0"
-PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 512 * 1024
 """Bytes that are read or written at once: they stay in the processor's cache, and another thread
 waits for Python's lock at most while one piece is encrypted, about 0.05 ms."""
 CHECK_BYTES = 16

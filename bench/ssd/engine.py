@@ -1,7 +1,8 @@
 r"""Restore a chat's prefix from disk in one process with an engine, and compare with prefill.
 
     python -m bench.ssd.engine --shape qwen3-0.6b qwen3-8b [--tokens 8192 32768 100000]
-                               [--runs 2] [--minutes 8] [--models DIR] [--store DIR] [--json FILE]
+                               [--runs 2] [--stream-reads 2] [--minutes 8]
+                               [--models DIR] [--store DIR] [--json FILE]
     python -m bench.ssd.engine --model FOLDER …
 
 For each length, the second turn of a chat is answered
@@ -54,11 +55,14 @@ NEW_TOKENS = 16
 class Bench:
     """The measurements of one model."""
 
-    def __init__(self, worker: Worker, model: str, files: Files, runs: int) -> None:
+    def __init__(
+        self, worker: Worker, model: str, files: Files, runs: int, stream_reads: int
+    ) -> None:
         self._worker = worker
         self._fp16_bytes = prompts.fp16_bytes_per_token(model)
         self._files = files
         self._runs = runs
+        self._stream_reads = stream_reads
 
     def warm_up(self) -> None:
         """Compile what the first prompt and the first steps need."""
@@ -94,7 +98,7 @@ class Bench:
             case[name] = _summary(answers, case["cold_s"])
             case[name]["equal_to_cold"] = all(it.equals(cold[0]) for it in answers)
             print(f"  {tokens} {name} {_seconds(answers)}", flush=True)
-        case["streams"] = streams.measure(self._worker, first, rounds=self._runs)
+        case["streams"] = streams.measure(self._worker, first, rounds=self._stream_reads)
         self._files.delete_all()
         return case
 
@@ -228,7 +232,7 @@ def run(options: argparse.Namespace, model: str, store: Path) -> dict[str, Any]:
     info = worker.info
     print(f"{info.device}, loaded in {worker.load_s:.1f} s: {info.attention_path}", flush=True)
     print(f"pages are copied by a kernel: {device_copy.is_used()}", flush=True)
-    bench = Bench(worker, model, Files(store), options.runs)
+    bench = Bench(worker, model, Files(store), options.runs, options.stream_reads)
     bench.warm_up()
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "bench.ssd.engine", *sys.argv[1:]]),
@@ -275,7 +279,8 @@ def run_shapes(options: argparse.Namespace) -> None:
             )
             minutes = (60 * options.minutes - budget.spent_s) / 60
             command = [sys.executable, "-m", "bench.ssd.engine", "--shape", shape]
-            command += ["--runs", str(options.runs), "--minutes", f"{minutes:.2f}"]
+            command += ["--runs", str(options.runs)]
+            command += ["--stream-reads", str(options.stream_reads), "--minutes", f"{minutes:.2f}"]
             command += ["--json", str(file), "--tokens", *map(str, options.tokens)]
             for name in ("models", "store"):
                 if given := getattr(options, name):
@@ -318,6 +323,9 @@ def main(arguments: list[str] | None = None) -> None:
     which.add_argument("--shape", nargs="+", help="shapes of random weights (bench.gpu)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 100_000])
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument(
+        "--stream-reads", type=int, default=2, help="reads while seven streams decode"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="start no length after this")
     parser.add_argument("--models", help="folder for random weights, such as /dev/shm")
     parser.add_argument("--store", help="folder on the disk to measure")

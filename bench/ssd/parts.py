@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvd.worker.cache import segment_records
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.pool_growth import GrowthBehindSteps
 
 
 @dataclass
@@ -38,16 +38,16 @@ class Parts:
 def measured() -> Iterator[Parts]:
     """Measure the reads within the context."""
     parts, seen = Parts(), set[int]()
-    make_room_for, write_record = segment_records.make_room_for, LayerStore.write_record
+    make_room_for, write_record = GrowthBehindSteps.make_room_for, LayerStore.write_record
 
-    def grow(*arguments: Any) -> Iterator[None]:
-        pieces = make_room_for(*arguments)
+    def grow(growth: GrowthBehindSteps, *arguments: Any) -> Iterator[float]:
+        pieces = make_room_for(growth, *arguments)
         while True:
-            seconds, over = _timed(lambda: next(pieces, pieces) is pieces)
+            seconds, found = _timed(lambda: next(pieces, None))
             parts.grow_s += seconds
-            if over:
+            if found is None:
                 return
-            yield
+            yield found
 
     def write(layer: LayerStore, level: int, slots: Sequence[int | None], record: Any) -> None:
         seconds, _ = _timed(lambda: write_record(layer, level, slots, record))
@@ -57,13 +57,12 @@ def measured() -> Iterator[Parts]:
             seen.add(id(layer))
             parts.first_copies_s += seconds
 
-    patched: Any = segment_records
-    patched.make_room_for = grow
+    GrowthBehindSteps.make_room_for = grow  # type: ignore[method-assign]
     LayerStore.write_record = write  # type: ignore[method-assign]
     try:
         yield parts
     finally:
-        patched.make_room_for = make_room_for
+        GrowthBehindSteps.make_room_for = make_room_for  # type: ignore[method-assign]
         LayerStore.write_record = write_record  # type: ignore[method-assign]
 
 

@@ -234,11 +234,7 @@ class LayerStore:
 
     def fill_tail(self, slot: int, keys: mx.array, values: mx.array) -> None:
         """Put tokens, ``[heads, tokens, dim]``, at the front of a tail; evaluates."""
-        tokens = keys.shape[1]
-        mx.eval(keys, values)
-        self.tail_keys[slot, :, :tokens] = keys
-        self.tail_values[slot, :, :tokens] = values
-        mx.eval(self.tail_keys, self.tail_values)
+        fill_tails([self], slot, [(keys, values)])
 
     def move_tail(self, old: int, new: int) -> None:
         """Copy a whole tail to another slot; evaluates."""
@@ -266,6 +262,22 @@ class LayerStore:
         self.forget_chunks()
         self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
         self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
+
+
+def fill_tails(
+    layers: Sequence[LayerStore], slot: int, tails: Sequence[tuple[mx.array, mx.array]]
+) -> None:
+    """Put tokens, ``[heads, tokens, dim]``, at the front of each layer's tail; evaluates once.
+
+    ``tails``: keys and values for each layer. The device must be idle, or the tails of all rows are
+    copied.
+    """
+    mx.eval(tails)  # first, so that nothing except the write references the layers' tails
+    for layer, (keys, values) in zip(layers, tails, strict=True):
+        tokens = keys.shape[1]
+        layer.tail_keys[slot, :, :tokens] = keys
+        layer.tail_values[slot, :, :tokens] = values
+    mx.eval([array for layer in layers for array in (layer.tail_keys, layer.tail_values)])
 
 
 def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
@@ -133,16 +134,19 @@ class PageStore:
             layer.pools[allocator.level].grow(capacity)
         allocator.grow(capacity)  # last, so that every slot has storage even if a pool cannot grow
 
-    def grow_piece(self, level: int, capacity: int) -> bool:
-        """Grow the keys or values of one layer. Returns True once ``capacity`` is reached."""
+    def grow_piece(self, level: int, capacity: int, *, wait: bool = True) -> Packed | None:
+        """Grow the keys or values of one layer; return them. None: ``capacity`` is reached.
+
+        ``wait``: see `PagePool.resize`.
+        """
         for layer in self._layers:
             pool = layer.pools[level]
             for side, current in enumerate(pool.capacities):
                 if current < capacity:
-                    pool.resize(side, capacity)
-                    return False
+                    pool.resize(side, capacity, wait=wait)
+                    return (pool.keys, pool.values)[side]
         self.allocators[level].grow(capacity)
-        return True
+        return None
 
     def capacity_ahead(self, allocator: PageAllocator) -> int:
         wanted = allocator.capacity + max(SLAB_PAGES, allocator.capacity // 4)

@@ -145,8 +145,11 @@ class PagePool:
             if self.capacities[side] > capacity:
                 self.resize(side, capacity)
 
-    def resize(self, side: int, capacity: int) -> None:
-        """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy; evaluates."""
+    def resize(self, side: int, capacity: int, *, wait: bool = True) -> None:
+        """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy.
+
+        Evaluates; without ``wait``, the device copies behind the steps in flight.
+        """
         old = (self.keys, self.values)[side]
         more = capacity - self.capacities[side]
         if more < 0:  # copies: a slice would keep the whole buffer alive
@@ -154,8 +157,11 @@ class PagePool:
         else:
             added = (self._empty_keys, self._empty_values)[side](more)
             new = tuple(mx.concatenate(list(pair)) for pair in zip(old, added, strict=True))
-        for array in new:
-            mx.eval(array)  # one after the other, to need less scratch
+        if wait:
+            for array in new:
+                mx.eval(array)  # one after the other, to need less scratch
+        else:
+            mx.async_eval(*new)  # type: ignore[no-untyped-call]
         if side == 0:
             self.keys = new
         else:

@@ -7,7 +7,11 @@ values of one layer are copied between two steps, as soon as the next flush may 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
+
+import mlx.core as mx
 
 from kvd.worker.cache.pages import PageAllocator
 from kvd.worker.cache.store import KVStore
@@ -25,25 +29,66 @@ def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> Non
     for allocator in pages.allocators:
         while _lacks_room(store, allocator):
             goal = pages.goals.setdefault(allocator.level, pages.capacity_ahead(allocator))
-            if pages.grow_piece(allocator.level, goal):
+            if pages.grow_piece(allocator.level, goal) is None:
                 del pages.goals[allocator.level]
             if clock() >= end:
                 return
 
 
-def make_room_for(store: KVStore, level: int, count: int) -> Iterator[None]:
-    """Grow the pools of a level until ``count`` pages can be taken; yield after each piece.
+class GrowthBehindSteps:
+    """Grows pools by copies that the device makes behind the steps in flight.
 
-    The device must be idle. Raises MLX's errors if memory is short.
+    No step waits for such a copy, except for the time that it takes. The first copy is waited for:
+    it shows how long others take. ``scratch``: bytes that replaced arrays may take until the copies
+    are made. A larger array is replaced alone.
     """
-    pages = store.pages
-    allocator = pages.allocators[level]
-    while not allocator.can_take(count):
-        goal = pages.goals.get(level) or pages.capacity_ahead(allocator)
-        goal = pages.goals[level] = max(goal, allocator.used + count)
-        if pages.grow_piece(level, goal):
-            del pages.goals[level]
-        yield
+
+    def __init__(self, scratch: int) -> None:
+        self._scratch = scratch
+        self._seconds_per_byte: float | None = None
+        self._replaced_bytes = 0
+        """Bytes of the arrays that copies without an end may still read."""
+        self._last: list[mx.array] = []
+
+    def make_room_for(self, store: KVStore, level: int, count: int) -> Iterator[float]:
+        """Grow the pools of a level until ``count`` pages can be taken; yield after each piece.
+
+        Yields the seconds that the device needs for the piece, or infinity: a step must be launched
+        before the next piece, if rows decode. The device must be idle before the first piece.
+        Raises MLX's errors if memory is short.
+        """
+        pages = store.pages
+        allocator = pages.allocators[level]
+        while not allocator.can_take(count):
+            goal = pages.goals.get(level) or pages.capacity_ahead(allocator)
+            goal = pages.goals[level] = max(goal, allocator.used + count)
+            seconds = self._grow_piece(store, level, goal)
+            if seconds is None:
+                del pages.goals[level]
+            yield seconds or 0.0
+            if self._replaced_bytes > self._scratch:
+                yield math.inf
+                self._settle()
+
+    def _grow_piece(self, store: KVStore, level: int, goal: int) -> float | None:
+        """Grow keys or values of one layer; return the device's seconds, or None at the goal."""
+        start = time.monotonic()
+        measured = self._seconds_per_byte is not None
+        grown = store.pages.grow_piece(level, goal, wait=not measured)
+        if grown is None:
+            return None
+        nbytes = sum(array.nbytes for array in grown)
+        if self._seconds_per_byte is None:
+            self._seconds_per_byte = (time.monotonic() - start) / max(1, nbytes)
+            return 0.0
+        self._replaced_bytes += nbytes
+        self._last = list(grown)
+        return nbytes * self._seconds_per_byte
+
+    def _settle(self) -> None:
+        """Wait until all copies are made. Steps that were launched later are not waited for."""
+        mx.eval(self._last)
+        self._last, self._replaced_bytes = [], 0
 
 
 def lacks_room(store: KVStore) -> bool:

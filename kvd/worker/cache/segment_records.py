@@ -28,7 +28,7 @@ from kvd.worker.cache.host_copy import Record, needs_idle_device
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
-from kvd.worker.cache.pool_growth import make_room_for
+from kvd.worker.cache.pool_growth import GrowthBehindSteps
 from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
@@ -154,15 +154,16 @@ class SegmentReader:
         """Index of the segment that is being read."""
         self.needs_idle_device = True
         """Whether no step may be in flight while `run` continues."""
+        self._growth = GrowthBehindSteps(cache.settings.step_down_scratch)
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
 
-    def run(self) -> Iterator[None]:
+    def run(self) -> Iterator[float]:
         """Read the segments; yield after each record, and while the next one is not read yet.
 
         The device must be idle whenever `needs_idle_device` is true. Pools that are too small grow
-        first, one piece between two yields. Raises MLX's errors if memory is short, and
-        `DamagedFile`.
+        first, one piece between two yields. Yields what `GrowthBehindSteps.make_room_for` yields,
+        and 0 after other work. Raises MLX's errors if memory is short, and `DamagedFile`.
         """
         for index, records in enumerate(self._segments):
             self.reading = index
@@ -181,7 +182,7 @@ class SegmentReader:
             if self._is_complete:
                 return  # the rest is of a longer prefix
             while (record := next(records, b"")) is None:
-                yield
+                yield 0.0
             if record:
                 raise DamagedFile("there are more records than pages")
         if not self._is_complete:
@@ -221,15 +222,21 @@ class SegmentReader:
                     unneeded.update(records)
         return unneeded
 
-    def _make_room(self, outline: SegmentOutline) -> Iterator[None]:
-        """Grow pools for the pages that the sequence lacks."""
+    def _make_room(self, outline: SegmentOutline) -> Iterator[float]:
+        """Grow pools for the pages that the sequence lacks. At the end, the device is idle."""
         (sequence,) = self.sequences
         for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
             if not 0 <= target.level < len(store.pages.allocators):
                 raise DamagedFile(f"there is no level {target.level}")
             held = _held(row, target.level)
             missing = [n for n in _numbers(row, target, outline.length) if n not in held]
-            yield from make_room_for(store, target.level, len(missing))
+            growth = self._growth.make_room_for(store, target.level, len(missing))
+            for seconds in growth:
+                self.needs_idle_device = False
+                yield seconds
+        if not self.needs_idle_device:
+            self.needs_idle_device = True
+            yield 0.0
 
     def _extend(self, outline: SegmentOutline, arrays: Iterator[mx.array]) -> None:
         (sequence,) = self.sequences
@@ -259,7 +266,7 @@ class SegmentReader:
                     like.append((tuple(shape), dtype))
         return arrays_of(record, like)
 
-    def _read_pages(self, outline: SegmentOutline, records: Records) -> Iterator[None]:
+    def _read_pages(self, outline: SegmentOutline, records: Records) -> Iterator[float]:
         (sequence,) = self.sequences
         for store, row, found, missing in zip(
             self._cache.stores, sequence.rows, outline.rows, self._missing, strict=True
@@ -275,7 +282,7 @@ class SegmentReader:
                             for number in some
                         ]
                         layer.write_record(found.level, slots, record)
-                        yield
+                        yield 0.0
                 missing.difference_update(some)
 
 
@@ -319,11 +326,11 @@ def _slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         yield numbers[start : start + SLICE_PAGES]
 
 
-def _next(records: Records) -> Generator[None, None, Record]:
+def _next(records: Records) -> Generator[float, None, Record]:
     """Return the next record; yield while it is not read yet."""
     try:
         while (record := next(records)) is None:
-            yield
+            yield 0.0
     except StopIteration:
         raise DamagedFile("a record is missing") from None
     return record

@@ -26,7 +26,7 @@ from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.dense_start import DenseStart
 from kvd.worker.cache.flush import Flusher
-from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.layer import LayerStore, fill_tails
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
@@ -124,8 +124,7 @@ class KVStore:
             raise ValueError("the snapshot was dropped")
         row = self.new_row()
         try:
-            for layer, (keys, values) in zip(self.layers, snapshot.tails, strict=True):
-                layer.fill_tail(row.slot, keys, values)
+            fill_tails(self.layers, row.slot, snapshot.tails)
         except BaseException:
             self.free(row, clean=False)
             raise
@@ -144,8 +143,7 @@ class KVStore:
         The row takes over the references to pages that it does not hold yet. The device must be
         idle.
         """
-        for layer, (keys, values) in zip(self.layers, tails, strict=True):
-            layer.fill_tail(row.slot, keys, values)
+        fill_tails(self.layers, row.slot, tails)
         gone = set(row.held).difference(content.pages)
         row.written_ahead = []
         row.copy_from(content)

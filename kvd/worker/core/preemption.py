@@ -33,11 +33,16 @@ from protocol.worker import PreemptionMode, RowPreempted
 _log = logging.getLogger("kvd.worker")
 
 
+Steps = Iterator[float | None]
+"""Pieces of a transfer. Each yield is the seconds of work that the device got and may not have done
+yet. Infinity: the next piece must wait for another step."""
+
+
 @dataclass(eq=False)
 class _Job:
     """A transfer that proceeds while other rows decode."""
 
-    steps: Iterator[None]
+    steps: Steps
     ready: Callable[[], bool]
     """Whether it can proceed now."""
     begun: Callable[[], bool]
@@ -91,7 +96,7 @@ class Preemption:
     def start(
         self,
         rid: str,
-        steps: Iterator[None],
+        steps: Steps,
         ready: Callable[[], bool] = lambda: True,
         begun: Callable[[], bool] = lambda: True,
         wait: Callable[[float], None] = time.sleep,
@@ -126,8 +131,10 @@ class Preemption:
             if job.needs_idle_device():
                 self._batch.synchronize()
                 end, now = end + time.monotonic() - now, time.monotonic()
-            if next(job.steps, self) is self:
+            if (work_s := next(job.steps, self)) is self:
                 del self._jobs[rid]
+            elif isinstance(work_s, float):
+                end -= work_s
             before, now = now, time.monotonic()
             if now + (now - before) > end:
                 return

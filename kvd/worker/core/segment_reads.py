@@ -13,13 +13,14 @@ prompts begin again, a few times.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvd.worker.cache.segment_records import SegmentReader
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
-from kvd.worker.core.preemption import Preemption
+from kvd.worker.core.preemption import Preemption, Steps
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.staging_memory import StagingMemory
@@ -63,7 +64,7 @@ class _Read:
     reader: SegmentReader
     limit_s: float
     """Seconds of steps that it may take."""
-    records: Iterator[None] = field(init=False)
+    records: Iterator[float] = field(init=False)
     started_at: float = 0.0
     copy_s: float = 0.0
     """Seconds of steps that wrote records into the pools."""
@@ -194,21 +195,22 @@ class SegmentReads:
         seconds = self._preemption.reclaim_seconds
         return read.reading.started and seconds is not None and seconds >= RECLAIM_SECONDS
 
-    def _run(self, read: _Read) -> Iterator[None]:
-        """Read one record after each yield."""
+    def _run(self, read: _Read) -> Steps:
+        """Read one record after each yield, which is that of `SegmentReader.run`."""
         try:
             # The check comes before each record: the row of a request that ended is free.
             while self._is_wanted(read):
+                work_s: float | None = 0.0
                 if self._must_end(read):
                     self._end(read)
                     return
                 if not read.reading.started:
                     read.started_at = self._clock()
                     read.reading.start()
-                elif self._copy_next(read):
+                elif (work_s := self._copy_next(read)) is None:
                     self._finish(read)
                     return
-                yield
+                yield work_s
         except DamagedFile as error:
             self._report_damage(read, str(error)[:200])
             # The index lacks the segment from now on, and another one may be read instead.
@@ -240,12 +242,14 @@ class SegmentReads:
             else:
                 self._give_up(read, "slow", "it takes longer than prefill")
 
-    def _copy_next(self, read: _Read) -> bool:
-        """Write the next record into the pools; return whether there is none."""
+    def _copy_next(self, read: _Read) -> float | None:
+        """Write the next record into the pools; return what the reader yields, or None: the end."""
         start = self._clock()
-        over = next(read.records, self) is self
+        work_s = next(read.records, None)
         read.copy_s += self._clock() - start
-        return over
+        if work_s is not None and math.isfinite(work_s):
+            read.copy_s += work_s
+        return work_s
 
     def _report_damage(self, read: _Read, reason: str) -> None:
         key = read.reading.damaged or read.chain[read.reader.reading].key

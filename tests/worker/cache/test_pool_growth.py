@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import mlx.core as mx
 import pytest
 
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.pool_growth import lacks_room, make_room
+from kvd.worker.cache.pool_growth import GrowthBehindSteps, lacks_room, make_room
 from kvd.worker.cache.scheme import Scheme
 from tests.worker.cache.helpers import Bench
 from tests.worker.cache.invariants import check_store
@@ -32,9 +33,9 @@ def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
     copies: list[int] = []
     resize = PagePool.resize
 
-    def counted(pool: PagePool, side: int, capacity: int) -> None:
+    def counted(pool: PagePool, side: int, capacity: int, *, wait: bool = True) -> None:
         copies[-1] += 1
-        resize(pool, side, capacity)
+        resize(pool, side, capacity, wait=wait)
 
     monkeypatch.setattr(PagePool, "resize", counted)
     before, flushes = bench.store.pages.allocators[0].capacity, bench.store.flushes
@@ -50,6 +51,60 @@ def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
     assert bench.store.pages.allocators[0].capacity > before
     assert sum(copies) == 2 * len(bench.store.layers)
     assert max(copies) == 1
+
+
+@pytest.mark.parametrize("scratch", [0, 1 << 30])
+def test_pools_grow_behind_steps_in_flight(scratch: int) -> None:
+    """A row decodes between all pieces; its content and the next flush are as usual."""
+    bench = Bench()
+    row = bench.new(300)
+    store = bench.store
+    pages = store.pages
+    free = pages.allocators[0].free
+    pieces = 2 * len(store.layers)
+    seconds: list[float] = []
+    for work_s in GrowthBehindSteps(scratch).make_room_for(store, 0, free + 50):
+        seconds.append(work_s)
+        bench.decode([row])
+    check_store(store)
+
+    assert pages.allocators[0].free >= free + 50
+    finite = [one for one in seconds if math.isfinite(one)]
+    # The first piece is waited for, and the last yield follows the allocator's growth.
+    assert len(finite) == pieces + 1
+    assert finite[0] == finite[-1] == 0.0
+    assert all(one > 0 for one in finite[1:-1])
+    assert len(seconds) - len(finite) == (pieces - 1 if scratch == 0 else 0)
+    flushes = store.flushes
+    while store.flushes == flushes:
+        bench.decode([row])
+    check_store(store)
+
+
+def test_copies_behind_steps_replace_no_more_than_the_scratch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.new(300)
+    store = bench.store
+    waited: list[int] = []
+    settle = GrowthBehindSteps._settle
+    monkeypatch.setattr(
+        GrowthBehindSteps,
+        "_settle",
+        lambda growth: (waited.append(growth._replaced_bytes), settle(growth)),
+    )
+    piece = store.pages.capacity_ahead(store.pages.allocators[0])
+    largest = max(store.layers[0].pools[0]._page_bytes) * piece
+    scratch = largest
+    taken = full(bench)
+    for _ in GrowthBehindSteps(scratch).make_room_for(store, 0, 1):
+        pass
+    for page in taken:
+        store.pages.allocators[0].release(page)
+
+    assert waited
+    assert all(scratch < nbytes <= scratch + largest for nbytes in waited)
 
 
 def test_the_goal_of_growth_is_charged_at_once_and_stays_within_the_spare_bytes() -> None:

@@ -287,7 +287,7 @@ def test_a_snapshot_that_fails_in_one_store_leaves_nothing_in_any(
     assert not any(store.snapshots.all for store in cache.stores)
     snapshot = cache.snapshots.take(row)
     with monkeypatch.context() as patch:
-        patch.setattr(last, "fill_tail", fail)
+        patch.setattr("kvd.worker.cache.store.fill_tails", fail)
         with pytest.raises(MemoryError):
             cache.restore(snapshot)
     check_cache(cache)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core import pace
 from kvd.worker.prefix import segment_files, segment_index
@@ -212,6 +214,47 @@ def test_other_rows_decode_while_a_prefix_is_read(
     assert [one.cached for one in found[:3]] == [512, 512, 768]
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, steps: list[set[str]], owner: Any, name: str) -> None:
+    """Note calls of a method in the last of ``steps``."""
+    plain_method = getattr(owner, name)
+
+    def call(*args, **more):
+        steps[-1].add(name)
+        return plain_method(*args, **more)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_pools_grow_for_a_read_behind_the_steps(
+    engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece grows in a step, and a row that decodes writes a page meanwhile."""
+    prompt, other = prompt_of(6000, 5), prompt_of(40, 20)
+    wanted = alone(plain, prompt), plain.alone(other, max_tokens=200)
+    kept(engine, prompt)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
+    batch, steps = engine.engine._batch, [set[str]()]
+    batch.cache.shrink()
+    noted(monkeypatch, steps, PagePool, "resize")
+    noted(monkeypatch, steps, batch, "synchronize")
+    engine.submit("other", other, max_tokens=200)
+    while len(engine.outcomes["other"].tokens) < 30:
+        engine.step()
+    engine.submit("r", prompt, max_tokens=12, logprobs=2)
+    del steps[:]
+    reads = len(store.used)
+    while len(store.used) == reads:
+        steps.append(set())
+        engine.step()
+    _, *growing = [step for step in steps if "resize" in step]
+    steps.append(set())
+    engine.run()
+
+    assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
+    assert len(growing) == 2 * len(batch.cache.stores[0].layers) - 1
+    assert growing == [{"resize"}] * len(growing)
+
+
 def test_copies_wait_for_no_step_and_pause_while_pages_are_written(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,19 +264,9 @@ def test_copies_wait_for_no_step_and_pause_while_pages_are_written(
     kept(engine, prompt)
     monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     batch, steps = engine.engine._batch, [set[str]()]
-
-    def noted(owner, name):
-        plain_method = getattr(owner, name)
-
-        def call(*args):
-            steps[-1].add(name)
-            return plain_method(*args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    noted(LayerStore, "write_record")
-    noted(batch, "synchronize")
-    noted(batch.cache, "flush")
+    noted(monkeypatch, steps, LayerStore, "write_record")
+    noted(monkeypatch, steps, batch, "synchronize")
+    noted(monkeypatch, steps, batch.cache, "flush")
     engine.submit("other", other, max_tokens=200)
     while len(engine.outcomes["other"].tokens) < 70:
         engine.step()
