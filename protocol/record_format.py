@@ -14,7 +14,8 @@ from xxhash import xxh3_128
 MAGIC = b"kvd records 2\n\0\0"
 PIECE_BYTES = 512 * 1024
 """Bytes that are read or written at once: they stay in the processor's cache, and another thread
-waits for Python's lock at most while one piece is encrypted, about 0.05 ms."""
+waits for Python's lock at most while one piece is encrypted: 0.025 ms (two cores of an EPYC). With
+256 KiB, encrypted records of 336 KiB are read at 4.0 instead of 4.3 GB/s."""
 CHECK_BYTES = 16
 
 

@@ -182,6 +182,7 @@ def _streams(model: str, tokens: int, rounds: int) -> dict[str, Any]:
         file = Path(folder, "ssd.json")
         command = [sys.executable, "-m", "bench.ssd.engine", "--model", model, "--store", folder]
         command += ["--tokens", str(tokens), "--runs", str(rounds), "--minutes", "1000"]
+        command += ["--stream-reads", str(rounds)]
         subprocess.run([*command, "--json", str(file)], check=True)
         (case,) = json.loads(file.read_text())["cases"]
         found: dict[str, Any] = case["streams"]

@@ -190,7 +190,9 @@ def show(case: dict[str, Any]) -> None:
             f"  streams: {found['undisturbed_p99_s'] * 1e3:.1f} ms between tokens (p99),"
             f" {found['reading_p99_s'] * 1e3:.1f} ms during reads of {found['read_s']:.2f} s,"
             f" {found['during_p99_s'] * 1e3:.1f} ms with the prefill of the rest"
-            f" ({found['during_ratio']:.2f})",
+            f" ({found['during_ratio']:.2f});"
+            f" in CPU time {found['cpu_undisturbed_p99_s'] * 1e3:.1f} ms"
+            f" and {found['cpu_reading_p99_s'] * 1e3:.1f} ms ({found['cpu_ratio']:.2f})",
             flush=True,
         )
 

@@ -23,7 +23,8 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
     ``prompt``: its prefix is on disk, except its last tokens. A gap is the time between two tokens
     of a stream. *Reading* counts those until the prefix is read, *during* also those until the
     prompt's first token. The latter include the prefill of its last tokens, which a prefix in
-    memory needs as well. The ratios are those of the 99th percentiles to the undisturbed one.
+    memory needs as well. The ratios are those of the 99th percentiles to the undisturbed one. Those
+    of *CPU* compare the process's CPU time between tokens, which other processes hardly change.
     """
     room = worker.info.context_length - 64
     streams = [
@@ -34,6 +35,8 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
     before: list[float] = []
     during: list[float] = []
     reading: list[float] = []
+    cpu_before: list[float] = []
+    cpu_reading: list[float] = []
     seconds: list[float] = []
     for _ in range(rounds):
         worker.forget()
@@ -41,6 +44,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         start = rows[0].arrivals[-1]
         _steps(worker, rows, UNDISTURBED_STEPS)
         before += _gaps(rows, start, rows[0].arrivals[-1])
+        cpu_before += _cpu_gaps(rows, start, rows[0].arrivals[-1])
         _, restored = worker.send(prompt, max_tokens=1)
         worker.run_until(lambda it=restored: it.over)  # type: ignore[misc]
         if restored.read_at is None:
@@ -48,6 +52,7 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         seconds.append(restored.read_at - restored.sent)
         during += _gaps(rows, restored.sent, restored.arrivals[0])
         reading += _gaps(rows, restored.sent, restored.read_at)
+        cpu_reading += _cpu_gaps(rows, restored.sent, restored.read_at)
     for rid, _ in streams:
         worker.engine.cancel(rid)
     worker.run_until(lambda: all(answer.over for answer in rows))
@@ -63,6 +68,9 @@ def measure(worker: Worker, prompt: list[int], *, rounds: int) -> dict[str, Any]
         "during_p99_s": percentile(during, 99),
         "during_max_s": max(during, default=0.0),
         "ratio": disturbed / undisturbed,
+        "cpu_undisturbed_p99_s": percentile(cpu_before, 99),
+        "cpu_reading_p99_s": percentile(cpu_reading, 99),
+        "cpu_ratio": percentile(cpu_reading, 99) / percentile(cpu_before, 99),
         "during_ratio": percentile(during, 99) / undisturbed,
     }
 
@@ -84,5 +92,17 @@ def _gaps(rows: list[Answer], since: float, until: float) -> list[float]:
         when - before
         for row in rows
         for before, when in pairwise(row.arrivals)
+        if when > since and before < until
+    ]
+
+
+def _cpu_gaps(rows: list[Answer], since: float, until: float) -> list[float]:
+    """Return the CPU times of the same gaps as `_gaps`."""
+    return [
+        cpu - cpu_before
+        for row in rows
+        for (before, when), (cpu_before, cpu) in zip(
+            pairwise(row.arrivals), pairwise(row.cpu_arrivals), strict=True
+        )
         if when > since and before < until
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvd.worker.engine import ignore_phase
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import Report, SegmentUsed
@@ -24,6 +25,8 @@ class Answer(Outcome):
     sent: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     """Arrival time of each token."""
+    cpu_arrivals: list[float] = field(default_factory=list)
+    """CPU time of this process, of all threads, when each token arrived."""
     prompt_tokens: int = 0
     read: SegmentUsed | None = None
     """The segment that the prompt continued from."""
@@ -57,6 +60,7 @@ class Worker(Engine):
             Store(segments_folder), kv, source=model, budget=budget_bytes, prefill_chunk=chunk
         )
         self.load_s = time.perf_counter() - start
+        self.engine.watch(ignore_phase, self.take)
 
     def check(self) -> None:
         """Check nothing: that would take time which is measured."""
@@ -115,12 +119,15 @@ class Worker(Engine):
 
     def take(self, reports: list[Report]) -> None:
         """Note when tokens arrive; raises `RuntimeError` for a request that fails."""
-        now = self._took_at = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
+        self._took_at = now
         super().take(reports)
         for rid, answer in list(self.outcomes.items()):
             if answer.error is not None:
                 raise RuntimeError(f"a request failed: {answer.error.message}")
-            answer.arrivals += [now] * (len(answer.tokens) - len(answer.arrivals))
+            new = len(answer.tokens) - len(answer.arrivals)
+            answer.arrivals += [now] * new
+            answer.cpu_arrivals += [cpu] * new
             if answer.over:
                 del self.outcomes[rid]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from protocol.pages import SLAB_PAGES
 
@@ -134,17 +134,21 @@ class PageStore:
             layer.pools[allocator.level].grow(capacity)
         allocator.grow(capacity)  # last, so that every slot has storage even if a pool cannot grow
 
-    def grow_piece(self, level: int, capacity: int, *, wait: bool = True) -> Packed | None:
-        """Grow the keys or values of one layer; return them. None: ``capacity`` is reached.
+    def grow_piece(self, level: int, capacity: int) -> bool:
+        """Grow the keys or values of one layer. Returns True once ``capacity`` is reached."""
+        if (found := self.next_piece(level, capacity)) is None:
+            return True
+        pool, side = found
+        pool.resize(side, capacity)
+        return False
 
-        ``wait``: see `PagePool.resize`.
-        """
+    def next_piece(self, level: int, capacity: int) -> tuple[PagePool, int] | None:
+        """Return a pool that is too small, and its side; None: ``capacity`` is reached."""
         for layer in self._layers:
             pool = layer.pools[level]
             for side, current in enumerate(pool.capacities):
                 if current < capacity:
-                    pool.resize(side, capacity, wait=wait)
-                    return (pool.keys, pool.values)[side]
+                    return pool, side
         self.allocators[level].grow(capacity)
         return None
 

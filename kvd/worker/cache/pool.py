@@ -145,23 +145,34 @@ class PagePool:
             if self.capacities[side] > capacity:
                 self.resize(side, capacity)
 
-    def resize(self, side: int, capacity: int, *, wait: bool = True) -> None:
-        """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy.
+    def resize(self, side: int, capacity: int) -> None:
+        """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy; evaluates."""
+        new = self._resized(side, capacity)
+        for array in new:
+            mx.eval(array)  # one after the other, to need less scratch
+        self._put_side(side, new)
 
-        Evaluates; without ``wait``, the device copies behind the steps in flight.
+    def resize_behind_steps(self, side: int, capacity: int) -> list[mx.array]:
+        """Resize without waiting: the device copies behind the steps in flight.
+
+        Returns small arrays that are evaluated once the copies are made. A reference to the new
+        arrays themselves would let the next flush copy them.
         """
+        new = self._resized(side, capacity)
+        marks = [array.reshape(-1)[:1] + 0 for array in new]
+        mx.async_eval(*new, *marks)  # type: ignore[no-untyped-call]
+        self._put_side(side, new)
+        return marks
+
+    def _resized(self, side: int, capacity: int) -> Packed:
         old = (self.keys, self.values)[side]
         more = capacity - self.capacities[side]
         if more < 0:  # copies: a slice would keep the whole buffer alive
-            new = tuple(mx.contiguous(array[:capacity]) for array in old)
-        else:
-            added = (self._empty_keys, self._empty_values)[side](more)
-            new = tuple(mx.concatenate(list(pair)) for pair in zip(old, added, strict=True))
-        if wait:
-            for array in new:
-                mx.eval(array)  # one after the other, to need less scratch
-        else:
-            mx.async_eval(*new)  # type: ignore[no-untyped-call]
+            return tuple(mx.contiguous(array[:capacity]) for array in old)
+        added = (self._empty_keys, self._empty_values)[side](more)
+        return tuple(mx.concatenate(list(pair)) for pair in zip(old, added, strict=True))
+
+    def _put_side(self, side: int, new: Packed) -> None:
         if side == 0:
             self.keys = new
         else:

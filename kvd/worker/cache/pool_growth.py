@@ -29,33 +29,43 @@ def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> Non
     for allocator in pages.allocators:
         while _lacks_room(store, allocator):
             goal = pages.goals.setdefault(allocator.level, pages.capacity_ahead(allocator))
-            if pages.grow_piece(allocator.level, goal) is None:
+            if pages.grow_piece(allocator.level, goal):
                 del pages.goals[allocator.level]
             if clock() >= end:
                 return
 
 
+_MEASURED = 2
+"""Copies that are waited for, to measure how long they take."""
+
+
 class GrowthBehindSteps:
     """Grows pools by copies that the device makes behind the steps in flight.
 
-    No step waits for such a copy, except for the time that it takes. The first copy is waited for:
-    it shows how long others take. ``scratch``: bytes that replaced arrays may take until the copies
-    are made. A larger array is replaced alone.
+    Such a copy delays steps by the time that it takes, and drains no pipeline. The first two copies
+    are waited for: they show how long others take, and the first one may compile. ``scratch``:
+    bytes that replaced arrays may take until the copies are made. A larger array is replaced alone.
     """
 
     def __init__(self, scratch: int) -> None:
         self._scratch = scratch
-        self._seconds_per_byte: float | None = None
+        self._measured: list[float] = []
+        """Seconds per byte of the copies that were waited for."""
         self._replaced_bytes = 0
-        """Bytes of the arrays that copies without an end may still read."""
+        """Bytes of the copies that may not be made yet; the arrays they replace are smaller."""
         self._last: list[mx.array] = []
+
+    @property
+    def needs_idle_device(self) -> bool:
+        """Whether the next copy is waited for."""
+        return len(self._measured) < _MEASURED
 
     def make_room_for(self, store: KVStore, level: int, count: int) -> Iterator[float]:
         """Grow the pools of a level until ``count`` pages can be taken; yield after each piece.
 
         Yields the seconds that the device needs for the piece, or infinity: a step must be launched
-        before the next piece, if rows decode. The device must be idle before the first piece.
-        Raises MLX's errors if memory is short.
+        before the next piece, if rows decode. The device must be idle before a piece whenever
+        `needs_idle_device` is true. Raises MLX's errors if memory is short.
         """
         pages = store.pages
         allocator = pages.allocators[level]
@@ -72,18 +82,18 @@ class GrowthBehindSteps:
 
     def _grow_piece(self, store: KVStore, level: int, goal: int) -> float | None:
         """Grow keys or values of one layer; return the device's seconds, or None at the goal."""
-        start = time.monotonic()
-        measured = self._seconds_per_byte is not None
-        grown = store.pages.grow_piece(level, goal, wait=not measured)
-        if grown is None:
+        if (piece := store.pages.next_piece(level, goal)) is None:
             return None
-        nbytes = sum(array.nbytes for array in grown)
-        if self._seconds_per_byte is None:
-            self._seconds_per_byte = (time.monotonic() - start) / max(1, nbytes)
+        pool, side = piece
+        if self.needs_idle_device:
+            start = time.monotonic()
+            pool.resize(side, goal)
+            self._measured.append((time.monotonic() - start) / max(1, pool.side_bytes[side]))
             return 0.0
+        self._last = pool.resize_behind_steps(side, goal)
+        nbytes = pool.side_bytes[side]
         self._replaced_bytes += nbytes
-        self._last = list(grown)
-        return nbytes * self._seconds_per_byte
+        return nbytes * min(self._measured)
 
     def _settle(self) -> None:
         """Wait until all copies are made. Steps that were launched later are not waited for."""

@@ -83,6 +83,11 @@ def prepare_copies(cache: ModelCache) -> None:
                 device_copy.prepare(pool.arrays())
 
 
+def growth_for(cache: ModelCache) -> GrowthBehindSteps:
+    """Return what grows a cache's pools for reads, one after another."""
+    return GrowthBehindSteps(cache.settings.step_down_scratch)
+
+
 class SegmentRecords:
     """The records of one segment: a snapshot's tails and states, and the pages that its base lacks.
 
@@ -136,7 +141,7 @@ class SegmentReader:
     record. Call `forget` if a record is missing or damaged: it frees the sequence. A record is used
     until `run` yields.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
-    they may be empty.
+    they may be empty. ``growth``: grows the pools; None: it is this reader's own.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class SegmentReader:
         sequence: SequenceRow,
         segments: Sequence[Records],
         skip: Callable[[int, Container[int]], None] = lambda _index, _numbers: None,
+        growth: GrowthBehindSteps | None = None,
     ) -> None:
         self._cache = cache
         self._skip = skip
@@ -152,9 +158,9 @@ class SegmentReader:
         self.sequences = [sequence]
         self.reading = 0
         """Index of the segment that is being read."""
-        self.needs_idle_device = True
+        self._growth = growth or growth_for(cache)
+        self.needs_idle_device = self._growth.needs_idle_device
         """Whether no step may be in flight while `run` continues."""
-        self._growth = GrowthBehindSteps(cache.settings.step_down_scratch)
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
 
@@ -230,9 +236,8 @@ class SegmentReader:
                 raise DamagedFile(f"there is no level {target.level}")
             held = _held(row, target.level)
             missing = [n for n in _numbers(row, target, outline.length) if n not in held]
-            growth = self._growth.make_room_for(store, target.level, len(missing))
-            for seconds in growth:
-                self.needs_idle_device = False
+            for seconds in self._growth.make_room_for(store, target.level, len(missing)):
+                self.needs_idle_device = self._growth.needs_idle_device
                 yield seconds
         if not self.needs_idle_device:
             self.needs_idle_device = True

@@ -118,7 +118,7 @@ class StepDown:
             self._loose.add(level)
             del due[-len(pages) :]
         elif due and self._target.capacity < self._goal:
-            if self._store.pages.grow_piece(self._level, self._goal) is None:
+            if self._store.pages.grow_piece(self._level, self._goal):
                 mx.clear_cache()  # the old arrays, now freed, are too small to be reused
         elif self._loose:
             self._give_back(min(self._loose), clock, end)

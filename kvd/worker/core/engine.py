@@ -248,7 +248,7 @@ class MLXEngine:
         self._on_reports = on_reports
 
     def _deliver(self) -> None:
-        """Send the reports that exist, in the middle of a step."""
+        """Send the reports that exist, so that tokens do not wait for the rest of the step."""
         if self._on_reports is not None and self._batch.reports:
             self._on_reports(self.take_reports())
 
@@ -313,6 +313,7 @@ class MLXEngine:
                 self._pace.note_usual(seconds)
         if plan.group:
             self._enter_phase("prefill")
+            self._deliver()
             self._prompts.prefill_next(decode, start)
         self._work_on_pools(decodes=bool(decode))
         if self._segments is not None:
@@ -337,6 +338,7 @@ class MLXEngine:
             return
         elif self._preemption.ready:
             self._enter_phase("pools")
+            self._deliver()
             self._preemption.work(seconds)
         elif self._runner.cache.lacks_room:
             self._enter_pools()
@@ -347,6 +349,7 @@ class MLXEngine:
 
     def _enter_pools(self) -> None:
         self._enter_phase("pools")
+        self._deliver()
         self._batch.synchronize()
 
     def _plan(self) -> Plan:

@@ -81,7 +81,7 @@ class Prompts:
         """Give a request its row; return the number of prompt tokens that the row holds."""
         request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
-        if hit.tokens or self.segments is not None:
+        if hit.tokens:
             self._batch.synchronize()  # the row gets tails and pages
         if self.segments is not None and (tokens := self.segments.restore(request, hit)):
             return tokens

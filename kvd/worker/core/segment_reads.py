@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvd.worker.cache.segment_records import SegmentReader
+from kvd.worker.cache.segment_records import SegmentReader, growth_for
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption, Steps
@@ -100,6 +100,7 @@ class SegmentReads:
         self._files = files
         self._staging = staging
         self._clock = clock
+        self._growth = growth_for(batch.cache)
 
     def restore(self, request: Request, hit: Hit) -> int:
         """Begin to read the longest stored beginning of a prompt; return its tokens.
@@ -118,7 +119,7 @@ class SegmentReads:
             return 0
         row = self._batch.new_row(request, hit)
         reading = self._files.read(chain)
-        reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip)
+        reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip, self._growth)
         read = _Read(request, hit.tokens, chain, reading, reader, limit_s)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)

@@ -6,12 +6,14 @@ import itertools
 import math
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.pool_growth import GrowthBehindSteps, lacks_room, make_room
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import Bench
 from tests.worker.cache.invariants import check_store
 
@@ -33,9 +35,9 @@ def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
     copies: list[int] = []
     resize = PagePool.resize
 
-    def counted(pool: PagePool, side: int, capacity: int, *, wait: bool = True) -> None:
+    def counted(pool: PagePool, side: int, capacity: int) -> None:
         copies[-1] += 1
-        resize(pool, side, capacity, wait=wait)
+        resize(pool, side, capacity)
 
     monkeypatch.setattr(PagePool, "resize", counted)
     before, flushes = bench.store.pages.allocators[0].capacity, bench.store.flushes
@@ -51,6 +53,12 @@ def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
     assert bench.store.pages.allocators[0].capacity > before
     assert sum(copies) == 2 * len(bench.store.layers)
     assert max(copies) == 1
+
+
+def addresses(store: KVStore) -> list[int]:
+    """Return where the arrays of all pools begin."""
+    arrays = [array for layer in store.layers for pool in layer.pools for array in pool.arrays()]
+    return [np.array(array, copy=False).__array_interface__["data"][0] for array in arrays]
 
 
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
@@ -70,14 +78,15 @@ def test_pools_grow_behind_steps_in_flight(scratch: int) -> None:
 
     assert pages.allocators[0].free >= free + 50
     finite = [one for one in seconds if math.isfinite(one)]
-    # The first piece is waited for, and the last yield follows the allocator's growth.
+    # Two pieces are waited for, and the last yield follows the allocator's growth.
     assert len(finite) == pieces + 1
-    assert finite[0] == finite[-1] == 0.0
-    assert all(one > 0 for one in finite[1:-1])
-    assert len(seconds) - len(finite) == (pieces - 1 if scratch == 0 else 0)
-    flushes = store.flushes
+    assert finite[0] == finite[1] == finite[-1] == 0.0
+    assert all(one > 0 for one in finite[2:-1])
+    assert len(seconds) - len(finite) == (pieces - 2 if scratch == 0 else 0)
+    flushes, places = store.flushes, addresses(store)
     while store.flushes == flushes:
         bench.decode([row])
+    assert addresses(store) == places, "the flush has copied a pool"
     check_store(store)
 
 

@@ -15,6 +15,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core import pace
+from kvd.worker.engine import ignore_phase
 from kvd.worker.prefix import segment_files, segment_index
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
@@ -22,6 +23,7 @@ from protocol import segment_file
 from protocol.key_file import create_key
 from protocol.record_format import PLAIN
 from protocol.segments import segment_path
+from protocol.worker import RowTokens
 from tests.worker.core.driver import Driver
 from tests.worker.core.faulty_disk.disk import settle
 from tests.worker.core.prompts import prompt_of
@@ -228,14 +230,16 @@ def noted(monkeypatch: pytest.MonkeyPatch, steps: list[set[str]], owner: Any, na
 def test_pools_grow_for_a_read_behind_the_steps(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece grows in a step, and a row that decodes writes a page meanwhile."""
+    """One piece grows in a step. Earlier reads have shown how long that takes."""
     prompt, other = prompt_of(6000, 5), prompt_of(40, 20)
+    engine.engine._prompts.segments._growth._measured[:] = [1e-9, 1e-9]
     wanted = alone(plain, prompt), plain.alone(other, max_tokens=200)
     kept(engine, prompt)
     monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     batch, steps = engine.engine._batch, [set[str]()]
     batch.cache.shrink()
     noted(monkeypatch, steps, PagePool, "resize")
+    noted(monkeypatch, steps, PagePool, "resize_behind_steps")
     noted(monkeypatch, steps, batch, "synchronize")
     engine.submit("other", other, max_tokens=200)
     while len(engine.outcomes["other"].tokens) < 30:
@@ -246,13 +250,41 @@ def test_pools_grow_for_a_read_behind_the_steps(
     while len(store.used) == reads:
         steps.append(set())
         engine.step()
-    _, *growing = [step for step in steps if "resize" in step]
+    growing = [step for step in steps if step & {"resize", "resize_behind_steps"}]
     steps.append(set())
     engine.run()
 
     assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
-    assert len(growing) == 2 * len(batch.cache.stores[0].layers) - 1
-    assert growing == [{"resize"}] * len(growing)
+    assert len(growing) == 2 * len(batch.cache.stores[0].layers)
+    assert growing == [{"resize_behind_steps"}] * len(growing)
+
+
+def test_tokens_are_sent_before_a_read_waits_for_the_step_in_flight(
+    engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, other = prompt_of(4700, 5), prompt_of(40, 20)
+    wanted = alone(plain, prompt), plain.alone(other, max_tokens=200)
+    kept(engine, prompt)
+    batch, unsent = engine.engine._batch, list[int]()
+    synchronize, read = batch.synchronize, batch.transfers.reading
+
+    def noted() -> None:
+        if read:
+            unsent.append(sum(isinstance(report, RowTokens) for report in batch.reports))
+        synchronize()
+
+    monkeypatch.setattr(batch, "synchronize", noted)
+    engine.engine.watch(ignore_phase, engine.take)
+    engine.submit("other", other, max_tokens=200)
+    while len(engine.outcomes["other"].tokens) < 70:
+        engine.step()
+    engine.submit("r", prompt, max_tokens=12, logprobs=2)
+    engine.run()
+    engine.engine.watch(ignore_phase)
+
+    assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
+    assert unsent
+    assert not any(unsent)
 
 
 def test_copies_wait_for_no_step_and_pause_while_pages_are_written(
