@@ -6,7 +6,7 @@ both fail with ``ENOSPC`` or ``EIO`` (`bench/faulty_disk.c`, if there is a C com
 must have the tokens of the first one, which was computed. After the next start, no incomplete file
 is left, every file is complete and in the index, and the stored bytes are within the limit.
 
-    python -m bench.prefix_faults --corruptions 500 --kills 50 --out bench/results/…
+    python -m bench.prefix_faults --corruptions 500 --kills 50 [--prefill-s 1] --out bench/results/…
 
 The seed determines the faults; what the processes do at these times depends on the machine.
 """
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,11 @@ from protocol.record_format import PLAIN
 from protocol.segments import PART_SUFFIX, SUFFIX
 
 MODEL = "demo"
-LIMIT_BYTES = 192 * 10**6
-"""About 35 segments of the longest prompts. With fewer, each new worker finds few files to read."""
 CONFIG = f"""models = ["{MODEL}"]
 [prefix_store]
-limit = {LIMIT_BYTES}
+limit = {{limit_bytes}}
 keep_free = 0
 """
-WAIT_S = 60.0
-PREFILL_S = 1.0
-"""Least seconds of prefill of a prompt, four times what is worth a segment."""
 FIRST_WORDS = 560
 DAMAGE = ("flip", "cut", "zero", "swap", "version", "empty", "gone", "end")
 INDEX_DAMAGE = ("flip", "cut", "zero")
@@ -68,6 +63,24 @@ class _LogLine(msgspec.Struct):
 
     event: str = ""
     returncode: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run depends on besides its faults. The command line has an option for each."""
+
+    limit_mb: int = 192
+    """Limit of the store: about 35 segments of the longest prompts. With fewer, each new worker
+    finds few files to read."""
+    wait_s: float = 60.0
+    """Longest wait for the store to settle."""
+    prefill_s: float = 1.0
+    """Least seconds of prefill of a prompt, four times what is worth a segment. Most of a run's
+    time is prefill."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.limit_mb * 10**6
 
 
 @dataclass
@@ -127,11 +140,12 @@ def compiler() -> str | None:
 class Store:
     """A daemon with a prefix store, in a temporary home."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, limits: Limits) -> None:
+        self.limits = limits
         self.root = Path(tempfile.mkdtemp(prefix="kvd-faults-"))
         self.home = self.root / "h"
         self.home.mkdir(mode=0o700)
-        (self.home / "config.toml").write_text(CONFIG)
+        (self.home / "config.toml").write_text(CONFIG.format(limit_bytes=limits.limit_bytes))
         self.prefixes = self.home / "prefixes"
         self.random = random.Random(seed)
         self.found = Found()
@@ -211,7 +225,7 @@ class Store:
         (prompt,) = self.prompts(1)
         begun = time.monotonic()
         await self.ask([prompt])
-        faster = PREFILL_S / (time.monotonic() - begun)
+        faster = self.limits.prefill_s / (time.monotonic() - begun)
         self._words = min(int(self._words * max(1.0, faster)), 4 * FIRST_WORDS)
         self.note(f"prompts have at least {self._words} words")
 
@@ -237,7 +251,7 @@ class Store:
 
     async def written(self, least: int = 1) -> None:
         """Wait until the store is on and idle with some segments."""
-        quiet, before, end = 0, None, time.monotonic() + WAIT_S
+        quiet, before, end = 0, None, time.monotonic() + self.limits.wait_s
         while quiet < 4:
             if time.monotonic() > end:
                 self.found.wrong.append(f"the store does not settle: {before}")
@@ -272,21 +286,21 @@ class Store:
         wrong += [f"an incomplete file is left: {path.name}" for path in await self.left_parts()]
         wrong += [f"a damaged file is left: {problem}" for problem in self.damaged()]
         # A worker that may write has its bytes in the index before it creates the file.
-        found, end = await self.sizes(), time.monotonic() + WAIT_S
+        found, end = await self.sizes(), time.monotonic() + self.limits.wait_s
         while len(set(found)) > 1 and time.monotonic() < end:
             await asyncio.sleep(0.3)
             found = await self.sizes()
         if len(set(found)) > 1:
             wrong.append(f"segments and bytes: {found[0]} in the index, {found[1]} in the folder")
-        if (size := found[1][1]) > LIMIT_BYTES:
-            wrong.append(f"{size} bytes are stored, at most {LIMIT_BYTES} are allowed")
+        if (size := found[1][1]) > (limit := self.limits.limit_bytes):
+            wrong.append(f"{size} bytes are stored, at most {limit} are allowed")
 
     async def left_parts(self) -> list[Path]:
-        """Return the incomplete files that are neither completed nor deleted within `WAIT_S`.
+        """Return the incomplete files that are neither completed nor deleted in `Limits.wait_s`.
 
         After `kvctl cache drop`, an idle worker writes what it has in memory again.
         """
-        left, end = set(self.parts()), time.monotonic() + WAIT_S
+        left, end = set(self.parts()), time.monotonic() + self.limits.wait_s
         while left and time.monotonic() < end:
             await asyncio.sleep(0.3)
             left &= set(self.parts())
@@ -460,8 +474,8 @@ def _write_version(path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def store(seed: int) -> AsyncIterator[Store]:
-    made = Store(seed)
+async def store(seed: int, limits: Limits) -> AsyncIterator[Store]:
+    made = Store(seed, limits)
     try:
         await made.start()
         yield made
@@ -470,10 +484,17 @@ async def store(seed: int) -> AsyncIterator[Store]:
 
 
 async def run(
-    *, prompts: int, corruptions: int, each: int, kills: int, failures: int, seed: int
+    *,
+    prompts: int,
+    corruptions: int,
+    each: int,
+    kills: int,
+    failures: int,
+    seed: int,
+    limits: Limits = Limits(),
 ) -> Found:
     """Run all parts with one daemon, one after the other."""
-    async with store(seed) as made:
+    async with store(seed, limits) as made:
         await made.calibrate()
         await made.corrupt(prompts, corruptions, each)
         await made.kill(kills)
@@ -492,14 +513,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--failures", type=int, default=8, help="rounds with failing calls")
     parser.add_argument("--seed", type=int, default=1)
+    for one in fields(Limits):
+        option = f"--{one.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(one.default), default=one.default)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     asked: dict[str, Any] = {name: it for name, it in vars(given).items() if name != "out"}
+    limits = Limits(**{one.name: asked.pop(one.name) for one in fields(Limits)})
     began = time.monotonic()
-    found = asyncio.run(run(**asked))
+    found = asyncio.run(run(**asked, limits=limits))
     report = {
         "command": shlex.join(["python", "-m", "bench.prefix_faults", *sys.argv[1:]]),
-        "asked": asked,
+        "asked": asked | asdict(limits),
         "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
         **asdict(found),
