@@ -34,13 +34,14 @@ from kvd.worker.core.progress import restore_progress
 from kvd.worker.core.request import Completion, Request, SwappedRows
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
+from kvd.worker.gang.leader import EngineRunner
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.queued_paths import Path
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import SampledToken, Sampler
 from kvd.worker.scheduling.admission import Admission
-from kvd.worker.serving.runner import Row, Runner
+from kvd.worker.serving.runner import Row
 from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
@@ -52,7 +53,7 @@ class Batch:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: EngineRunner,
         admission: Admission,
         prefix_cache: PrefixCache,
         transfers: Transfers,
@@ -72,8 +73,7 @@ class Batch:
         self.cache: Any = runner.cache
         """`ModelCache` or `MlxLmCache`."""
         self.prefix_cache, self.transfers = prefix_cache, transfers
-        self.text = text
-        self.enter_phase = enter_phase
+        self.text, self.enter_phase = text, enter_phase
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size, share=runner.share_tokens)

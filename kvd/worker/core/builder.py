@@ -17,7 +17,7 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.gang import part
-from kvd.worker.gang.leader import Gang, LeaderRunner
+from kvd.worker.gang.leader import EngineRunner, Gang, LeaderRunner
 from kvd.worker.grammar.compiler import Compiler, ProcessMemory
 from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
@@ -51,7 +51,7 @@ class Serving:
 
     loaded: model_files.LoadedModel
     served: probe.Served
-    runner: Any
+    runner: EngineRunner
     """The runner that the engine uses: that of ``served``, or a `LeaderRunner` in front of it."""
     verdict: calibration.CalibrationResult | None
     checks: Checks
@@ -77,7 +77,7 @@ class Model:
     """Compiles grammars for its vocabulary."""
 
     @property
-    def runner(self) -> Any:
+    def runner(self) -> EngineRunner:
         return self.serving.runner
 
 
@@ -249,7 +249,7 @@ def make_admission(
     if model.serving.sums is not None:
         measured = model.serving.sums.base
     else:
-        measured = loading.base_bytes(model.loaded, command, runner)
+        measured = loading.base_bytes(model.loaded, command, model.serving.served.runner)
     # A load that skips checks has not yet allocated all that the process will hold.
     name = f"base of {command.max_rows} rows, chunks of {chunk}, {command.segments_folder}"
     base_bytes = max(measured, model.serving.checks.result(name, lambda: measured, int))

@@ -134,7 +134,7 @@ def step_inputs(previous: DecodeStep | None, completions: list[Completion]) -> S
     known = [one.next_input for one in completions]
     draws = sum(one.launched >= one.known for one in completions)
     if previous is None or previous.draw is None:
-        return StepInputs(known, [KNOWN] * len(known), draws, None)
+        return StepInputs.of(known, draws)
     places = [
         KNOWN if one.launched <= len(one.tokens) else previous.positions.get(one.key, KNOWN)
         for one in completions

@@ -22,6 +22,7 @@ from kvd.worker.core.request import Completion, Request
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
 from kvd.worker.serving.runner import Row
+from kvd.worker.serving.step_inputs import StepInputs
 
 
 @dataclass(eq=False)
@@ -144,6 +145,6 @@ class Recovery:
                 self._enter_phase("flush")
                 cache.flush()
             self._enter_phase("decode")
-            step_tokens = mx.array([token for _, token in now], mx.int32)
-            logits = self._batch.runner.decode(rows, step_tokens)
+            known = [token for _, token in now]
+            logits = self._batch.runner.launch(rows, StepInputs.of(known))
             mx.eval(logits, cache.arrays())

@@ -25,7 +25,7 @@ from kvd.worker.gang.digest import digest_of
 from kvd.worker.gang.startup import Place
 from kvd.worker.gang.summed import Summed
 from kvd.worker.gang.ticks import WORK_TICKS, Ticks
-from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.runner import Row, Runner
 from kvd.worker.serving.step_inputs import StepInputs
 from protocol.worker import LoadModel
 
@@ -191,7 +191,7 @@ class _Work:
 class LeaderRunner:
     """`Runner` of all ranks, for the engine."""
 
-    can_interleave = False
+    interleaves = False
     """The number of decode steps between the stages of a pass would depend on time."""
 
     def __init__(self, runner: Runner, gang: Gang) -> None:
@@ -221,7 +221,7 @@ class LeaderRunner:
 
     # Steps.
 
-    def launch(self, rows: list[SequenceRow], inputs: StepInputs) -> mx.array:
+    def launch(self, rows: list[Row], inputs: StepInputs) -> mx.array:
         ids = self._sender.ids_of(rows)
         record = records.Decode(ids, inputs.known, inputs.places, inputs.draws)
         self._sender.send(record, rows)
@@ -232,27 +232,31 @@ class LeaderRunner:
         found: mx.array = mx.distributed.all_sum(tokens, group=self._group)
         return found
 
-    def prefill(self, row: SequenceRow, tokens: list[int]) -> None:
+    def prefill(self, row: Row, tokens: list[int]) -> None:
         self.prefill_pass([row], [tokens])
 
-    def prefill_pass(self, rows: list[SequenceRow], chunks: list[list[int]], *_: Any) -> None:
+    def prefill_pass(self, rows: list[Row], chunks: list[list[int]], *_: Any) -> None:
         self._sender.send(records.Prefill(self._sender.ids_of(rows), chunks), rows)
         self._runner.prefill_pass(rows, chunks)
 
-    def prefill_hidden(self, rows: list[SequenceRow], chunks: list[list[int]]) -> list[mx.array]:
+    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> list[mx.array]:
         self._sender.send(records.PrefillHidden(self._sender.ids_of(rows), chunks), rows)
         return self._runner.prefill_hidden(rows, chunks)
 
-    def score_parts(self, row: SequenceRow, tokens: list[int]) -> Iterator[mx.array]:
+    def score_parts(self, row: Row, tokens: list[int]) -> Iterator[mx.array]:
         self._sender.send(records.Score(self._sender.id_of(row), tokens), [row])
         return self._runner.score_parts(row, tokens)
 
     # Giving memory back.
 
-    def step_down(self, rows: list[SequenceRow], level: int) -> _Work:
+    def step_down(self, rows: list[Row], level: int) -> _Work:
         self._sender.send(records.StepDown(self._sender.ids_of(rows), level), rows)
         return _Work(self._runner.step_down(rows, level), self._sender)
 
     def trim_pools(self) -> _Work:
         self._sender.send(records.TrimPools())
         return _Work(self._runner.trim_pools(), self._sender)
+
+
+EngineRunner = Runner | LeaderRunner
+"""What the engine runs steps with."""

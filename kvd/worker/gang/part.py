@@ -27,6 +27,9 @@ from protocol.worker import LoadModel
 NOT_NATIVE = "a model over several ranks runs MLX's operations"
 """Why the native library, joined products and kernels are not used."""
 
+AT_ONCE = 32 * 1024 * 1024
+"""Bytes of a rank's part that are read together: whole tensors are read, and divided then."""
+
 
 def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
     """Load a follower's part and measure it; return its runner, with an empty cache."""
@@ -52,7 +55,7 @@ def read_part(
     Needs memory for the part and the tensors that are read together.
     """
     shard(opened.model, str(opened.config.get("model_type")), group)
-    return model_files.read_weights(opened, path, progress, None, joins=False)
+    return model_files.read_weights(opened, path, progress, None, joins=False, at_once=AT_ONCE)
 
 
 def serve_part(

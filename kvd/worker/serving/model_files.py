@@ -266,12 +266,14 @@ def read_weights(
     library: ModuleType | None,
     *,
     joins: bool = True,
+    at_once: int = READ_BYTES,
 ) -> LoadedModel:
     """Read an opened model's weights, with floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted. With the library
     (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
     ``joins``: whether layers may be joined on accelerators (`kvd.worker.gpu.joined_linear`).
+    ``at_once``: bytes of weights that are read together.
     """
     model, product = opened.model, None
     if library is not None:
@@ -284,7 +286,7 @@ def read_weights(
         joined_linear.join(model, product)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
-    _read_weights(path, model, progress)
+    _read_weights(path, model, progress, at_once)
     return replace(
         opened,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
@@ -297,7 +299,7 @@ def _weights(model: Any) -> list[mx.array]:
     return [*parameters, *packed_arrays(model), *joined_linear.joined_arrays(model)]
 
 
-def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
+def _read_weights(path: Path, model: Any, progress: ReportProgress, at_once: int) -> None:
     arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
     done, pending, batch = 0, 0, []
@@ -305,7 +307,7 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
         for array in arrays:
             batch.append(array)
             pending += array.nbytes
-            if pending >= READ_BYTES or array is arrays[-1]:
+            if pending >= at_once or array is arrays[-1]:
                 mx.eval(batch)
                 done, pending, batch = done + pending, 0, []
                 progress("weights", done / total)

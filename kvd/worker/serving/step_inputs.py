@@ -23,6 +23,11 @@ class StepInputs:
     drawn: mx.array | None
     """Tokens that the previous step draws, ``[rows of that step]`` int32, possibly lazy."""
 
+    @staticmethod
+    def of(known: list[int], draws: int = 0) -> StepInputs:
+        """Return inputs that are all known."""
+        return StepInputs(known, [KNOWN] * len(known), draws, None)
+
     def tokens(self) -> mx.array:
         """Return the inputs, ``[rows]`` int32."""
         known, drawn = mx.array(self.known, mx.int32), self.drawn

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from kvd.host.memory import reader
+from protocol.embedding import EmbedOptions, vector_of
 from protocol.gang import PEER_LOST
+from protocol.tools import Grammar
 from protocol.types import Sampling
-from protocol.worker import ChoiceFinished, RowCached, RowTokens, Stop
+from protocol.worker import ChoiceFinished, RowCached, RowPrompt, RowTokens, Stop
 from tests.worker.gang.gang import GangProcesses, tokens_of
 from tests.worker.process.peer import Process, submit
 
@@ -22,7 +27,7 @@ class Single(Process):
 @pytest.fixture(scope="module")
 def single():
     made = Single("mlx")
-    made.load("demo")
+    made.load("demo", embeddings="any")
     yield made
     made.close()
 
@@ -30,7 +35,7 @@ def single():
 @pytest.fixture(scope="module")
 def gang():
     made = GangProcesses(2)
-    made.load("demo", ranks=2)
+    made.load("demo", ranks=2, embeddings="any")
     yield made
     made.close()
 
@@ -103,6 +108,44 @@ def test_a_prompt_continues_from_a_checkpoint(gang, single):
     found, cached = again(gang)
     assert cached >= 256
     assert (found, cached) == again(single)
+
+
+def test_prompts_are_scored_and_answers_follow_a_grammar(gang, single):
+    scored = submit(
+        "d", prompt=None, tokens=LONG[:150], max_tokens=3, sampling=GREEDY, prompt_logprobs=1
+    )
+    grammar = Grammar("regex", r"[a-c]{3} \d{2}")
+    bound = submit("e", prompt="Now", max_tokens=12, sampling=SAMPLED, grammar=grammar)
+
+    def both(worker):
+        found = run(worker, [scored, bound])
+        parts = [report.logprobs for report in worker.of(RowPrompt, "d")]
+        logprobs = [token.logprob for part in parts for token in part]
+        return found, worker.text("e"), logprobs
+
+    (found, text, logprobs), (expected, expected_text, right) = both(gang), both(single)
+    assert (found, text) == (expected, expected_text)
+    assert re.fullmatch(grammar.value, text)
+    assert len(logprobs) == 150
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx(right[1:], abs=1e-3)
+
+
+def test_an_embedding_is_that_of_one_process(gang, single):
+    request = submit("f", prompt=None, tokens=LONG[:90], max_tokens=1, embed=EmbedOptions())
+
+    def vector(worker):
+        run(worker, [request])
+        return vector_of(worker.ends()[0].embedding)
+
+    assert vector(gang) == pytest.approx(vector(single), abs=1e-4)
+
+
+def test_one_grant_covers_what_all_ranks_hold(gang):
+    run(gang, [submit("g", prompt=None, tokens=LONG, max_tokens=3, sampling=GREEDY)])
+    held = [reader().footprint(process.pid) for process in gang.processes]
+    assert min(held) > 0.2 * max(held)
+    assert sum(held) <= gang.granted
 
 
 def test_an_ordered_end_leaves_no_process():
