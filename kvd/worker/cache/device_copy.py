@@ -22,6 +22,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.worker.artifacts import modules
+from kvd.worker.artifacts.cuda_text import Argument, KernelText
 from kvd.worker.cache import cuda_driver
 
 _log = logging.getLogger("kvd.worker")
@@ -181,13 +183,31 @@ def _stream() -> mx.Stream:
 
 @lru_cache(32)
 def _kernel(shape: PageShape) -> Any:
+    text = text_of(shape)
+    if (kept := modules.current()) is not None:
+        kept.provide(text)
+    return mx.fast.cuda_kernel(
+        name=text.name,
+        input_names=[one.name for one in text.inputs],
+        output_names=[one.name for one in text.outputs],
+        source=text.mlx_source,
+        ensure_row_contiguous=False,  # else the kernel could write into a copy
+    )
+
+
+def text_of(shape: PageShape) -> KernelText:
+    """Return the texts of a kernel; see `source_of`."""
     source = source_of(shape)
     # MLX finds a compiled kernel by its name, so the name covers all that it depends on.
-    text = f"{source}{shape.dtypes}"
-    return mx.fast.cuda_kernel(
-        name=f"kvd_pages_{hashlib.sha256(text.encode()).hexdigest()[:16]}",
-        input_names=["place", "slots", *(f"a{number}" for number in range(len(shape.sizes)))],
-        output_names=["done"],
+    about = hashlib.sha256(f"{source}{shape.dtypes}".encode()).hexdigest()[:16]
+    arrays = (Argument(f"a{number}", dtype) for number, dtype in enumerate(shape.dtypes))
+    return KernelText(
+        name=f"kvd_pages_{about}",
+        inputs=(Argument("place", mx.uint64), Argument("slots", mx.int32), *arrays),
+        outputs=(Argument("done", mx.uint32),),
+        template=(),
         source=source,
-        ensure_row_contiguous=False,  # else the kernel could write into a copy
+        header="",
+        mlx_source=source,
+        mlx_header="",
     )

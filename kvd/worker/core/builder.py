@@ -15,6 +15,7 @@ from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.gang import part
 from kvd.worker.gang.leader import EngineRunner, Gang, LeaderRunner
@@ -116,10 +117,11 @@ def load_model(
     with compiler.preparing(text.has_chat_template):
         if gang is not None:
             gang.begin(command, path, loaded.vocab_size)
-        loaded = _read_weights(loaded, path, progress, native.library, gang)
+        plan = _plan(headers, command, loaded, native.library, gang)
+        loaded = _read_weights(loaded, path, progress, plan, gang)
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
-    serving = _serve(headers, command, loaded, native.library, progress, gang)
+    serving = _serve(plan, command, loaded, progress, gang)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
         path,
@@ -141,38 +143,61 @@ def load_model(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What the checks of a load depend on, and the results of earlier ones."""
+
+    library: ModuleType | None
+    verdict: calibration.CalibrationResult | None
+    settings: CacheSettings
+    checks: Checks
+
+
+def _plan(
+    headers: model_files.Headers,
+    command: LoadModel,
+    loaded: model_files.LoadedModel,
+    library: ModuleType | None,
+    gang: Gang | None,
+) -> _Plan:
+    """Return the cache's settings and kept results; the weights need not be read."""
+    verdict = calibration.find(headers)
+    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
+    if gang is not None:  # its results depend on its other ranks
+        return _Plan(library, verdict, settings, Checks())
+    checks = open_checks(headers, command, settings, verdict, library)
+    return _Plan(library, verdict, settings, checks)
+
+
 def _read_weights(
     loaded: model_files.LoadedModel,
     path: Path,
     progress: ReportProgress,
-    library: ModuleType | None,
+    plan: _Plan,
     gang: Gang | None,
 ) -> model_files.LoadedModel:
     def reading(stage: str, fraction: float) -> None:
         progress(stage, 0.1 + 0.7 * fraction)
 
     if gang is None:
-        return model_files.read_weights(loaded, path, reading, library)
+        return model_files.read_weights(loaded, path, reading, plan.library, plan.checks)
     return part.read_part(loaded, path, reading, gang.group)
 
 
 def _serve(
-    headers: model_files.Headers,
+    plan: _Plan,
     command: LoadModel,
     loaded: model_files.LoadedModel,
-    library: ModuleType | None,
     progress: ReportProgress,
     gang: Gang | None,
 ) -> Serving:
     """Choose how to serve the model; with a gang, together with its other ranks."""
-    verdict = calibration.find(headers)
-    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
+    verdict = plan.verdict
     if gang is None:
-        checks = open_checks(headers, command, settings, verdict, library)
-        served = loading.serve(loaded, settings, library, progress, checks)
-        checks = _check_runner(served, checks)
+        served = loading.serve(loaded, plan.settings, plan.library, progress, plan.checks)
+        checks = _check_runner(served, plan.checks)
         return Serving(loaded, served, served.runner, verdict, checks)
-    served = part.serve_part(settings, loaded, gang.peers)
+    served = part.serve_part(plan.settings, loaded, gang.peers)
     sums = part.measure(gang.peers, loaded, command, served.runner)
     loaded = replace(loaded, weights_bytes=sums.weights)
     return Serving(loaded, served, LeaderRunner(served.runner, gang), verdict, Checks(), sums)

@@ -23,13 +23,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import mlx.core as mx
 
 from kvd.worker.artifacts import modules
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 
 COMPILING = 0.1
@@ -164,22 +165,26 @@ class Norm:
     eps: float
 
 
-def find(dtype: mx.Dtype | None) -> Product | None:
+def find(dtype: mx.Dtype | None, checks: Checks | None = None) -> Product | None:
     """Return the kernel for weights of this dtype, if it works on the device with right results.
 
-    ``KVD_NATIVE=off`` in the environment disables it.
+    ``checks``: kept results. ``KVD_NATIVE=off`` in the environment disables the kernel.
     """
     if mx.default_device().type == mx.DeviceType.cpu or not mx.cuda.is_available():
         return None
     if dtype not in _PTX or os.environ.get("KVD_NATIVE") == "off":
         return None
+    right = (checks or Checks()).agrees(f"products of {dtype}", partial(_is_right, dtype))
+    return multiply if right else None
+
+
+def _is_right(dtype: mx.Dtype) -> bool:
     try:
         with modules.ahead(COMPILING):
             results = [_results(dtype, *shape) for shape in product((1, 8, 9, 32), (96, 1024))]
-        right = all(_are_right(dtype, *one) for one in results)
+        return all(_are_right(dtype, *one) for one in results)
     except (RuntimeError, ValueError):  # a device before sm_80, or no compiler
-        return None
-    return multiply if right else None
+        return False
 
 
 def fits(x: mx.array, sizes: Sequence[int]) -> bool:

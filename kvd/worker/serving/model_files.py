@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import pack_weights, packed_arrays
@@ -264,6 +265,7 @@ def read_weights(
     path: Path,
     progress: ReportProgress,
     library: ModuleType | None,
+    checks: Checks | None = None,
     *,
     joins: bool = True,
     at_once: int = READ_BYTES,
@@ -273,7 +275,7 @@ def read_weights(
     Quantized weights stay quantized; their scales are converted. With the library
     (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
     ``joins``: whether layers may be joined on accelerators (`kvd.worker.gpu.joined_linear`).
-    ``at_once``: bytes of weights that are read together.
+    ``at_once``: bytes of weights that are read together. ``checks``: kept results.
     """
     model, product = opened.model, None
     if library is not None:
@@ -282,7 +284,7 @@ def read_weights(
         except RuntimeError as error:
             raise _unreadable(path, error) from error
     elif joins and mx.default_device().type != mx.DeviceType.cpu:
-        product = products.find(joined_linear.dtype_of(model))
+        product = products.find(joined_linear.dtype_of(model), checks)
         joined_linear.join(model, product)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
+from kvd.worker.artifacts.checks import Checks
+from kvd.worker.artifacts.entries import Entries
 from kvd.worker.gpu import products
 
 pytestmark = pytest.mark.mlx
@@ -57,6 +61,24 @@ def test_the_product_is_found_and_works_in_compiled_functions() -> None:
         for got, expected in zip(traced(x), product(x, weight, (16, 32)), strict=True):
             assert mx.isfinite(got).all()
             assert mx.array_equal(got, expected)
+
+
+def test_a_product_that_was_right_is_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    results = iter([False, True])
+    monkeypatch.setattr(products, "_is_right", lambda _dtype: next(results))
+    stored = Entries(tmp_path / "kvd" / "checks", 10_000)
+    found = []
+    for _ in range(4):
+        checks = Checks(stored, "key")
+        found.append(products.find(mx.bfloat16, checks))
+        checks.keep()
+    assert found == [None, products.multiply, products.multiply, products.multiply]
+    with pytest.raises(StopIteration):
+        products.find(mx.float16, Checks(stored, "key"))
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="tests a machine without CUDA")

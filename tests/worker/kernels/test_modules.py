@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ from kvd.worker.attention.kernels import kernel_files, launch
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.attention.kernels.launch import Launch, append_launch, rotate_launch
+from kvd.worker.cache import device_copy
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import products
 from tests.worker.kernels import cases, compiler
@@ -384,6 +388,28 @@ def test_nvrtc_compiles_the_products(dtype: mx.Dtype, monkeypatch: pytest.Monkey
     assert len(texts) == 5
     for text in texts:
         assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90")
+
+
+@pytest.mark.usefixtures("device")
+def test_the_copy_of_pages_is_compiled_as_the_other_kernels_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: list[KernelText] = []
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(modules, "_current", SimpleNamespace(provide=texts.append))
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **about: given.append(about))
+    pool = PagePool(LayerGeometry(2, 64, 64), Scheme(8, 16), mx.bfloat16)
+    pool.grow(1)
+    device_copy._kernel.__wrapped__(device_copy.PageShape.of(pool.arrays()))
+
+    (text,), (about,) = texts, given
+    assert text.name == about["name"]
+    assert (text.mlx_source, text.mlx_header) == (about["source"], about.get("header", ""))
+    assert [one.name for one in text.inputs] == about["input_names"]
+    dtypes = [one.dtype for one in text.inputs]
+    assert dtypes == [mx.uint64, mx.int32, mx.uint32, mx.bfloat16, mx.bfloat16, mx.bfloat16]
+    nvrtc = compiler.require()
+    assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90")
 
 
 def test_a_text_with_an_error_is_refused_with_the_compilers_message() -> None:
