@@ -3,8 +3,8 @@
 A prefill pass that failed can be undone: a chunk changes nothing before it is written. The effect
 of any other failed step on tails and states is unknown, and the rows may hold the memory that is
 missing. So all rows are discarded, and each gets the same input again: its prompt in the same
-chunks, then its tokens, one per step, next to the other rows. The same passes give the same keys
-and values, so clients see only the delay. Checkpoints save most of the prefill; they are dropped as
+chunks, then its tokens, one per step, next to the other rows. That gives the same keys and values,
+so clients see only the delay. Checkpoints save most of the prefill; they are dropped as
 soon as the rows share their pages.
 
 Rows that were stepped down are rebuilt at their precision level, as if they had started there.
@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
+from kvd.worker.scheduling.prefill_order import LONGEST_TAIL
 from kvd.worker.serving.runner import Row
 from kvd.worker.serving.step_inputs import StepInputs
 
@@ -98,8 +100,9 @@ class Recovery:
             self._open_row(rebuild)
         self._drop_checkpoints()
         self._cache.compact()
+        self._prefill([chunk for rebuild in rebuilds for chunk in self._chunks(rebuild)])
         for rebuild in rebuilds:
-            self._prefill(rebuild)
+            self._fork(rebuild)
         self._decode([pair for rebuild in rebuilds for pair in rebuild.inputs()])
         for rebuild in rebuilds:
             self._batch.put_back(rebuild.request, rebuild.completions, rebuild.rows)
@@ -124,15 +127,35 @@ class Recovery:
         rebuild.cached = hit.tokens
         rebuild.rows = [self._batch.new_row(request, hit)]
 
-    def _prefill(self, rebuild: _Rebuild) -> None:
-        cache, row = self._cache, rebuild.rows[0]
-        for start in range(rebuild.cached, rebuild.prefilled, self._chunk):
+    def _chunks(self, rebuild: _Rebuild) -> list[tuple[Row, list[int]]]:
+        prompt, end = rebuild.request.prompt, rebuild.prefilled
+        starts = range(rebuild.cached, end, self._chunk)
+        spans = [prompt[start : min(start + self._chunk, end)] for start in starts]
+        return [(rebuild.rows[0], span.tolist()) for span in spans]
+
+    def _prefill(self, chunks: list[tuple[Row, list[int]]]) -> None:
+        """Prefill chunks of all rows, as many in a pass as its memory is charged for."""
+        runner = self._batch.runner
+        while chunks:
+            count, room = 0, runner.pass_tokens(self._chunk)
+            tails = room + LONGEST_TAIL
+            row: Row = None
+            for other, chunk in chunks:
+                # As in `PrefillOrder.choose`: also together with the tails before them.
+                tail = 0 if other is row else other.length - PAGE_TOKENS * full_pages(other.length)
+                room, tails = room - len(chunk), tails - len(chunk) - tail
+                if count and (min(room, tails) < 0 or not runner.packs):
+                    break
+                count, row = count + 1, other
+            some, chunks = chunks[:count], chunks[count:]
             self._enter_phase("prefill")
-            end = min(start + self._chunk, rebuild.prefilled)
-            self._batch.runner.prefill(row, rebuild.request.prompt[start:end].tolist())
-        others = rebuild.completions[1:]
+            runner.prefill_pass([row for row, _ in some], [chunk for _, chunk in some])
+
+    def _fork(self, rebuild: _Rebuild) -> None:
+        """Give each of several completions a row."""
+        cache, others = self._cache, rebuild.completions[1:]
         if others:
-            snapshot = cache.snapshots.take(row)
+            snapshot = cache.snapshots.take(rebuild.rows[0])
             rebuild.rows += [cache.restore(snapshot) for _ in others]
             cache.snapshots.drop(snapshot)
 

@@ -216,7 +216,7 @@ def test_bad_logits_of_a_scored_prompt_are_never_reported(
     runner = cold.engine._runner
     plain = runner.score_parts
 
-    def poisoned(row: object, tokens: list[int]) -> Iterator[mx.array]:
+    def poisoned(row: object, tokens: list[int], *rest: object) -> Iterator[mx.array]:
         for logits in plain(row, tokens):
             yield logits if len(tokens) == 256 else mx.full(logits.shape, poison)
 
@@ -295,4 +295,37 @@ def test_a_chunk_without_memory_is_prefilled_again_and_other_rows_stay(
 
     assert seen.failed == shortage.TRIES + 1
     assert cold.engine._out_of_memory.count == 1
+    assert_same(cold.outcomes, expected)
+
+
+def test_prompts_are_rebuilt_in_passes_of_several_chunks(cold: Driver) -> None:
+    """One chunk for each pass would take longer, above all for many short prompts."""
+    requests = {
+        f"r{number}": (prompt_of(length, number), Sampling(seed=number), {"max_tokens": 30})
+        for number, length in enumerate((40, 40, 60, 70, 300))
+    }
+    expected = serve(cold, requests)
+    cold.engine._prefix_cache.tree.clear()
+    for rid, (prompt, sampling, more) in requests.items():
+        cold.submit(rid, prompt, sampling, **more)
+    cold.run(until=lambda: all(outcome.tokens for outcome in cold.outcomes.values()))
+    cold.engine._prefix_cache.tree.clear()
+    passes: list[int] = []
+    runner = cold.engine._runner
+    prefill_pass = runner.prefill_pass
+
+    def noted(rows: list, chunks: list[list[int]], *rest: object) -> None:
+        passes.append(sum(map(len, chunks)))
+        prefill_pass(rows, chunks, *rest)
+
+    runner.prefill_pass = noted  # type: ignore[method-assign]
+    try:
+        with memory_runs_out({1}.__contains__, LATE) as seen:
+            cold.run()
+    finally:
+        del runner.prefill_pass
+    assert seen.failed == 1
+    assert sum(passes) == sum(len(prompt) - 1 for prompt, *_ in requests.values())
+    assert passes == [39 + 39 + 59 + 69, 256, 43]
+    assert max(passes) <= runner.pass_tokens(256)
     assert_same(cold.outcomes, expected)
