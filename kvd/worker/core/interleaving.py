@@ -109,7 +109,7 @@ class Interleaving:
         start = time.monotonic()
         self._batch.synchronize()
         end = time.monotonic()
-        self._waited = end - start
+        self._waited += end - start
         self._rates.note("decode", 1, end - self._launched)
 
     @property
@@ -129,6 +129,7 @@ class Interleaving:
             return
         # A pass is one phase: each change of the phase is a message to the daemon.
         enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
+        self._launched = time.monotonic()
         try:
             self._batch.decode([rid for rid in self._decoding if self._may_decode(rid)])
         finally:

@@ -6,7 +6,7 @@ A prompt whose logprobs are requested is prefilled completely, since a checkpoin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -22,7 +22,6 @@ from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
-from kvd.worker.serving.runner import Row
 from protocol.types import TokenLogprob
 
 
@@ -96,14 +95,12 @@ class Prompts:
                 if request.submit.prompt_logprobs is not None:
                     self._batch.reports += report_prompt(request, 0, self._first_token(request))
 
-    def _prefill_rows(self, rows: list[Row], tokens: list[list[int]]) -> None:
-        """Prefill chunks of these rows, with decode steps of other rows between the stages."""
+    def _stages(self, tokens: int) -> tuple[float, Callable[[int], None] | None]:
+        """Return how a pass over so many tokens is divided (`Runner.prefill_pass`)."""
         if self._runner.interleaves:
-            share = self._interleaving.stage_share(sum(map(len, tokens)))
-            self._runner.prefill_pass(rows, tokens, share, self._interleaving.run_step)
-        else:
-            self._interleaving.settle()
-            self._runner.prefill_pass(rows, tokens)
+            return self._interleaving.stage_share(tokens), self._interleaving.run_step
+        self._interleaving.settle()
+        return 1.0, None
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
@@ -119,12 +116,11 @@ class Prompts:
         if plain:
             rows = [request.row for request, _ in plain]
             tokens = [request.prompt[chunk.start : chunk.end].tolist() for request, chunk in plain]
+            stages = self._stages(sum(map(len, tokens)))
             if any(request.submit.embed is not None for request, _ in plain):
-                self._interleaving.settle()
-                hidden = self._runner.prefill_hidden(rows, tokens)
-                self._embeddings.pool(plain, hidden)
+                self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
             else:
-                self._prefill_rows(rows, tokens)
+                self._runner.prefill_pass(rows, tokens, *stages)
         pairs = list(zip(requests, chunks, strict=True))
         for request, chunk in pairs:
             self._count(request, chunk)
@@ -146,12 +142,19 @@ class Prompts:
 
     def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
         """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""
-        self._interleaving.settle()
         own = request.prompt[chunk.start : chunk.end].tolist()
-        parts = self._runner.score_parts(request.row, own)
+        # Decode steps run before the pass, in it, and between the parts of its logits.
+        pauses = self._runner.interleaves and self._runner.splits_head
+        if pauses:
+            self._interleaving.run_step(1)
+            parts = self._runner.score_parts(request.row, own, *self._stages(len(own)))
+        else:  # the logits of a whole chunk leave no memory for a step
+            self._interleaving.settle()
+            parts = self._runner.score_parts(request.row, own)
         logprobs: list[TokenLogprob] = []
         for part in parts:
             if not finite_and_varied(part).all().item():
+                self._interleaving.settle()
                 self._batch.fail_untrusted(request)
                 return False
             start = chunk.start + len(logprobs) + 1
@@ -161,6 +164,11 @@ class Prompts:
                 self._batch.text.token_logprob(scored.token, scored.logprob, scored.top)
                 for scored in scores.read([top] * len(tokens))
             ]
+            del part, scores  # the logits
+            if pauses:
+                self._interleaving.run_step(chunk.length - len(logprobs))
+                if not self._batch.holds(request):
+                    return False
         first = self._first_token(request) if chunk.start == 0 else []
         self._batch.reports += report_prompt(
             request, chunk.start + 1 - len(first), first + logprobs

@@ -239,11 +239,11 @@ class LeaderRunner:
         self._sender.send(records.Prefill(self._sender.ids_of(rows), chunks), rows)
         self._runner.prefill_pass(rows, chunks)
 
-    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> list[mx.array]:
+    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]], *_: Any) -> list[mx.array]:
         self._sender.send(records.PrefillHidden(self._sender.ids_of(rows), chunks), rows)
         return self._runner.prefill_hidden(rows, chunks)
 
-    def score_parts(self, row: Row, tokens: list[int]) -> Iterator[mx.array]:
+    def score_parts(self, row: Row, tokens: list[int], *_: Any) -> Iterator[mx.array]:
         self._sender.send(records.Score(self._sender.id_of(row), tokens), [row])
         return self._runner.score_parts(row, tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -249,10 +249,18 @@ class Runner:
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
-            with nullcontext() if between is None else self.cache.stages(share, between):
+            with self._stages(share, between):
                 self.model(tokens, cache=self._views(rows))
             self.cache.end_pass()
             self.cache.finish_prefill()
+
+    def _stages(
+        self, share: float, between: Callable[[int], None] | None
+    ) -> AbstractContextManager[None]:
+        if between is None:
+            return nullcontext()
+        stages: AbstractContextManager[None] = self.cache.stages(share, between)
+        return stages
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
         """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""
@@ -267,7 +275,13 @@ class Runner:
         views: list[Any] = self.cache.views(rows)
         return views
 
-    def prefill_hidden(self, rows: list[Row], chunks: list[list[int]]) -> list[mx.array]:
+    def prefill_hidden(
+        self,
+        rows: list[Row],
+        chunks: list[list[int]],
+        share: float = 1.0,
+        between: Callable[[int], None] | None = None,
+    ) -> list[mx.array]:
         """Prefill as `prefill_pass`; return each chunk's hidden states, ``[tokens, channels]``.
 
         Only if `splits_head`.
@@ -276,7 +290,8 @@ class Runner:
         found: list[mx.array] = []
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
-            hidden = self._head.hidden(tokens, cache=self._views(rows)).flatten(0, 1)
+            with self._stages(share, between):
+                hidden = self._head.hidden(tokens, cache=self._views(rows)).flatten(0, 1)
             self.cache.end_pass()
             mx.eval(hidden)  # before the flush, as in `score_parts`
             self.cache.finish_prefill()
@@ -318,14 +333,21 @@ class Runner:
         """Prefill one row, and return the chunk's logits, ``[tokens, vocab]``, lazily."""
         return mx.concatenate([*self.score_parts(row, tokens)])
 
-    def score_parts(self, row: Row, tokens: list[int]) -> Iterator[mx.array]:
+    def score_parts(
+        self,
+        row: Row,
+        tokens: list[int],
+        share: float = 1.0,
+        between: Callable[[int], None] | None = None,
+    ) -> Iterator[mx.array]:
         """Prefill one row, and return its logits in parts of `SCORED_AT_ONCE` tokens, lazily.
 
-        The row is prefilled when this method returns.
+        The row is prefilled when this method returns. ``share``, ``between``: see `prefill_pass`.
         """
         padded = self._begin_prefill([row], [tokens])
         compute = self.model if self._head is None else self._head.hidden
-        found: mx.array = compute(padded, cache=self._views([row])).flatten(0, 1)
+        with self._stages(share, between):
+            found: mx.array = compute(padded, cache=self._views([row])).flatten(0, 1)
         found = found[None, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
@@ -337,12 +359,16 @@ class Runner:
         """Yield the logits of a chunk, from hidden states if the head is split."""
         for start in range(0, found.shape[1], SCORED_AT_ONCE):
             part = found[:, start : start + SCORED_AT_ONCE]
-            count = part.shape[1]
-            if self._head is not None:  # padded, so that rounding does not depend on the part
-                part = mx.pad(part, [(0, 0), (0, SCORED_AT_ONCE - count), (0, 0)])
-                part = self._head.logits(part)
-                mx.eval(part)  # repeats the evaluation if memory is short, unlike `item`
-            yield part[0, :count]
+            # Not kept in a variable, which would hold the logits until the next part is wanted.
+            yield part[0] if self._head is None else self._logits_of(part, self._head)
+
+    def _logits_of(self, hidden: mx.array, head: SplitHead) -> mx.array:
+        """Return the logits of few hidden states, ``[1, tokens, channels]``; evaluated."""
+        count = hidden.shape[1]
+        # Padded, so that rounding does not depend on the part.
+        logits = head.logits(mx.pad(hidden, [(0, 0), (0, SCORED_AT_ONCE - count), (0, 0)]))
+        mx.eval(logits)  # repeats the evaluation if memory is short, unlike `item`
+        return logits[0, :count]
 
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
         """Start a pass over chunks; return its tokens.

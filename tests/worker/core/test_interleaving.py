@@ -13,6 +13,7 @@ import pytest
 from kvd.worker.core import interleaving, out_of_memory
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
+from protocol import memory_bounds
 from protocol.types import Sampling
 from protocol.worker import Report, RowTokens
 from tests.worker.core.driver import Driver, Outcome
@@ -78,6 +79,38 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     assert layers > 2
     assert len(layered.outcomes["runs"].tokens) == before + layers
     assert len([report for report in early if isinstance(report, RowTokens)]) == layers
+    layered.run()
+    assert layered.outcomes == expected
+
+
+@pytest.mark.parametrize("share", [None, 1.0], ids=["stages", "short passes"])
+def test_a_row_decodes_while_prompts_are_scored(
+    layered: Driver, monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """Between the stages of a pass, between the parts of its logits, and between passes."""
+    if share is not None:
+        monkeypatch.setattr(interleaving.Interleaving, "stage_share", lambda *_: share)
+    requests: dict[str, dict[str, Any]] = {
+        f"scored {number}": {"prompt": prompt_of(75, number), "prompt_logprobs": 1, "max_tokens": 3}
+        for number in range(3)
+    }
+    requests["runs"] = {"prompt": prompt_of(90, 90), "max_tokens": 90}
+    expected = {rid: layered.alone(**request) for rid, request in requests.items()}
+    layered.submit("runs", **requests.pop("runs"))
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    for rid, request in requests.items():
+        layered.submit(rid, **request)
+    before = len(layered.outcomes["runs"].tokens)
+    layered.step()
+
+    assert not any(in_prefill(layered, rid) for rid in requests)
+    assert all(len(layered.outcomes[rid].prompt_logprobs) == 75 for rid in requests)
+    parts = -(-74 // memory_bounds.SCORED_AT_ONCE)
+    stages = 1 if share else len(layered.engine._runner.cache.stage_ends(0.0))
+    # The step of before, and this step's own. For each prompt one before the pass, between its
+    # stages, and between the parts of its logits.
+    steps = 2 + 3 * (1 + (stages - 1) + (parts - 1))
+    assert len(layered.outcomes["runs"].tokens) == before + steps
     layered.run()
     assert layered.outcomes == expected
 
