@@ -56,6 +56,7 @@ METAL = Language(
 #define SIN(x) metal::precise::sin(x)
 #define SQRT(x) metal::precise::sqrt(x)
 #define NUMBER(word) float(word)
+#define ALIGN(low, high, shift) ((low) >> (shift) | (high) << 1 << (31 - (shift)))
 #define BITS(word) as_type<float>(word)
 """,
     dense={
@@ -100,8 +101,8 @@ __device__ inline float POWER(float x) {  // exp2f also minds what is too small 
 #define SIN(x) sinf(x)
 #define SQRT(x) sqrtf(x)
 #define NUMBER(word) __uint_as_float(word)
+#define ALIGN(low, high, shift) __funnelshift_r(low, high, shift)
 #define BITS(word) __uint_as_float(word)
-typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 __device__ inline float LARGEST(float x) {

@@ -27,6 +27,7 @@ from kvd.worker.attention.kernels.paging import (
 )
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
+from kvd.worker.attention.kernels.unpacking import find_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _KEYS_UP = 6
@@ -36,12 +37,6 @@ _WEIGHTS_UP = 7
 """Weights, which are at most 1, are scaled by 2 to this power for the same reasons."""
 _IN_FLIGHT = 16
 """Registers per lane for runs that are being loaded."""
-_PLACE = """
-const int place = g * BITS / 4, start_bit = g * BITS % 4 * 8;
-const int more = (g * BITS + BITS - 1) / 4 - place;
-"""
-"""Finds a lane's run among the eight of a line: its first word, its first bit there, and whether it
-ends in the next word."""
 _TO_WEIGHTS = """
 excess[0] += excess[1];
 #pragma unroll
@@ -159,7 +154,7 @@ biases_ahead[at] = biases[at * 4];
 """
     text.add(f"""
 constexpr int BITS = {side.bits}, STEPS = {steps}, BATCH = {batch}, LINE = 2 * BITS;
-{_PLACE}
+{find_run("g", side.bits)}
 const uint* words = reinterpret_cast<const uint*>(keys{level})
     + (page * K_DIM + t * 4) * LINE + place;
 const uint2* scales = reinterpret_cast<const uint2*>(key_scales{level} + page * K_DIM) + t;
@@ -281,7 +276,7 @@ biases_ahead[at] = biases[at * 4];
 """
     text.add(f"""
 constexpr int BITS = {side.bits}, STEPS = 4, BATCH = {batch}, LINE = 2 * BITS;
-{_PLACE}
+{find_run("g", side.bits)}
 const uint* words = reinterpret_cast<const uint*>(values{level})
     + (page * PAGE + t * 4) * (SETS * LINE) + place;
 const size_t line = page * (PAGE * SETS);

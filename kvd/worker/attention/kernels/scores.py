@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvd.worker.attention.kernels.shape import Shape, Side
 from kvd.worker.attention.kernels.text import RUN, Text, power
-from kvd.worker.attention.kernels.unpacking import dense_run
+from kvd.worker.attention.kernels.unpacking import dense_run, find_run
 
 
 def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> None:
@@ -18,9 +18,10 @@ def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> 
         _fold_queries(text, shape, level, fold)
     run = side.run(shape.dtype)
     text.zero(*(f"acc{number}" for number in range(RUN)))
+    text.add(find_run("lane", run.size))
     text.add(f"""
 GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level})
-    + page * (K_DIM * 8 * {run.count}) + lane * {run.count};
+    + page * (K_DIM * 2 * {run.size}) + place;
 """)
     run.add_stream(
         text,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import RUN, Text, power
-from kvd.worker.attention.kernels.unpacking import Run, dense_run
+from kvd.worker.attention.kernels.unpacking import Run, dense_run, find_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _PLAIN_WEIGHTS = """
@@ -107,7 +107,8 @@ work[base + token * {groups} + {at}] = weight;
 """)
         text.add(f"""
 SYNC_WARP();
-GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * RUNS * {run.count});
+GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level})
+    + page * (PAGE * RUNS * {run.size} / 4);
 """)
         where = "t" if groups == 1 else f"t * {groups} + run / {side.group // RUN}"
         self._over_tokens(run, "PAGE", where)
@@ -120,12 +121,12 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * R
             return f"sum{number}@ += {found} * weight@;"
 
         if count == "PAGE" and not (PAGE_TOKENS % self.at_once or self._idle):
-            text.add(f"runs += lane * {run.count};")
+            text.add(f"{find_run('lane', run.size)}runs += place;")
             steps = PAGE_TOKENS // self.at_once
             run.add_stream(text, steps, "(AT_ONCE * RUNS)", f"{first}weight = {weight};", use)
             return
         condition = f"t < {count} && pass < AT_ONCE" if self._idle else f"t < {count}"
-        text.add(f"""
+        text.add(f"""{find_run("run", run.size)}
 for (int step = 0; step * AT_ONCE < {count}; ++step) {{
 constexpr int from = 0;
 {first}
@@ -133,8 +134,7 @@ if ({condition}) {{
 weight = {weight};
 {run.kind} now[{run.count}];
 """)
-        for part in range(run.count):
-            text.add(f"now[{part}] = runs[(t * RUNS + run) * {run.count} + {part}];")
+        run.add_read(text, "now", "0", f"t * RUNS * {run.size} / 4 + place")
         run.add_to(text, use)
         text.add("}\n}")
 
@@ -152,20 +152,19 @@ weight = {weight};
         for number, shift in enumerate(run.shifts):
             text.scale(f"weight{number}", self._fold - shift)
         at = "d" if groups == 1 else f"d * {groups} + j / {side.group // RUN}"
-        text.add(f"""
+        text.add(f"""{find_run("j", run.size)}
 GLOBAL T* scales = value_scales{level} + page * (V_DIM * {groups});
 GLOBAL T* biases = value_biases{level} + page * (V_DIM * {groups});
-GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (V_DIM * 8 * {run.count});
+GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (V_DIM * 2 * {run.size});
 #pragma unroll
 for (int step = 0; step < V_DIM / 4; ++step) {{
-const int d = step * 4 + c, place = (d * 8 + j) * {run.count};
+const int d = step * 4 + c;
 constexpr int from = 0;
 {run.kind} now[{run.count}];
 const float scale = float(scales[{at}]) * {power(self._unfold)}, bias = float(biases[{at}]);
 found@ = 0;
 """)
-        for part in range(run.count):
-            text.add(f"now[{part}] = runs[place + {part}];")
+        run.add_read(text, "now", "0", f"d * {2 * run.size} + place")
         run.add_to(text, lambda number, number_text: f"found@ += {number_text} * weight{number}@;")
         text.add("channel[step]@ += found@ * scale + all@ * bias;\n}")
 
