@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,12 +49,24 @@ class Gated:
         return bool(self._plain.consume_token(token))
 
 
+GATES: list[threading.Event] = []
+
+
+@pytest.fixture(autouse=True)
+def _opened(demo: Driver) -> Iterator[None]:
+    """Open all gates after a test, which may have failed."""
+    yield
+    while GATES:
+        GATES.pop().set()
+
+
 def gated(
     driver: Driver, rid: str, stops: Callable[[int], bool], gate: threading.Event | None = None
 ) -> tuple[Gated, threading.Event]:
     """Gate the matchers of a submitted request; return the first one's grammar, and the gate."""
     gate = gate or threading.Event()
     driver.run(until=lambda: rid in driver.engine._batch.requests)
+    GATES.append(gate)
     found = []
     for completion in driver.engine._batch.requests[rid].completions:
         assert completion.matcher is not None
@@ -219,37 +231,35 @@ def test_a_late_row_is_preempted_once_it_is_drawn(demo: Driver, lost: bool, limi
     assert demo.outcomes["slow"] == wanted
 
 
+def random_requests(chance: random.Random, count: int) -> dict[str, dict[str, Any]]:
+    """Return arguments of `Driver.submit` by request id."""
+    found: dict[str, dict[str, Any]] = {}
+    for number in range(count):
+        one: dict[str, Any] = {"max_tokens": chance.randrange(1, 40), "n": chance.choice([1, 1, 2])}
+        if (grammar := chance.choice([None, PERSON, DIGITS, LIST])) is not None:
+            one["grammar"] = grammar
+        if chance.random() < 0.3:
+            one["min_tokens"] = min(10, one["max_tokens"])
+        one["prompt"] = prompt_of(chance.randrange(2, 150), number)
+        one["sampling"] = Sampling(
+            temperature=1.0, seed=number, frequency_penalty=chance.choice([0.0, 0.4])
+        )
+        found[f"r{number}"] = one
+    return found
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_do_not_depend_on_how_long_masks_take(demo: Driver, seed: int) -> None:
     """Requests join and leave while random tokens of their grammars wait for random steps."""
     chance = random.Random(seed)
-    kinds = [None, PERSON, DIGITS, LIST]
-    asked = []
-    for number in range(7):
-        more = {"max_tokens": chance.randrange(1, 40), "n": chance.choice([1, 1, 2])}
-        if (grammar := chance.choice(kinds)) is not None:
-            more["grammar"] = grammar
-        if chance.random() < 0.3:
-            more["min_tokens"] = min(10, more["max_tokens"])
-        sampling = Sampling(
-            temperature=1.0, seed=number, frequency_penalty=chance.choice([0.0, 0.4])
-        )
-        asked.append((prompt_of(chance.randrange(2, 150), number), sampling, more))
-    wanted = {
-        f"r{number}": demo.alone(words, sampling, **more)
-        for number, (words, sampling, more) in enumerate(asked)
-    }
+    asked = random_requests(chance, 7)
+    wanted = {rid: demo.alone(**one) for rid, one in asked.items()}
     gates: list[threading.Event] = []
-    waiting = list(enumerate(asked))
+    waiting = list(asked)
     seen = 0
-    while waiting or demo.engine.has_work:
-        if waiting and chance.random() < 0.3:
-            number, (words, sampling, more) = waiting.pop()
-            demo.submit(f"r{number}", words, sampling, **more)
-            if "grammar" in more:
-                gates.append(threading.Event())
-                stops = random.Random(number)
-                gated(demo, f"r{number}", lambda _, by=stops: by.random() < 0.3, gates[-1])
+
+    def step() -> None:
+        nonlocal seen
         demo.step()
         seen += len(late_keys(demo))
         for gate in gates:
@@ -257,6 +267,20 @@ def test_tokens_do_not_depend_on_how_long_masks_take(demo: Driver, seed: int) ->
                 gate.set()
             elif chance.random() < 0.4:
                 gate.clear()
+
+    while waiting:
+        rid = waiting.pop()
+        demo.submit(rid, **asked[rid])
+        if "grammar" in asked[rid]:
+            gates.append(threading.Event())
+            stops = random.Random(rid)
+            gated(demo, rid, lambda _, by=stops: by.random() < 0.3, gates[-1])
+        for _ in range(chance.randrange(6)):
+            step()
+    for _ in range(20_000):
+        if not demo.engine.has_work:
+            break
+        step()
 
     assert demo.outcomes == wanted
     assert seen or not gates
