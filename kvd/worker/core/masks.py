@@ -179,7 +179,8 @@ class StepMasks:
                 may_end = completion.launched > least
                 matcher.limit(mask, completion.stream.ends, may_end=may_end)
         over: list[tuple[Completion, KvdError | None]] = []
-        for row in np.flatnonzero(~masks.view(np.uint32).any(axis=1)):
+        able = masks.view(np.uint32).any(axis=1)
+        for row in () if able.all() else np.flatnonzero(~able):
             matcher = matchers[row]
             assert matcher is not None
             failure = matcher.failure()
@@ -187,7 +188,7 @@ class StepMasks:
                 masks[row] = 0xFF
             over.append((step.drawing[row], failure))
         step.draw_tokens(sampler, mx.array(masks))
-        if self._reads_in_thread and step.draw is not None:
+        if self._reads_in_thread and step.draw is not None:  # not shared with the calling thread
             step.host_tokens = step.draw.tokens + 0
         return over
 

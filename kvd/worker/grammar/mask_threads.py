@@ -20,6 +20,8 @@ from kvd.worker.grammar.matcher import MaskFiller, Matcher
 HELPED_SECONDS = 200e-6
 """Expected seconds of work for which a batch gets another thread. Waking one takes about 50 us."""
 
+_LEAST_SECONDS = 10e-6
+
 Work = tuple[Matcher, int | None]
 """A matcher, and the place of its token in a batch's tokens; None: only its mask is missing."""
 
@@ -70,7 +72,8 @@ class MaskBatch:
                 if token is not None:
                     matcher.push_ahead(token)
                 self._filler.compute(matcher)
-                matcher.seconds = perf_counter() - start
+                took = perf_counter() - start
+                matcher.seconds = min(took, 2 * matcher.seconds + _LEAST_SECONDS)
             except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
                 self._error = error
             self._advanced.append(matcher)

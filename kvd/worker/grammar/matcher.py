@@ -52,7 +52,8 @@ class Matcher:
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
         self.seconds = 0.0
-        """Time that the last token and its mask took in a thread."""
+        """Time that the last tokens and their masks took in a thread. It at most doubles with each,
+        because the thread may have waited for a processor."""
         self.lent = False
         """Whether a thread advances the matcher."""
         self._pushed: list[int] = []
@@ -169,9 +170,11 @@ class MaskFiller:
 
         A matcher that fails has an empty mask. Masks that were computed already are copied.
         """
-        masks: Mask = np.full((len(matchers), 4 * self._words), 0xFF, np.uint8)
+        masks: Mask = np.empty((len(matchers), 4 * self._words), np.uint8)
         for row, matcher in enumerate(matchers):
-            if matcher is not None:
+            if matcher is None:
+                masks[row] = 0xFF
+            else:
                 masks[row] = 0 if matcher.given_up else self.compute(matcher)
         return masks
 
