@@ -112,7 +112,8 @@ def load_model(
         name=f"the model {command.source}",
     )
     compiler = Compiler(
-        text.vocabulary, memory=ProcessMemory(limit.room, _held_outside_mlx, loading.give_back)
+        text.vocabulary,
+        memory=ProcessMemory(limit.room, _held_outside_mlx, loading.give_back, memory.trim_malloc),
     )
     with compiler.preparing(text.has_chat_template):
         if gang is not None:
