@@ -19,6 +19,7 @@ from kvd.worker.gang.control import FollowerPeers, Peers, require_equal
 from kvd.worker.gang.shard import shard
 from kvd.worker.process import shortage
 from kvd.worker.serving import calibration, fast_paths, loading, model_files, probe, seam
+from kvd.worker.serving.rounding import batch_floor
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol.errors import UnsupportedModel
 from protocol.types import FusedAttention
@@ -63,6 +64,8 @@ def serve_part(
 ) -> probe.Served:
     """Choose how to serve the model, together with all ranks; raises `UnsupportedModel`."""
     require_equal(peers, "the cache's settings", repr(settings.store_schemes))
+    if on_cpu():  # the probe's batches are padded to it, and a collective needs equal shapes
+        require_equal(peers, "the smallest batch", batch_floor(loaded.model))
     checks = AgreedChecks(peers)
     served = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
     runner = served.runner

@@ -9,7 +9,8 @@ padding for 3072 x 1024).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -28,7 +29,9 @@ _MOST_CHUNK = 4096
 _BEYOND = 2 * 1024 * 1024
 """Multiplications of a product that never uses BLAS's small kernels, whatever its shape."""
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
+_SHARDED = (nn.AllToShardedLinear, nn.ShardedToAllLinear)
+_QUANTIZED_SHARDED = (nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear)
+_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS, *_SHARDED, *_QUANTIZED_SHARDED)
 
 
 def batch_floor(model: Any) -> int:
@@ -64,7 +67,7 @@ def token_floor(model: Any) -> int | None:
     layers = {
         (leaf.weight.shape, leaf.weight.dtype): leaf
         for leaf in leaves
-        if isinstance(leaf, nn.Linear) and leaf.weight.size <= MOST_ELEMENTS
+        if isinstance(leaf, (nn.Linear, *_SHARDED)) and leaf.weight.size <= MOST_ELEMENTS
     }
     floor = max(map(_token_floor, layers.values()), default=1)
     if not all(map(_is_known, leaves)):
@@ -76,16 +79,31 @@ def _token_floor(layer: Any) -> int:
     """Return the tokens from which on rounding does not depend on their number or place."""
     large = -(-_BEYOND // layer.weight.size)  # for narrow weights, such as a router's
     tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
-    right = layer(tokens)
+    multiply = _product(layer)
+    right = multiply(tokens)
     last = right[MOST_TOKENS:]
-    agree = _same(layer(tokens[MOST_TOKENS:]), last) and all(
-        _same(layer(tokens[:count]), right[:count]) for count in _LARGE_CHUNKS
+    agree = _same(multiply(tokens[MOST_TOKENS:]), last) and all(
+        _same(multiply(tokens[:count]), right[:count]) for count in _LARGE_CHUNKS
     )
     if not agree:
         return MOST_TOKENS + 1
     counts = range(MOST_TOKENS, 0, -1)
-    wrong = (count for count in counts if not _same(layer(tokens[:count]), right[:count]))
+    wrong = (count for count in counts if not _same(multiply(tokens[:count]), right[:count]))
     return next(wrong, 0) + 1
+
+
+def _product(layer: Any) -> Callable[[mx.array], mx.array]:
+    """Return a layer's product, without the sum over all ranks of a divided layer."""
+    if isinstance(layer, _EMBEDDINGS):
+        return cast("Callable[[mx.array], mx.array]", layer.as_linear)
+    if isinstance(layer, _SHARDED):
+        return lambda inputs: inputs @ layer.weight.T
+    if isinstance(layer, _QUANTIZED_SHARDED):
+        return lambda inputs: mx.quantized_matmul(
+            inputs, layer.weight, layer.scales, layer.get("biases"),
+            group_size=layer.group_size, bits=layer.bits, mode=layer.mode,
+        )  # fmt: skip
+    return cast("Callable[[mx.array], mx.array]", layer)
 
 
 def _inputs(layer: Any, rows: int) -> mx.array:
@@ -102,7 +120,7 @@ def _is_known(leaf: nn.Module) -> bool:
 
 
 def _floor(layer: Any) -> int:
-    multiply = layer.as_linear if isinstance(layer, _EMBEDDINGS) else layer
+    multiply = _product(layer)
     rows = _inputs(layer, _LARGE[-1])
 
     def first_row(count: int) -> mx.array:

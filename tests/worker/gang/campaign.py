@@ -66,7 +66,7 @@ def serve(worker, requests: list[Submit], chance: random.Random, *, disturbed: b
             request = waiting.pop()
             running.add(request.rid)
             worker.send(request)
-        if disturbed and chance.random() < 0.1:
+        if disturbed and chance.random() < 0.3:
             before, method = len(worker.of(Reclaimed)), chance.choice(METHODS)
             worker.send(Reclaim(seq=9, method=method, wanted_bytes=1 << chance.randrange(20, 31)))
             worker.wait_for(lambda before=before: len(worker.of(Reclaimed)) > before)

@@ -7,7 +7,7 @@ import pytest
 from mlx import nn
 
 from kvd.worker.serving import rounding
-from kvd.worker.serving.rounding import MOST_TOKENS, token_floor
+from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
 
 pytestmark = pytest.mark.mlx
 
@@ -38,6 +38,23 @@ def test_the_layer_with_the_highest_floor_decides() -> None:
     floors = [token_floor(Model(shape)) for shape in ((256, 256), (96, 64))]
 
     assert token_floor(Model((256, 256), (96, 64))) == max(floors)
+
+
+def test_divided_layers_are_measured_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a rank would wait for the others")
+
+    whole, divided = Model((96, 64), (256, 128)), Model((96, 64), (256, 128))
+    group = mx.distributed.init()  # of this process alone
+    for index, kind in enumerate((nn.AllToShardedLinear, nn.ShardedToAllLinear)):
+        divided.layers[index] = kind.from_linear(whole.layers[index], group=group)
+    monkeypatch.setattr(mx.distributed, "all_sum", fail)
+    assert token_floor(divided) == token_floor(whole)
+    assert batch_floor(divided) == batch_floor(whole)
+    quantized = Model((128, 64))
+    layer = nn.QuantizedLinear.from_linear(quantized.layers[0])
+    quantized.layers[0] = nn.QuantizedShardedToAllLinear.from_quantized_linear(layer, group=group)
+    assert (token_floor(quantized), batch_floor(quantized)) == (1, 1)
 
 
 def test_where_padding_would_be_long_there_is_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""One model over several ranks: kvd's gang beside `mlx_lm.server` under `mlx.launch`, on CPUs.
+
+    python -m bench.gang [--model demo|FOLDER] [--ranks 2] [--rounds 3] [--json FILE]
+
+All servers run at the same time, and rounds of requests alternate between them. So they share the
+machine, and other programs affect all of them. Then nothing is asked for some seconds, and the CPU
+time of each process is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvd import demo
+from kvd.bench import processes, twin
+from kvd.bench.drivers import ALIAS
+from kvd.bench.measure import Stream
+from kvd.bench.servers import Fleet, Server, Side, kvd_side, mlx_lm_side
+from kvd.daemon.spawn import free_addresses
+from kvd.host import blas
+
+PROMPT = "The amber falcon waits beside the river until the evening. "
+IDLE_S = 15.0
+
+
+def sides(model: str, ranks: int, folder: Path) -> list[Side]:
+    """Return both servers with one rank and with ``ranks``."""
+    homes = {count: folder / f"home{count}" for count in (1, ranks)}
+    gang = homes[ranks]
+    gang.mkdir(mode=0o700)
+    entry = {"source": model, "alias": ALIAS, "load": "start", "ranks": ranks}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
+    (gang / "config.toml").write_text("\n".join(["[[models]]", *lines, ""]))
+    alone = mlx_lm_side("mlx-lm", model, blas=blas.choose("auto"))
+    return [
+        kvd_side("kvd", "k8v8", model, homes[1]),
+        kvd_side(f"kvd, {ranks} ranks", "k8v8", model, gang),
+        alone,
+        launched(mlx_lm_side(f"mlx-lm, {ranks} ranks", model, blas=blas.choose("auto")), ranks),
+    ]
+
+
+def launched(side: Side, ranks: int) -> Side:
+    """Return an `mlx_lm.server` that `mlx.launch` starts over several ranks."""
+    programs = Path(sys.executable).parent
+    port = free_addresses(1)[0].rpartition(":")[2]
+    command = [str(programs / "mlx.launch"), "-n", str(ranks), "--backend", "ring"]
+    command += ["--starting-port", port]
+    for name, value in side.environment.items():
+        command += ["--env", f"{name}={value}"]
+    command += ["--", str(programs / "mlx_lm.server"), *side.command[4:]]
+    return replace(side, command=tuple(command), environment={})
+
+
+async def ask(server: Server, streams: int, tokens: int) -> dict[str, float]:
+    """Run requests at once; return their tokens per second, and CPU seconds per 1000 tokens."""
+    before = sum(one.cpu_s for one in processes.read(server.pids()))
+    found = [Stream() for _ in range(streams)]
+    start = time.perf_counter()
+    async with asyncio.timeout(300):
+        await asyncio.gather(
+            *(
+                server.driver.ask(f"{number}. {PROMPT}", tokens, stream)
+                for number, stream in enumerate(found)
+            )
+        )
+    seconds = time.perf_counter() - start
+    used = sum(one.cpu_s for one in processes.read(server.pids())) - before
+    count = sum(stream.output_tokens for stream in found)
+    assert count == streams * tokens, f"{server.side.name} made {count} tokens"
+    return {"tokens/s": count / seconds, "CPU s per 1000 tokens": 1000 * used / count}
+
+
+async def idle(servers: dict[str, Server]) -> dict[str, list[float]]:
+    """Return the share of a core that each process of each server uses without requests."""
+    await asyncio.sleep(2)  # the last requests have left their batches
+    pids = {name: server.pids() for name, server in servers.items()}
+    before = {one.pid: one.cpu_s for own in pids.values() for one in processes.read(own)}
+    start = time.perf_counter()
+    await asyncio.sleep(IDLE_S)
+    seconds = time.perf_counter() - start
+    return {
+        name: [
+            round((one.cpu_s - before[one.pid]) / seconds, 4)
+            for one in processes.read(own)
+            if one.pid in before
+        ]
+        for name, own in pids.items()
+    }
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Start all servers, alternate between them, and return medians over the rounds."""
+    found: dict[str, list[dict[str, float]]] = {}
+    chosen = sides(str(folder / "model"), options.ranks, folder)
+    async with Fleet(chosen, folder, lambda line: print(line, flush=True)) as servers:
+        for number in range(options.rounds + 1):
+            for name, server in servers.items():
+                one = await ask(server, options.streams, options.tokens)
+                print(f"round {number}, {name}: {one['tokens/s']:.1f} tokens/s", flush=True)
+                if number:  # the first one compiles, and fills caches
+                    found.setdefault(name, []).append(one)
+        shares = await idle(servers)
+    return {
+        name: {
+            **{key: round(statistics.median(one[key] for one in each), 2) for key in each[0]},
+            "rounds, tokens/s": [round(one["tokens/s"], 1) for one in each],
+            "idle, cores by process": shares[name],
+        }
+        for name, each in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
+    source = demo.path() if options.model == "demo" else Path(options.model).absolute()
+    try:
+        twin.make(source, folder / "model")
+        result = asyncio.run(measure(options, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    given = {key: value for key, value in vars(options).items() if key != "json"}
+    text = json.dumps({**given, "servers": result}, indent=1)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
