@@ -77,7 +77,7 @@ class Batch:
         self.on_untrusted: Callable[[Path], None] = lambda _path: None
         """Called with the path of a prompt whose request returned bad logits."""
         self._sampler = Sampler(text.vocab_size, share=runner.share_tokens)
-        self._masks = StepMasks(text.vocab_size, relieve)
+        self._masks = StepMasks(text.vocab_size, relieve, draws_late=runner.draws_late)
         self._step: DecodeStep | None = None
         self._last: list[tuple[Completion, SampledToken, int]] = []
         """Completions with their last tokens and levels, whose matchers a thread advances."""

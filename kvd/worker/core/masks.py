@@ -50,9 +50,16 @@ _RECENT = 16
 
 
 class StepMasks:
-    """The masks of one engine's decode steps. ``vocabulary``: tokens of the model."""
+    """The masks of one engine's decode steps.
 
-    def __init__(self, vocabulary: int, relieve: Relieve = lambda _: None) -> None:
+    ``vocabulary``: tokens of the model. ``draws_late``: whether a step may draw fewer rows than it
+    was launched with; otherwise it waits for all masks.
+    """
+
+    def __init__(
+        self, vocabulary: int, relieve: Relieve = lambda _: None, *, draws_late: bool = True
+    ) -> None:
+        self._draws_late = draws_late
         self._reads_in_thread = on_cpu()
         """Whether a thread waits for the tokens of a step, instead of the calling one."""
         self.late: list[LateRow] = []
@@ -203,7 +210,7 @@ class StepMasks:
         for batch in awaited:
             if not batch.wait(HELP_SECONDS):
                 self._threads.run(batch, batch.unclaimed)
-                batch.wait(max(0.0, end - time.monotonic()))
+                batch.wait(max(0.0, end - time.monotonic()) if self._draws_late else -1)
         self.take_back()
         if step.has_grammars and all(batch.taken_back for batch in awaited):
             self._recent.append(time.monotonic() - self._begun)

@@ -193,6 +193,8 @@ class LeaderRunner:
 
     interleaves = False
     """The number of decode steps between the stages of a pass would depend on time."""
+    draws_late = False
+    """The other ranks know how many tokens a step draws when it is launched."""
 
     def __init__(self, runner: Runner, gang: Gang) -> None:
         self._runner = runner

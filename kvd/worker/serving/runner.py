@@ -47,6 +47,9 @@ def on_cpu() -> bool:
 class Runner:
     """A model and its cache."""
 
+    draws_late = True
+    """Whether a decode step may draw fewer rows than it was launched with."""
+
     def __init__(self, model: Any, cache: ModelCache | MlxLmCache) -> None:
         self.model = model
         self.cache: Any = cache

@@ -11,6 +11,9 @@ import pytest
 
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.gang.leader import LeaderRunner
+from kvd.worker.grammar.mask_threads import MaskBatch
+from kvd.worker.serving.runner import Runner
 from protocol.tools import Grammar
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
@@ -136,6 +139,34 @@ def test_the_last_token_of_a_slow_grammar_delays_no_other_row(demo: Driver) -> N
         demo.run()
         slow = demo.outcomes["slow"]
         assert (slow.tokens, slow.reason) == (whole.tokens[:limit], reason)
+
+
+def test_a_gang_waits_for_slow_masks(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other ranks know at the launch of a step how many tokens it draws."""
+    assert (Runner.draws_late, LeaderRunner.draws_late) == (True, False)
+    masks = demo.engine._batch._masks
+    monkeypatch.setattr(masks, "_draws_late", False)
+    waits: list[float] = []
+    gate = threading.Event()
+    plain = MaskBatch.wait
+
+    def wait(batch: MaskBatch, seconds: float = -1) -> bool:
+        waits.append(seconds)
+        if seconds < 0:
+            gate.set()
+        return plain(batch, seconds)
+
+    demo.submit("free", WORDS, WARM, max_tokens=40, ignore_eos=True)
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    grammar, _ = gated(demo, "slow", lambda count: count == 3, gate)
+    monkeypatch.setattr(MaskBatch, "wait", wait)
+    while demo.engine.has_work:
+        demo.step()
+        assert not late_keys(demo)
+
+    assert grammar.stopped.is_set()
+    assert -1 in waits
+    assert demo.outcomes["slow"] == demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200)
 
 
 def test_a_slow_row_alone_does_not_spin(demo: Driver) -> None:
