@@ -227,6 +227,7 @@ class Batch:
         if step is not None:
             mx.eval(step.arrays, self.cache.arrays())
             self._read_step(step)
+        self._deliver_last(IDLE_SECONDS)  # a prompt may follow, which takes longer
         while late and (self._last or self._masks.late):
             self._masks.wait()
             self.decode(())  # draws late rows

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvd.worker.core import batch as batch_module
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.gang.leader import LeaderRunner
@@ -139,6 +140,21 @@ def test_the_last_token_of_a_slow_grammar_delays_no_other_row(demo: Driver) -> N
         demo.run()
         slow = demo.outcomes["slow"]
         assert (slow.tokens, slow.reason) == (whole.tokens[:limit], reason)
+
+
+def test_a_prompt_does_not_delay_the_last_token_before_it(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in flight is read before a prompt's pass, and so is the end of its answers."""
+    monkeypatch.setattr(batch_module, "IDLE_SECONDS", 60.0)  # the machine may be busy
+    demo.submit("short", WORDS, WARM, grammar=DIGITS, max_tokens=3)
+    demo.run(until=lambda: len(demo.outcomes["short"].tokens) == 2)
+    batch = demo.engine._batch
+    assert batch.in_flight
+    batch.finish_step()
+
+    demo.take(demo.engine.take_reports())
+    assert demo.outcomes["short"].reason == "length"
 
 
 def test_a_gang_waits_for_slow_masks(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
