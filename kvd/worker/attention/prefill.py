@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -163,23 +164,8 @@ class _Task:
 
     def is_fused_available(self) -> bool:
         """Return whether MLX's dense kernel can do this task without a matrix of scores."""
-        work, dtype = self.work, self.queries.dtype
-        keys, values = (
-            mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
-        )
-        try:  # raises when the graph is built; nothing is evaluated
-            mx.fast.scaled_dot_product_attention(
-                self.queries,
-                keys,
-                values,
-                scale=self.scale,
-                mask=mx.zeros((work.queries, work.keys), mx.bool_) if work.masked else "causal",
-                sinks=self.sinks,
-                force_fused=True,
-            )
-        except ValueError:
-            return False
-        return True
+        sinks = None if self.sinks is None else self.sinks.dtype
+        return _is_fused_available(self.work, self.queries.dtype, sinks, mx.default_device().type)
 
     def fits_one_call(self, cut: Plan) -> bool:
         return cut.keys is None and cut.heads == self.work.kv_heads
@@ -192,6 +178,33 @@ class _Task:
 
     def query_heads(self, heads: slice) -> slice:
         return slice(heads.start * self.work.repeats, heads.stop * self.work.repeats)
+
+
+@lru_cache(maxsize=4096)
+def _is_fused_available(
+    work: Work, dtype: mx.Dtype, sinks: mx.Dtype | None, _: mx.DeviceType
+) -> bool:
+    """Return whether the dense kernel of this device can do such work in one call.
+
+    Cached: to ask builds six operations, and a pass asks for each chunk in each layer.
+    """
+    q_heads = work.kv_heads * work.repeats
+    keys, values = (
+        mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
+    )
+    try:  # raises when the graph is built; nothing is evaluated
+        mx.fast.scaled_dot_product_attention(
+            mx.zeros((1, q_heads, work.queries, work.k_dim), dtype),
+            keys,
+            values,
+            scale=1.0,
+            mask=mx.zeros((work.queries, work.keys), mx.bool_) if work.masked else "causal",
+            sinks=None if sinks is None else mx.zeros((q_heads,), sinks),
+            force_fused=True,
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _visible_pages(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
