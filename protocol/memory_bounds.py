@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from protocol.pages import TAIL_TOKENS
+
 FREED_BYTES_ON_CPU = 2 * 1024 * 1024
 """Bytes of freed buffers that MLX keeps for reuse on the CPU.
 
@@ -101,6 +103,17 @@ def pass_tokens(chunk: int, *, cuda: bool) -> int:
 
 def freed_bytes(*, on_cpu: bool) -> int:
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
+
+
+def waiting_bytes(token_bytes: int, layer_bytes: int, tokens: int) -> int:
+    """Return the maximum bytes of pages and tails that wait for the flush of a prefill pass.
+
+    They are charged in addition to `step_bytes`, since decode steps run between a pass's stages.
+    ``token_bytes``: keys and values of one token in all layers, not quantized, because short
+    prompts leave tails. ``layer_bytes``: those in the largest layer, which the flush joins.
+    ``tokens``: of the pass. The tails before its chunks are copied too (`PrefillOrder`).
+    """
+    return (token_bytes + layer_bytes) * (tokens + TAIL_TOKENS - 1)
 
 
 def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:

@@ -154,9 +154,11 @@ def _estimate(
             machine.attention_scratch, native=machine.native_attention, parts=parts
         )
     )
+    token = tail // TAIL_TOKENS
+    waiting = memory_bounds.waiting_bytes(token, token // max(1, layers), machine.pass_tokens)
     costs = Costs(
         weights_bytes=weights,
-        base_bytes=weights + ranks * overhead,
+        base_bytes=weights + ranks * overhead + waiting,
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
