@@ -21,7 +21,7 @@ import msgspec
 import kvd
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import calibration, model_files, seam
+from kvd.worker.serving import bit_mix, calibration, model_files, seam
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
 from kvd.worker.tools import fidelity, sensitivity
 from kvd.worker.tools.fidelity import Agreement, Floor, TooShortError
@@ -125,7 +125,8 @@ def _measured(
             if partial is not None:
                 partial.write(key, prompts, losses)
     found = [losses[layer] for layer in layers]
-    mixes = sensitivity.mix_bits(layout, found, schemes)
+    sides = list(sensitivity.sides_of(layout, found))
+    mixes = bit_mix.mix_bits(sides, len(layout.entries), schemes)
     both = fidelity.serve(model, [*schemes, *schemes], [*(None for _ in schemes), *mixes])
     agreements = fidelity.measure(both, _counted(prompts, report))
     if partial is not None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.tools import bit_mix
-from kvd.worker.tools.bit_mix import MEASURED, WIDTHS, Side, choose, complete, predicted
+from kvd.worker.serving import bit_mix
+from kvd.worker.serving.bit_mix import MEASURED, WIDTHS, Side, choose, complete, predicted
 
 losses = st.fixed_dictionaries({width: st.floats(0, 1, allow_nan=False) for width in WIDTHS})
 sides = st.lists(
