@@ -44,7 +44,7 @@ from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.embedding import Embed, EmbeddingsMode
-from protocol.kv import KVSpec
+from protocol.kv import BitsMode, KVSpec
 from protocol.messages import Event, EventRecord, Generate, Tokenize, Tokenized
 from protocol.model_source import is_source
 from protocol.policy import ModelPolicy
@@ -69,6 +69,7 @@ class Settings:
     attention_scratch: int = 256 * 1024 * 1024
     time_slices: TimeSlicesMode = "auto"
     embeddings: EmbeddingsMode = "auto"
+    bits_by_layer: BitsMode = "auto"
     max_queue: int = 1024
     """Maximum requests per model, queued and running; more end with ``overloaded``."""
     max_queue_bytes: int = 64 * 1024 * 1024
@@ -465,6 +466,7 @@ class System:
             attention_scratch=self._settings.attention_scratch,
             time_slices=self._settings.time_slices,
             embeddings=self._settings.embeddings,
+            bits_by_layer=self._settings.bits_by_layer,
             # Hashed, because names may have characters that paths may not.
             swap_folder=swap and f"{swap}/{hashlib.sha256(name.encode()).hexdigest()[:16]}",
             swap_bytes=self._settings.swap_bytes,
@@ -474,10 +476,8 @@ class System:
         )
         machine = Lifecycle(name, self._settings.patience)
         state = WorkerState(name, load, self._worker_services, machine, weight=known.policy.weight)
-        # Each failure ends the process, which has its own restart limit. That limit is reached
-        # before ten failures in a minute.
-        child = Child(f"worker-{name}", lambda: Worker(state), max_failures=10)
-        return self._tree.start(child)
+        # Each failure ends the process, whose own restart limit is reached before ten failures.
+        return self._tree.start(Child(f"worker-{name}", lambda: Worker(state), max_failures=10))
 
     def _on_fault(self, error: BaseException) -> None:
         if self._fault is None:

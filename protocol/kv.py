@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,8 @@ from protocol.fields import MAX_BYTES, MAX_INT
 from protocol.pages import TAIL_TOKENS
 from protocol.schemes import Bits, KeyGroup, Scheme, ValueGroup
 
+BitsMode = Literal["auto", "off"]
+"""Whether layers of one precision level may have different bits; ``auto``: as estimated."""
 SCHEMES = ("k8v8", "k8v4", "k4v4")
 MIN_KV_SIZE = 256
 """Minimum of ``max_kv_size``. A smaller limit would save nothing: the newest 64 to 127 tokens of a

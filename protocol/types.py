@@ -137,6 +137,16 @@ FastPathName = Literal[
 decode steps whose graph is built once per shape; chunks of several prompts in one pass."""
 
 
+class BitsByLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides which bits the layers of a precision level get; each level keeps its size."""
+
+    source: Literal["calibration", "probe", "uniform"]
+    """``calibration``: the result of ``kvctl calibrate``. ``probe``: an estimate from the model's
+    gradients. ``uniform``: all layers have the same scheme."""
+    reason: str
+    """When or why."""
+
+
 FastPathCause = Literal["", "device", "switched_off", "model", "results", "speed", "error"]
 """Kinds of reasons against a fast path (`FastPath`); empty if it is used."""
 
@@ -217,6 +227,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """KV schemes by precision level; empty: unknown, or the model is served dense."""
     kv_mixes: dict[str, list[str]] = {}
     """Schemes by layer of the precision levels whose bits differ between layers, by level."""
+    kv_bits: BitsByLayer | None = None
+    """What decided the bits of layers; absent: unknown."""
     kv_calibrated: str | None = None
     """Lowest scheme that a calibration allows; absent: no calibration was found."""
     page_bytes: int

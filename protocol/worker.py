@@ -14,7 +14,7 @@ from protocol.cache_outcome import RowCached
 from protocol.embedding import EmbeddingsMode, EmbedOptions
 from protocol.errors import ErrorInfo
 from protocol.fields import Choice, Count, TokenId
-from protocol.kv import KVSpec
+from protocol.kv import BitsMode, KVSpec
 from protocol.messages import FinishReason
 from protocol.parts import PartStart
 from protocol.resume import ChoiceProgress
@@ -67,6 +67,7 @@ class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     """File with the segments' key; absent: neither segments nor swapped rows are encrypted."""
     time_slices: TimeSlicesMode = "auto"
     embeddings: EmbeddingsMode = "auto"
+    bits_by_layer: BitsMode = "auto"
 
 
 class Submit(CommandBase, tag="submit", frozen=True, kw_only=True):

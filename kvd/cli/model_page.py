@@ -115,6 +115,8 @@ def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
     if info:
         mixes = info.kv_mixes.items()
         parts += [f"{scheme} as {layer_schemes(mix)} by layer" for scheme, mix in mixes]
+    if info and info.kv_bits:
+        parts.append(f"bits by layer from {info.kv_bits.source} ({info.kv_bits.reason})")
     if info and info.kv_calibrated:
         parts.append(f"quality floor {info.kv_calibrated}")
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))

@@ -29,7 +29,7 @@ from protocol.fields import (
     Seconds,
     Source,
 )
-from protocol.kv import KVSpec
+from protocol.kv import BitsMode, KVSpec
 from protocol.model_source import short_name
 from protocol.policy import ModelPolicy
 from protocol.types import TimeSlicesMode
@@ -165,6 +165,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embeddings: EmbeddingsMode = "auto"
     """Which models give embeddings. ``auto``: those that were trained for it, by their
     `1_Pooling/config.json` or with ``embed`` in their source. ``any``: also chat models."""
+    bits_by_layer: BitsMode = "auto"
+    """Whether layers of one precision level may have different bits, of the same size together.
+    ``auto``: as a calibration or an estimate of each layer's loss says. ``off``: never."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     http: HttpSettings = HttpSettings()

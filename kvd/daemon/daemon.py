@@ -175,6 +175,7 @@ class Daemon:
             attention_scratch=settings.attention_scratch(self._budget),
             time_slices=settings.time_slices,
             embeddings=settings.embeddings,
+            bits_by_layer=settings.bits_by_layer,
             patience=settings.watchdog,
             swap_folder=str(options.home.swap),
             swap_bytes=settings.swap_bytes,

@@ -13,6 +13,7 @@ from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.types import (
+    BitsByLayer,
     ChatAbilities,
     FastPath,
     FusedAttention,
@@ -145,6 +146,9 @@ def test_a_model_with_bits_by_layer_shows_them():
     info = msgspec.structs.replace(INFO, kv_schemes=["k8v8", "k4v4"], kv_mixes={"k4v4": mix})
     text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
     assert "may step down to k4v4; k4v4 as 2 k4v3, k8v4 by layer" in text
+    info = msgspec.structs.replace(info, kv_bits=BitsByLayer(source="probe", reason="estimated"))
+    text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
+    assert "k8v4 by layer; bits by layer from probe (estimated)" in text
 
 
 def test_the_page_size_is_shown_if_the_model_has_pages():

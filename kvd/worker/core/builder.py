@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.gang import part
@@ -29,7 +31,8 @@ from kvd.worker.process.memory_limit import limit
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
-from kvd.worker.serving import calibration, loading, model_files, probe
+from kvd.worker.serving import bit_choice, calibration, loading, model_files, probe
+from kvd.worker.serving.bit_choice import LayerBits
 from kvd.worker.serving.check_key import open_checks
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
@@ -43,6 +46,7 @@ from kvd.worker.text.tokenizer_record import TokenizerRecord
 from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
+from protocol.types import BitsByLayer
 from protocol.worker import LoadModel
 
 
@@ -55,10 +59,13 @@ class Serving:
     runner: EngineRunner
     """The runner that the engine uses: that of ``served``, or a `LeaderRunner` in front of it."""
     verdict: calibration.CalibrationResult | None
+    bits: BitsByLayer
     checks: Checks
     """Results that the next load of this model uses."""
     sums: part.Measured | None = None
     """Bytes of all ranks; None: the model has one process."""
+    probing: bit_choice.Probing | None = None
+    """The rest of the probe of layers, for an idle worker; None: there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +129,7 @@ def load_model(
         loaded = _read_weights(loaded, path, progress, plan, gang)
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
-    serving = _serve(plan, command, loaded, progress, gang)
+    serving = _serve(_probe(plan, headers, command, loaded), command, loaded, progress, gang)
     found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
         path,
@@ -150,8 +157,11 @@ class _Plan:
 
     library: ModuleType | None
     verdict: calibration.CalibrationResult | None
+    bits: LayerBits
     settings: CacheSettings
     checks: Checks
+    start: float = field(default_factory=time.monotonic)
+    """When reading the weights began."""
 
 
 def _plan(
@@ -163,11 +173,41 @@ def _plan(
 ) -> _Plan:
     """Return the cache's settings and kept results; the weights need not be read."""
     verdict = calibration.find(headers)
-    settings = loading.settings_of(command, verdict, len(make_prompt_cache(loaded.model)))
+    schemes = calibration.apply_floor(schemes_of(command.kv), verdict)
+    layers = len(make_prompt_cache(loaded.model))
+    bits = LayerBits(
+        schemes,
+        layers,
+        headers,
+        mode=command.bits_by_layer,
+        calibrated=verdict,
+        ranks=command.ranks,
+    )
+    settings = loading.settings_of(command, schemes, bits.choice.mixes)
     if gang is not None:  # its results depend on its other ranks
-        return _Plan(library, verdict, settings, Checks())
+        return _Plan(library, verdict, bits, settings, Checks())
     checks = open_checks(headers, command, settings, verdict, library)
-    return _Plan(library, verdict, settings, checks)
+    return _Plan(library, verdict, bits, settings, checks)
+
+
+def _probe(
+    plan: _Plan,
+    headers: model_files.Headers,
+    command: LoadModel,
+    loaded: model_files.LoadedModel,
+) -> _Plan:
+    """Probe the model's layers if that was never done; return the plan with what is known then."""
+    if not plan.bits.unknown:
+        return plan
+    memory = loading.probe_bytes(headers, loaded, command, packed=plan.library is not None)
+    seconds = bit_choice.LOAD_SHARE * (time.monotonic() - plan.start)
+    plan.bits.probe(loaded, memory, seconds)
+    settings = loading.settings_of(command, plan.settings.schemes, plan.bits.choice.mixes)
+    if settings.mixes == plan.settings.mixes:
+        return plan
+    plan.checks.keep()
+    checks = open_checks(headers, command, settings, plan.verdict, plan.library)
+    return replace(plan, settings=settings, checks=checks)
 
 
 def _read_weights(
@@ -193,15 +233,16 @@ def _serve(
     gang: Gang | None,
 ) -> Serving:
     """Choose how to serve the model; with a gang, together with its other ranks."""
-    verdict = plan.verdict
+    verdict, bits = plan.verdict, plan.bits.choice.info
     if gang is None:
         served = loading.serve(loaded, plan.settings, plan.library, progress, plan.checks)
         checks = _check_runner(served, plan.checks)
-        return Serving(loaded, served, served.runner, verdict, checks)
+        rest = plan.bits.rest
+        return Serving(loaded, served, served.runner, verdict, bits, checks, probing=rest)
     served = part.serve_part(plan.settings, loaded, gang.peers)
     sums = part.measure(gang.peers, loaded, command, served.runner)
     loaded = replace(loaded, weights_bytes=sums.weights)
-    return Serving(loaded, served, LeaderRunner(served.runner, gang), verdict, Checks(), sums)
+    return Serving(loaded, served, LeaderRunner(served.runner, gang), verdict, bits, Checks(), sums)
 
 
 def _activate_native(progress: ReportProgress, gang: Gang | None) -> activation.Activation:

@@ -29,6 +29,7 @@ from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.encryption import segment_cipher, swap_format
+from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.out_of_memory import OutOfMemory
@@ -56,7 +57,7 @@ from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
 from kvd.worker.text.choices import deadline_exceeded
-from protocol.pages import FIRST_ROWS, SLAB_PAGES
+from protocol.pages import SLAB_PAGES
 from protocol.record_format import PLAIN
 from protocol.types import ModelInfo, WorkerStats
 from protocol.worker import (
@@ -152,12 +153,15 @@ class MLXEngine:
         self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
+        probing = model.serving.probing
+        self._idle_work = IdleWork(runner.cache, admission, memory, probing, enter)
         self._loaded = True
         info = loading.info_of(
             command,
             model.loaded,
             model.serving.served,
             model.serving.verdict,
+            model.serving.bits,
             native=model.native,
             has_chat_template=text.has_chat_template,
             chat=text.abilities if text.has_chat_template else None,
@@ -260,7 +264,8 @@ class MLXEngine:
         if self._submissions.waiting or (self._segments is not None and self._segments.has_work):
             return True
         deadline = self._scheduler.next_deadline
-        return deadline is not None and deadline <= self._clock()
+        is_idle = self._idle_work.is_left and not self._batch.requests
+        return is_idle or (deadline is not None and deadline <= self._clock())
 
     @property
     def reads_prompts(self) -> bool:
@@ -319,7 +324,7 @@ class MLXEngine:
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
-            self._shrink_when_idle()
+            self._request_memory(self._idle_work.run())
         elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
             self._preemption.wait(WAIT_SECONDS)
         if not (decode or plan.group or self._batch.in_flight):
@@ -449,25 +454,6 @@ class MLXEngine:
         self._enter_phase("pools")
         freed: int = cache.compact(needed)
         return freed > 0
-
-    def _shrink_when_idle(self) -> None:
-        """Return memory to the daemon, except a slab of free pages for the next request.
-
-        The slab is smaller if the governor has reclaimed part of it: tails of the first rows have
-        precedence. Pools grow here if cached prefixes have filled most of it, so that the next
-        request does not wait for a copy of all cached pages.
-        """
-        cache = self._runner.cache
-        cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
-        places = FIRST_ROWS * self._admission.row_pages
-        room = self._admission.budget.pages - cached - grammars - places
-        slab = max(0, min(SLAB_PAGES, room))
-        excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
-        if excess or cache.lacks_idle_room(slab):
-            self._enter_phase("pools")
-            cache.shrink(slab)
-            loading.give_back()
-        self._request_memory(self._admission.give_back_idle(cached + grammars))
 
     def stats(self) -> WorkerStats:
         cache, batch = self._runner.cache, self._batch

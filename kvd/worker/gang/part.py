@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.worker.artifacts import modules
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gang import records
@@ -19,6 +20,7 @@ from kvd.worker.gang.control import FollowerPeers, Peers, require_equal
 from kvd.worker.gang.shard import shard
 from kvd.worker.process import shortage
 from kvd.worker.serving import calibration, fast_paths, loading, model_files, probe, seam
+from kvd.worker.serving.bit_choice import choose_bits
 from kvd.worker.serving.rounding import batch_floor
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol.errors import UnsupportedModel
@@ -42,7 +44,11 @@ def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
     opened = model_files.open_without_tokenizer(headers.path, load.vocab_size)
     loaded = read_part(opened, headers.path, _ignore_progress, group)
     verdict = calibration.find(headers)
-    settings = loading.settings_of(load.command, verdict, len(make_prompt_cache(loaded.model)))
+    schemes = calibration.apply_floor(schemes_of(load.command.kv), verdict)
+    layers = len(make_prompt_cache(loaded.model))
+    mode = load.command.bits_by_layer
+    chosen = choose_bits(schemes, layers, mode=mode, calibrated=verdict, probed=None)
+    settings = loading.settings_of(load.command, schemes, chosen.mixes)
     served = serve_part(settings, loaded, peers)
     measure(peers, loaded, load.command, served.runner)
     return served.runner

@@ -11,6 +11,8 @@ any batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ PANEL = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _CHECKED_BYTES = 16 * 2**20
 """Bytes of a weight that are compared at once."""
+_UNPACKED_BYTES = 4 * 2**20
+"""Bytes of a weight that a gradient unpacks at once."""
 
 
 class _Packed(nn.Module):  # type: ignore[misc]
@@ -32,7 +36,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
     def __init__(self, library: ModuleType, layer: nn.Linear | nn.Embedding) -> None:
         super().__init__()
-        self._library = library
+        self._library: Any = library
         weight = _narrowed(layer.weight)
         self.outputs, inputs = weight.shape
         panels = -(-self.outputs // PANEL)
@@ -70,6 +74,53 @@ def _narrowed(weight: mx.array) -> mx.array:
 
 def _is_exact(weight: mx.array, half: mx.Dtype) -> bool:
     return bool(mx.array_equal(weight.astype(half).astype(mx.float32), weight).item())
+
+
+class _WithGradient:
+    """The library's product, with a gradient with respect to its input."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+        self.look_up = library.look_up
+
+    def multiply(
+        self, x: mx.array, packed: mx.array, outputs: int, bias: mx.array | None
+    ) -> mx.array:
+        @mx.custom_function
+        def product(x: mx.array) -> mx.array:
+            return cast(mx.array, self._library.multiply(x, packed, outputs, bias))
+
+        @product.vjp
+        def gradient(_x: mx.array, cotangent: mx.array, _output: mx.array) -> mx.array:
+            return _times_weight(cotangent, packed)
+
+        return cast(mx.array, product(x))
+
+
+def _times_weight(y: mx.array, packed: mx.array) -> mx.array:
+    """Return ``y @ weight``, ``[..., inputs]`` for ``[..., outputs]``; unpacks a part at a time."""
+    panels, inputs, _ = packed.shape
+    y = mx.pad(y, [(0, 0)] * (y.ndim - 1) + [(0, panels * PANEL - y.shape[-1])])
+    step = max(1, _UNPACKED_BYTES // (inputs * PANEL * 4))
+    total = mx.zeros((*y.shape[:-1], inputs), mx.float32)
+    for at in range(0, panels, step):
+        part = packed[at : at + step].swapaxes(1, 2).reshape(-1, inputs).astype(mx.float32)
+        total = total + y[..., at * PANEL : at * PANEL + len(part)] @ part
+    return total
+
+
+@contextmanager
+def with_gradients(model: Any) -> Iterator[None]:
+    """Let packed layers have gradients with respect to their inputs."""
+    layers = [module for _, module in model.named_modules() if isinstance(module, _Packed)]
+    libraries: list[Any] = [layer._library for layer in layers]  # noqa: SLF001 - same module
+    try:
+        for layer, library in zip(layers, libraries, strict=True):
+            layer._library = _WithGradient(library)  # noqa: SLF001 - same module
+        yield
+    finally:
+        for layer, library in zip(layers, libraries, strict=True):
+            layer._library = library  # noqa: SLF001 - same module
 
 
 class PackedLinear(_Packed):

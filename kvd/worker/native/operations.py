@@ -23,6 +23,7 @@ _rms_norm = mx.fast.rms_norm
 _rope = mx.fast.rope
 _swiglu = activations.swiglu
 _masked = masking.masked
+_paused = False
 
 
 class _Functions:
@@ -35,7 +36,7 @@ class _Functions:
         self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
         fits = weight is None or (weight.dtype == mx.float32 and weight.shape == x.shape[-1:])
-        supported = x.dtype == mx.float32 and fits
+        supported = x.dtype == mx.float32 and fits and not _paused
         if not supported or stream is not None or not x.size:
             return _rms_norm(x, weight, eps, stream=stream)
         return cast(mx.array, self._library.rms_norm(x, weight, eps))
@@ -53,7 +54,8 @@ class _Functions:
         stream: Any = None,
     ) -> mx.array:
         rates = None
-        if a.dtype == mx.float32 and a.ndim == 4 and a.size and stream is None:
+        supported = a.dtype == mx.float32 and a.ndim == 4 and not _paused
+        if supported and a.size and stream is None:
             rates = rotation_rates(dims, base, freqs, a.shape[-1])
         positions = None if rates is None else _positions(offset, a.shape[0])
         if rates is None or positions is None:  # MLX handles it or raises
@@ -70,7 +72,7 @@ class _Functions:
         return cast(mx.array, self._library.rope(a, positions, rates, traditional, scale))
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
-        supported = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
+        supported = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape and not _paused
         if not supported or not x.size or not x.ndim:
             return cast(mx.array, _swiglu(gate, x))
         return cast(mx.array, self._library.swiglu(gate, x))
@@ -130,6 +132,17 @@ def installed(library: ModuleType | None) -> Iterator[None]:
         yield
     finally:
         _use(*before)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Compute with MLX's own functions, which have gradients, also where models imported ours."""
+    global _paused  # noqa: PLW0603 - model modules hold the functions themselves
+    _paused = True
+    try:
+        yield
+    finally:
+        _paused = False
 
 
 def _use(rms_norm: Any, rope: Any, swiglu: Any, masked: Any) -> None:

@@ -63,7 +63,7 @@ def open_checks(
     except (OSError, BrokenFileError, RuntimeError) as error:  # RuntimeError: no home
         _log.info("the results of checks are not kept: %s", error)
         return Checks()
-    kv = repr((command.kv, command.attention_scratch, settings.schemes, verdict))
+    kv = repr((command.kv, command.attention_scratch, settings.schemes, settings.mixes, verdict))
     return Checks(stored, digest_of(model, kv, *machine(), str(library and build.key())))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
-from kvd.worker.cache.scheme import floors_of, schemes_of
+from kvd.worker.cache.scheme import Scheme, floors_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
@@ -31,7 +32,7 @@ from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
 from protocol.embedding import EmbeddingInfo
-from protocol.types import ChatAbilities, FusedAttention, MemoryUse, ModelInfo
+from protocol.types import BitsByLayer, ChatAbilities, FusedAttention, MemoryUse, ModelInfo
 from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
@@ -41,17 +42,13 @@ _log = logging.getLogger("kvd.worker")
 
 
 def settings_of(
-    command: LoadModel, calibrated: calibration.CalibrationResult | None, layers: int
+    command: LoadModel, schemes: Sequence[Scheme], mixes: Sequence[tuple[Scheme, ...] | None]
 ) -> CacheSettings:
-    """Return the settings of the model's cache, which has so many ``layers``.
-
-    A calibration may raise precision levels, and mix their bits by layer.
-    """
+    """Return the settings of the model's cache, with these precision levels and bits by layer."""
     kv = command.kv
-    schemes = calibration.apply_floor(schemes_of(kv), calibrated)
     return CacheSettings(
         schemes=tuple(schemes),
-        mixes=calibration.mixes_of(schemes, calibrated, layers),
+        mixes=tuple(mixes),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -96,6 +93,7 @@ def info_of(
     loaded: model_files.LoadedModel,
     served: probe.Served,
     calibrated: calibration.CalibrationResult | None,
+    bits: BitsByLayer,
     *,
     native: str | None,
     has_chat_template: bool,
@@ -127,6 +125,7 @@ def info_of(
         kv=parts,
         kv_schemes=describe.schemes(cache),
         kv_mixes=describe.mixes(cache),
+        kv_bits=bits,
         kv_calibrated=None if calibrated is None else calibrated.lowest,
         has_chat_template=has_chat_template,
         chat=chat,
@@ -157,12 +156,7 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
     room for the checks and for the weights that are read together.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    native = packed and not kernel_choice.plain_only()
-    scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
-    scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
-    if on_cpu():
-        largest = headers.weights.largest_bytes
-        scratch = max(scratch, largest + min(model_files.READ_BYTES, weights))
+    scratch = checks_bytes(headers, command, packed=packed)
     footprint = memory.footprint() + freed_bytes() + memory_bounds.LOOSE_BYTES
     others = (command.ranks - 1) * (footprint + scratch + _replicated_bytes(headers))
     # The tokenizer is loaded before the weights are read.
@@ -177,6 +171,34 @@ def _replicated_bytes(headers: model_files.Headers) -> int:
     weights = headers.weights
     converted = headers.weights_bytes * 2 * weights.largest_bytes // max(1, weights.stored_bytes)
     return min(headers.weights_bytes, converted)
+
+
+def checks_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool) -> int:
+    """Return how many of `load_bytes` are for converting weights, and later for the checks."""
+    weights = headers.packed_bytes if packed else headers.weights_bytes
+    native = packed and not kernel_choice.plain_only()
+    scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
+    scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
+    if on_cpu():
+        largest = headers.weights.largest_bytes
+        scratch = max(scratch, largest + min(model_files.READ_BYTES, weights))
+    return scratch
+
+
+def probe_bytes(
+    headers: model_files.Headers,
+    loaded: model_files.LoadedModel,
+    command: LoadModel,
+    *,
+    packed: bool,
+) -> int:
+    """Return how many bytes the probe of layers may hold at load, and in an idle worker."""
+    native = packed and not kernel_choice.plain_only()
+    step = memory_bounds.step_bytes(
+        loaded.config, command.prefill_chunk, command.max_rows, on_cpu=on_cpu()
+    )
+    idle = step + memory_bounds.scratch_bytes(command.attention_scratch, native=native)
+    return min(idle, checks_bytes(headers, command, packed=packed))
 
 
 def give_back() -> None:

@@ -127,17 +127,18 @@ def find_layout(model: Any) -> Layout:
             "not belong to this configuration"
         )
     entries = tuple(
-        Entry(tuple(map(_part, _leaves(cache))), composed=isinstance(cache, CacheList))
+        Entry(tuple(map(_part, leaves(cache))), composed=isinstance(cache, CacheList))
         for cache in caches
     )
-    keys = [getattr(leaf, "keys", None) for cache in caches for leaf in _leaves(cache)]
+    keys = [getattr(leaf, "keys", None) for cache in caches for leaf in leaves(cache)]
     dtypes = {array.dtype for array in keys if array is not None}
     if len(dtypes) > 1:
         raise UnknownCacheError(f"its keys have several dtypes: {sorted(map(str, dtypes))}")
     return Layout(entries, dtypes.pop() if dtypes else mx.float32)
 
 
-def _leaves(cache: Any) -> Sequence[Any]:
+def leaves(cache: Any) -> Sequence[Any]:
+    """Return the caches that one of a model's caches is composed of."""
     return cache.caches if isinstance(cache, CacheList) else (cache,)
 
 
@@ -151,11 +152,15 @@ def _part(cache: Any) -> Part:
         return StatePart(
             tuple(array.shape for array in arrays), tuple(array.dtype for array in arrays)
         )
-    kind = _kind(cache)
+    kind = kind_of(cache)
     if (keys := getattr(cache, "keys", None)) is None:
         return UnusedPart()
+    return attention_part(kind, keys, cache.values)
+
+
+def attention_part(kind: Kind, keys: mx.array, values: mx.array) -> AttentionPart:
+    """Return what a layer keeps, from keys and values ``[1, heads, tokens, dim]``."""
     _, heads, _, k_dim = keys.shape
-    values = cache.values
     # Some models store zeros as values and never read them: an indexer reads keys alone.
     used = values.size and bool(mx.any(values != 0).item())
     # Keep one channel: with empty arrays MLX divides by zero, and the process dies.
@@ -163,7 +168,8 @@ def _part(cache: Any) -> Part:
     return AttentionPart(kind, LayerGeometry(heads, k_dim, v_dim, keys.dtype.size))
 
 
-def _kind(cache: Any) -> Kind:
+def kind_of(cache: Any) -> Kind:
+    """Return the attention kind of one of mlx-lm's caches; raises `UnknownCacheError`."""
     if type(cache) is KVCache:
         return FULL
     if type(cache) is RotatingKVCache:

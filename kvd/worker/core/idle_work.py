@@ -1,0 +1,74 @@
+"""What an engine does while it has no requests: it returns memory, and probes the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvd.worker.core.memory_account import MemoryAccount
+from kvd.worker.scheduling.admission import Admission
+from kvd.worker.serving import loading
+from kvd.worker.serving.bit_choice import Probing
+from protocol.pages import FIRST_ROWS, SLAB_PAGES
+from protocol.worker import MemoryRequested, Phase
+
+
+class IdleWork:
+    """The idle work of one engine. ``probing``: what a load has left of the probe of layers."""
+
+    def __init__(
+        self,
+        cache: Any,
+        admission: Admission,
+        memory: MemoryAccount,
+        probing: Probing | None,
+        enter_phase: Callable[[Phase], None],
+    ) -> None:
+        self._cache = cache
+        self._admission = admission
+        self._memory = memory
+        self.probing = probing
+        self._enter_phase = enter_phase
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is something to do without a reason from outside."""
+        return self.probing is not None
+
+    def run(self) -> MemoryRequested | None:
+        """Return memory to the system, and run a unit of the probe.
+
+        Returns a report that gives memory back to the daemon, if any.
+        """
+        request = self._shrink()
+        self._probe()
+        return request
+
+    def _shrink(self) -> MemoryRequested | None:
+        """Return memory to the daemon, except a slab of free pages for the next request.
+
+        The slab is smaller if the governor has reclaimed part of it: tails of the first rows have
+        precedence. Pools grow here if cached prefixes have filled most of it, so that the next
+        request does not wait for a copy of all cached pages.
+        """
+        cache, admission = self._cache, self._admission
+        cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
+        places = FIRST_ROWS * admission.row_pages
+        room = admission.budget.pages - cached - grammars - places
+        slab = max(0, min(SLAB_PAGES, room))
+        excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
+        if excess or cache.lacks_idle_room(slab):
+            self._enter_phase("pools")
+            cache.shrink(slab)
+            loading.give_back()
+        return admission.give_back_idle(cached + grammars)
+
+    def _probe(self) -> None:
+        """Run a unit of the probe of layers. Its result is for the next load."""
+        if self.probing is None:
+            return
+        self._enter_phase("prefill")
+        self.probing.advance()
+        if not self.probing.has_work:
+            self.probing = None
+            loading.give_back()

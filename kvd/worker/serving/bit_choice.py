@@ -1,0 +1,283 @@
+"""Which bits the layers of each precision level get, and why.
+
+A level's scheme is its size. Within it, a calibration decides, else the probe's estimates
+(`kvd.worker.serving.bit_probe`), else all layers have one scheme. The probe runs once for a model:
+at load while that takes less than `LOAD_SHARE` of the load's time, then while the worker is idle.
+Its result is kept beside the calibrations, for the next load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+import kvd
+from kvd.demo.recall import make_recall_prompt
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import bit_mix, bit_probe, calibration
+from kvd.worker.serving.bit_probe import BitProbe, NoEstimateError, SideCosts
+from kvd.worker.serving.calibration import CalibrationResult
+from kvd.worker.serving.model_files import Headers, LoadedModel
+from kvd.worker.serving.probe import UnknownCacheError
+from kvd.worker.serving.runner import on_cpu
+from protocol.kv import BitsMode
+from protocol.types import BitsByLayer
+from protocol.weights import BrokenFileError
+
+LOAD_SHARE = 0.05
+"""Most of a load's time that the probe takes, apart from one unit."""
+TEXT_TOKENS = 512
+"""Length of the text of which the probe reads the beginning."""
+WIDTHS = (3, 4, 5, 6, 8)
+"""Bits that the probe gives. With 2 bits, errors are too large for its estimate."""
+KERNEL_WIDTHS = (4, 8)
+"""Bits that kernels on accelerators are known to read at full speed. Others are not measured."""
+UNIFORM = {(4, 4): (5, 3)}
+"""Bits of keys and values that cost less quality than others of the same size, without any estimate
+(`docs/fidelity.md`)."""
+PENDING = "to be estimated while the model is idle, for its next load"
+
+_log = logging.getLogger("kvd.worker")
+
+
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the probe found about a model; kept in a file beside calibrations."""
+
+    key: str
+    """The model's fingerprint."""
+    version: str
+    """The version of kvd; another one probes again."""
+    layers: list[SideCosts] = []
+    keys_fit: bool = False
+    """Whether no layer has more elements of keys than of values."""
+    problem: str | None = None
+    """Why there is no estimate."""
+
+
+class ProbeFile:
+    """The kept result of a model. ``folder``: where calibrations are; ``key``: its fingerprint."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.key = key
+        self.path = folder / f"{key}.probe"
+
+    @classmethod
+    def of(cls, headers: Headers) -> ProbeFile | None:
+        """Return the file in the environment's folder; None if there is no folder."""
+        named = os.environ.get(calibration.FOLDER_VARIABLE)
+        if not named:
+            return None
+        try:
+            return cls(Path(named), calibration.content_key(headers))
+        except (OSError, BrokenFileError) as error:
+            _log.info("the bits of layers are not probed: %s", error)
+            return None
+
+    def read(self) -> ProbeResult | None:
+        """Return the result; None if there is none, or it is damaged or of another version."""
+        try:
+            found = msgspec.json.decode(self.path.read_bytes(), type=ProbeResult)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.warning("ignoring the estimates in %s: %s", self.path, error)
+            return None
+        return found if (found.key, found.version) == (self.key, kvd.__version__) else None
+
+    def write(self, found: ProbeResult) -> None:
+        """Keep a result. A failure is logged: the next load probes again."""
+        try:
+            calibration.replace_file(self.path, msgspec.json.encode(found) + b"\n")
+        except OSError as error:
+            _log.warning("the estimates in %s are not kept: %s", self.path, error)
+
+
+@dataclass(frozen=True)
+class BitChoice:
+    """The schemes by layer of each precision level, as in `CacheSettings.mixes`."""
+
+    mixes: tuple[tuple[Scheme, ...] | None, ...]
+    info: BitsByLayer
+
+
+def choose_bits(
+    schemes: Sequence[Scheme],
+    layers: int,
+    *,
+    mode: BitsMode,
+    calibrated: CalibrationResult | None,
+    probed: ProbeResult | None,
+) -> BitChoice:
+    """Choose the bits of a model's ``layers`` caches for each level.
+
+    ``probed``: what is known so far; its ``problem`` says why there is no estimate.
+    """
+    if mode == "off":
+        return _choice([None] * len(schemes), "uniform", "switched off")
+    if calibrated is not None:
+        mixes = calibration.mixes_of(schemes, calibrated, layers)
+        return _choice(mixes, "calibration", f"measured on {calibrated.date[:10]}")
+    if probed is None:
+        return _choice(
+            [None] * len(schemes), "uniform", "nothing to estimate, or no folder to keep it in"
+        )
+    if probed.problem is not None:
+        fits = probed.keys_fit
+        return _choice(_even(schemes, layers, fits=fits), "uniform", probed.problem)
+    sides = [one.sides() for one in probed.layers]
+    mixes = tuple(bit_mix.mix_bits(sides, layers, schemes, fast_widths()))
+    return _choice(mixes, "probe", "estimated from the model's gradients")
+
+
+def _choice(mixes: Sequence[tuple[Scheme, ...] | None], source: Any, reason: str) -> BitChoice:
+    return BitChoice(tuple(mixes), BitsByLayer(source=source, reason=reason))
+
+
+def _even(schemes: Sequence[Scheme], layers: int, *, fits: bool) -> list[tuple[Scheme, ...] | None]:
+    """Return the better scheme of the same size for the levels that have one in `UNIFORM`."""
+    found: list[tuple[Scheme, ...] | None] = []
+    above = Scheme(16, 16)
+    for scheme in schemes:
+        bits = UNIFORM.get((scheme.k_bits, scheme.v_bits))
+        own = scheme
+        if fits and bits is not None and {*bits} <= {*fast_widths()}:
+            better = Scheme(*bits, scheme.k_group, scheme.v_group)
+            own = better if better.at_most(above) == better else scheme
+        found.append(None if own == scheme else (own,) * layers)
+        above = own
+    return found
+
+
+def fast_widths() -> tuple[int, ...]:
+    """Return the bits that attention on this device reads at full speed."""
+    return WIDTHS if on_cpu() else KERNEL_WIDTHS
+
+
+class Probing:
+    """The probe of a loaded model. Its result is kept for the next load.
+
+    ``memory``: bytes that the probe may hold.
+    """
+
+    def __init__(self, loaded: LoadedModel, file: ProbeFile, memory: int) -> None:
+        self._file = file
+        self.found = ProbeResult(key=file.key, version=kvd.__version__, problem=PENDING)
+        """What is known so far."""
+        self._probe: BitProbe | None = None
+        unit = bit_probe.CPU_UNIT if on_cpu() else bit_probe.UNITS[0]
+        try:
+            self._probe = BitProbe(loaded.model, text_ids(loaded), unit=unit, memory=memory)
+        except UnknownCacheError as unknown:
+            self._end(problem=str(unknown))
+
+    @property
+    def has_work(self) -> bool:
+        return self._probe is not None
+
+    def run(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Run units for at most so many seconds, but at least one.
+
+        Stops early if the units that are left would take longer.
+        """
+        start = clock()
+        self.advance()
+        took = clock() - start
+        while self._probe and clock() + took * self._probe.units <= start + seconds:
+            before = clock()
+            self.advance()
+            took = clock() - before
+
+    def advance(self) -> None:
+        """Run a unit; after the last one, keep the result."""
+        if self._probe is None:
+            return
+        try:
+            self._probe.advance()
+            if self._probe.units:
+                if not self.found.keys_fit and self._probe.keys_fit:
+                    self.found = msgspec.structs.replace(self.found, keys_fit=True)
+            else:
+                self._end(self._probe.costs())
+        except NoEstimateError as failed:
+            self._end(problem=str(failed), keep=failed.lasting)
+        except MemoryError:
+            self._end(problem="the memory did not suffice for an estimate", keep=False)
+
+    def _end(
+        self, layers: Sequence[SideCosts] = (), *, problem: str | None = None, keep: bool = True
+    ) -> None:
+        self.found = msgspec.structs.replace(self.found, layers=list(layers), problem=problem)
+        self._probe = None
+        mx.clear_cache()
+        if problem is not None:
+            _log.info("the bits of layers are not estimated: %s", problem)
+        if keep:
+            self._file.write(self.found)
+
+
+def text_ids(loaded: LoadedModel) -> list[int]:
+    """Return `bit_probe.TOKENS` token ids: of a text, or arbitrary ones if none fits the model."""
+    try:
+        text = make_recall_prompt(0, TEXT_TOKENS, loaded.tokenizer).prompt
+        ids = list(loaded.tokenizer.encode(text))[: bit_probe.TOKENS]
+    except Exception as failed:  # noqa: BLE001 - tokenizers raise any type
+        _log.info("the bits of layers are estimated without a text: %s", failed)
+        ids = []
+    if len(ids) == bit_probe.TOKENS and all(0 <= one < loaded.vocab_size for one in ids):
+        return ids
+    return [(at * at + 7 * at) % loaded.vocab_size for at in range(bit_probe.TOKENS)]
+
+
+class LayerBits:
+    """The bits of a load: `choice` from what is known before the weights are read, or `probe`'s.
+
+    ``layers``: number of the model's caches.
+    """
+
+    def __init__(
+        self,
+        schemes: Sequence[Scheme],
+        layers: int,
+        headers: Headers,
+        *,
+        mode: BitsMode,
+        calibrated: CalibrationResult | None,
+        ranks: int,
+    ) -> None:
+        self._choose = partial(choose_bits, schemes, layers, mode=mode, calibrated=calibrated)
+        lower = any(min(scheme.k_bits, scheme.v_bits) < max(WIDTHS) for scheme in schemes)
+        # Each rank has other heads, and the ranks must agree on the bits.
+        wanted = lower and mode == "auto" and calibrated is None and ranks == 1
+        file = ProbeFile.of(headers) if wanted else None
+        probed = None if file is None else file.read()
+        self._file = file if probed is None else None
+        self.choice = self._choose(probed=probed)
+        self.rest: Probing | None = None
+        """What the load leaves of the probe, for an idle worker."""
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the model was never probed."""
+        return self._file is not None
+
+    def probe(self, loaded: LoadedModel, memory: int, seconds: float) -> None:
+        """Probe the model, and choose again.
+
+        ``memory``: bytes that the probe may hold. ``seconds``: time that it may take now.
+        """
+        if self._file is None:
+            return
+        probing = Probing(loaded, self._file, memory)
+        probing.run(seconds)
+        self._file = None
+        self.rest = probing if probing.has_work else None
+        self.choice = self._choose(probed=probing.found)
