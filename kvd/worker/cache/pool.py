@@ -131,7 +131,10 @@ class PagePool:
         for mine, new in ((self.keys, keys), (self.values, values)):
             for target, source in zip(mine, new, strict=True):
                 if target.size:  # a scatter into an empty array ends the process (mlx 0.32.4, CPU)
-                    target[where] = source
+                    # An array that is written as a whole is replaced by the source with its
+                    # strides. Dense keys are transposed, but C++ reads pools as contiguous memory.
+                    whole = len(slots) == target.shape[0]
+                    target[where] = mx.contiguous(source) if whole else source
 
     def grow(self, capacity: int) -> None:
         """Add zeroed pages up to ``capacity``; evaluates keys, then values."""

@@ -119,6 +119,12 @@ def test_converting_changes_only_sides_with_another_packing():
             assert mx.abs(got - want).mean().item() < 0.12, target
 
 
+@pytest.mark.parametrize("scheme", [Scheme(16, 16), Scheme(16, 4), Scheme(5, 3)])
+def test_a_pool_that_one_write_fills_is_contiguous(scheme: Scheme):
+    for array in filled(LayerGeometry(2, 64, 64), scheme).arrays():
+        assert memoryview(array).c_contiguous
+
+
 def test_an_orientation_is_part_of_the_packing():
     geometry = LayerGeometry(1, 64, 64)
 
