@@ -158,8 +158,8 @@ class PagePool:
     def resize_behind_steps(self, side: int, capacity: int) -> list[mx.array]:
         """Resize without waiting: the device copies behind the steps in flight.
 
-        Returns small arrays that are evaluated once the copies are made. A reference to the new
-        arrays themselves would let the next flush copy them.
+        Returns small arrays that are evaluated once the copies are made. References to the new
+        arrays themselves would keep their memory after the pool is cut.
         """
         new = self._resized(side, capacity)
         marks = [array.reshape(-1)[:1] + 0 for array in new]

@@ -90,6 +90,26 @@ def test_pools_grow_behind_steps_in_flight(scratch: int) -> None:
     check_store(store)
 
 
+def test_growth_keeps_no_memory_of_pools_that_are_cut() -> None:
+    bench = Bench()
+    row = bench.new(300)
+    store = bench.store
+    store.pages.compact()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    growth = GrowthBehindSteps(1 << 30)
+    for _ in growth.make_room_for(store, 0, 5000):
+        pass
+    mx.synchronize()
+    assert mx.get_active_memory() > before + 4000 * store.pages.page_bytes()
+    store.pages.compact()
+    mx.synchronize()
+
+    # `growth` is alive, as an engine's is.
+    assert mx.get_active_memory() - before < 4096 * len(growth._last)
+    bench.free(row)
+
+
 def test_copies_behind_steps_replace_no_more_than_the_scratch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
