@@ -5,8 +5,9 @@
 
 An engine in this process gets all prompts of a load at once. Each prompt asks for one token. Sizes
 of passes alternate, and results are medians. A size that is not above ``--chunk`` gives passes of
-one chunk. Host time is the time to build a pass's graph, during which the device has nothing new to
-do. The first round of each size compiles kernels and plans attention; it is not counted.
+one chunk. Host time is the time of the model's call, which builds a pass's graph. On accelerators
+it includes the launch of all stages except the last. The first round of each size compiles kernels
+and plans attention; it is not counted.
 """
 
 from __future__ import annotations
