@@ -16,6 +16,7 @@ A name is a scheme, then options in any order:
     sinkN                      the first N tokens stay dense
     head8                      the first page of a row has at least 8 bits
     fineN                      keys of layer N, counted from 0, have 8 bits
+    by-k3v3-k8v4-...           the bits of each layer, in order
     onlyN                      only layer N, counted from 0, is quantized
     no-tail                    a page is sealed as soon as it is full
     half                       scales and biases in float16, as on a GPU, instead of float32
@@ -145,6 +146,8 @@ class Recipe:
     """Index of the only layer that is quantized; None if all are."""
     fine: int | None = None
     """Index of the layer whose keys have 8 bits."""
+    layers: tuple[tuple[int, int], ...] = ()
+    """Bits of keys and values by layer; empty: those of ``keys`` and ``values`` in all."""
     even: bool = False
     """Whether key channels are first divided by their mean absolute values."""
 
@@ -154,6 +157,10 @@ class Recipe:
             return None
         if self.fine == layer:
             return replace(self, keys=replace(self.keys, bits=8))
+        if self.layers:
+            keys, values = self.layers[layer]
+            sides = replace(self.keys, bits=keys), replace(self.values, bits=values)
+            return replace(self, keys=sides[0], values=sides[1])
         return self
 
     def sealed(self, before: int) -> int:
@@ -250,13 +257,17 @@ def parse(name: str) -> Recipe:
             if int(sinks[1]) % PAGE:
                 raise ValueError(f"sinks are whole pages of {PAGE} tokens, not {sinks[1]}")
             draft.row["sinks"] = int(sinks[1])
+        elif option.startswith("by-"):
+            bits_by_layer = re.findall(r"-k(\d+)v(\d+)", option)
+            draft.row["layers"] = tuple((int(k), int(v)) for k, v in bits_by_layer)
         elif layer := re.fullmatch(r"(only|fine)(\d+)", option):
             draft.row[layer[1]] = int(layer[2])
         elif option in _OPTIONS:
             _OPTIONS[option](draft)
         else:
             raise ValueError(
-                f"no option {option!r}; there are {', '.join(_OPTIONS)}, sinkN, fineN, onlyN"
+                f"no option {option!r}; "
+                f"there are {', '.join(_OPTIONS)}, sinkN, fineN, onlyN, by-..."
             )
     keys = Side(int(bits[1]), **draft.keys)  # type: ignore[arg-type]
     values = Side(int(bits[2]), **draft.values)  # type: ignore[arg-type]

@@ -71,6 +71,12 @@ def test_the_name_of_a_recipe_defines_what_is_stored():
     assert (recipe.sinks, recipe.tail) == (64, False)
     assert parse("k4v4").bytes_to_dense(4096, 6) == 0.28125
     assert parse("k4v4:fine4").bytes_to_dense(4096, 6) == pytest.approx(0.28125 + 4 / 32 / 6)
+    by_layer = parse("k4v4:by-k3v3-k8v2")
+    assert [(one.keys.bits, one.values.bits) for one in map(by_layer.at, (0, 1))] == [
+        (3, 3),
+        (8, 2),
+    ]
+    assert by_layer.bytes_to_dense(4096, 2) == pytest.approx(0.28125)
     for wrong in ("k4", "k4v4:sink5", "k4v4:nonsense"):
         with pytest.raises(ValueError):
             parse(wrong)
