@@ -268,14 +268,15 @@ def read_weights(
     checks: Checks | None = None,
     *,
     joins: bool = True,
-    at_once: int = READ_BYTES,
+    at_once: int | None = None,
 ) -> LoadedModel:
     """Read an opened model's weights, with floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted. With the library
     (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
     ``joins``: whether layers may be joined on accelerators (`kvd.worker.gpu.joined_linear`).
-    ``at_once``: bytes of weights that are read together. ``checks``: kept results.
+    ``at_once``: bytes of weights that are read together, else `READ_BYTES`. ``checks``: kept
+    results.
     """
     model, product = opened.model, None
     if library is not None:
@@ -288,7 +289,7 @@ def read_weights(
         joined_linear.join(model, product)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
-    _read_weights(path, model, progress, at_once)
+    _read_weights(path, model, progress, at_once or READ_BYTES)
     return replace(
         opened,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
