@@ -114,9 +114,13 @@ def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
     parts = [f"{top}, may step down to {', '.join(lower)}" if lower else f"{top}, never steps down"]
     if info:
         mixes = info.kv_mixes.items()
-        parts += [f"{scheme} as {layer_schemes(mix)} by layer" for scheme, mix in mixes]
+        for scheme, mix in mixes:
+            even = len({*mix}) == 1
+            parts.append(f"{scheme} as {mix[0] if even else f'{layer_schemes(mix)} by layer'}")
     if info and info.kv_bits:
-        parts.append(f"bits by layer from {info.kv_bits.source} ({info.kv_bits.reason})")
+        source, reason = info.kv_bits.source, info.kv_bits.reason
+        bits = "equal bits in all layers" if source == "uniform" else f"bits by layer from {source}"
+        parts.append(f"{bits} ({reason})")
     if info and info.kv_calibrated:
         parts.append(f"quality floor {info.kv_calibrated}")
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))

@@ -149,6 +149,12 @@ def test_a_model_with_bits_by_layer_shows_them():
     info = msgspec.structs.replace(info, kv_bits=BitsByLayer(source="probe", reason="estimated"))
     text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
     assert "k8v4 by layer; bits by layer from probe (estimated)" in text
+    even = {"k4v4": ["k5v3", "k5v3"]}
+    bits = BitsByLayer(source="uniform", reason="off")
+    info = msgspec.structs.replace(info, kv_bits=bits, kv_mixes=even)
+    text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
+    assert "; k4v4 as k5v3; equal bits in all layers (off)" in text
+    assert "bits by layer" not in text
 
 
 def test_the_page_size_is_shown_if_the_model_has_pages():

@@ -158,3 +158,7 @@ class FastWrapper:
 
     def __len__(self) -> int:
         return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return `FastTokenizer.encode`, with special tokens."""
+        return self._tokenizer.encode(text)

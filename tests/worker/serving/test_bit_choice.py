@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import bit_choice, bit_probe, calibration, model_files, seam
@@ -20,6 +21,8 @@ from kvd.worker.serving.bit_choice import (
     text_ids,
 )
 from kvd.worker.serving.bit_probe import NoEstimateError, SideCosts
+from kvd.worker.text.fast_tokenizer import FastWrapper
+from kvd.worker.tools import convert_tokenizer
 from protocol.kv import KVSpec
 from tests.worker import tiny_model
 from tests.worker.core.driver import Driver
@@ -229,6 +232,24 @@ def test_a_model_whose_tokenizer_cannot_encode_gets_arbitrary_tokens(tiny):
     assert len(ids) == bit_probe.TOKENS
     assert {*ids} <= {*range(50)}
     assert len({*ids}) > 10
+
+
+def test_a_tokenizer_without_transformers_encodes_the_text_of_the_probe():
+    slow = convert_tokenizer.load_with_transformers(demo.path())
+    record = convert_tokenizer.convert(demo.path())
+    found = [
+        text_ids(SimpleNamespace(tokenizer=one, vocab_size=len(slow)))
+        for one in (slow, FastWrapper(record))
+    ]
+    assert found[0] == found[1]
+    arbitrary = text_ids(SimpleNamespace(tokenizer=None, vocab_size=len(slow)))
+    assert found[0] != arbitrary
+
+
+def test_the_layers_of_several_ranks_are_equal_because_no_rank_probes_them():
+    found = choose_bits(SCHEMES, 2, mode="auto", calibrated=None, probed=None, ranks=2)
+    assert found.mixes == (None, None, None)
+    assert found.info.reason == "a model over several ranks is not estimated"
 
 
 def test_the_result_lies_in_the_home_s_folder(tmp_path, tiny, monkeypatch):
