@@ -241,7 +241,9 @@ class Worker(Actor[mail.WorkerMail]):
 
     def _on_exit(self, end: Exit) -> None:
         state = self._state
-        pid, state.process = state.machine.pid, None
+        process, state.process = state.process, None
+        assert process is not None, "a worker that exits twice"
+        pid = process.pids[end.rank or 0]
         state.stats = WorkerStats()
         for reply in state.tokenizing.values():
             reply.fail(_tokenize_failed(state.name))
@@ -315,7 +317,7 @@ class Worker(Actor[mail.WorkerMail]):
     def _on_started(self, report: wire.Started) -> None:
         """Start the load once all ranks run, so that the deadline of the start covers each."""
         state = self._state
-        self._notify("worker_started", pid=report.pid, mlx=report.mlx)
+        self._notify("worker_started", pid=report.pid, mlx=report.mlx or None)
         state.started.add(report.pid)
         if len(state.started) == state.load.ranks:
             self._handle_event(lifecycle_events.Started())

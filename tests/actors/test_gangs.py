@@ -97,6 +97,7 @@ async def test_requests_of_a_dead_gang_continue_token_for_token(rank, returncode
         assert client.tokens(key) == expected(8)
         (exit_notice,) = w.notices_of("worker_exit")
         assert (exit_notice.fields["rank"], exit_notice.fields["returncode"]) == (rank, returncode)
+        assert exit_notice.fields["pid"] == first.pids[rank]
 
 
 @simulated
