@@ -24,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -45,6 +46,13 @@ CPU_UNIT = 16
 """Tokens of a unit on a CPU, where a unit takes as long as a short prompt."""
 _BACKWARD = 8
 """Arrays that a backward pass holds for each output of a linear layer, at most (measured: 5)."""
+
+_KEPT = 5
+"""Arrays as large as the keys and values of the text, at most."""
+_EXPANDED = 2
+"""Arrays as large as the heads' keys and values, where those are products of latents, at most."""
+_STATES = 8
+"""Arrays as large as a recurrent state, at most, besides those of each token."""
 
 
 class SideCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,19 +189,26 @@ class BitProbe:
         """Choose units of queries that fit the memory; raises `NoEstimateError`."""
         if not self._attention():
             raise NoEstimateError("no layer keeps keys and values")
-        kept = [leaf.keys.nbytes + leaf.values.nbytes for leaf in self._attention()]
-        # The text's own, those of a unit with the queries', and the gradients.
-        held = 3 * sum(kept) * TOKENS // self._unit
-        token = 4 * _BACKWARD * _outputs(self._model) + 12 * TOKENS * _heads(self._model, kept)
-        fitting = [
-            unit for unit in UNITS if unit <= self._unit and held + unit * token <= self._memory
-        ]
+        units = [unit for unit in UNITS if unit <= self._unit]
+        fitting = [unit for unit in units if self._needed(unit) <= self._memory]
         if not fitting:
-            needed = (held + UNITS[-1] * token) >> 20
+            needed = -(-self._needed(units[-1]) >> 20)
             raise NoEstimateError(
                 f"it needs {needed} MiB, and {self._memory >> 20} MiB are free", lasting=False
             )
         self._unit = fitting[0]
+
+    def _needed(self, unit: int) -> int:
+        """Return an upper estimate of the bytes of a probe with such units; a first one is read."""
+        model, attention = self._model, self._attention()
+        kept = sum(leaf.keys.nbytes + leaf.values.nbytes for leaf in attention)
+        # The text's own, those of a unit with the queries', the gradients, and copies of heads.
+        held = _KEPT * kept * TOKENS // self._read + 4 * _EXPANDED * TOKENS * _expanded(model)
+        token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
+        states = sum(one.nbytes for each in self._recurrent() for one in each if one is not None)
+        held += (_STATES + 3 * QUERIES // unit) * states  # they can be views of larger arrays
+        # The gradient of a token's input to a recurrence can be as large as those of all tokens.
+        return int(held + unit * (token + (_STATES + unit) * states))
 
     def _draw_unit(self) -> None:
         start, stop = self._drawn, self._drawn + self._unit
@@ -319,9 +334,21 @@ def _outputs(model: Any) -> int:
     return total
 
 
-def _heads(model: Any, kept: Sequence[int]) -> int:
-    """Return the number of query heads in all layers."""
-    return len(kept) * int(getattr(getattr(model, "args", None), "num_attention_heads", None) or 64)
+def _expanded(model: Any) -> int:
+    """Return the channels of all heads that models compute from latents, for one token."""
+    total = 0
+    for _, module in model.named_modules():
+        if isinstance(module, (MultiLinear, QuantizedMultiLinear)):
+            heads, outputs, inputs = module.weight.shape
+            if isinstance(module, QuantizedMultiLinear):
+                inputs = module.scales.shape[-1] * module.group_size
+            total += heads * min(outputs, inputs)
+    return total
+
+
+def _heads(model: Any, layers: int) -> int:
+    """Return the number of query heads in so many layers."""
+    return layers * int(getattr(getattr(model, "args", None), "num_attention_heads", None) or 64)
 
 
 def _number(scalar: mx.array) -> float:

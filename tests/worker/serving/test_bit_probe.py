@@ -27,6 +27,13 @@ pytestmark = pytest.mark.mlx
 
 MEMORY = 256 << 20
 FIRST = bit_probe.QUANTIZED + bit_probe.EXACT
+WIDE_STATES = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""Changes of a configuration that make its recurrent states larger than its activations."""
 
 
 @cache
@@ -134,7 +141,7 @@ def test_the_probe_counts_its_units():
 def test_a_small_memory_makes_small_units_and_is_not_exceeded():
     ids = text_ids(loaded())
     costs_of(loaded().model, ids)  # MLX's own first allocations
-    for memory in (9 << 20, 12 << 20, 40 << 20):
+    for memory in (14 << 20, 18 << 20, 40 << 20):
         found = BitProbe(loaded().model, ids, unit=64, memory=memory)
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -143,6 +150,40 @@ def test_a_small_memory_makes_small_units_and_is_not_exceeded():
             found.advance()
         assert mx.get_peak_memory() - before < memory
         assert max(found.costs(), key=lambda one: one.keys).layer == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "larger"),
+    [
+        ("jamba", {"mamba_d_state": 64}),  # gradients of a state for each token
+        ("qwen3_next", WIDE_STATES),
+        ("kimi_linear", {}),
+        ("deepseek_v3", {}),  # keys and values of all heads from latents
+        ("gemma", {}),
+    ],
+)
+def test_models_with_states_or_latents_stay_within_the_memory(name: str, larger: dict[str, Any]):
+    model, _ = build(name, config=ZOO[name].config | larger)
+    ids = tokens(bit_probe.TOKENS).tolist()
+    memory = least_memory(model, ids)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    costs_of(model, ids, memory=memory)
+    assert mx.get_peak_memory() - before < memory
+
+
+def least_memory(model: Any, ids: list[int]) -> int:
+    """Return the least memory that a probe takes for enough, to a thousandth."""
+    low, high = 1, 1 << 30
+    while high - low > low // 1000:
+        middle = (low + high) // 2
+        try:
+            BitProbe(model, ids, unit=16, memory=middle).advance()
+            high = middle
+        except NoEstimateError:
+            low = middle
+    return high
 
 
 def test_too_little_memory_ends_the_probe_for_now():
