@@ -144,7 +144,7 @@ class BitsByLayer(msgspec.Struct, frozen=True, kw_only=True):
     """``calibration``: the result of ``kvctl calibrate``. ``probe``: an estimate from the model's
     gradients. ``uniform``: all layers have the same scheme."""
     reason: str
-    """When or why."""
+    """Date of the calibration, or why the bits are as they are."""
 
 
 FastPathCause = Literal["", "device", "switched_off", "model", "results", "speed", "error"]
@@ -404,7 +404,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     worker_pid: int | None = None
     ranks: list[RankStatus] = []
-    """Processes of a model that several share, in rank order; the first is `worker_pid`."""
+    """Processes of a model over several ranks, the first of which is `worker_pid`; else empty."""
     restarts: int = 0
     kv: KVSpec = KVSpec()
     granted_bytes: int = 0

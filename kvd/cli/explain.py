@@ -52,7 +52,7 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 @option(
     "--ranks",
     "N",
-    "Processes that would share a model that is not known.",
+    "Ranks of a model that is not known yet; a known model has its own.",
     type=click.IntRange(1, MAX_RANKS),
     default=1,
 )

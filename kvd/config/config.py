@@ -167,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `1_Pooling/config.json` or with ``embed`` in their source. ``any``: also chat models."""
     bits_by_layer: BitsMode = "auto"
     """Whether layers of one precision level may have different bits, of the same size together.
-    ``auto``: as a calibration or an estimate of each layer's loss says. ``off``: never."""
+    ``auto``: chosen by a calibration, or by an estimate of each layer's loss. ``off``: never."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     http: HttpSettings = HttpSettings()

@@ -56,7 +56,7 @@ MODEL_FOOTPRINT = Metric(
 RANK_FOOTPRINT = Metric(
     "kvd_rank_footprint_bytes", "gauge", ("model", "rank"),
     "Footprint of each process of a model that several processes share",
-    "Ranks of one model hold about the same; the leader, rank 0, holds its texts and caches too",
+    "Ranks of one model hold about the same; the leader, rank 0, also holds requests and grammars",
 )  # fmt: skip
 MODEL_MEMORY = Metric(
     "kvd_model_memory_bytes", "gauge", ("model", "kind"),

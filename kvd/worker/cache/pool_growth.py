@@ -81,7 +81,7 @@ class GrowthBehindSteps:
                 self._settle()
 
     def _grow_piece(self, store: KVStore, level: int, goal: int) -> float | None:
-        """Grow keys or values of one layer; return the device's seconds, or None at the goal."""
+        """Grow keys or values of one layer; return the device's seconds, or None at the end."""
         if (piece := store.pages.next_piece(level, goal)) is None:
             return None
         pool, side = piece

@@ -32,7 +32,7 @@ class IdleWork:
 
     @property
     def is_left(self) -> bool:
-        """Whether there is something to do without a reason from outside."""
+        """Whether an idle engine has work left."""
         return self.probing is not None
 
     def run(self) -> MemoryRequested | None:

@@ -58,7 +58,7 @@ class Interleaving:
         self._measured_rows = 0
         """Rows of the newest step that was measured."""
         self._unmeasured = 0
-        """Passes since then."""
+        """Passes since that step."""
 
     def begin(self, decoding: Sequence[str], launched: float) -> None:
         """Note the requests that decode during the next pass.

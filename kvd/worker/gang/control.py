@@ -21,7 +21,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class PeerLost(BaseException):
-    """A rank closed its control socket. No error, so that no handler of errors keeps it."""
+    """A rank closed its control socket. No `Exception`, so that no handler catches it."""
 
 
 class Diverged(BaseException):

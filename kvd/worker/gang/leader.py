@@ -44,7 +44,7 @@ class Gang:
         return Gang(peers, ring.join(place))
 
     def begin(self, command: LoadModel, path: Path, vocab_size: int) -> None:
-        """Let the followers load their parts of a model. Its memory is granted."""
+        """Let the followers load their parts of a model, whose memory must be granted already."""
         self.peers.send(records.Load(command, str(path), vocab_size))
 
 
@@ -168,7 +168,7 @@ class LeaderCache(Summed):
 
 
 class _Work:
-    """A step-down or a trimming on all ranks, which has begun there."""
+    """A step-down or a trimming that has begun on all ranks."""
 
     def __init__(self, work: ModelStepDown | PoolTrimming, sender: Sender) -> None:
         self._work = work

@@ -96,7 +96,7 @@ class NoEstimateError(Exception):
 
 
 class _Cache(DenseKVCache):
-    """A layer's keys and values, which begins empty, or with some that a gradient is for."""
+    """A layer's keys and values. It begins empty, or with arrays whose gradients are computed."""
 
     def __init__(
         self, kind: Kind, keys: mx.array | None = None, values: mx.array | None = None
