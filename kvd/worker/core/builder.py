@@ -321,6 +321,8 @@ def make_admission(
     name = f"base of {command.max_rows} rows, chunks of {chunk}, {command.segments_folder}"
     base_bytes = max(measured, model.serving.checks.result(name, lambda: measured, int))
     model.serving.checks.keep()
+    if model.serving.probing is not None:
+        base_bytes += model.serving.probing.held_bytes
     row_bytes = cache.row_bytes + prefix_cache.reserved_bytes
     row_pages = -(-row_bytes // page_bytes)
     first_pages = SLAB_PAGES + FIRST_ROWS * row_pages

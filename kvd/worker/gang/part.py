@@ -69,7 +69,7 @@ def serve_part(
     settings: CacheSettings, loaded: model_files.LoadedModel, peers: Peers
 ) -> probe.Served:
     """Choose how to serve the model, together with all ranks; raises `UnsupportedModel`."""
-    require_equal(peers, "the cache's settings", repr(settings.store_schemes))
+    require_equal(peers, "the cache's settings", repr((settings.store_schemes, settings.mixes)))
     if on_cpu():  # the probe's batches are padded to it, and a collective needs equal shapes
         require_equal(peers, "the smallest batch", batch_floor(loaded.model))
     checks = AgreedChecks(peers)

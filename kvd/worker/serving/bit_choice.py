@@ -45,6 +45,7 @@ UNIFORM = {(4, 4): (5, 3)}
 """Bits of keys and values that cost less quality than others of the same size, without any estimate
 (`docs/fidelity.md`)."""
 PENDING = "to be estimated while the model is idle, for its next load"
+SEVERAL_RANKS = "not estimated for a model over several ranks"
 
 _log = logging.getLogger("kvd.worker")
 
@@ -185,6 +186,11 @@ class Probing:
     def has_work(self) -> bool:
         return self._probe is not None
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the rest of the probe holds between units, while requests run."""
+        return 0 if self._probe is None else self._probe.held_bytes
+
     def run(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Run units for at most so many seconds, but at least one.
 
@@ -260,9 +266,11 @@ class LayerBits:
         )
         lower = any(min(scheme.k_bits, scheme.v_bits) < max(WIDTHS) for scheme in schemes)
         # Each rank has other heads, and the ranks must agree on the bits.
-        wanted = lower and mode == "auto" and calibrated is None and ranks == 1
-        file = ProbeFile.of(headers) if wanted else None
+        wanted = lower and mode == "auto" and calibrated is None
+        file = ProbeFile.of(headers) if wanted and ranks == 1 else None
         probed = None if file is None else file.read()
+        if wanted and ranks > 1:
+            probed = ProbeResult(key="", version=kvd.__version__, problem=SEVERAL_RANKS)
         self._file = file if probed is None else None
         self.choice = self._choose(probed=probed)
         self.rest: Probing | None = None

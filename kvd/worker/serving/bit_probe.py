@@ -29,6 +29,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.native import layers, operations
+from kvd.worker.process.shortage import shortage_of
 from kvd.worker.serving import probe
 from kvd.worker.serving.bit_mix import WIDTHS, LayerSides, Side
 from kvd.worker.serving.reference import DenseKVCache
@@ -145,6 +146,11 @@ class BitProbe:
         kept = self._attention()
         return bool(kept) and all(leaf.keys.nbytes <= leaf.values.nbytes for leaf in kept)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the probe holds between units, at most; 0 before the first unit."""
+        return self._text_bytes() + 3 * (1 + QUERIES // self._unit) * self._state_bytes()
+
     def advance(self) -> None:
         """Run the next unit. Raises `NoEstimateError`, and ``MemoryError``."""
         try:
@@ -156,6 +162,8 @@ class BitProbe:
         except (MemoryError, NoEstimateError):
             raise
         except Exception as failed:  # models raise any type
+            if (short := shortage_of(failed)) is not None:
+                raise short from failed
             raise NoEstimateError(f"{type(failed).__name__}: {failed}"[:200]) from failed
 
     def costs(self) -> list[SideCosts]:
@@ -201,14 +209,22 @@ class BitProbe:
     def _needed(self, unit: int) -> int:
         """Return an upper estimate of the bytes of a probe with such units; a first one is read."""
         model, attention = self._model, self._attention()
-        kept = sum(leaf.keys.nbytes + leaf.values.nbytes for leaf in attention)
         # The text's own, those of a unit with the queries', the gradients, and copies of heads.
-        held = _KEPT * kept * TOKENS // self._read + 4 * _EXPANDED * TOKENS * _expanded(model)
+        held = _KEPT * self._text_bytes() + 4 * _EXPANDED * TOKENS * _expanded(model)
         token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
-        states = sum(one.nbytes for each in self._recurrent() for one in each if one is not None)
+        states = self._state_bytes()
         held += (_STATES + 3 * QUERIES // unit) * states  # they can be views of larger arrays
         # The gradient of a token's input to a recurrence can be as large as those of all tokens.
         return int(held + unit * (token + (_STATES + unit) * states))
+
+    def _text_bytes(self) -> int:
+        """Return the bytes of the whole text's keys and values."""
+        kept = sum(leaf.keys.nbytes + leaf.values.nbytes for leaf in self._attention())
+        return int(kept) * TOKENS // max(1, self._read)
+
+    def _state_bytes(self) -> int:
+        arrays = (one for each in self._recurrent() for one in each)
+        return sum(one.nbytes for one in arrays if one is not None)
 
     def _draw_unit(self) -> None:
         start, stop = self._drawn, self._drawn + self._unit

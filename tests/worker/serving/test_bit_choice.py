@@ -11,7 +11,7 @@ import pytest
 from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import bit_choice, bit_probe, calibration, model_files, seam
+from kvd.worker.serving import bit_choice, bit_probe, calibration, loading, model_files, seam
 from kvd.worker.serving.bit_choice import (
     LayerBits,
     ProbeFile,
@@ -170,6 +170,15 @@ def test_an_idle_worker_estimates_and_the_next_load_uses_it(tiny, folder):
     assert (off.info.kv_bits.source, off.info.kv_mixes) == ("uniform", {})
 
 
+def test_memory_that_the_rest_of_a_probe_holds_is_charged(tiny, folder, monkeypatch):
+    monkeypatch.setattr(loading, "base_bytes", lambda *_: 1 << 30)
+    driver = Driver(str(tiny), kv=KVSpec(8, 8))
+    probing = driver.engine._idle_work.probing
+    charged = driver.engine._admission.budget.base_bytes - (1 << 30)
+    assert charged == probing.held_bytes > 0
+    assert Driver(str(tiny), bits_by_layer="off").engine._admission.budget.base_bytes == 1 << 30
+
+
 def bits_of(tiny, schemes=SCHEMES, *, ranks: int = 1) -> LayerBits:
     headers = model_files.inspect(tiny)
     return LayerBits(schemes, 2, headers, mode="auto", calibrated=None, ranks=ranks)
@@ -179,6 +188,7 @@ def test_a_model_over_several_ranks_is_not_probed(tiny, folder):
     bits = bits_of(tiny, ranks=2)
     assert not bits.unknown
     assert bits.choice.mixes == (None, None, None)
+    assert bits.choice.info.reason == "not estimated for a model over several ranks"
 
 
 def test_a_load_with_time_estimates_at_once(tiny, folder):

@@ -173,6 +173,34 @@ def test_models_with_states_or_latents_stay_within_the_memory(name: str, larger:
     assert mx.get_peak_memory() - before < memory
 
 
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "gemma"])
+def test_the_memory_between_units_is_known_after_the_first_one(name: str):
+    larger = {"jamba": {"mamba_d_state": 64}, "qwen3_next": WIDE_STATES}.get(name, {})
+    model, _ = build(name, config=ZOO[name].config | larger)
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    found = BitProbe(model, tokens(bit_probe.TOKENS).tolist(), unit=16, memory=MEMORY)
+    found.advance()
+    most = found.held_bytes
+    while found.units:
+        found.advance()
+        assert mx.get_active_memory() - before <= most
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("[malloc] Unable to allocate 4096 bytes.", MemoryError), ("no", NoEstimateError)],
+)
+def test_a_shortage_is_no_property_of_the_model(text: str, error: type[Exception]):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(text)
+
+    found = BitProbe(loaded().model, text_ids(loaded()), unit=16, memory=MEMORY)
+    found._read_unit = fail  # type: ignore[method-assign]
+    with pytest.raises(error):
+        found.advance()
+
+
 def least_memory(model: Any, ids: list[int]) -> int:
     """Return the least memory that a probe takes for enough, to a thousandth."""
     low, high = 1, 1 << 30
