@@ -20,7 +20,7 @@ from kvd.worker.gang.ticks import Ticks
 from kvd.worker.serving import loading
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.step_inputs import StepInputs
-from protocol.errors import KvdError
+from kvd.worker.text.failures import one_line
 
 _log = logging.getLogger("kvd.worker")
 LEADER_SECONDS = 5.0
@@ -37,9 +37,10 @@ def run(peers: FollowerPeers, group: Any) -> NoReturn:
     load = msgspec.msgpack.decode(peers.receive(), type=records.Load)
     try:
         runner = load_part(load, peers, group)
-    except KvdError as error:
-        # The leader refuses the load for the same reason, and its exit ends this process.
-        _log.warning("rank %d cannot load its part: %s", peers.rank, error.message)
+    except Exception as error:
+        # The leader's load fails for the same reason, and its exit ends this process. An earlier
+        # exit would end the leader before it has reported the reason.
+        _log.warning("rank %d cannot load its part: %s", peers.rank, one_line(error))
         time.sleep(LEADER_SECONDS)
         raise
     follower = Follower(runner, group)

@@ -42,10 +42,11 @@ def _environment(backend: Backend, rank: int, addresses: list[str]) -> Iterator[
             values |= {"NCCL_HOST_IP": host, "NCCL_PORT": port}
             values["MLX_WORLD_SIZE"] = str(len(addresses))
         else:
-            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+            # Without a name, so that a rank that is killed meanwhile leaves no file.
+            file = stack.enter_context(tempfile.TemporaryFile("w+"))
             json.dump([[address] for address in addresses], file)
-            file.flush()
-            values["MLX_HOSTFILE"] = file.name
+            file.seek(0)
+            values["MLX_HOSTFILE"] = f"/dev/fd/{file.fileno()}"
         os.environ.update(values)
         try:
             yield

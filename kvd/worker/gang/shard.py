@@ -13,6 +13,9 @@ _COUNTS = (
     "num_heads",
     "num_attention_heads",
     "num_key_value_heads",
+    "num_kv_heads",
+    "num_k_heads",
+    "num_v_heads",
 )
 """Names of the numbers of heads in mlx-lm's attention modules."""
 
