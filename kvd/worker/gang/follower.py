@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -60,6 +61,8 @@ class Follower:
         self._snapshots: dict[int, SequenceSnapshot] = {}
         self._drawn: mx.array | None = None
         """Tokens that the previous decode step has drawn, ``[rows]`` int32, lazy."""
+        self._parts: Iterator[mx.array] = iter(())
+        """Logits of the chunk that was scored last, in parts; see `Runner.score_parts`."""
         self._work: ModelStepDown | PoolTrimming | None = None
 
     def apply(self, numbered: records.Numbered) -> None:
@@ -138,7 +141,9 @@ class Follower:
             case records.PrefillHidden():
                 runner.prefill_hidden([rows[row] for row in record.rows], record.chunks)
             case records.Score():
-                runner.score_parts(rows[record.row], record.tokens)
+                self._parts = runner.score_parts(rows[record.row], record.tokens)
+            case records.ScoreNext():
+                next(self._parts, None)
             case _:
                 return False
         return True

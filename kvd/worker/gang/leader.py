@@ -41,7 +41,7 @@ class Gang:
     def join(place: Place) -> Gang:
         """Join the other ranks, which must do so at the same time; see `ring.join`."""
         peers = LeaderPeers([Channel(sock) for sock in place.controls])
-        return Gang(peers, ring.join(place))
+        return Gang(peers, ring.join(place, peers))
 
     def begin(self, command: LoadModel, path: Path, vocab_size: int) -> None:
         """Let the followers load their parts of a model, whose memory must be granted already."""
@@ -247,7 +247,16 @@ class LeaderRunner:
 
     def score_parts(self, row: Row, tokens: list[int], *_: Any) -> Iterator[mx.array]:
         self._sender.send(records.Score(self._sender.id_of(row), tokens), [row])
-        return self._runner.score_parts(row, tokens)
+        return self._each(self._runner.score_parts(row, tokens))
+
+    def _each(self, parts: Iterator[mx.array]) -> Iterator[mx.array]:
+        """Yield the parts of a chunk's logits, which all ranks compute."""
+        while True:
+            self._sender.send(records.ScoreNext())
+            if (part := next(parts, None)) is None:
+                return
+            yield part
+            del part  # the logits
 
     # Giving memory back.
 

@@ -83,10 +83,14 @@ class PrefillHidden(_Record, frozen=True):
 
 
 class Score(_Record, frozen=True):
-    """Prefill a chunk of one row, and compute what its logprobs need."""
+    """Prefill a chunk of one row, whose logits `ScoreNext` computes."""
 
     row: int
     tokens: list[int]
+
+
+class ScoreNext(_Record, frozen=True):
+    """Compute the next part of the chunk's logits: a divided head is a collective."""
 
 
 class Flush(_Record, frozen=True):
@@ -143,6 +147,7 @@ Record = (
     | Prefill
     | PrefillHidden
     | Score
+    | ScoreNext
     | Flush
     | MakeRoom
     | Compact

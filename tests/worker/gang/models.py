@@ -19,6 +19,8 @@ CHANGES = {
     "qwen3_moe": {},
     "gpt_oss": {},
     "deepseek_v3": {},
+    # Its head is divided too.
+    "qwen3_5": {"text_config": ZOO["qwen3_5"].config["text_config"] | {"vocab_size": VOCABULARY}},
 }
 """What differs from the zoo's configuration, by architecture."""
 

@@ -20,6 +20,7 @@ def requests():
         [
             submit("page", tokens=PROMPT[:120], max_tokens=12, sampling=GREEDY, **fields),
             submit("short", tokens=PROMPT[:20], max_tokens=8, sampling=SAMPLED, **fields),
+            submit("scored", tokens=PROMPT[:90], max_tokens=2, prompt_logprobs=0, **fields),
         ],
         [submit("choices", tokens=PROMPT, max_tokens=8, n=2, sampling=SAMPLED, **fields)],
     )
@@ -35,6 +36,7 @@ def requests():
         ("qwen3_moe", 2, {}),
         ("gpt_oss", 2, {}),
         ("deepseek_v3", 2, {}),
+        ("qwen3_5", 2, {}),
     ],
 )
 def test_a_divided_model_gives_the_tokens_of_one_process(tmp_path, name, ranks, changes):
