@@ -113,7 +113,7 @@ def _follow(sock: socket.socket, engine: str, place: Place) -> None:
     startup.choose_device(place.rank)
     from kvd.worker.gang import follower, ring  # noqa: PLC0415 - imports MLX
 
-    group = ring.join(place)
+    group = ring.join(place, peers)
     link.put(wire.Started(pid=os.getpid()))
     link.flush()
     follower.run(peers, group)

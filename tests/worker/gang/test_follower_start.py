@@ -22,9 +22,10 @@ pytestmark = pytest.mark.mlx
 JOIN = """
 import sys
 from pathlib import Path
-from kvd.worker.gang import ring, startup
+from kvd.worker.gang import control, ring, startup
 print("joining", flush=True)
-ring.join(startup.Place(0, sys.argv[1].split(","), [], "ring"))
+place = startup.Place(0, sys.argv[1].split(","), [], "ring")
+ring.join(place, control.LeaderPeers([]))
 """
 
 

@@ -139,6 +139,7 @@ def test_a_shortage_on_one_rank_ends_the_gang(start):
     [
         ("qwen3", {}, 3, "n_heads is 4, which is no multiple of 3"),
         ("qwen3", {"intermediate_size": 97}, 2, "cannot be divided among 2 ranks"),
+        ("step3p5", {"num_attention_groups": 1}, 2, "num_kv_heads is 1, which is no multiple of 2"),
         ("gemma", {}, 2, "mlx-lm has no tensor parallel form of this architecture"),
     ],
 )
@@ -149,6 +150,21 @@ def test_a_model_that_cannot_be_divided_is_refused(start, tmp_path, name, change
     assert failed.error.code == "unsupported_model"
     assert why in failed.error.message
     assert gang.wait() == [0, *[PEER_LOST] * (ranks - 1)]
+
+
+CUDA_DEVICE = """
+import mlx.core as mx
+mx.cuda.is_available = lambda: True
+"""
+
+
+def test_a_rank_without_a_cuda_device_ends_the_gang_at_once(start):
+    gang = start(programs={0: CUDA_DEVICE})
+    gang.read_all()
+    statuses = gang.wait()
+    assert set(statuses) <= {DIVERGED, PEER_LOST}
+    first = statuses.index(DIVERGED)
+    assert "connect by nccl, ring" in gang.errors()[first]
 
 
 def test_every_rank_reports_its_start(start):
