@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from mlx import nn
 
 from bench.jit.recorder import Recorder
 from kvd.worker.attention.fused import FusedBackend
@@ -28,6 +27,7 @@ from kvd.worker.serving import (
 )
 from kvd.worker.serving.runner import Runner
 from tests.worker.attention.stand_in import StandIn
+from tests.worker.gpu import plain_products
 
 Opaque = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -70,33 +70,9 @@ def as_cuda(opaque: Opaque) -> Iterator[None]:
         put(kernel_choice, "find_kernels", lambda: backend)
         # What replaces the kernels is slow; the comparison runs for its operations alone.
         put(kernel_timing, "DENSE_LIMIT", math.inf)
-        put(products, "multiply", opaque(_multiply))
-        put(products, "multiply_gated", opaque(_multiply_gated))
+        put(products, "multiply", opaque(plain_products.multiply))
+        put(products, "multiply_gated", opaque(plain_products.multiply_gated))
         yield
-
-
-def _multiply(
-    x: mx.array,
-    weight: mx.array,
-    sizes: Sequence[int],
-    *,
-    norm: products.Norm | None = None,
-    bias: mx.array | None = None,
-    residual: mx.array | None = None,
-) -> list[mx.array]:
-    x = x.reshape(x.shape[0], 1, -1)
-    if norm is not None:
-        x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-    found = x @ weight.T
-    for one in (bias, residual):
-        found = found if one is None else found + one
-    ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
-    return list(mx.split(found, ends, axis=-1))
-
-
-def _multiply_gated(x: mx.array, weight: mx.array, norm: products.Norm) -> mx.array:
-    gate, up = _multiply(x, weight, [weight.shape[0] // 2] * 2, norm=norm)
-    return nn.silu(gate) * up
 
 
 @contextmanager

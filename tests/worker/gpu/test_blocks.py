@@ -23,6 +23,7 @@ from kvd.worker.serving.kernel_timing import Times
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.stand_in import StandIn
 from tests.worker.core.test_fused import Side
+from tests.worker.gpu import plain_products
 
 pytestmark = pytest.mark.mlx
 SETTINGS = CacheSettings((Scheme(8, 8), Scheme(4, 4)))
@@ -40,36 +41,15 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gated = 0
-        monkeypatch.setattr(products, "multiply", self.multiply)
+        monkeypatch.setattr(products, "multiply", plain_products.multiply)
         monkeypatch.setattr(products, "multiply_gated", self.multiply_gated)
 
     def plain(self, x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-        return self.multiply(x, weight, sizes)
-
-    def multiply(
-        self,
-        x: mx.array,
-        weight: mx.array,
-        sizes: Sequence[int],
-        *,
-        norm: products.Norm | None = None,
-        bias: mx.array | None = None,
-        residual: mx.array | None = None,
-    ) -> list[mx.array]:
-        x = x.reshape(x.shape[0], 1, -1)
-        if norm is not None:
-            x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-        found = x @ weight.T
-        for one in (bias, residual):
-            found = found if one is None else found + one
-        ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
-        return list(mx.split(found, ends, axis=-1))
+        return plain_products.multiply(x, weight, sizes)
 
     def multiply_gated(self, x: mx.array, weight: mx.array, norm: products.Norm) -> mx.array:
         self.gated += 1
-        sizes = [weight.shape[0] // 2] * 2
-        gate, up = self.multiply(x, weight, sizes, norm=norm)
-        return nn.silu(gate) * up
+        return plain_products.multiply_gated(x, weight, norm)
 
 
 @pytest.fixture
