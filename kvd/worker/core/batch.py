@@ -32,6 +32,7 @@ from kvd.worker.core.forced import forced_token, restart_sampling
 from kvd.worker.core.masks import IDLE_SECONDS, Relieve, StepMasks
 from kvd.worker.core.progress import restore_progress
 from kvd.worker.core.request import Completion, Request, SwappedRows
+from kvd.worker.core.row_copies import copies
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
 from kvd.worker.gang.leader import EngineRunner
@@ -207,10 +208,8 @@ class Batch:
         first, *others = request.completions
         if others:
             self.synchronize()
-            snapshot = self.cache.snapshots.take(row)
-            for completion in others:
-                self._join(request, completion, self.cache.restore(snapshot))
-            self.cache.snapshots.drop(snapshot)
+            for completion, other in zip(others, copies(self.cache, row, len(others)), strict=True):
+                self._join(request, completion, other)
         self._join(request, first, row)
 
     def synchronize(self) -> None:

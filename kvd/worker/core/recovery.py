@@ -20,6 +20,7 @@ import mlx.core as mx
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.core.row_copies import copies
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
 from kvd.worker.scheduling.prefill_order import LONGEST_TAIL
@@ -153,11 +154,9 @@ class Recovery:
 
     def _fork(self, rebuild: _Rebuild) -> None:
         """Give each of several completions a row."""
-        cache, others = self._cache, rebuild.completions[1:]
+        others = rebuild.completions[1:]
         if others:
-            snapshot = cache.snapshots.take(rebuild.rows[0])
-            rebuild.rows += [cache.restore(snapshot) for _ in others]
-            cache.snapshots.drop(snapshot)
+            rebuild.rows += copies(self._cache, rebuild.rows[0], len(others))
 
     def _decode(self, inputs: list[tuple[Row, list[int]]]) -> None:
         cache = self._cache

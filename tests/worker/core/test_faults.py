@@ -329,3 +329,17 @@ def test_prompts_are_rebuilt_in_passes_of_several_chunks(cold: Driver) -> None:
     assert passes == [39 + 39 + 59 + 69, 256, 43]
     assert max(passes) <= runner.pass_tokens(256)
     assert_same(cold.outcomes, expected)
+
+
+def test_a_shortage_while_completions_get_their_rows_leaves_no_snapshot(demo: Driver) -> None:
+    """The snapshot from which they are copied would keep its pages for ever."""
+    cache, calm = demo.engine._runner.cache, demo.engine._out_of_memory
+    request = {"prompt": prompt_of(150, 1), "max_tokens": 5, "n": 3}
+    wanted = demo.alone(**request)
+    for first in range(1, 30):
+        demo.engine._prefix_cache.tree.clear()
+        calm.calm_steps = out_of_memory.CALM_STEPS
+        with memory_runs_out(range(first, first + shortage.TRIES + 1).__contains__):
+            assert demo.alone(**request) == wanted, first
+        demo.engine._prefix_cache.tree.clear()
+        assert not cache.snapshots.all, f"evaluation {first} failed"
