@@ -299,6 +299,8 @@ class Batch:
         request.choices.record_level(level, request.prompt_level)
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
+            while completion.is_lent:  # only if forced tokens fill the answer
+                self._masks.wait()
             text += stream.finish(ended=completion.complete)
         logprobs = None
         if (scored := drawn.scored) is not None:

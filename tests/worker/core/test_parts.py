@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from kvd.worker.answer.forms import AnswerForms, Marker, ReasoningForm
+from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.text.splitting import Splitting
 from protocol.parts import PartStart
-from protocol.tools import ChatOptions
+from protocol.tools import ChatOptions, Grammar
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import RowTokens, Submit
-from tests.worker.core.driver import Driver
+from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.test_replay import reports_of
 from tests.worker.process.received import Received
 
@@ -72,6 +73,36 @@ def test_an_answer_may_be_full_before_the_reasoning_is_ended(reasoning: Driver) 
     assert len(one.tokens[0]) == 6
     assert one.end[0] == "length"
     assert one.parts == [[PartStart(0, "reasoning")]]
+
+
+def test_forced_tokens_that_fill_an_answer_wait_for_its_grammar(
+    reasoning: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may advance the matcher, which then cannot tell whether the answer is complete."""
+    size = 5 + len(reasoning.engine._text._tokenizer.encode(END, add_special_tokens=False))
+    plain, lent = Matcher.complete.fget, list[bool]()
+
+    def complete(matcher: Matcher) -> bool:
+        lent.append(matcher.lent)
+        return plain(matcher)
+
+    def submit() -> None:
+        reasoning.outcomes["a"] = Outcome()
+        request = asked("a", STRICT, grammar=Grammar("regex", "[a-z ]*"), max_tokens=size)
+        reasoning.engine.submit(request)
+        reasoning.run(until=lambda: "a" in reasoning.engine._batch.requests)
+
+    submit()
+    reasoning.run()
+    wanted = reasoning.outcomes.pop("a")
+    monkeypatch.setattr(Matcher, "complete", property(complete))
+    submit()
+    while reasoning.engine.has_work:
+        reasoning.engine._batch.finish_step()  # as before a prompt's pass
+        reasoning.step()
+    assert reasoning.outcomes["a"] == wanted
+    assert lent
+    assert not any(lent)
 
 
 def test_forced_tokens_are_the_same_after_a_replay_at_any_token(reasoning: Driver) -> None:
