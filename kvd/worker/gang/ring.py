@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.gang.control import Diverged, Peers
+from kvd.worker.gang.control import Peers
 from kvd.worker.gang.startup import Backend, Place
 
 
@@ -19,7 +19,7 @@ def join(place: Place, peers: Peers) -> Any:
     """Return the group of all ranks, once all have joined.
 
     Holds Python's lock until then, so only another process can end a wait for a rank that does not
-    come. Raises ``RuntimeError``, and `Diverged` if only some ranks have a CUDA device.
+    come. Raises ``RuntimeError``, also if only some ranks have a CUDA device.
     """
     rank, addresses, backend = place.rank, place.addresses, place.backend
     if backend == "auto":
@@ -27,7 +27,7 @@ def join(place: Place, peers: Peers) -> Any:
     # Ranks with different backends would wait for each other until the daemon's deadline.
     backends = peers.exchange("backend", backend)
     if len({*backends}) > 1:
-        raise Diverged(
+        raise RuntimeError(
             f"the ranks connect by {', '.join(backends)}: on CUDA, each rank needs a device of its"
             " own; load the model with as many ranks as there are devices"
         )
