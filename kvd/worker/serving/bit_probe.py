@@ -149,7 +149,8 @@ class BitProbe:
     @property
     def held_bytes(self) -> int:
         """Bytes that the probe holds between units, at most; 0 before the first unit."""
-        return self._text_bytes() + 3 * (1 + QUERIES // self._unit) * self._state_bytes()
+        states = QUERIES // self._unit + self._unit  # the copies, and those of a unit's tokens
+        return self._text_bytes() + (1 + states) * self._state_bytes()
 
     def advance(self) -> None:
         """Run the next unit. Raises `NoEstimateError`, and ``MemoryError``."""
@@ -174,13 +175,19 @@ class BitProbe:
     def _read_unit(self) -> None:
         start, stop = self._read, self._read + self._unit
         if start >= QUANTIZED + EXACT:
-            self._states[start] = self._recurrent()
+            self._states[start] = self._copied_states()
         mx.eval(self._model(self._ids[:, start:stop], cache=self._caches), _arrays(self._caches))
         self._read = stop
         if start == 0:
             self._choose_unit()
         if stop == TOKENS - self._unit:
-            self._states[stop] = self._recurrent()
+            self._states[stop] = self._copied_states()
+
+    def _copied_states(self) -> list[list[Any]]:
+        """Return copies of the states. A state can be a view of those of all tokens of a unit."""
+        copies = [[None if one is None else one * 1 for one in each] for each in self._recurrent()]
+        mx.eval(copies)
+        return copies
 
     def _recurrent(self) -> list[list[Any]]:
         return [list(leaf.cache) for leaf in self._leaves() if isinstance(leaf, ArraysCache)]
@@ -213,7 +220,7 @@ class BitProbe:
         held = _KEPT * self._text_bytes() + 4 * _EXPANDED * TOKENS * _expanded(model)
         token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
         states = self._state_bytes()
-        held += (_STATES + 3 * QUERIES // unit) * states  # they can be views of larger arrays
+        held += (_STATES + 3 * QUERIES // unit) * states
         # The gradient of a token's input to a recurrence can be as large as those of all tokens.
         return int(held + unit * (token + (_STATES + unit) * states))
 
