@@ -117,12 +117,10 @@ def choose_bits(
     mode: BitsMode,
     calibrated: CalibrationResult | None,
     probed: ProbeResult | None,
-    ranks: int = 1,
 ) -> BitChoice:
     """Choose the bits of a model's ``layers`` caches for each level.
 
-    ``probed``: what is known so far; its ``problem`` says why there is no estimate. ``ranks``:
-    processes that share the model; several have no probe.
+    ``probed``: what is known so far; its ``problem`` says why there is no estimate.
     """
     if mode == "off":
         return _choice([None] * len(schemes), "uniform", "switched off")
@@ -130,9 +128,9 @@ def choose_bits(
         mixes = calibration.mixes_of(schemes, calibrated, layers)
         return _choice(mixes, "calibration", f"measured on {calibrated.date[:10]}")
     if probed is None:
-        none = "nothing to estimate, or no folder to keep it in"
-        reason = none if ranks == 1 else "a model over several ranks is not estimated"
-        return _choice([None] * len(schemes), "uniform", reason)
+        return _choice(
+            [None] * len(schemes), "uniform", "nothing to estimate, or no folder to keep it in"
+        )
     if probed.problem is not None:
         fits = probed.keys_fit
         return _choice(_even(schemes, layers, fits=fits), "uniform", probed.problem)
@@ -261,9 +259,7 @@ class LayerBits:
         calibrated: CalibrationResult | None,
         ranks: int,
     ) -> None:
-        self._choose = partial(
-            choose_bits, schemes, layers, mode=mode, calibrated=calibrated, ranks=ranks
-        )
+        self._choose = partial(choose_bits, schemes, layers, mode=mode, calibrated=calibrated)
         lower = any(min(scheme.k_bits, scheme.v_bits) < max(WIDTHS) for scheme in schemes)
         # Each rank has other heads, and the ranks must agree on the bits.
         wanted = lower and mode == "auto" and calibrated is None

@@ -256,12 +256,6 @@ def test_a_tokenizer_without_transformers_encodes_the_text_of_the_probe():
     assert found[0] != arbitrary
 
 
-def test_the_layers_of_several_ranks_are_equal_because_no_rank_probes_them():
-    found = choose_bits(SCHEMES, 2, mode="auto", calibrated=None, probed=None, ranks=2)
-    assert found.mixes == (None, None, None)
-    assert found.info.reason == "a model over several ranks is not estimated"
-
-
 def test_the_result_lies_in_the_home_s_folder(tmp_path, tiny, monkeypatch):
     place = Home(tmp_path).calibration
     monkeypatch.setenv(calibration.FOLDER_VARIABLE, str(place))
