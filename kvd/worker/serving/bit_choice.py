@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ UNIFORM = {(4, 4): (5, 3)}
 (`docs/fidelity.md`)."""
 PENDING = "to be estimated while the model is idle, for its next load"
 SEVERAL_RANKS = "not estimated for a model over several ranks"
+VERSION = f"kvd {kvd.__version__}, mlx-lm {version('mlx-lm')}"
+"""Versions that a result depends on. mlx-lm decides which caches a model has."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -56,7 +59,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """The model's fingerprint."""
     version: str
-    """The version of kvd; another one probes again."""
+    """`VERSION`; another one probes again."""
     layers: list[SideCosts] = []
     keys_fit: bool = False
     """Whether no layer has more elements of keys than of values."""
@@ -84,7 +87,7 @@ class ProbeFile:
             return None
 
     def read(self) -> ProbeResult | None:
-        """Return the result; None if there is none, or it is damaged or of another version."""
+        """Return the result; None if there is none, or it is damaged or of other versions."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=ProbeResult)
         except FileNotFoundError:
@@ -92,7 +95,7 @@ class ProbeFile:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             _log.warning("ignoring the estimates in %s: %s", self.path, error)
             return None
-        return found if (found.key, found.version) == (self.key, kvd.__version__) else None
+        return found if (found.key, found.version) == (self.key, VERSION) else None
 
     def write(self, found: ProbeResult) -> None:
         """Keep a result. A failure is logged: the next load probes again."""
@@ -171,7 +174,7 @@ class Probing:
 
     def __init__(self, loaded: LoadedModel, file: ProbeFile, memory: int) -> None:
         self._file = file
-        self.found = ProbeResult(key=file.key, version=kvd.__version__, problem=PENDING)
+        self.found = ProbeResult(key=file.key, version=VERSION, problem=PENDING)
         """What is known so far."""
         self._probe: BitProbe | None = None
         unit = bit_probe.CPU_UNIT if on_cpu() else bit_probe.UNITS[0]
@@ -266,7 +269,7 @@ class LayerBits:
         file = ProbeFile.of(headers) if wanted and ranks == 1 else None
         probed = None if file is None else file.read()
         if wanted and ranks > 1:
-            probed = ProbeResult(key="", version=kvd.__version__, problem=SEVERAL_RANKS)
+            probed = ProbeResult(key="", version=VERSION, problem=SEVERAL_RANKS)
         self._file = file if probed is None else None
         self.choice = self._choose(probed=probed)
         self.rest: Probing | None = None
