@@ -21,6 +21,11 @@ from protocol.policy import ModelPolicy
 
 AMPLE = 1 << 42
 """A budget that is never reached."""
+CONFIG = f'budget = {AMPLE}\nbits_by_layer = "off"\n'
+"""Configuration under which tokens of one precision level are equal in all loads.
+
+Otherwise a load gives the layers of lower levels other bits once an earlier load's probe has ended.
+"""
 URGENT = "wide"
 """Alias of the model with priority: rows of other models are preempted for it."""
 _WORKED_OFF_S = 0.05
@@ -84,7 +89,7 @@ async def play(
     all models are loaded, because a base depends on which processes share the same libraries.
     None: enough memory for everything.
     """
-    async with daemon(f"budget = {AMPLE}\n") as client:
+    async with daemon(CONFIG) as client:
         loads = [
             await client.load(
                 source,

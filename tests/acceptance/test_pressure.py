@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 from bench.own import daemon
-from bench.pressure.play import AMPLE, Outcome, serve
+from bench.pressure.play import CONFIG, Outcome, serve
 from bench.pressure.streams import Stream, make
 from kvd.client import AsyncClient
 from protocol.kv import SCHEMES, KVSpec
@@ -35,7 +35,7 @@ async def on_lower_levels(streams: list[Stream], pressed: list[Outcome]) -> dict
     seconds after pressure rows start at a lower level.
     """
     right = {}
-    async with daemon(f"budget = {AMPLE}\n") as client:
+    async with daemon(CONFIG) as client:
         for level in range(1, len(SCHEMES)):
             some = [number for number, one in enumerate(pressed) if one.levels == [level]]
             if some:
@@ -49,7 +49,7 @@ async def on_lower_levels(streams: list[Stream], pressed: list[Outcome]) -> dict
 
 async def main() -> None:
     streams = make(MODELS, 16, prompt=400, completion=50, seed=3)
-    async with daemon(f"budget = {AMPLE}\n") as client:
+    async with daemon(CONFIG) as client:
         for alias in MODELS:
             await load(client, alias)
         free, calm = await serve(client, streams)
