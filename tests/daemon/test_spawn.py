@@ -291,10 +291,12 @@ sys.exit(50 + len(open_fds))
 async def test_the_death_of_a_rank_ends_all_and_explains_the_end(gang, ranks, stopped):
     await gang.spawn("time.sleep(60)", ranks)
     await gang.started()
+    victim = ranks - 1
     if stopped is not None:
         os.kill(gang.pids[stopped], signal.SIGSTOP)
-    os.kill(gang.pids[-1], signal.SIGSEGV)
-    assert await gang.exit == Exit(-signal.SIGSEGV, rank=ranks - 1)
+        victim = max({*range(ranks)} - {stopped})  # only SIGKILL ends a stopped process
+    os.kill(gang.pids[victim], signal.SIGSEGV)
+    assert await gang.exit == Exit(-signal.SIGSEGV, rank=victim)
     assert not any(map(lives, gang.pids))
 
 
