@@ -13,7 +13,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from kvd.daemon.spawn import _Frames
+from kvd.daemon.rank import _Frames
 from protocol import messages
 from protocol.errors import RemoteProtocolError
 from protocol.framing import FrameDecoder, decode_command, decode_report

@@ -11,7 +11,7 @@ import sys
 import pytest
 import structlog
 
-from kvd.daemon.spawn import _OutputLines
+from kvd.daemon.rank import _OutputLines
 from kvd.host import logs
 
 

@@ -141,6 +141,7 @@ def test_a_client_that_does_not_read_loses_only_its_stream(raw, live: Live):
     raw.sendall(request(CHAT, asked(model="flood", stream=True, **much)))
     wait_for("the client is cut off", lambda: slow_readers(live) > reported, 60)
     live.wait_idle("flood")
+    wait_for("the counters arrive", lambda: live.model("flood").stats.generated_tokens > 0)
     assert live.model("flood").stats.generated_tokens % (16 * 16_000) != 0
     assert footprint(live) - before < 40e6
 
