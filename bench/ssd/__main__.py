@@ -42,6 +42,7 @@ from bench.ssd.daemon import Daemon, Reply, running
 from bench.ssd.models import open_model
 from kvd.config.config import Config
 from kvd.worker.cache.scheme import full_pages
+from kvd.worker.prefix.segment_index import MIN_SECONDS
 
 CHUNK = Config().chunk
 RESTORED = ("evicted", "restarted", "killed")
@@ -92,6 +93,11 @@ async def _run(chats: prompts.Chats, number: int, cold: Daemon, stored: Daemon) 
     second = chats.second(number, first.text)
     # A checkpoint lies at a chunk's end, before the prompt's last token.
     stored_tokens = (first.usage.prompt_tokens - 1) // CHUNK * CHUNK
+    if first.ttft_s < 2 * MIN_SECONDS:
+        raise SystemExit(
+            f"the prompt takes {first.ttft_s:.2f} s here; prefixes that take less than"
+            f" {MIN_SECONDS:g} s are not stored: choose more --tokens"
+        )
     await stored.written(before + stored_tokens)
     expected = await cold.ask(second)
     found: dict[str, Any] = {

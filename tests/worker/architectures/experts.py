@@ -87,7 +87,9 @@ EXPERTS: dict[str, Entry] = {
                 "short_mscale": 1.1,
                 "original_max_position_embeddings": 4096,
             },
-        )
+        ),
+        seed=26,
+        why="its router drops experts below a threshold: seed 0 has one at rounding's distance",
     ),
     "phixtral": Entry(
         plain(**MOE, num_vocab=101, model_dim=64, num_heads=2, num_layers=3, rotary_dim=16)
