@@ -18,20 +18,19 @@ Names of recipes:
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from bench.fidelity import entries
 from bench.fidelity import recipes as recipes_module
 from bench.fidelity.flow import CHUNK, DECODED, Score, run
-from bench.fidelity.recipes import Recipe, parse
+from bench.fidelity.recipes import parse
 from bench.fidelity.texts import file_texts, recall_texts
 from kvd.worker.serving import model_files, seam
 
@@ -128,33 +127,6 @@ def flatten_keys(model: Any) -> None:
         attention.q_norm.weight[pair] = attention.q_norm.weight[pair] * OUTLIER
 
 
-def _entry(recipe: Recipe, length: int, layers: int, score: Score) -> dict[str, Any]:
-    parts = {
-        name: asdict(part) | {"perplexity_change": part.perplexity_change}
-        for name, part in score.parts().items()
-    }
-    return {
-        "recipe": recipe.name,
-        "length": length,
-        "bytes_to_dense": round(recipe.bytes_to_dense(length, layers), 5),
-        "recall": score.recall,
-        **parts,
-    }
-
-
-def _line(entry: dict[str, Any]) -> str:
-    parts = [f"{entry['length']:6} {entry['recipe']:28}"]
-    parts += [
-        f"{name} KL {part['kl']:.6f} top-1 {part['top1']:.4f}"
-        f" ppl {100 * part['perplexity_change']:+7.3f} %"
-        for name in ("prefill", "decode")
-        if (part := entry.get(name))
-    ]
-    if entry["recall"] is not None:
-        parts.append(f"recall {entry['recall']:.3f}")
-    return "  ".join(parts)
-
-
 def measure(
     arguments: argparse.Namespace, loaded: model_files.LoadedModel, found: dict[str, Any]
 ) -> None:
@@ -187,17 +159,11 @@ def measure(
         )
         print(dense[-1], flush=True)
         for recipe in arguments.recipes:
-            results.append(_entry(recipe, length, len(loaded.model.layers), scores[recipe.name]))
-            print(_line(results[-1]), flush=True)
+            size = recipe.bytes_to_dense(length, len(loaded.model.layers))
+            results.append(entries.entry(recipe.name, length, size, scores[recipe.name]))
+            print(entries.line(results[-1]), flush=True)
         if arguments.json:
-            arguments.json.write_text(_compact(found))
-
-
-def _compact(found: dict[str, Any]) -> str:
-    """Return JSON with one line for each result."""
-    head = {key: value for key, value in found.items() if key != "results"}
-    lines = ",\n".join(f"  {json.dumps(one)}" for one in found["results"])
-    return f'{json.dumps(head, indent=1)[:-2]},\n "results": [\n{lines}\n ]\n}}\n'
+            arguments.json.write_text(entries.compact(found))
 
 
 def _device() -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from bench.fidelity.recipes import Recipe
+from bench.fidelity.recipes import PAGE, Recipe
 
 
 class FakeQuantizedCache:
@@ -71,10 +71,36 @@ class FakeQuantizedCache:
         return shown.make_mask(*arguments, **settings)
 
 
+class MlxLmQuantizedCache(QuantizedKVCache):
+    """mlx-lm's quantized cache. It quantizes each token before any other attends to it.
+
+    So one pass over several decoded tokens gives the same numbers as decoding them one by one.
+    """
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(group_size=PAGE, bits=bits)
+        self._last = 0
+        """Tokens of the last pass."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Quantize and append the new tokens, and return all tokens."""
+        self._last = keys.shape[2]
+        return super().update_and_fetch(keys, values)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the last pass follows another one: those passes count for kvd's caches too."""
+        return bool(self.offset > self._last)
+
+
 def make_caches(model: Any, recipe: Recipe) -> list[Any]:
     """Return mlx-lm's caches, with each plain `KVCache` of a quantized layer replaced."""
     caches = []
     for layer, cache in enumerate(make_prompt_cache(model)):
         mine = recipe.at(layer) if type(cache) is KVCache else None
-        caches.append(FakeQuantizedCache(mine) if mine else cache)
+        caches.append(_cache_of(mine) if mine else cache)
     return caches
+
+
+def _cache_of(recipe: Recipe) -> Any:
+    return MlxLmQuantizedCache(recipe.keys.bits) if recipe.mlx_lm else FakeQuantizedCache(recipe)

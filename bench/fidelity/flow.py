@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from bench.fidelity.cache import FakeQuantizedCache, make_caches
+from bench.fidelity.cache import FakeQuantizedCache, MlxLmQuantizedCache, make_caches
 from bench.fidelity.recipes import PAGE, Recipe
 from kvd.worker.tools.fidelity import Agreement, Tally
 
@@ -117,7 +117,8 @@ def run(
 
 
 def _is_lossy(caches: list[Any]) -> bool:
-    return any(isinstance(cache, FakeQuantizedCache) and cache.lossy for cache in caches)
+    quantized = FakeQuantizedCache | MlxLmQuantizedCache
+    return any(isinstance(cache, quantized) and cache.lossy for cache in caches)
 
 
 def _hits(logits: mx.array, wanted: mx.array) -> mx.array:

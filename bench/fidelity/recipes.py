@@ -21,6 +21,7 @@ A name is a scheme, then options in any order:
     no-tail                    a page is sealed as soon as it is full
     half                       scales and biases in float16, as on a GPU, instead of float32
     via8                       quantized to 8 bits first, like pages that are stepped down
+    mlx-lm                     mlx-lm's own `QuantizedKVCache` in groups of 64; the only option
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ class Recipe:
     """Bits of keys and values by layer; empty: those of ``keys`` and ``values`` in all."""
     even: bool = False
     """Whether key channels are first divided by their mean absolute values."""
+    mlx_lm: bool = False
+    """Whether mlx-lm's own cache stores all tokens; then keys and values have the same bits."""
 
     def at(self, layer: int) -> Recipe | None:
         """Return the recipe of a layer; None if the layer stays dense."""
@@ -242,6 +245,7 @@ _OPTIONS: dict[str, Callable[[_Draft], None]] = {
     "no-tail": _one("row", "tail", value=False),
     "head8": _one("row", "head8", value=True),
     "even": _one("row", "even", value=True),
+    "mlx-lm": _one("row", "mlx_lm", value=True),
 }
 
 
@@ -271,4 +275,6 @@ def parse(name: str) -> Recipe:
             )
     keys = Side(int(bits[1]), **draft.keys)  # type: ignore[arg-type]
     values = Side(int(bits[2]), **draft.values)  # type: ignore[arg-type]
+    if draft.row.get("mlx_lm") and (len(options) > 1 or keys.bits != values.bits):
+        raise ValueError("mlx-lm's cache has the same bits for keys and values, and no options")
     return Recipe(name, keys, values, **draft.row)  # type: ignore[arg-type]

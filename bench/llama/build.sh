@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds llama-server in FOLDER/build/bin, from the llama.cpp in llama-cpp-python's source
-# distribution. Takes about 8 minutes on two cores; needs pip, CMake, Ninja and a C++ compiler.
+# Builds llama-server and llama-logits in FOLDER/build/bin, from the llama.cpp in llama-cpp-python's
+# source distribution. Takes about 8 minutes on two cores; needs pip, CMake, Ninja and a C++ compiler.
 #
 #     bench/llama/build.sh FOLDER
 #
@@ -8,6 +8,7 @@
 set -eu
 
 folder=${1:?"usage: bench/llama/build.sh FOLDER"}
+here=$(dirname "$0")
 version=${LLAMA_CPP_PYTHON:-0.3.36}
 jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN)}
 archive=$folder/download/llama_cpp_python-$version.tar.gz
@@ -29,4 +30,10 @@ nice -n 19 cmake -S "$source/vendor/llama.cpp" -B "$folder/build" -G Ninja \
     -D LLAMA_OPENSSL=OFF -D LLAMA_BUILD_UI=OFF -D LLAMA_USE_PREBUILT_UI=OFF \
     -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF
 nice -n 19 cmake --build "$folder/build" --parallel "$jobs" --target llama-server
+
+llama=$source/vendor/llama.cpp
+libraries=$folder/build/ggml/src
+"${CXX:-c++}" -O2 -std=c++17 -fopenmp -I"$llama/include" -I"$llama/ggml/include" \
+    "$here/logits.cpp" -o "$folder/build/bin/llama-logits" "$folder/build/src/libllama.a" \
+    "$libraries/libggml.a" "$libraries/libggml-cpu.a" "$libraries/libggml-base.a" -ldl -lm -lpthread
 "$folder/build/bin/llama-server" --version

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from bench.fidelity import llama
 from bench.fidelity.cache import FakeQuantizedCache, make_caches
 from bench.fidelity.flow import Score, Texts, run, steps
 from bench.fidelity.recipes import Side, parse
@@ -167,3 +170,80 @@ def test_layers_that_a_recipe_does_not_quantize_keep_their_cache():
     seam.install()
     caches = make_caches(Model(), parse("k4v4:only1"))
     assert [isinstance(cache, FakeQuantizedCache) for cache in caches] == [False, True]
+
+
+def test_mlx_lms_own_cache_stores_every_token_quantized(loaded):
+    recipe = parse("k4v4:mlx-lm")
+    (cache, *_) = make_caches(loaded.model, recipe)
+    keys, values = dense(300, 1), dense(300, 2)
+    cache.update_and_fetch(keys[:, :, :256], values[:, :, :256])
+    assert not cache.lossy  # kvd's caches are exact in their first pass, so it counts for none
+    stored = cache.update_and_fetch(keys[:, :, 256:], values[:, :, 256:])
+    assert cache.lossy
+    per_token = Side(4, "token")
+    for found, whole in zip(stored, (keys, values), strict=True):
+        shown = mx.dequantize(*found, group_size=64, bits=4)
+        np.testing.assert_array_equal(np.array(shown), np.array(per_token(whole)))
+    assert recipe.bytes_to_dense(4096, 6) == parse("k4v4").bytes_to_dense(4096, 6)
+    for wrong in ("k8v4:mlx-lm", "k4v4:mlx-lm:no-tail"):
+        with pytest.raises(ValueError, match="mlx-lm's cache"):
+            parse(wrong)
+
+
+def test_mlx_lms_own_cache_is_compared_at_the_positions_of_kvds(loaded):
+    texts = Texts(np.array(fidelity.texts(loaded.tokenizer, count=1, tokens=512), np.int32), 4)
+    recipes = [parse(name) for name in ("k8v8", "k8v8:mlx-lm")]
+    scores = {one.name: Score() for one in recipes}
+    run(loaded.model, texts, recipes, scores, decoded=192)
+    kvd, mlx_lm = (score.parts() for score in scores.values())
+    assert {part: one.positions for part, one in kvd.items()} == {
+        part: one.positions for part, one in mlx_lm.items()
+    }
+    assert 0 < kvd["decode"].kl < mlx_lm["decode"].kl < 0.1
+
+
+# llama.cpp's caches.
+
+VOCABULARY = 8
+WRITES_LOGITS = f"""#!{sys.executable}
+import struct, sys
+tokens = struct.iter_unpack("i", sys.stdin.buffer.read())
+best = 1 if sys.argv[2] == "f32" else 2
+for (token,) in tokens:
+    row = [float(one == (token + best) % {VOCABULARY}) for one in range({VOCABULARY})]
+    sys.stdout.buffer.write(struct.pack("{VOCABULARY}f", *row))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A program with the interface of `bench/llama/logits.cpp`.
+
+    The reference predicts the next number, other types the one after it.
+    """
+    file = tmp_path / "program"
+    file.write_text(WRITES_LOGITS)
+    file.chmod(0o755)
+    return file
+
+
+def test_llama_logits_are_compared_position_by_position(program, tmp_path):
+    tokens = np.arange(700, dtype=np.int32) % VOCABULARY
+    scores, right = llama.measure(program, tmp_path, Texts(tokens[None], 4))
+    assert right == 4  # the text counts up, as the reference predicts
+    assert set(scores) == {"f16", "q8_0", "q4_0"}
+    # Logits are 1 for one token and 0 for the others, and the one differs.
+    kl = (math.e - 1) / (math.e + VOCABULARY - 1)
+    for score in scores.values():
+        parts = score.parts()
+        # The last 256 of 699 inputs are decoded, and the first 256 count for neither part.
+        assert (parts["prefill"].positions, parts["decode"].positions) == (187, 256)
+        assert [part.top1 for part in parts.values()] == [0, 0]
+        assert [part.kl for part in parts.values()] == pytest.approx([kl, kl], rel=1e-5)
+        assert score.recall == 0
+
+
+def test_a_failure_of_llama_logits_is_no_result(program, tmp_path):
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        llama.measure(program, tmp_path, Texts(np.zeros((1, 700), np.int32), 4))
