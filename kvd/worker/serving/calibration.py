@@ -34,6 +34,8 @@ class LayerLoss(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     keys: dict[int, float]
     values: dict[int, float]
+    estimated: bool = False
+    """Whether it follows from the model's gradients and was not measured."""
 
 
 class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import bit_mix, calibration, model_files, seam
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
+from kvd.worker.serving.model_files import LoadedModel
 from kvd.worker.tools import fidelity, sensitivity
 from kvd.worker.tools.fidelity import Agreement, Floor, TooShortError
 from kvd.worker.tools.output import Report, print_result, progress
@@ -63,7 +64,7 @@ def calibrate(
     prompts = [prompt[:context] for prompt in prompts]
     key = calibration.content_key(headers)
     try:
-        losses, levels = _measured(loaded.model, key, schemes, prompts, partial, report)
+        losses, levels = _measured(loaded, key, schemes, prompts, partial, report)
     except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     lowest = fidelity.lowest_level([level.used for level in levels], floor)
@@ -106,28 +107,31 @@ class _Level:
 
 
 def _measured(
-    model: Any,
+    loaded: LoadedModel,
     key: str,
     schemes: Sequence[Scheme],
     prompts: list[list[int]],
     partial: PartialLosses | None,
     report: Report,
 ) -> tuple[list[LayerLoss], list[_Level]]:
-    """Measure layer by layer, choose the mixes, and measure the levels with and without them."""
-    runner = fidelity.serve(model, schemes)
+    """Measure delicate layers, choose the mixes, and measure the levels with and without them."""
+    estimates = sensitivity.estimate(loaded)
+    runner = fidelity.serve(loaded.model, schemes)
     layout = runner.cache.layout
     losses = {} if partial is None else partial.read(key, prompts)
     layers = sensitivity.layers_of(layout)
-    for number, layer in enumerate(layers, 1):
-        report(f"layer {number} of {len(layers)}", 1 + len(layers) + len(prompts))
+    delicate = sensitivity.delicate(layers, estimates)
+    for number, layer in enumerate(delicate, 1):
+        report(f"layer {number} of {len(delicate)}", 1 + len(delicate) + len(prompts))
         if layer not in losses:
             losses[layer] = sensitivity.measure_layer(runner, layer, prompts[:LAYER_PROMPTS])
             if partial is not None:
                 partial.write(key, prompts, losses)
+    losses = estimates | losses
     found = [losses[layer] for layer in layers]
     sides = list(sensitivity.sides_of(layout, found))
     mixes = bit_mix.mix_bits(sides, len(layout.entries), schemes)
-    both = fidelity.serve(model, [*schemes, *schemes], [*(None for _ in schemes), *mixes])
+    both = fidelity.serve(loaded.model, [*schemes, *schemes], [*(None for _ in schemes), *mixes])
     agreements = fidelity.measure(both, _counted(prompts, report))
     if partial is not None:
         partial.drop(key)

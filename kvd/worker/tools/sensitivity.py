@@ -1,27 +1,70 @@
-"""Measures what quantizing the keys or the values of one layer costs, and mixes bits by layer."""
+"""Finds what quantizing the keys or the values of each layer costs, by measuring or estimating."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvd.worker.cache.layout import AttentionPart, Layout
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.serving.bit_choice import text_ids
 from kvd.worker.serving.bit_mix import MEASURED, LayerSides, Side, complete
+from kvd.worker.serving.bit_probe import CPU_UNIT, UNITS, BitProbe, NoEstimateError
 from kvd.worker.serving.calibration import LayerLoss
-from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.model_files import LoadedModel
+from kvd.worker.serving.probe import UnknownCacheError
+from kvd.worker.serving.runner import Runner, on_cpu
 from kvd.worker.tools import fidelity
 
 _DENSE = Scheme(16, 16)
 _WORST_KL = 1000.0
 """Loss in nats of a layer whose measurement is not finite: more than any finite one."""
+_PROBE_MEMORY = 1 << 30
+"""Most bytes that the estimate holds."""
+
+_log = logging.getLogger("kvd.worker")
 
 
 def layers_of(layout: Layout) -> list[int]:
     """Return the entries of the layout that keep keys and values."""
     return list(dict.fromkeys(entry for entry, _ in layout.attention()))
+
+
+def estimate(loaded: LoadedModel) -> dict[int, LayerLoss]:
+    """Return an estimate for each layer that keeps keys and values, from the model's gradients.
+
+    It costs less than measuring one layer, and ranks layers well. Empty if there is no estimate.
+    """
+    unit = CPU_UNIT if on_cpu() else UNITS[0]
+    try:
+        probe = BitProbe(loaded.model, text_ids(loaded), unit=unit, memory=_PROBE_MEMORY)
+        while probe.units:
+            probe.advance()
+        costs = probe.costs()
+    except (UnknownCacheError, NoEstimateError, MemoryError) as failed:
+        _log.info("all layers are measured, because they cannot be estimated: %s", failed)
+        return {}
+    sides = [(cost.layer, cost.sides()) for cost in costs]
+    return {
+        layer: LayerLoss(
+            layer=layer, keys={**one.keys.losses}, values={**one.values.losses}, estimated=True
+        )
+        for layer, one in sides
+    }
+
+
+def delicate(layers: Sequence[int], estimates: Mapping[int, LayerLoss]) -> list[int]:
+    """Return the half of the layers that are estimated to lose most, and those not estimated."""
+    known = [layer for layer in layers if layer in estimates]
+
+    def loss(layer: int) -> float:
+        return sum(max(side.values()) for side in (estimates[layer].keys, estimates[layer].values))
+
+    spared = sorted(known, key=loss)[: len(known) // 2]
+    return [layer for layer in layers if layer not in spared]
 
 
 def measure_layer(runner: Runner, entry: int, prompts: Sequence[Sequence[int]]) -> LayerLoss:

@@ -14,9 +14,10 @@ import pytest
 from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import calibration, model_files
+from kvd.worker.serving import calibration, model_files, seam
 from kvd.worker.serving.calibration import (
     CalibrationResult,
+    LayerLoss,
     MeasuredLevel,
     apply_floor,
     content_key,
@@ -219,7 +220,7 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
 
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
-    assert done.stderr.splitlines()[-1] == "8/8 text 1 of 1"
+    assert done.stderr.splitlines()[-1] == "5/5 text 1 of 1"
     assert [one["scheme"] for one in printed["levels"]] == schemes.split(",")
     assert printed["levels"][0]["allowed"]
     assert not printed["levels"][2]["allowed"]
@@ -230,6 +231,7 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
     middle = printed["levels"][1]
     assert middle["kl"] < middle["uniform_kl"] / 2
     assert [loss["layer"] for loss in printed["losses"]] == [*range(6)]
+    assert [loss["estimated"] for loss in printed["losses"]] == [True] * 3 + [False] * 3
     assert not list(Home(tmp_path).calibration.glob("*.partial"))
     found = find(model_files.inspect(demo.path()), Home(tmp_path).calibration)
     assert printed == json.loads(msgspec.json.encode(found)) | {"file": printed["file"]}
@@ -275,7 +277,31 @@ def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, t
     run(tokens=420)
     file.write_bytes(b"{")
     run()
-    assert measured[4:] == [*range(6)] * 2
+    assert measured[4:] == [3, 4, 5] * 2
+
+
+def test_the_layers_estimated_to_lose_most_are_measured():
+    def loss(layer: int, keys: float, values: float) -> LayerLoss:
+        return LayerLoss(layer=layer, keys={3: keys}, values={3: values}, estimated=True)
+
+    estimates = {0: loss(0, 1, 2), 2: loss(2, 5, 0), 5: loss(5, 1, 1), 6: loss(6, 0, 4)}
+    assert sensitivity.delicate([0, 2, 5, 6], estimates) == [2, 6]
+    assert sensitivity.delicate([0, 1, 2, 5], estimates) == [0, 1, 2]  # 1 has no estimate
+    assert sensitivity.delicate([0, 1, 2], {}) == [0, 1, 2]
+    assert sensitivity.delicate([0], estimates) == [0]
+
+
+def test_a_model_that_cannot_be_estimated_is_measured_in_all_layers(monkeypatch, caplog):
+    seam.install()
+    loaded = model_files.load(demo.path())
+    found = sensitivity.estimate(loaded)
+    assert sensitivity.delicate(range(6), found) == [3, 4, 5]
+    assert all(loss.estimated for loss in found.values())
+
+    monkeypatch.setattr(sensitivity, "_PROBE_MEMORY", 1)
+    with caplog.at_level(logging.INFO):
+        assert sensitivity.estimate(loaded) == {}
+    assert "all layers are measured, because they cannot be estimated: it needs" in caplog.text
 
 
 def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch, tmp_path):
@@ -290,7 +316,7 @@ def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch, t
     found = calibrate.calibrate("demo", [K8V8], Floor(), report, count=1, tokens=400)
     assert found.lowest == "k16v16"
     assert (found.levels[0].kl, found.levels[0].allowed) == (None, False)
-    assert stages == ["weights", *(f"layer {n} of 6" for n in range(1, 7)), "text 1 of 1"]
+    assert stages == ["weights", *(f"layer {n} of 3" for n in range(1, 4)), "text 1 of 1"]
     store(tmp_path, found)
     assert find(model_files.inspect(demo.path()), tmp_path) == found
 
