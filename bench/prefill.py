@@ -1,6 +1,6 @@
 """Cost of tiles: the attention of one chunk over a long context, in tiles and in one call.
 
-    python -m bench.prefill [--json FILE]
+    python -m bench.prefill [--contexts 4096 16384 65536] [--json FILE]
 
 There is one layer with K8V8 pages, and a chunk of 256 tokens. "Untiled" is one call of the dense
 kernel with unlimited scratch; "tiled" is the same chunk with limited scratch. The two alternate,
@@ -105,10 +105,11 @@ class Case:
 def main() -> None:
     """Compare at every context and scratch, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = []
-    for context in CONTEXTS:
+    for context in arguments.contexts:
         case = Case(context)
         for scratch in SCRATCHES:
             one = case.compare(scratch)

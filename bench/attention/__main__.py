@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.attention import draw, paths
-from bench.attention.bars import Bar, bars
+from bench.attention.bars import bars
 from bench.attention.case import Case, Shape
 from bench.attention.plans import PARTS
 from bench.attention.timing import Timed, copy_bandwidth, measure
@@ -76,6 +76,7 @@ class Bench:
                 self._compare(part, self._sized(shape), schemes, names)
         self.result["seconds"] = time.perf_counter() - start
         self.result["compiling_s"] = sum(row["first_s"] for row in self.result["measured"])
+        self.result["bars"] = [bar.as_dict() for bar in bars(self.result["measured"])]
         self._write()
         return self.result
 
@@ -191,7 +192,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         if rows:
             console.print(_table(part, rows))
     for bar in bars(result["measured"]):
-        console.print(_bar_line(bar), highlight=False)
+        console.print(str(bar), highlight=False)
     console.print(
         f"copy bandwidth {result['copy_bytes_per_s'] / 1e12:.2f} TB/s; the run took"
         f" {result['seconds']:.0f} s, {result['compiling_s']:.1f} s of it in first calls",
@@ -228,11 +229,6 @@ def _table(part: str, rows: list[dict[str, Any]]) -> Table:
         )
         last = row["shape"]
     return table
-
-
-def _bar_line(bar: Bar) -> str:
-    word = "[green]met[/]" if bar.met else "[red]not met[/]"
-    return f"{bar.what}: {bar.value:.3f} {bar.unit}, limit {bar.limit:g}: {word}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -35,6 +35,7 @@ import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
+from bench.bars import Bar
 from bench.gpu import shapes
 from bench.gpu.attentions import CHOSEN, FUSED, REFERENCE, Attentions, here
 from bench.gpu.graph import computing
@@ -286,6 +287,7 @@ class _Record:
 
     def _save(self) -> None:
         self._result["seconds"] = time.perf_counter() - self._start
+        self._result["bars"] = [bar.as_dict() for bar in verdicts(self._result)]
         if self._file:
             self._file.write_text(json.dumps(self._result, indent=2) + "\n")
 
@@ -325,8 +327,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(*(_cell(name, row.get(name)) for name in _PREFILL_COLUMNS))
     if result["prefill"]:
         console.print(table)
-    for line in verdicts(result):
-        console.print(line, highlight=False)
+    for bar in verdicts(result):
+        console.print(str(bar), highlight=False)
 
 
 _DECODE_COLUMNS = (
@@ -345,22 +347,22 @@ def _cell(name: str, value: Any) -> str:
     return value if isinstance(value, str) else f"{value:,.4g}"
 
 
-def verdicts(result: dict[str, Any]) -> list[str]:
-    """Return one line for each limit: the value, the limit, and whether it is met."""
-    lines = []
+def verdicts(result: dict[str, Any]) -> list[Bar]:
+    """Return all limits with their values."""
+    bars = []
     on_gpu = result["device"] != "cpu"  # on the CPU, host time includes the computation
     outside = [row["host_without_attention_ms"] for row in _ours(result)]
     if outside and on_gpu:
         what = "host time per step outside attention, ms"
-        lines.append(_verdict(what, max(outside), HOST_LIMIT_MS))
+        bars.append(Bar(what, max(outside), HOST_LIMIT_MS))
     fused = [row for row in _ours(result) if row["attention"] == FUSED]
     if fused and on_gpu:
         host = max(row["host_ms"] for row in fused) * STEP_LAYERS / result["layers"]
         what = f"host time of a step, fused attention, ms at {STEP_LAYERS} layers"
-        lines.append(_verdict(what, host, STEP_HOST_LIMIT_MS))
-    lines += [
-        _verdict(f"{_name(row)}, {row['tokens']} tokens: tok/s / BatchGenerator's", ratio,
-                 SPEED_LIMIT, at_least=True)
+        bars.append(Bar(what, host, STEP_HOST_LIMIT_MS))
+    bars += [
+        Bar(f"{_name(row)}, {row['tokens']} tokens: tok/s / BatchGenerator's", ratio,
+            SPEED_LIMIT, at_least=True)
         for row in fused if (ratio := _speed(result, row)) is not None
     ]  # fmt: skip
     medians = {
@@ -374,10 +376,10 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     for loop, ours in medians.items() if theirs else ():
         assert theirs is not None
         time_ratio = ours["seconds"] / theirs["seconds"]
-        lines.append(_verdict(f"prefill time, {loop} / BatchGenerator", time_ratio, PREFILL_LIMIT))
+        bars.append(Bar(f"prefill time, {loop} / BatchGenerator", time_ratio, PREFILL_LIMIT))
         peak_ratio = ours["peak_bytes"] / theirs["peak_bytes"]
-        lines.append(_verdict(f"prefill peak, {loop} / BatchGenerator", peak_ratio, 1.0))
-    return lines
+        bars.append(Bar(f"prefill peak, {loop} / BatchGenerator", peak_ratio, 1.0))
+    return bars
 
 
 def _ours(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -390,12 +392,6 @@ def _speed(result: dict[str, Any], row: dict[str, Any]) -> float | None:
         if (other["loop"], other["tokens"]) == (Theirs.name, row["tokens"]):
             return float(row["tok_s"] / other["tok_s"])
     return None
-
-
-def _verdict(what: str, value: float, limit: float, *, at_least: bool = False) -> str:
-    word = "at least" if at_least else "at most"
-    passed = value >= limit if at_least else value <= limit
-    return f"{what}: {value:.3f}, {word} {limit:g}: {'pass' if passed else 'MISS'}"
 
 
 def main(arguments: list[str] | None = None) -> None:

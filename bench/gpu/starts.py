@@ -19,10 +19,15 @@ from typing import Any
 import mlx.core as mx
 
 from bench import load
+from bench.bars import Bar
 from bench.gpu import shapes
 from kvd.worker.artifacts.entries import Entries
 from kvd.worker.artifacts.modules import MOST_BYTES
 from kvd.worker.serving.model_files import default_dtype
+
+
+MOST_MODULES = 3
+"""Limit of the modules of MLX's own operations, as `bench.jit` predicts them."""
 
 
 def mlx_modules(cache: Path) -> list[str]:
@@ -45,6 +50,12 @@ async def measure(model: Path, kv: str) -> dict[str, Any]:
     return found
 
 
+def verdicts(runs: list[dict[str, Any]]) -> list[Bar]:
+    """Return the limit of modules, for the run and the start with the most."""
+    modules = max(len(start["modules"]) for run in runs for start in run.values())
+    return [Bar("modules that MLX compiled", modules, MOST_MODULES)]
+
+
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -60,7 +71,8 @@ def main(given: list[str] | None = None) -> None:
         runs = [asyncio.run(measure(model, options.kv)) for _ in range(options.runs)]
     if options.json is not None:
         about = {"shape": options.shape, "kv": options.kv, "mlx": mx.__version__}
-        options.json.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+        bars = [bar.as_dict() for bar in verdicts(runs)]
+        options.json.write_text(json.dumps(about | {"runs": runs, "bars": bars}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

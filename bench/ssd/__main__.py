@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ssd import prompts
-from bench.ssd.bars import BEYOND_PAGES, GAPS, Bar, bars_of
+from bench.ssd.bars import BEYOND_PAGES, GAPS, bars_of
 from bench.ssd.daemon import Daemon, Reply, running
 from bench.ssd.models import open_model
 from kvd.config.config import Config

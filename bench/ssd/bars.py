@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from bench.bars import Bar
 
 SHARE_OF_COLD = 0.1
 """Limit of a restored prompt's time to the first token, relative to a cold one above `LONG_S`."""
@@ -12,28 +13,6 @@ NOT_CACHED = 0.05
 BEYOND_PAGES = 0.03
 GAPS = 1.3
 """Limit of the 99th percentile between tokens during a read, relative to the undisturbed one."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A limit and what was measured."""
-
-    what: str
-    value: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the value is within the limit."""
-        return self.value <= self.limit
-
-    def __str__(self) -> str:
-        verdict = "pass" if self.passed else "MISS"
-        return f"{self.what}: {self.value:.3f}, at most {self.limit:g}: {verdict}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the bar for the JSON file."""
-        return {**asdict(self), "passed": self.passed}
 
 
 def bars_of(name: str, found: dict[str, Any], cold_s: float) -> list[Bar]:

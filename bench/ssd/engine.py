@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ssd import parts, prompts, streams
-from bench.ssd.bars import BEYOND_PAGES, GAPS, Bar, bars_of
+from bench.ssd.bars import BEYOND_PAGES, GAPS, bars_of
 from bench.ssd.files import Files
 from bench.ssd.models import open_model
 from bench.ssd.worker import Answer, Worker

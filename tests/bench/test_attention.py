@@ -110,9 +110,22 @@ def test_bars_are_met_or_missed() -> None:
     measured = [row(LONG, "k4v4", 0.13), row(LONG, "k8v8", 0.4), row(UNEQUAL, "k4v4", 0.03)]
     found = bars([*measured, row(LONG, "k4v4", 9.0, "reference")])
 
-    assert [(bar.value, bar.met) for bar in found] == [
+    assert [(bar.value, bar.passed) for bar in found] == [
         (0.13, True), (0.4, False), (pytest.approx(0.03 / 0.13), True),
     ]  # fmt: skip
+
+
+def test_every_width_is_compared_with_the_rate_of_four_bits() -> None:
+    def row(scheme: str, rate: float) -> dict[str, Any]:
+        shared = {"part": "bits", "lengths": [64], "shape": "8 x 64", "ms": 1.0}
+        return shared | {"path": f"fused {scheme}", "scheme": scheme, "bytes_per_s": rate}
+
+    found = bars([row("k3v3", 1.6e12), row("k4v4", 2e12), row("k8v8", 1.8e12)])
+
+    assert [(bar.value, bar.limit, bar.passed) for bar in found] == [
+        (0.8, 0.85, False), (0.9, 0.85, True),
+    ]  # fmt: skip
+    assert not bars([row("k8v8", 1.8e12)])
 
 
 def test_the_plot(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_run_writes_its_measurements(tmp_path: Path, monkeypatch: pytest.Monke
         assert row["host_without_attention_ms"] > 0
         assert row["operations"] > 0
     assert [row["tokens"] for row in result["prefill"]] == [300, 300]
-    assert len(gpu.verdicts(result)) == 3
+    assert [bar["limit"] for bar in result["bars"]] == [3.0, 1.15, 1.0]
     assert len(gpu.verdicts(result | {"device": "NVIDIA"})) == 5
 
 
@@ -54,7 +54,7 @@ def test_verdicts() -> None:
     theirs = {"loop": Theirs.name, "tokens": 64, "tok_s": 301.0}
     result = {"device": "NVIDIA", "layers": 14, "decode": [ours, theirs], "prefill": []}
 
-    assert gpu.verdicts(result) == [
+    assert [str(bar) for bar in gpu.verdicts(result)] == [
         "host time per step outside attention, ms: 1.000, at most 4: pass",
         "host time of a step, fused attention, ms at 28 layers: 3.200, at most 3: MISS",
         "kvd k4v4 fused, 64 tokens: tok/s / BatchGenerator's: 2.990, at least 3: MISS",

@@ -43,3 +43,5 @@ def test_both_starts_share_caches_and_modules_are_named(
         }
         for run in range(2)
     ]
+    (bar,) = found["bars"]
+    assert (bar["value"], bar["limit"], bar["passed"]) == (1, 3, True)
