@@ -93,6 +93,8 @@ class Bench:
         if "native" in self._wanted:
             wanted.append("native")
         for scheme in schemes:
+            if self._options.schemes and scheme.name not in self._options.schemes:
+                continue
             over = [name for name in wanted if name in _OVER_PAGES]
             if sum(shape.lengths) > REFERENCE_MOST:
                 over = [name for name in over if name != "reference"]
@@ -242,6 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--path", nargs="+", choices=["fused", "reference", "native", "dense", "masked"]
     )
+    parser.add_argument("--schemes", nargs="+", help="measure only these, such as k4v4")
     parser.add_argument("--small", action="store_true", help="short rows, only to see that it runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

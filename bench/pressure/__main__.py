@@ -3,11 +3,11 @@
     python -m bench.pressure [--model demo|FOLDER] [--copies 3] [--streams 64] [--share 0.333]
                              [--json FILE] [--plot FILE]
 
-There are copies of one model, of the embedded one by default, and one model with random weights and wider keys and
-values. The latter has priority: rows of the other models are preempted for it. First all streams
-run without pressure; the peak of the memory that workers hold beyond their bases is the demand. A
-base is what a loaded worker holds without rows. Then all streams run again under a budget of the
-bases plus a share of the demand.
+There are copies of one model, of the embedded one by default, and one model with random weights and
+wider keys and values. The latter has priority: rows of the other models are preempted for it. First
+all streams run without pressure; the peak of the memory that workers hold beyond their bases is the
+demand. A base is what a loaded worker holds without rows. Then all streams run again under a budget
+of the bases plus a share of the demand.
 
 A stream that stayed on one precision level under pressure must have the same tokens as without
 pressure. For levels below the first, a further run without pressure starts the models at that

@@ -36,6 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.bars import Bar
 from bench.ssd import prompts
 from bench.ssd.bars import BEYOND_PAGES, GAPS, bars_of
 from bench.ssd.daemon import Daemon, Reply, running

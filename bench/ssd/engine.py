@@ -36,6 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.bars import Bar
 from bench.ssd import parts, prompts, streams
 from bench.ssd.bars import BEYOND_PAGES, GAPS, bars_of
 from bench.ssd.files import Files

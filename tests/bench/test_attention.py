@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(path: list[str], file: Path | None = None) -> dict[str, Any]:
     schemes = (Scheme(4, 4),)
     bench.PARTS["bars"] = lambda: iter([(SMALL, schemes, ("fused", "reference", "masked"))])
-    options = argparse.Namespace(parts=["bars"], path=path, small=False, json=file)
+    options = argparse.Namespace(parts=["bars"], path=path, schemes=None, small=False, json=file)
     return bench.Bench(options, Console(quiet=True)).run()
 
 
