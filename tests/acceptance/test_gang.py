@@ -14,7 +14,7 @@ from tests.process.helpers import Daemon, Reader, alive, wait_for
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
 PATIENCE_S = 300.0
-"""Ranks spin while they wait for each other, so a busy machine slows them down a lot."""
+"""Each layer waits for both ranks, so a busy machine slows them down a lot."""
 
 
 def test_requests_of_the_embedded_model_survive_the_death_of_a_follower(home: Home) -> None:

@@ -1,7 +1,7 @@
 """The sockets between the leader of a gang and its followers, and what all ranks must agree on.
 
-Control messages never go through MLX's collectives: a rank that waits in a collective uses a
-whole core, and one that waits for a socket uses none.
+Control messages never go through MLX's collectives: a rank that waits in a collective may use a
+whole core (`ring.join`), and one that waits for a socket uses none.
 """
 
 from __future__ import annotations

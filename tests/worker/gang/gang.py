@@ -18,7 +18,7 @@ class GangProcesses(Peer):
     """A gang of worker processes. The peer is the leader's socket."""
 
     deadline_s = 240.0
-    """Waiting for a collective takes a core, so a busy machine delays each of them."""
+    """Each layer waits for all ranks, so a busy machine delays them a lot."""
 
     def __init__(self, ranks=2, engine="mlx", programs=None, **options):
         """``programs``: Python code that a rank runs before its own program, by rank."""
