@@ -1,10 +1,10 @@
-"""Recognizes common decoder layers, so that a decode step runs each as one block.
+"""Recognizes common decoder layers, so that a forward pass runs each as one block.
 
 A common layer has these parts: norm; queries, keys and values; norms of heads and RoPE; attention;
 residual; norm; gated MLP; residual. A layer is recognized by its submodules. Whether its own code
 computes in this order, too, is left to the probe: it compares the model's logits with those over
-mlx-lm's caches, with which layers run their own code. In prefill, layers run their own code as
-well.
+mlx-lm's caches, with which layers run their own code. Blocks refuse passes that they do not
+compute, and the layer's own code runs then. Accelerators' blocks compute decode steps only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _ARGUMENTS = ["self", "x", "mask", "cache"]
 
 
 class Block(Protocol):
-    """A layer's weights and settings, and its decode steps."""
+    """A layer's weights and settings, and its forward passes."""
 
-    def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
-        """Return the layer's output for one token of each row, ``[batch, 1, dim]``; lazy.
+    def compute(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
+        """Return the layer's output for a decode step or a packed prefill; lazy.
 
-        Returns None if blocks do not fit this step; the layer's own code runs then.
+        ``x`` and the output are ``[batch, 1, dim]``. Returns None if blocks do not fit this pass;
+        the layer's own code runs then.
         """
 
 
@@ -103,7 +104,7 @@ def unfuse(model: Any) -> None:
 def _fused(kind: type) -> type:
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **rest: Any) -> mx.array:
         if mask is None and not rest and type(cache) is BatchQuantizedKVCache:
-            found: mx.array | None = self.block.decode(x, cache)
+            found: mx.array | None = self.block.compute(x, cache)
             if found is not None:
                 return found
         plain: mx.array = kind.__call__(self, x, mask, cache, **rest)

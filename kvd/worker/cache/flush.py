@@ -20,8 +20,9 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 
 TOGETHER_BYTES = 16 * 1024 * 1024
-"""Bytes that are written together on an accelerator. On CPUs there is no wait to save, so each
-layer is written alone."""
+"""Bytes that are written together on an accelerator."""
+CPU_TOGETHER_BYTES = 256 * 1024
+"""Bytes that are written together on a CPU, where a wait costs less."""
 
 
 @dataclass
@@ -79,7 +80,8 @@ class Flusher:
         for pages in new:
             pages.pages = self._pages.take(pages.level, pages.count)
         placements = [pages.placement() for pages in new]
-        limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
+        gpu = mx.default_device().type == mx.DeviceType.gpu
+        limit = TOGETHER_BYTES if gpu else CPU_TOGETHER_BYTES
         _write(self._layers, (layer.gather_pages(placements) for layer in self._layers), limit)
         if any(layer.new_tails for layer in self._layers):
             _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -269,20 +270,25 @@ class ModelCache:
     def stages(self, share: float, between: Callable[[int], None]) -> Iterator[None]:
         """Evaluate the pass that the model builds meanwhile in stages. Needs `can_pack`.
 
-        The evaluation of a stage starts when its last layer has got its keys and values, so an
-        accelerator computes while the host builds the next layers. ``between(left)`` is called
-        after each start; ``left``: stages after that one. It may run decode steps of other
+        The evaluation of a stage starts when its last layer has got its keys and values, so the
+        device computes while the host builds the next layers. CPUs start with each layer: a start
+        costs the host less than the layer costs them. ``between(left)`` is called at the end of
+        each stage; ``left``: stages after that one. It may run decode steps of other
         sequences that need no flush. Its exceptions drop the pass. ``share``: see `stage_ends`.
         """
         ends = self.stage_ends(share)
-        built: list[LayerStore] = []
-        started = [0]
+        by_layer = mx.default_device().type == mx.DeviceType.cpu
+        built = 0
+        waiting: list[LayerStore] = []
 
         def on_chunk(layer: LayerStore) -> None:
-            built.append(layer)
-            if len(built) == ends[len(started) - 1] and len(started) < len(ends):
-                self._run_stage(built[started[-1] :], len(ends) - len(started), between)
-                started.append(len(built))
+            nonlocal built
+            built += 1
+            waiting.append(layer)
+            if built in ends[:-1]:  # the last one ends when the whole pass is built
+                self._run_stage(waiting, partial(between, len(ends) - ends.index(built) - 1))
+            elif by_layer:
+                self._run_stage(waiting)
 
         for store in self.stores:
             store.on_chunk = on_chunk
@@ -291,18 +297,21 @@ class ModelCache:
         finally:
             for store in self.stores:
                 store.on_chunk = None
-        self._run_stage(built[started[-1] :], 0, between)
+        self._run_stage(waiting, partial(between, 0))
 
     def _run_stage(
-        self, layers: list[LayerStore], left: int, between: Callable[[int], None]
+        self, layers: list[LayerStore], between: Callable[[], None] | None = None
     ) -> None:
+        """Start the evaluation of ``layers``, and clear the list."""
         # Otherwise the views would keep the dense keys and values of all layers so far.
         aside = [view.set_aside() for view in self._attention_views]
         mx.async_eval([layer.unfinished for layer in layers])  # type: ignore[no-untyped-call]
-        with ExitStack() as stack:
-            for store in self.stores:
-                stack.enter_context(store.paused_prefill())
-            between(left)
+        layers.clear()
+        if between is not None:
+            with ExitStack() as stack:
+                for store in self.stores:
+                    stack.enter_context(store.paused_prefill())
+                between()
         for view, fetched in zip(self._attention_views, aside, strict=True):
             view.put_back(fetched)
 

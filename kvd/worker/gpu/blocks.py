@@ -50,8 +50,8 @@ class Block:
     gate_up: mx.array
     down: mx.array
 
-    def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
-        """See `decoder_layers.Block.decode`."""
+    def compute(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
+        """See `decoder_layers.Block.compute`; for decode steps."""
         step = cache.step
         if not isinstance(step, DecodeStep) or not isinstance(step.backend, FusedStep):
             return None

@@ -1,13 +1,15 @@
-"""Decode steps of whole decoder layers, each as one operation of the library.
+"""Whole decoder layers as operations of the library.
 
 A layer's own code is about twenty operations. Each costs MLX 4 µs, and the host builds all of them.
-In one operation, threads also share each part without a wait in between. Every part computes as the
-operation of its own does, so numbers are the same to the bit.
+A decode step of a layer is one operation. In a packed prefill, a layer is one operation before and
+one after the attention of its chunks. Threads share each part without a wait in between. Every part
+computes as the operation of its own does, so numbers are the same to the bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +17,11 @@ import mlx.core as mx
 from mlx import nn
 
 from kvd.worker import decoder_layers
+from kvd.worker.attention.packed import packed_attention
 from kvd.worker.cache.backend import pools_of
 from kvd.worker.cache.batch import BatchQuantizedKVCache
-from kvd.worker.cache.steps import DecodeStep
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.steps import DecodeStep, PackedPrefill
 from kvd.worker.decoder_layers import Parts
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.native.operations import rotation_rates
@@ -39,13 +43,19 @@ class WholeLayer:
     """Radians per position of each pair, whether pairs are neighbours, and a factor of positions.
     """
 
-    def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
-        step = cache.step
-        if not isinstance(step, DecodeStep) or not isinstance(step.backend, NativeStep):
-            return None
+    def compute(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
         if x.dtype != mx.float32 or x.ndim != 3 or x.shape[1] != 1:
             return None
-        native, layer = step.backend, cache.layer
+        step = cache.step
+        if isinstance(step, DecodeStep) and isinstance(step.backend, NativeStep):
+            return self._decode(x, cache.layer, step, step.backend)
+        if isinstance(step, PackedPrefill):
+            return self._prefill(x, cache, step)
+        return None
+
+    def _decode(
+        self, x: mx.array, layer: LayerStore, step: DecodeStep, native: NativeStep
+    ) -> mx.array:
         output, layer.tail_keys, layer.tail_values = self.library.decode_layer(
             x,
             native.pages.array,
@@ -58,18 +68,38 @@ class WholeLayer:
             step.offsets,
             *self.rotation,
             self.heads,
+            *self._weights,
+        )
+        found: mx.array = output
+        return found
+
+    def _prefill(self, x: mx.array, cache: BatchQuantizedKVCache, step: PackedPrefill) -> mx.array:
+        geometry = cache.layer.geometry
+        sizes = (self.heads, geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+        layer = (step.positions, sizes, *self.rotation, *self._weights)
+        # Heads first, as attention and pages read them: views give them the shape of a decode step.
+        queries, keys, values = (
+            side[None].swapaxes(0, 2) for side in self.library.layer_inputs(x, *layer)
+        )
+        handle, _ = cache.update_and_fetch(keys, values)
+        attended = packed_attention(queries, handle, self.scale)
+        found: mx.array = self.library.layer_output(x, attended.swapaxes(0, 2), *layer)
+        return found
+
+    @cached_property
+    def _weights(self) -> tuple[list[Any], ...]:
+        """The library's arguments for the layer's weights."""
+        return (
             [linear.packed for linear in self.linears],
             [linear.outputs for linear in self.linears],
             [linear.bias if "bias" in linear else None for linear in self.linears],
             [None if norm is None else norm.weight for norm in self.norms],
             [0.0 if norm is None else float(norm.eps) for norm in self.norms],
         )
-        found: mx.array = output
-        return found
 
 
 def fuse(model: Any, library: ModuleType) -> int:
-    """Make a model's layers run decode steps as one operation; return how many are changed.
+    """Make a model's layers run as the library's operations; return how many are changed.
 
     Weights must have been packed (`kvd.worker.native.layers`).
     """
@@ -77,7 +107,7 @@ def fuse(model: Any, library: ModuleType) -> int:
 
 
 def obstacle(model: Any, library: ModuleType) -> str:
-    """Return why a layer cannot be one operation; empty if all can."""
+    """Return why a layer cannot run so; empty if all can."""
     return decoder_layers.obstacle(model, lambda parts: _whole(parts, library))
 
 

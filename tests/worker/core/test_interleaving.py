@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -161,7 +160,10 @@ def test_no_stage_changes_a_number(layered: Driver) -> None:
 def test_a_step_runs_while_the_model_builds_the_pass(
     layered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device computes the first layers before the host has built the last ones."""
+    """The device computes the first layers before the host has built the last ones.
+
+    On CPUs, each layer is started once its keys and values are built.
+    """
     layered.submit("runs", prompt_of(90, 90), max_tokens=60)
     layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
     layered.submit("reads", prompt_of(400, 400), max_tokens=1)
@@ -187,14 +189,15 @@ def test_a_step_runs_while_the_model_builds_the_pass(
     layered.step()
 
     layers = len(store.layers)
-    assert events == [event for built in range(2, layers + 1) for event in (str(built), "step")]
+    # The first two layers are one stage. The last one ends with nothing left to start.
+    steps = [event for built in range(2, layers) for event in (str(built), "step")]
+    assert events == ["1", *steps, str(layers), str(layers), "step"]
     layered.run()
 
 
-def test_an_accelerator_computes_while_the_host_builds_although_no_row_decodes(
+def test_a_cpu_computes_while_the_host_builds_although_no_row_decodes(
     layered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
     wanted = layered.alone(prompt_of(400, 3), max_tokens=4)
     layered.engine._prefix_cache.tree.clear()
     (store,) = layered.engine._runner.cache.stores
@@ -210,16 +213,16 @@ def test_an_accelerator_computes_while_the_host_builds_although_no_row_decodes(
     layered.step()
 
     layers = len(store.layers)
-    assert built == list(range(2, layers + 1))
+    assert built == [*range(1, layers + 1), layers]
     layered.run()
     assert layered.outcomes.pop("reads") == wanted
 
 
-def test_an_accelerator_measures_a_step_when_other_rows_decode_and_now_and_then(
+@pytest.mark.usefixtures("device")
+def test_a_step_is_measured_when_other_rows_decode_and_now_and_then(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it waits for a step, the device has nothing to do."""
-    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    """While the host waits for a step, it builds no stage, and the device has nothing to do."""
     monkeypatch.setattr(demo.engine._rates, "_measured", {"prefill": 1e-6, "decode": 1e9})
     monkeypatch.setattr(demo.engine._prompts._interleaving, "_measured_rows", 0)
     measured: list[bool] = []
@@ -298,16 +301,17 @@ def test_steps_are_measured_while_prompts_are_read(
     rates = demo.engine._rates
     demo.submit("runs", prompt_of(70, 1), max_tokens=200)
     demo.run(until=lambda: len(demo.outcomes["runs"].tokens) > 2)
-    monkeypatch.setattr(rates, "_measured", {"prefill": 1e-6, "decode": 1e9})
-    demo.submit("reads", prompt_of(700, 2), max_tokens=1)
-    passes = 0
-    demo.step()
-    while in_prefill(demo, "reads"):
+    for number in range(2):
+        demo.submit(f"joins {number}", prompt_of(3, number), max_tokens=200)
+        rid = f"joins {number}"
+        demo.run(until=lambda rid=rid: len(demo.outcomes[rid].tokens) > 2)
+        monkeypatch.setattr(rates, "_measured", {"prefill": 1e-6, "decode": 1e9})
         before = rates.seconds("decode", 1)
+        demo.submit(f"reads {number}", prompt_of(700, 2 + number), max_tokens=1)
         demo.step()
-        passes += 1
+        assert in_prefill(demo, f"reads {number}")
         assert rates.seconds("decode", 1) > before
-    assert passes > 1
+        demo.run(until=lambda rid=f"reads {number}": not in_prefill(demo, rid))
     demo.run()
 
 
@@ -332,4 +336,4 @@ def test_a_page_committed_between_stages_copies_no_other_tails(layered: Driver) 
     layered.run()
 
     assert peaks[True]
-    assert max(peaks[True]) - median(peaks[False]) < 0.35 * tails
+    assert max(peaks[True]) - max(peaks[False]) < 0.35 * tails

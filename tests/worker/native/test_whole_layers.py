@@ -1,4 +1,4 @@
-"""Decode steps of whole layers as one operation: equal to the bit, and only where results are."""
+"""Whole layers as operations of the library: equal to the bit, and only where results are."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_whole_layers_give_the_same_bits(
     model, _ = packed(name, library, monkeypatch, **config)
     expected = decoded(model, library, compiled=False)
     calls, fused = [], whole_layers.fuse(model, library)
-    plain = whole_layers.WholeLayer.decode
+    plain = whole_layers.WholeLayer.compute
 
     def counted(*arguments: Any) -> mx.array | None:
         calls.append(plain(*arguments))
         return calls[-1]
 
-    monkeypatch.setattr(whole_layers.WholeLayer, "decode", counted)
+    monkeypatch.setattr(whole_layers.WholeLayer, "compute", counted)
     for compiled in (False, True):
         calls.clear()
         got = decoded(model, library, compiled=compiled)
@@ -108,6 +108,58 @@ def test_whole_layers_give_the_same_bits(
             np.testing.assert_array_equal(one, other)
     decoder_layers.unfuse(model)
     assert not any("block" in vars(layer) for layer in model.layers)
+
+
+def prefilled(model: Any, library: ModuleType) -> list[np.ndarray]:
+    """Return what packed passes leave: logits of the next tokens, pages and tails of each layer.
+
+    Each pass has chunks of several rows, chunks of one row that see earlier ones, and padding.
+    """
+    cache = ModelCache(find_layout(model), SETTINGS)
+    runner = Runner(model, cache)
+    cache.use(page_product, Library(library))
+    runner._min_tokens = 24
+    assert runner.pack()
+    rows = [cache.new_row() for _ in range(3)]
+    for counts in (((3,), (128, 70, 5), (64,)), ((200,), (61,), (1, 64)), ((2,), (), ())):
+        pairs = [(row, count) for row, some in zip(rows, counts, strict=True) for count in some]
+        chunks = [[5 + (at * count) % 50 for at in range(count)] for _, count in pairs]
+        runner.prefill_pass([row for row, _ in pairs], chunks)
+    logits = runner.decode(rows, mx.array([7, 8, 9]))
+    mx.eval(logits, cache.arrays())
+    return [np.array(logits), *map(np.array, cache.arrays())]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", {"rope_scaling": LLAMA3}),
+        ("qwen2", {}),
+        ("qwen3", {"hidden_size": 256, "intermediate_size": 520, "head_dim": 24}),
+    ],
+    ids=["llama, scaled positions", "qwen2, biases", "qwen3, norms and odd sizes"],
+)
+def test_whole_layers_prefill_to_the_same_bits(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, config: dict[str, Any]
+) -> None:
+    model, _ = packed(name, library, monkeypatch, **config)
+    expected = prefilled(model, library)
+    calls, fused = [], whole_layers.fuse(model, library)
+    plain = whole_layers.WholeLayer._prefill
+
+    def counted(*arguments: Any) -> mx.array:
+        calls.append(plain(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(whole_layers.WholeLayer, "_prefill", counted)
+    got = prefilled(model, library)
+    assert len(calls) >= 3 * fused == 3 * len(model.layers)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.usefixtures("threads")

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -182,10 +183,12 @@ class Norm : public Operation {
     const float* weight = inputs.size() > 1 ? inputs[1].data<float>() : nullptr;
     run([x = Rows(inputs[0]), weight, eps = eps_, size = int64_t{out.shape(-1)},
          y = out.data<float>()] {
-      thread_local std::vector<float> room;
-      for (int64_t row = 0; row < x.count(); ++row) {
-        kvd::rms_norm(x.row(row, room), weight, eps, size, y + row * size);
-      }
+      kvd::share_rows(x.count(), size, [&](int64_t first, int64_t last) {
+        thread_local std::vector<float> room;
+        for (int64_t row = first; row < last; ++row) {
+          kvd::rms_norm(x.row(row, room), weight, eps, size, y + row * size);
+        }
+      });
     });
   }
 
@@ -208,10 +211,12 @@ class Gate : public Operation {
     make(out);
     run([gate = Rows(inputs[0]), x = Rows(inputs[1]), size = int64_t{out.shape(-1)},
          y = out.data<float>()] {
-      thread_local std::vector<float> one, other;
-      for (int64_t row = 0; row < x.count(); ++row) {
-        kvd::swiglu(gate.row(row, one), x.row(row, other), size, y + row * size);
-      }
+      kvd::share_rows(x.count(), size, [&](int64_t first, int64_t last) {
+        thread_local std::vector<float> one, other;
+        for (int64_t row = first; row < last; ++row) {
+          kvd::swiglu(gate.row(row, one), x.row(row, other), size, y + row * size);
+        }
+      });
     });
   }
 };
@@ -266,8 +271,7 @@ class Rotate : public Operation {
          pairs = int64_t{inputs[2].shape(0)}, heads = int64_t{out.shape(1)},
          tokens = int64_t{out.shape(2)}, dim = int64_t{out.shape(3)}, scale = scale_,
          interleaved = interleaved_, y = out.data<float>()] {
-      thread_local kvd::Angles angles;
-      thread_local std::vector<float> room;
+      thread_local kvd::Angles own;
       const int64_t batch = x.count() / (heads * tokens);
       std::vector<float> positions(batch * tokens);
       for (int64_t b = 0; b < batch; ++b) {
@@ -275,13 +279,17 @@ class Rotate : public Operation {
           positions[b * tokens + t] = static_cast<float>(offset[b * each] + t) * scale;
         }
       }
-      angles.turn(positions, frequencies, pairs);
-      for (int64_t row = 0; row < x.count(); ++row) {
-        const int64_t token = row / (heads * tokens) * tokens + row % tokens;
-        kvd::rotate(
-            x.row(row, room), angles.cosines.data() + token * pairs,
-            angles.sines.data() + token * pairs, pairs, dim, interleaved, y + row * dim);
-      }
+      own.turn(positions, frequencies, pairs);
+      const kvd::Angles& angles = own;  // of this thread; helpers read it
+      kvd::share_rows(x.count(), dim, [&](int64_t first, int64_t last) {
+        thread_local std::vector<float> room;
+        for (int64_t row = first; row < last; ++row) {
+          const int64_t token = row / (heads * tokens) * tokens + row % tokens;
+          kvd::rotate(
+              x.row(row, room), angles.cosines.data() + token * pairs,
+              angles.sines.data() + token * pairs, pairs, dim, interleaved, y + row * dim);
+        }
+      });
     });
   }
 
@@ -418,23 +426,51 @@ class Decode : public Attention {
   }
 };
 
+// A whole layer, except what is in arrays.
+struct LayerSettings {
+  int heads;
+  bool interleaved;
+  float position_scale;
+  std::vector<int> outputs;  // of the seven linear layers
+  std::vector<bool> biases;
+  std::vector<float> eps;  // of the four norms
+  std::vector<bool> norms;
+
+  // Inputs from `next` on: radians per position; linear layers; then biases and norms where there
+  // are any.
+  kvd::WholeLayer layer(const Arrays& inputs, size_t next) const {
+    kvd::WholeLayer found;
+    const mx::array& frequencies = inputs[next++];
+    found.frequencies = frequencies.data<float>();
+    found.pairs = frequencies.shape(0);
+    found.interleaved = interleaved;
+    found.position_scale = position_scale;
+    const std::array<kvd::Linear*, 7> linears{
+        &found.queries, &found.keys, &found.values, &found.out,
+        &found.gate, &found.up, &found.down};
+    for (size_t i = 0; i < linears.size(); ++i) {
+      const mx::array& packed = inputs[next++];
+      *linears[i] = {packed.data<void>(), stored_as(packed), nullptr, outputs[i], nullptr};
+    }
+    for (size_t i = 0; i < linears.size(); ++i) {
+      linears[i]->bias = biases[i] ? inputs[next++].data<float>() : nullptr;
+    }
+    const std::array<kvd::Norm*, 4> four{&found.before, &found.after, &found.query, &found.key};
+    for (size_t i = 0; i < four.size(); ++i) {
+      if (norms[i]) {
+        *four[i] = {inputs[next++].data<float>(), eps[i]};
+      }
+    }
+    return found;
+  }
+};
+
 // A decode step of one whole layer.
 class DecodeLayer : public Attention {
  public:
-  // What is not in the arrays.
-  struct Settings {
-    int heads;
-    bool interleaved;
-    float position_scale;
-    std::vector<int> outputs;  // of the seven linear layers
-    std::vector<bool> biases;
-    std::vector<float> eps;  // of the four norms
-    std::vector<bool> norms;
-  };
-
   DecodeLayer(
       mx::Stream stream, float scale, int keep, std::vector<Packing> keys,
-      std::vector<Packing> values, Settings settings)
+      std::vector<Packing> values, LayerSettings settings)
       : Attention(stream, scale, keep, false, std::move(keys), std::move(values)),
         settings_(std::move(settings)) {}
   DEFINE_NAME(KvdDecodeLayer)
@@ -451,7 +487,7 @@ class DecodeLayer : public Attention {
     const kvd::Held held = this->held(inputs, settings_.heads, next);
     const mx::array& offsets = inputs[next++];
     run([x = Rows(inputs[0]), held, offset = offsets.data<int32_t>(), each = offsets.size() > 1,
-         layer = layer(inputs, next), rows = inputs[4].data<int32_t>(),
+         layer = settings_.layer(inputs, next), rows = inputs[4].data<int32_t>(),
          count = int64_t{inputs[4].shape(0)}, keys = outputs[1].data<float>(),
          values = outputs[2].data<float>(), y = out.data<float>()] {
       thread_local std::vector<float> room;
@@ -460,35 +496,79 @@ class DecodeLayer : public Attention {
   }
 
  private:
-  kvd::WholeLayer layer(const Arrays& inputs, size_t next) const {
-    kvd::WholeLayer found;
-    const mx::array& frequencies = inputs[next++];
-    found.frequencies = frequencies.data<float>();
-    found.pairs = frequencies.shape(0);
-    found.interleaved = settings_.interleaved;
-    found.position_scale = settings_.position_scale;
-    const std::array<kvd::Linear*, 7> linears{
-        &found.queries, &found.keys, &found.values, &found.out,
-        &found.gate, &found.up, &found.down};
-    for (size_t i = 0; i < linears.size(); ++i) {
-      const mx::array& packed = inputs[next++];
-      *linears[i] = {
-          packed.data<void>(), stored_as(packed), nullptr, settings_.outputs[i], nullptr};
-    }
-    for (size_t i = 0; i < linears.size(); ++i) {
-      linears[i]->bias = settings_.biases[i] ? inputs[next++].data<float>() : nullptr;
-    }
-    const std::array<kvd::Norm*, 4> norms{
-        &found.before, &found.after, &found.query, &found.key};
-    for (size_t i = 0; i < norms.size(); ++i) {
-      if (settings_.norms[i]) {
-        *norms[i] = {inputs[next++].data<float>(), settings_.eps[i]};
-      }
-    }
-    return found;
+  LayerSettings settings_;
+};
+
+float* floats(const mx::allocator::Data& from) {
+  mx::allocator::Buffer buffer = from.buffer();
+  return static_cast<float*>(buffer.raw_ptr());
+}
+
+// A prefill pass of one whole layer up to its attention.
+class LayerInputs : public Operation {
+ public:
+  LayerInputs(mx::Stream stream, LayerSettings settings)
+      : Operation(stream), settings_(std::move(settings)) {}
+  DEFINE_NAME(KvdLayerInputs)
+
+  bool is_equivalent(const Primitive&) const override {
+    return false;
   }
 
-  Settings settings_;
+  // Inputs: x, [batch, 1, hidden]; positions; then those of `LayerSettings`. Outputs: queries, keys
+  // and values, [heads, batch, dim].
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    for (mx::array& out : outputs) {
+      make(out);
+    }
+    const mx::array& offsets = inputs[1];
+    run([x = Rows(inputs[0]), offset = offsets.data<int32_t>(), each = offsets.size() > 1,
+         layer = settings_.layer(inputs, 2), heads = int64_t{outputs[0].shape(0)},
+         kv_heads = int64_t{outputs[1].shape(0)}, q = outputs[0].data<float>(),
+         k = outputs[1].data<float>(), v = outputs[2].data<float>()] {
+      thread_local std::vector<float> room;
+      const auto temporary =
+          mx::allocator::malloc(x.count() * layer.project_room() * sizeof(float));
+      layer.project(
+          x.all(room), x.count(), offset, each, heads, kv_heads, q, k, v, floats(temporary));
+    });
+  }
+
+ private:
+  LayerSettings settings_;
+};
+
+// A prefill pass of one whole layer from its attention on.
+class LayerOutput : public Operation {
+ public:
+  LayerOutput(mx::Stream stream, LayerSettings settings)
+      : Operation(stream), settings_(std::move(settings)) {}
+  DEFINE_NAME(KvdLayerOutput)
+
+  bool is_equivalent(const Primitive&) const override {
+    return false;
+  }
+
+  // Inputs: x, [batch, 1, hidden]; attended values, [1, heads, batch, dim], contiguous; then those
+  // of `LayerSettings`.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& attended = inputs[1];
+    const kvd::Heads<const float> from{
+        attended.data<float>(), attended.strides(1), attended.strides(2)};
+    run([x = Rows(inputs[0]), from, layer = settings_.layer(inputs, 2),
+         heads = int64_t{attended.shape(1)}, dim = int64_t{attended.shape(3)},
+         y = out.data<float>()] {
+      thread_local std::vector<float> room;
+      const auto temporary =
+          mx::allocator::malloc(x.count() * layer.finish_room(heads * dim) * sizeof(float));
+      layer.finish(x.all(room), x.count(), from, heads, dim, y, floats(temporary));
+    });
+  }
+
+ private:
+  LayerSettings settings_;
 };
 
 // A chunk of one row's queries, [1, heads, tokens, dim], causally.
@@ -579,14 +659,16 @@ class LookUp : public Operation {
     run([ids = ids.data<int32_t>(), count = int64_t{static_cast<int64_t>(ids.size())},
          weights = static_cast<const W*>(packed.data<void>()), inputs = int64_t{packed.shape(1)},
          rows = int64_t{rows_}, y = out.data<float>()] {
-      for (int64_t i = 0; i < count; ++i) {
-        // MLX does not check ids either; here nothing outside the weight is read.
-        const int64_t id = std::clamp<int64_t>(ids[i] < 0 ? ids[i] + rows : ids[i], 0, rows - 1);
-        const W* from = weights + id / kvd::PANEL * inputs * kvd::PANEL + id % kvd::PANEL;
-        for (int64_t k = 0; k < inputs; ++k) {
-          y[i * inputs + k] = kvd::widen(from[k * kvd::PANEL]);
+      kvd::share_rows(count, inputs, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+          // MLX does not check ids either; here nothing outside the weight is read.
+          const int64_t id = std::clamp<int64_t>(ids[i] < 0 ? ids[i] + rows : ids[i], 0, rows - 1);
+          const W* from = weights + id / kvd::PANEL * inputs * kvd::PANEL + id % kvd::PANEL;
+          for (int64_t k = 0; k < inputs; ++k) {
+            y[i * inputs + k] = kvd::widen(from[k * kvd::PANEL]);
+          }
         }
-      }
+      });
     });
   }
 };
@@ -730,23 +812,23 @@ std::vector<bool> add_present(const Optional& arrays, Arrays& inputs) {
   return found;
 }
 
-std::tuple<mx::array, mx::array, mx::array> decode_layer(
-    const mx::array& x, const mx::array& pages, const mx::array& tail_keys,
-    const mx::array& tail_values, const mx::array& rows, const Arrays& pools, const Told& keys,
-    const Told& values, float scale, int keep, const mx::array& offsets,
-    const mx::array& frequencies, bool interleaved, float position_scale, int heads,
-    const Arrays& linears, const std::vector<int>& outputs, const Optional& biases,
-    const Optional& norms, const std::vector<float>& eps) {
+// Add a layer's arrays, those of `LayerSettings::layer`, to `inputs`; return the rest.
+// q_heads, kv_heads, k_dim, v_dim: of its attention.
+LayerSettings add_layer(
+    Arrays& inputs, const mx::array& x, const std::array<int, 4>& shape,
+    const mx::array& offsets, const mx::array& frequencies, bool interleaved,
+    float position_scale, const Arrays& linears, const std::vector<int>& outputs,
+    const Optional& biases, const Optional& norms, const std::vector<float>& eps) {
+  const auto [heads, kv_heads, k_dim, v_dim] = shape;
   check(x.ndim() == 3 && x.shape(1) == 1 && x.dtype() == mx::float32, "x is [batch, 1, hidden]");
   check(
       linears.size() == 7 && outputs.size() == 7 && biases.size() == 7 && norms.size() == 4 &&
           eps.size() == 4 && norms[0] && norms[1],
       "a layer has seven linear layers and four norms");
-  const int out = heads * tail_values.shape(3), hidden = x.shape(2);
+  const int out = heads * v_dim, hidden = x.shape(2);
   const std::array<int, 7> widths{hidden, hidden, hidden, out, hidden, hidden, outputs[4]};
   const std::array<int, 7> wanted{
-      heads * tail_keys.shape(3), tail_keys.shape(1) * tail_keys.shape(3),
-      tail_values.shape(1) * tail_values.shape(3), hidden, outputs[4], outputs[4], hidden};
+      heads * k_dim, kv_heads * k_dim, kv_heads * v_dim, hidden, outputs[4], outputs[4], hidden};
   for (size_t i = 0; i < linears.size(); ++i) {
     check(
         linears[i].ndim() == 3 && linears[i].shape(2) == kvd::PANEL &&
@@ -754,26 +836,76 @@ std::tuple<mx::array, mx::array, mx::array> decode_layer(
             outputs[i] <= linears[i].shape(0) * kvd::PANEL,
         "a linear layer does not fit the others");
   }
-  check(frequencies.ndim() == 1 && 2 * frequencies.shape(0) <= tail_keys.shape(3), "too many pairs");
+  check(frequencies.ndim() == 1 && 2 * frequencies.shape(0) <= k_dim, "too many pairs");
   check(
       offsets.dtype() == mx::int32 && offsets.ndim() == 1 &&
           (offsets.shape(0) == 1 || offsets.shape(0) == x.shape(0)),
       "offsets are one int32, or one for each row");
-  check(heads % tail_keys.shape(1) == 0, "heads do not divide");
+  check(heads % kv_heads == 0, "heads do not divide");
+  inputs.push_back(frequencies);
+  inputs.insert(inputs.end(), linears.begin(), linears.end());
+  LayerSettings settings{heads, interleaved, position_scale, outputs, {}, eps, {}};
+  settings.biases = add_present(biases, inputs);
+  settings.norms = add_present(norms, inputs);
+  return settings;
+}
+
+std::tuple<mx::array, mx::array, mx::array> decode_layer(
+    const mx::array& x, const mx::array& pages, const mx::array& tail_keys,
+    const mx::array& tail_values, const mx::array& rows, const Arrays& pools, const Told& keys,
+    const Told& values, float scale, int keep, const mx::array& offsets,
+    const mx::array& frequencies, bool interleaved, float position_scale, int heads,
+    const Arrays& linears, const std::vector<int>& outputs, const Optional& biases,
+    const Optional& norms, const std::vector<float>& eps) {
   Arrays inputs{x, pages, tail_keys, tail_values, rows};
   inputs.insert(inputs.end(), pools.begin(), pools.end());
   inputs.push_back(offsets);
-  inputs.push_back(frequencies);
-  inputs.insert(inputs.end(), linears.begin(), linears.end());
-  DecodeLayer::Settings settings{heads, interleaved, position_scale, outputs, {}, eps, {}};
-  settings.biases = add_present(biases, inputs);
-  settings.norms = add_present(norms, inputs);
+  LayerSettings settings = add_layer(
+      inputs, x, {heads, tail_keys.shape(1), tail_keys.shape(3), tail_values.shape(3)}, offsets,
+      frequencies, interleaved, position_scale, linears, outputs, biases, norms, eps);
   Arrays found = mx::array::make_arrays(
       {x.shape(), tail_keys.shape(), tail_values.shape()}, {mx::float32, mx::float32, mx::float32},
       std::make_shared<DecodeLayer>(
           cpu(), scale, keep, packings(keys), packings(values), std::move(settings)),
       inputs);
   return {found[0], found[1], found[2]};
+}
+
+std::tuple<mx::array, mx::array, mx::array> layer_inputs(
+    const mx::array& x, const mx::array& offsets, const std::array<int, 4>& shape,
+    const mx::array& frequencies, bool interleaved, float position_scale, const Arrays& linears,
+    const std::vector<int>& outputs, const Optional& biases, const Optional& norms,
+    const std::vector<float>& eps) {
+  Arrays inputs{x, offsets};
+  LayerSettings settings = add_layer(
+      inputs, x, shape, offsets, frequencies, interleaved, position_scale, linears, outputs,
+      biases, norms, eps);
+  const auto [heads, kv_heads, k_dim, v_dim] = shape;
+  const int batch = x.shape(0);
+  Arrays found = mx::array::make_arrays(
+      {{heads, batch, k_dim}, {kv_heads, batch, k_dim}, {kv_heads, batch, v_dim}},
+      {mx::float32, mx::float32, mx::float32},
+      std::make_shared<LayerInputs>(cpu(), std::move(settings)), inputs);
+  return {found[0], found[1], found[2]};
+}
+
+mx::array layer_output(
+    const mx::array& x, const mx::array& attended, const mx::array& offsets,
+    const std::array<int, 4>& shape, const mx::array& frequencies, bool interleaved,
+    float position_scale, const Arrays& linears, const std::vector<int>& outputs,
+    const Optional& biases, const Optional& norms, const std::vector<float>& eps) {
+  check(
+      attended.ndim() == 4 && attended.dtype() == mx::float32 && attended.shape(0) == 1 &&
+          attended.shape(1) == shape[0] && attended.shape(2) == x.shape(0) &&
+          attended.shape(3) == shape[3],
+      "attended values are [1, heads, batch, dim]");
+  Arrays inputs{x, mx::contiguous(attended)};
+  LayerSettings settings = add_layer(
+      inputs, x, shape, offsets, frequencies, interleaved, position_scale, linears, outputs,
+      biases, norms, eps);
+  return mx::array(
+      x.shape(), mx::float32, std::make_shared<LayerOutput>(cpu(), std::move(settings)),
+      std::move(inputs));
 }
 
 mx::array prefill_attention(
@@ -804,6 +936,14 @@ NB_MODULE(kvd_native, m) {
       "decode_layer", &decode_layer, "x"_a, "pages"_a, "tail_keys"_a, "tail_values"_a, "rows"_a,
       "pools"_a, "keys"_a, "values"_a, "scale"_a, "keep"_a, "offsets"_a, "frequencies"_a,
       "interleaved"_a, "position_scale"_a, "heads"_a, "linears"_a, "outputs"_a, "biases"_a,
+      "norms"_a, "eps"_a);
+  m.def(
+      "layer_inputs", &layer_inputs, "x"_a, "offsets"_a, "shape"_a, "frequencies"_a,
+      "interleaved"_a, "position_scale"_a, "linears"_a, "outputs"_a, "biases"_a, "norms"_a,
+      "eps"_a);
+  m.def(
+      "layer_output", &layer_output, "x"_a, "attended"_a, "offsets"_a, "shape"_a,
+      "frequencies"_a, "interleaved"_a, "position_scale"_a, "linears"_a, "outputs"_a, "biases"_a,
       "norms"_a, "eps"_a);
   m.def(
       "prefill_attention", &prefill_attention, "queries"_a, "pages"_a, "keys"_a, "values"_a,

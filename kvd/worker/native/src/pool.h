@@ -174,4 +174,19 @@ class Pool {
   std::atomic<bool> ending_{false};
 };
 
+// Call work(first, last) over parts of [0, rows), each row by itself: norms, RoPE, gates. Rows are
+// shared from 16,384 elements on: helpers are usually awake, from the product before.
+template <typename Work>
+inline void share_rows(int64_t rows, int64_t size, Work&& work) {
+  constexpr int64_t SHARED_ELEMENTS = 1 << 14;
+  if (rows * size < SHARED_ELEMENTS) {
+    work(int64_t{0}, rows);
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(SHARED_ELEMENTS / 4 / size, (rows + 15) / 16);
+  Pool::shared().share(
+      static_cast<int>(rows), static_cast<int>(std::max<int64_t>(1, grain)),
+      [&](int first, int last) { work(int64_t{first}, int64_t{last}); });
+}
+
 }  // namespace kvd

@@ -1,5 +1,6 @@
-// A decode step of a whole decoder layer: norm, queries, keys and values, RoPE, attention, residual,
-// norm, gated MLP, residual. Each part computes as the operation of its own does, to the bit.
+// A whole decoder layer: norm, queries, keys and values, RoPE, attention, residual, norm, gated MLP,
+// residual. Each part computes as the operation of its own does, to the bit. A decode step is one
+// operation. A prefill pass is two, before and after the attention of its chunks.
 
 #pragma once
 
@@ -17,9 +18,11 @@ struct Norm {
   float eps = 0.0f;
 
   void run(const float* x, int64_t rows, int64_t size, float* y) const {
-    for (int64_t row = 0; row < rows; ++row) {
-      rms_norm(x + row * size, weight, eps, size, y + row * size);
-    }
+    share_rows(rows, size, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        rms_norm(x + row * size, weight, eps, size, y + row * size);
+      }
+    });
   }
 };
 
@@ -28,6 +31,17 @@ inline void add(const float* a, const float* b, int64_t size, float* y) {
     y[i] = a[i] + b[i];
   }
 }
+
+// Heads of tokens: head h of token t begins at data[h * per_head + t * per_token].
+template <typename Float>
+struct Heads {
+  Float* data;
+  int64_t per_head, per_token;
+
+  Float* at(int64_t head, int64_t token) const {
+    return data + head * per_head + token * per_token;
+  }
+};
 
 // Write one token for each row into its tail; x: [count or more, heads, dim]; rows as in
 // `attend_rows`; tails: [slots, heads, room, dim].
@@ -86,7 +100,99 @@ struct WholeLayer {
     add(sum, other, batch * hidden, y);
   }
 
+  // Floats of temporary memory for each token. width: inputs of the product after attention.
+  int64_t project_room() const {
+    return down.outputs + std::max({queries.outputs, keys.outputs, values.outputs});
+  }
+  int64_t finish_room(int64_t width) const {
+    return down.outputs + width + 2 * gate.outputs;
+  }
+
+  // A prefill pass up to its attention. x: [batch, hidden]; offsets: positions, [batch] or one for
+  // all; q, k, v: [heads, batch, dim]; room: [batch * project_room()].
+  void project(
+      const float* x, int64_t batch, const int32_t* offsets, bool each, int64_t q_heads,
+      int64_t kv_heads, float* q, float* k, float* v, float* room) const {
+    const int64_t hidden = down.outputs;
+    float* normed = room;
+    float* flat = room + batch * hidden;
+    before.run(x, batch, hidden, normed);
+    turn(offsets, each, batch);
+    const Angles& turned = angles();  // of this thread; helpers read it
+    multiply(normed, batch, hidden, {queries.to(flat)});
+    spread(flat, batch, q_heads, queries.outputs / q_heads, &query, &turned, q);
+    multiply(normed, batch, hidden, {keys.to(flat)});
+    spread(flat, batch, kv_heads, keys.outputs / kv_heads, &key, &turned, k);
+    multiply(normed, batch, hidden, {values.to(flat)});
+    spread(flat, batch, kv_heads, values.outputs / kv_heads, nullptr, nullptr, v);
+  }
+
+  // The rest of a prefill pass. attended: heads of `dim` elements; room:
+  // [batch * finish_room(q_heads * dim)].
+  void finish(
+      const float* x, int64_t batch, const Heads<const float>& attended, int64_t q_heads,
+      int64_t dim, float* y, float* room) const {
+    const int64_t hidden = down.outputs, inner = gate.outputs, width = q_heads * dim;
+    float* other = room;
+    float* joined = other + batch * hidden;
+    float* gates = joined + batch * width;
+    float* ups = gates + batch * inner;
+    share_rows(batch, width, [&](int64_t first, int64_t last) {
+      for (int64_t token = first; token < last; ++token) {
+        for (int64_t head = 0; head < q_heads; ++head) {
+          const float* from = attended.at(head, token);
+          std::copy(from, from + dim, joined + token * width + head * dim);
+        }
+      }
+    });
+    multiply(joined, batch, width, {out.to(other)});
+    share_rows(batch, hidden, [&](int64_t first, int64_t last) {
+      add(x + first * hidden, other + first * hidden, (last - first) * hidden, y + first * hidden);
+      for (int64_t row = first; row < last; ++row) {
+        rms_norm(y + row * hidden, after.weight, after.eps, hidden, other + row * hidden);
+      }
+    });
+    multiply(other, batch, hidden, {gate.to(gates), up.to(ups)});
+    share_rows(batch, inner, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        swiglu(gates + row * inner, ups + row * inner, inner, gates + row * inner);
+      }
+    });
+    multiply(gates, batch, inner, {down.to(other)});
+    share_rows(batch, hidden, [&](int64_t first, int64_t last) {
+      const int64_t at = first * hidden;
+      add(y + at, other + at, (last - first) * hidden, y + at);
+    });
+  }
+
  private:
+  // Tokens' heads, [batch, heads, dim], as [heads, batch, dim], after a norm and RoPE if given.
+  void spread(
+      const float* x, int64_t batch, int64_t heads, int64_t dim, const Norm* norm,
+      const Angles* turned, float* y) const {
+    share_rows(batch, heads * dim, [&](int64_t first, int64_t last) {
+      thread_local std::vector<float> room;
+      room.resize(dim);
+      for (int64_t token = first; token < last; ++token) {
+        for (int64_t head = 0; head < heads; ++head) {
+          const float* from = x + (token * heads + head) * dim;
+          float* to = y + (head * batch + token) * dim;
+          if (norm && norm->weight) {
+            rms_norm(from, norm->weight, norm->eps, dim, room.data());
+            from = room.data();
+          }
+          if (turned) {
+            rotate(
+                from, turned->cosines.data() + token * pairs, turned->sines.data() + token * pairs,
+                pairs, dim, interleaved, to);
+          } else {
+            std::copy(from, from + dim, to);
+          }
+        }
+      }
+    });
+  }
+
   // Buffers that are kept, because a step needs the same ones in each layer.
   class Rooms {
    public:
