@@ -102,6 +102,7 @@ def cold(demo: Driver) -> Driver:
     """An engine without checkpoints and without recent shortages."""
     demo.engine._prefix_cache.tree.clear()
     demo.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
+    demo.engine._out_of_memory.count = 0
     return demo
 
 
