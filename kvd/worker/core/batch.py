@@ -1,7 +1,7 @@
 """The requests of one engine, their rows, and the decode step in flight.
 
-Only `Batch` assigns the fields of `Request` and `Completion`. Its methods are the events of a
-request's life::
+Only `Batch` and `PreemptedRows` assign the fields of `Request` and `Completion`. Their methods are
+the events of a request's life::
 
     add       decode             preempt                  restore / move_in
     ---> queued ---> in batch ----------> snapshots ----------------------> in batch ---> released
@@ -31,7 +31,7 @@ from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, restart_sampling
 from kvd.worker.core.masks import IDLE_SECONDS, Relieve, StepMasks
 from kvd.worker.core.progress import restore_progress
-from kvd.worker.core.request import Completion, Request, SwappedRows
+from kvd.worker.core.request import Completion, Request
 from kvd.worker.core.row_copies import copies
 from kvd.worker.core.swap import Transfers
 from kvd.worker.engine import OnPhase
@@ -46,7 +46,7 @@ from kvd.worker.serving.runner import Row
 from kvd.worker.text.text import Text
 from protocol.errors import KvdError, NumericalError
 from protocol.messages import FinishReason
-from protocol.worker import Report, RowFailed, RowResumed
+from protocol.worker import Report, RowFailed
 
 
 class Batch:
@@ -209,8 +209,8 @@ class Batch:
         if others:
             self.synchronize()
             for completion, other in zip(others, copies(self.cache, row, len(others)), strict=True):
-                self._join(request, completion, other)
-        self._join(request, first, row)
+                self.join(request, completion, other)
+        self.join(request, first, row)
 
     def synchronize(self) -> None:
         """Wait for the step in flight without reading it."""
@@ -227,10 +227,15 @@ class Batch:
             mx.eval(step.arrays, self.cache.arrays())
             self._read_step(step)
         self._deliver_last(IDLE_SECONDS)  # a prompt may follow, which takes longer
-        while late and (self._last or self._masks.late):
-            self._masks.wait()
+        while late and (awaited := self._awaited_completions()):
+            self._masks.wait(awaited)
             self.decode(())  # draws late rows
             self.finish_step()
+
+    def _awaited_completions(self) -> list[Completion]:
+        """Return the completions with a launched token that is not delivered yet."""
+        late = [row.completion for row in self._masks.late]
+        return late + [completion for completion, _, _ in self._last]
 
     def discard_step(self) -> None:
         """Drop the step in flight after a failure, and release completions that have ended."""
@@ -274,10 +279,10 @@ class Batch:
 
         Only then it is known whether they end by their grammar. ``seconds``: the longest wait.
         """
-        if not self._last:
+        last, self._last = [one for one in self._last if not one[0].ended], []
+        if not last:
             return
-        self._masks.wait(seconds)
-        last, self._last = self._last, []
+        self._masks.wait([completion for completion, _, _ in last], seconds)
         for completion, drawn, level in last:
             if completion.is_lent:
                 self._last.append((completion, drawn, level))
@@ -300,7 +305,7 @@ class Batch:
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
             while completion.is_lent:  # only if forced tokens fill the answer
-                self._masks.wait()
+                self._masks.wait([completion])
             text += stream.finish(ended=completion.complete)
         logprobs = None
         if (scored := drawn.scored) is not None:
@@ -368,7 +373,7 @@ class Batch:
         """Free a completion's row; with the last one, forget the request."""
         decoding = completion.row is not None
         if decoding:
-            self._leave(completion)
+            self.leave(completion)
         if completion.snapshot is not None:
             self.cache.snapshots.drop(completion.snapshot)
         completion.released = True
@@ -389,63 +394,20 @@ class Batch:
 
     # Rows join and leave the batch.
 
-    def _join(self, request: Request, owner: Request | Completion, row: Row) -> None:
+    def join(self, request: Request, owner: Request | Completion, row: Row) -> None:
         """Give a row to a completion, which then decodes, or to a request in prefill."""
         owner.row = row
         if isinstance(owner, Completion):
             settings = RowSettings.of(request.submit, owner.stream.ends, owner.key[1])
             self._sampler.add(owner.key, settings, request.prompt, owner.tokens)
 
-    def _leave(self, completion: Completion) -> None:
+    def leave(self, completion: Completion) -> None:
+        """Free the row of a completion that decodes."""
         self._sampler.remove(completion.key)
         self.cache.free(completion.row, clean=completion.trusted)
         completion.row = None
 
-    def preempt(self, request: Request) -> None:
-        """Take an admitted request out of the batch; snapshots of its rows stay in memory.
-
-        No step may be in flight. Only `Admission.requeue_preempted` queues the request again.
-        """
-        assert not self.in_flight, "a step in flight uses the rows"
-        for completion in request.completions:
-            if completion.row is not None:
-                completion.snapshot = self.cache.snapshots.take(completion.row)
-                self._leave(completion)
-        if request.row is not None:
-            request.snapshot = self.cache.snapshots.take(request.row)
-            self.cache.free(request.row, clean=False)
-            request.row = None
-        charge_of = self.cache.snapshots.charge_of
-        kept = sum(charge_of(owner.snapshot) for owner in request.preempted_owners)
-        request.kept_pages = -(-kept // self.admission.budget.page_bytes)
-        self.prefix_cache.release_place(request.tracked)
-        self.admission.preempt(request.rid, request.kept_pages)
-
-    def restore(self, request: Request) -> None:
-        """Turn a request's snapshots into rows: all of them, or none if memory is short."""
-        owners = request.preempted_owners
-        rows = [self.cache.restore(owner.snapshot) for owner in owners]
-        request.kept_pages = 0
-        for owner, row in zip(owners, rows, strict=True):
-            self.cache.snapshots.drop(owner.snapshot)
-            owner.snapshot = None
-            self._join(request, owner, row)
-
-    def move_out(self, request: Request, swapped: SwappedRows | None) -> None:
-        """Drop a preempted request's snapshots; ``swapped`` None: its rows must be recomputed."""
-        for owner in request.preempted_owners:
-            self.cache.snapshots.drop(owner.snapshot)
-            owner.snapshot = None
-        request.kept_pages = 0
-        request.swapped = swapped
-        self.admission.reduce_kept(request.rid, 0)
-        if swapped is None:
-            self.start_over(request)
-
-    def move_in(self, request: Request, swapped: SwappedRows, rows: Sequence[Row]) -> None:
-        owners = {owner.key: owner for owner in request.owners}
-        for key, row in zip(swapped.owners, rows, strict=True):
-            self._join(request, owners[key], row)
+    # Rows are computed again.
 
     def start_over(self, request: Request) -> None:
         """Record that a request has no rows: prefill its prompt again, then feed its tokens."""
@@ -455,16 +417,6 @@ class Batch:
             completion.launched = 0
             completion.known = len(completion.tokens)
         self.scheduler.restart_prefill(request.rid)
-
-    def finish_resume(self, request: Request) -> None:
-        """Report that a preempted request continues, and delete its file."""
-        if request.swapped is not None:
-            self.transfers.folder.delete(request.swapped.path)
-            request.swapped = None
-        request.resumed_at = request.longest
-        self.reports.append(RowResumed(rid=request.rid))
-
-    # Recovery from a failed step.
 
     def discard_rows(self, *, late: bool) -> None:
         """Forget all rows, which the caller frees; if ``late``, drop the snapshots too.
@@ -494,7 +446,7 @@ class Batch:
         owners: Sequence[Request | Completion] = completions or [request]
         for owner, row in zip(owners, rows, strict=True):
             if self.scheduler.is_admitted(request.rid):
-                self._join(request, owner, row)
+                self.join(request, owner, row)
             else:
                 owner.snapshot = self.cache.snapshots.take(row)
                 self.cache.free(row)

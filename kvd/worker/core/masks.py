@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -131,14 +131,17 @@ class StepMasks:
             batch.take_back()
         self._batches = [batch for batch in self._batches if not batch.taken_back]
 
-    def wait(self, seconds: float = -1) -> None:
-        """Wait until the matchers of the oldest batch have advanced; take back those that have.
+    def wait(self, completions: Iterable[Completion], seconds: float = -1) -> None:
+        """Wait until a matcher of these has advanced; take back all that have.
 
-        ``seconds``: the longest time; -1: any.
+        If several are lent, waits for the first. Other completions are not waited for: they may
+        have ended while their masks were computed. ``seconds``: the longest time; -1: any.
         """
-        if self._batches:
-            self._batches[0].wait(seconds)
-            self.take_back()
+        lent = (one.matcher for one in completions if one.matcher is not None and one.is_lent)
+        if (matcher := next(lent, None)) is not None:
+            batch = next(one for one in self._batches if one.lends(matcher))
+            batch.wait_for(matcher, seconds)
+        self.take_back()
 
     def discard(self) -> None:
         """Wait for all threads, and forget late rows, after a failed step."""
@@ -202,7 +205,8 @@ class StepMasks:
     def _wait(self, step: DecodeStep, *, idle: bool) -> None:
         """Wait for the masks of a step, for about the time of a step at most."""
         if not (step.drawing or step.passing):
-            self.wait(IDLE_SECONDS if idle else 0.0)
+            late = [row.completion for row in self.late]
+            self.wait(late, IDLE_SECONDS if idle else 0.0)
             return
         awaited, self._awaited = self._awaited, []
         usual = min(self._recent, default=FIRST_SECONDS)

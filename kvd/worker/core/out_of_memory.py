@@ -74,7 +74,7 @@ class OutOfMemory:
         self._recovery.rebuild()
         for request in batch.requests.values():
             if batch.scheduler.is_admitted(request.rid):
-                batch.restore(request)
+                self._preemption.rows.restore(request)
 
     def _fail_one(self, short: Shortage) -> None:
         victims = self._batch.scheduler.victims()

@@ -25,6 +25,7 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.snapshot_records import SnapshotReader, SnapshotWriter
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import can_preempt
+from kvd.worker.core.preempted_rows import PreemptedRows
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request, SwappedRows
 from protocol.record_file import DamagedFile
@@ -60,6 +61,7 @@ class Preemption:
         self, batch: Batch, rates: Rates, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._batch = batch
+        self.rows = PreemptedRows(batch)
         self._transfers = batch.transfers
         self._rates = rates
         self._unqueued: list[str] = []
@@ -198,7 +200,7 @@ class Preemption:
         filled = batch.prefix_cache.filled_by(request.tracked) // page_bytes
         held = scheduled.pages + scheduled.choices * batch.admission.row_pages - filled
         self._transfers.abort_reading(request.rid)  # a prompt whose read has not begun
-        batch.preempt(request)
+        self.rows.preempt(request)
         self._unqueued.append(request.rid)
         where: PreemptionMode = "memory"
         if not request.preempted_owners:
@@ -245,7 +247,7 @@ class Preemption:
         swapped = None if writer is None else (yield from self._write(request, writer))
         if not batch.holds(request):
             return "recompute"
-        batch.move_out(request, swapped)
+        self.rows.move_out(request, swapped)
         return "recompute" if swapped is None else "disk"
 
     def _writer(self, request: Request) -> SnapshotWriter | None:
@@ -296,8 +298,8 @@ class Preemption:
     def resume(self, request: Request) -> None:
         """Continue a preempted request that is admitted again: now, or once its file is read."""
         if request.swapped is None:
-            self._batch.restore(request)
-            self._batch.finish_resume(request)
+            self.rows.restore(request)
+            self.rows.finish_resume(request)
             return
         self._batch.scheduler.suspend(request.rid)
         reader = SnapshotReader(
@@ -327,10 +329,10 @@ class Preemption:
             batch.start_over(request)
         else:
             self._rates.note("read", swapped.nbytes, seconds)
-            batch.move_in(request, swapped, reader.sequences)
+            self.rows.move_in(request, swapped, reader.sequences)
         del self._transfers.reading[rid]
         batch.scheduler.resume(rid)
-        batch.finish_resume(request)
+        self.rows.finish_resume(request)
 
     def abandon(self) -> None:
         """Abort all transfers after a failed step.
@@ -347,5 +349,5 @@ class Preemption:
             self._batch.scheduler.resume(rid)
             request = self._batch.requests[rid]
             if request.swapped is not None:
-                self._batch.finish_resume(request)
+                self.rows.finish_resume(request)
         self.requeue()

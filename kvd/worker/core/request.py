@@ -1,6 +1,6 @@
 """A request in the engine: its prompt, its completions, and where their rows are.
 
-Only `kvd.worker.core.batch.Batch` assigns these fields, `delivery` for what was reported, and
+Only `Batch` and `PreemptedRows` assign these fields, `delivery` for what was reported, and
 `progress` and `forced` for known tokens. All other modules read them.
 """
 

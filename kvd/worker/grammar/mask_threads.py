@@ -12,8 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import length_hint
-from queue import SimpleQueue
-from time import perf_counter
+from queue import Empty, SimpleQueue
+from time import monotonic, perf_counter
 
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 
@@ -41,11 +41,11 @@ class MaskBatch:
         self._filler = filler
         self._known: Sequence[int] | None = None
         self._known_lock = threading.Lock()
-        self._lent = len(work)
+        self._lent = {matcher for matcher, _ in work}
         self._left = iter(work)
         """Shared by the threads: taking the next one is atomic, as is counting."""
         self._counter = itertools.count(1 - len(work))
-        self._advanced: list[Matcher] = []
+        self._advanced: SimpleQueue[Matcher] = SimpleQueue()
         self._running = threading.Lock()
         """Held until the threads are done."""
         self._running.acquire()
@@ -57,6 +57,10 @@ class MaskBatch:
     def taken_back(self) -> bool:
         """Whether no matcher is lent any more."""
         return not self._lent
+
+    def lends(self, matcher: Matcher) -> bool:
+        """Whether this matcher is lent by the batch."""
+        return matcher in self._lent
 
     @property
     def unclaimed(self) -> int:
@@ -74,9 +78,9 @@ class MaskBatch:
                 self._filler.compute(matcher)
                 took = perf_counter() - start
                 matcher.seconds = min(took, 2 * matcher.seconds + _LEAST_SECONDS)
-            except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+            except BaseException as error:  # noqa: BLE001 - the calling thread raises it
                 self._error = error
-            self._advanced.append(matcher)
+            self._advanced.put(matcher)
             if next(self._counter) == 0:
                 self._running.release()
 
@@ -97,11 +101,35 @@ class MaskBatch:
         self._running.release()
         return True
 
+    def wait_for(self, matcher: Matcher, seconds: float = -1) -> None:
+        """Wait until this matcher has advanced, and take it back, whatever others of the batch do.
+
+        ``seconds``: the longest time; -1: any. Raises as `take_back` does.
+        """
+        end = monotonic() + seconds
+        while matcher in self._lent:
+            try:
+                left = None if seconds < 0 else max(0.0, end - monotonic())
+                self._take(self._advanced.get(timeout=left))
+            except Empty:
+                break
+        self._raise()
+
     def take_back(self) -> None:
-        """Take back the matchers that have advanced; raises what a thread raised."""
-        while self._advanced:
-            self._advanced.pop().take_back()
-            self._lent -= 1
+        """Take back the matchers that have advanced.
+
+        Raises what a thread raised while it waited for the tokens: the step has failed. An error of
+        a grammar is its matcher's `Matcher.failure`.
+        """
+        while not self._advanced.empty():
+            self._take(self._advanced.get())
+        self._raise()
+
+    def _take(self, matcher: Matcher) -> None:
+        matcher.take_back()
+        self._lent.remove(matcher)
+
+    def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -27,7 +27,7 @@ class Matcher:
     ``grammar``: an `LLMatcher` at the grammar's beginning, which the matcher owns.
 
     While a thread advances the matcher (`kvd.worker.grammar.mask_threads`), only `push` may be
-    called.
+    called. An error of llguidance ends the matcher, and is its `failure`: no method raises it.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Matcher:
         """The mask of the first token over the tokenizer's tokens, from the compilation."""
         self.nbytes = 0
         """Bytes of the grammar, as measured at its compilation."""
-        self.given_up = False
-        """Whether memory is too short to follow the grammar any further."""
+        self._ended_by: KvdError | None = None
+        """Why the grammar is followed no further, if kvd has decided that."""
         self._eos_ids = eos_ids
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
@@ -69,17 +69,24 @@ class Matcher:
         if self._ahead == token:
             self._ahead = None
             return
-        self.settle()
-        self.mask = self.first = None
-        if not self.grammar.is_stopped():
-            self.grammar.consume_token(token)
+        self._consume(token)
 
     def push_ahead(self, token: int) -> None:
         """Advance by a token that was drawn; `push` follows, or `settle` if the draw is dropped."""
+        if self._consume(token):
+            self._ahead = token
+
+    def _consume(self, token: int) -> bool:
+        """Advance by a token after the last pushed one; return whether that changed the state."""
         self.settle()
         self.mask = self.first = None
-        if not self.grammar.is_stopped() and self.grammar.consume_token(token):
-            self._ahead = token
+        if self._ended_by is not None:
+            return False
+        try:
+            return not self.grammar.is_stopped() and bool(self.grammar.consume_token(token))
+        except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+            self.end(error)
+            return False
 
     def lend(self) -> None:
         """Leave the matcher to a thread until `take_back`."""
@@ -94,23 +101,54 @@ class Matcher:
 
     def settle(self) -> None:
         """Return to the state after the last pushed token."""
-        if self._ahead is not None:
-            self._ahead = self.mask = None
+        if self._ahead is None:
+            return
+        self._ahead = self.mask = None
+        try:
             self.grammar.rollback(1)
+        except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+            self.end(error)
 
     @property
     def failed(self) -> bool:
         """Whether the grammar cannot be followed any further."""
-        return self.given_up or bool(self.grammar.is_error())
+        return self._ended_by is not None or bool(self.grammar.is_error())
 
     def give_up(self) -> None:
         """Follow the grammar no further, because memory is short."""
-        self.given_up = True
-        self.mask = self.first = None
+        self._end(
+            Overloaded(
+                "memory is too short to follow the grammar; retry later, or simplify it",
+                retry_after_s=1.0,
+            )
+        )
+
+    def end(self, error: BaseException) -> None:
+        """Follow the grammar no further, because a method of it has raised ``error``.
+
+        Raises it again if it is none of the grammar's.
+        """
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        if isinstance(error, MemoryError):
+            self.give_up()
+        else:
+            self._end(_unfollowable(f"{type(error).__name__}: {error}"))
+
+    def _end(self, why: KvdError) -> None:
+        self._ended_by = self._ended_by or why
+        self._ahead = self.mask = self.first = None
 
     @property
     def complete(self) -> bool:
         """Whether the answer matches and no token may continue it. Computes a mask."""
+        try:
+            return self._is_complete()
+        except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+            self.end(error)
+            return False
+
+    def _is_complete(self) -> bool:
         if self.failed or not self.grammar.is_accepting():
             return False
         if self.mask is not None:
@@ -136,23 +174,23 @@ class Matcher:
 
     def failure(self) -> KvdError | None:
         """Return why no token is allowed; None: the grammar is complete."""
-        if self.given_up:
-            return Overloaded(
-                "memory is too short to follow the grammar; retry later, or simplify it",
-                retry_after_s=1.0,
-            )
+        if self._ended_by is not None:
+            return self._ended_by
         if self.grammar.is_error():
-            reason = shown(self.grammar.get_error())
-            return InvalidRequest(
-                f"the grammar cannot be followed any further: {reason}; simplify it",
-                field="grammar",
-            )
+            return _unfollowable(self.grammar.get_error())
         if self.grammar.is_accepting():
             return None
         return InvalidRequest(
             "no token of the model continues the answer by its grammar; change the grammar",
             field="grammar",
         )
+
+
+def _unfollowable(reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the grammar cannot be followed any further: {shown(reason)}; simplify it",
+        field="grammar",
+    )
 
 
 class MaskFiller:
@@ -175,13 +213,17 @@ class MaskFiller:
             if matcher is None:
                 masks[row] = 0xFF
             else:
-                masks[row] = 0 if matcher.given_up else self.compute(matcher)
+                masks[row] = self.compute(matcher)
         return masks
 
     def compute(self, matcher: Matcher) -> Mask:
         """Return `Matcher.mask`, computed if it is not known. Releases Python's lock meanwhile."""
         if matcher.mask is None:
-            matcher.mask = self._computed(matcher)
+            try:
+                matcher.mask = self._computed(matcher)
+            except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+                matcher.end(error)
+                matcher.mask = self._computed(matcher)
         return matcher.mask
 
     def _computed(self, matcher: Matcher) -> Mask:

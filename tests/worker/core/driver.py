@@ -224,7 +224,7 @@ class Driver:
         batch = self.engine._batch
         batch.finish_step(late=True)
         if (request := batch.requests.get(rid)) is not None:
-            batch.preempt(request)
+            self.engine._preemption.rows.preempt(request)
 
     def requeue(self, rid: str) -> None:
         self.engine._admission.requeue_preempted(rid)

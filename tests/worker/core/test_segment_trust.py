@@ -84,7 +84,7 @@ def test_checkpoints_that_a_recomputed_request_leaves_again_are_written(store: S
     engine.run(until=lambda: len(engine.outcomes["r"].tokens) > 2)
     engine.preempt("r")
     batch = engine.engine._batch
-    batch.move_out(batch.requests["r"], None)
+    engine.engine._preemption.rows.move_out(batch.requests["r"], None)
     engine.engine._prefix_cache.evict(1 << 40)
     assert not len(engine.engine._prefix_cache.tree)
     engine.requeue("r")

@@ -116,12 +116,12 @@ def test_a_step_with_a_slow_row_waits_for_it_once(demo: Driver) -> None:
     until_late(demo, "slow", grammar)
     batch = demo.engine._batch
     (held,) = batch._masks._batches  # the one with the late row
-    held.wait = lambda seconds=-1: waits.append(seconds)
+    held.wait_for = lambda _matcher, seconds=-1: waits.append(seconds)
     while not demo.outcomes["free"].over:
         demo.step()
 
     assert not any(waits)
-    del held.wait
+    del held.wait_for
     gate.set()
     demo.run()
 
@@ -193,7 +193,8 @@ def test_a_slow_row_alone_does_not_spin(demo: Driver) -> None:
     demo.step()
     (held,) = demo.engine._batch._masks._batches
     waits: list[float] = []
-    plain, held.wait = held.wait, lambda seconds=-1: waits.append(seconds) or plain(seconds)
+    plain = held.wait_for
+    held.wait_for = lambda *how: waits.append(how[1]) or plain(*how)
     for _ in range(5):
         demo.step()
     gate.set()
@@ -271,11 +272,42 @@ def test_a_late_row_is_preempted_once_it_is_drawn(demo: Driver, lost: bool, limi
     if "slow" in batch.requests:
         demo.preempt("slow")
         if lost:
-            batch.move_out(batch.requests["slow"], None)
+            demo.engine._preemption.rows.move_out(batch.requests["slow"], None)
         demo.requeue("slow")
     demo.run()
 
     assert demo.outcomes["slow"] == wanted
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("limit", [200, 3])
+def test_a_preemption_does_not_wait_for_the_mask_of_a_cancelled_request(
+    demo: Driver, limit: int, *, together: bool
+) -> None:
+    """``together``: whether one batch of masks has both matchers."""
+    wanted = demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=limit)
+    found = {}
+    for rid in ("gone", "kept"):
+        demo.submit(rid, WORDS, WARM, grammar=PERSON, max_tokens=limit)
+        found[rid] = gated(demo, rid, lambda count: count == 3)
+        if not together:
+            demo.run(until=found[rid][0].stopped.is_set)
+    demo.run(until=lambda: all(grammar.stopped.is_set() for grammar, _ in found.values()))
+    demo.step()
+    demo.engine.cancel("gone")
+    batch = demo.engine._batch
+    found["kept"][1].set()
+    batch.finish_step(late=True)
+
+    assert not found["gone"][1].is_set()
+    assert not batch._masks.late
+    assert not batch._last
+    if limit > 3:
+        demo.preempt("kept")
+        demo.requeue("kept")
+    demo.run()
+    assert demo.outcomes["kept"] == wanted
+    found["gone"][1].set()
 
 
 def random_requests(chance: random.Random, count: int) -> dict[str, dict[str, Any]]:

@@ -164,7 +164,7 @@ def test_preempted_rows_continue_in_their_grammar(demo: Driver) -> None:
             demo.run(until=lambda count=after: len(demo.outcomes["p"].tokens) >= count)
             demo.preempt("p")
             if lost:
-                demo.engine._batch.move_out(demo.engine._batch.requests["p"], None)
+                demo.engine._preemption.rows.move_out(demo.engine._batch.requests["p"], None)
             demo.requeue("p")
             demo.run()
             assert demo.outcomes.pop("p") == wanted
