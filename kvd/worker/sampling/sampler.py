@@ -203,11 +203,14 @@ class Sampler:
             self._keys = tuple(keys)
             self._parts = self._cut(self._keys)
         self._counts.extend()
+        if len(self._parts) == 1:  # without slices, which are operations of their own
+            only = self._parts[0].draw(logits, positions, self._counts, masks)
+            return SamplerOutput.of([only], self._share)
         drawn: list[_PartOutput] = []
         start = 0
         for part in self._parts:
             end = start + len(part.keys)
-            own = logits if len(self._parts) == 1 else logits[start:end]
+            own = logits[start:end]
             if drawn:  # the previous part's memory is free before this part needs any
                 (own,) = mx.depends([own], drawn[-1].arrays())
             allowed = None if masks is None else masks[start:end]
