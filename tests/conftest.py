@@ -44,17 +44,23 @@ LONGEST = (
     "worker/cache/test_state_machine.py",
     "acceptance/test_first_light.py",
     "sim/test_daemon_day.py",
-    "worker/core/test_fused.py",
+    "worker/tools/test_calibrate.py",
+    "worker/gang/test_gang_ends.py",
+    "worker/serving/test_bit_probe.py",
+    "worker/core/test_segment_store.py",
     "worker/cache/test_segment_records.py",
     "worker/kernels/test_decode.py",
     "acceptance/test_prefix_faults.py",
     "http/test_kills.py",
+    "worker/gang/test_architectures.py",
     "worker/mlx_lm_drop_in/test_batch_generator.py",
     "page/test_page.py",
     "worker/cache/test_peak_memory.py",
     "worker/core/test_requests.py",
     "worker/prefix/test_prefix_hits.py",
     "worker/cache/test_snapshot.py",
+    "process/test_gangs.py",
+    "worker/gang/test_gang.py",
     "process/test_workers.py",
     "daemon/test_estimate.py",
     "test_readme.py",
@@ -66,11 +72,16 @@ LONGEST = (
     "http/test_habits.py",
     "process/test_kvctl.py",
     "test_packaging.py",
-    "worker/core/test_segment_store.py",
+    "worker/core/test_packed_prefill.py",
     "worker/cache/test_step_down.py",
     "worker/core/test_step_down.py",
     "sim/test_week.py",
     "bench/test_ssd.py",
+    "bench/test_jit.py",
+    "worker/tools/test_fidelity.py",
+    "worker/core/test_faults.py",
+    "worker/core/test_fused.py",
+    "acceptance/test_gang.py",
     "worker/attention/test_windows.py",
     "acceptance/test_pressure.py",
     "acceptance/test_explain.py",
@@ -114,9 +125,23 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring the longest files to the front; the order within a file stays."""
-    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    """Bring the longest files to the front; the order within a file stays.
+
+    Of the others, those that start processes, and wait for them, are spread among those that
+    compute: otherwise several would wait at once. Files without MLX are the shortest and come last.
+    """
+    marks: dict[Path, set[str]] = {}
+    for item in items:
+        marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
+    ranks: dict[Path, float] = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    others = [path for path in marks if path not in ranks]
+    waiting = [path for path in others if "process" in marks[path]]
+    computing = [path for path in others if "process" not in marks[path]]
+    computing.sort(key=lambda path: "mlx" not in marks[path])
+    for paths, end in ((waiting, 0.9), (computing, 1.0)):
+        for index, path in enumerate(paths):
+            ranks[path] = len(LONGEST) + end * index / len(paths)
+    items.sort(key=lambda item: ranks[item.path])
 
 
 def pytest_collection_finish() -> None:

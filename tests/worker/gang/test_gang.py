@@ -1,4 +1,7 @@
-"""A gang gives the same tokens as one process, for every kind of request."""
+"""A gang gives the same tokens as one process, for every kind of request, and gives memory back.
+
+One gang and one process serve all tests, the last of which ends the gang.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,18 @@ from protocol.embedding import EmbedOptions, vector_of
 from protocol.gang import PEER_LOST
 from protocol.tools import Grammar
 from protocol.types import Sampling
-from protocol.worker import ChoiceFinished, RowCached, RowPrompt, RowTokens, Stop
+from protocol.worker import (
+    ChoiceFinished,
+    Reclaim,
+    Reclaimed,
+    RowCached,
+    RowPreempted,
+    RowPrompt,
+    RowResumed,
+    RowTokens,
+    StartLevel,
+    Stop,
+)
 from tests.worker.gang.gang import GangProcesses, tokens_of
 from tests.worker.process.peer import Process, submit
 
@@ -148,12 +162,69 @@ def test_one_grant_covers_what_all_ranks_hold(gang):
     assert sum(held) <= gang.granted
 
 
-def test_an_ordered_end_leaves_no_process():
-    gang = GangProcesses(2)
-    try:
-        gang.load("demo", ranks=2)
-        gang.send(Stop())
-        gang.read_all()
-        assert gang.wait() == [0, PEER_LOST]
-    finally:
-        gang.close()
+def running(worker, *requests):
+    worker.reports.clear()
+    worker._ends.clear()
+    worker.send(*requests)
+    worker.wait_for(lambda: all(len(worker.of(RowTokens, one.rid)) > 1 for one in requests))
+
+
+def reclaim(worker, method, wanted_bytes, level=0):
+    worker.send(Reclaim(seq=5, method=method, wanted_bytes=wanted_bytes, level=level))
+    return worker.wait_for(lambda: worker.of(Reclaimed))[0]
+
+
+def pair(prefix, tokens):
+    """Return a greedy request of a long prompt, and a sampled one with two choices."""
+    fields = {"max_tokens": tokens, "ignore_eos": True}
+    return [
+        submit(f"{prefix}greedy", prompt=None, tokens=LONG, sampling=GREEDY, **fields),
+        submit(f"{prefix}sampled", prompt="One day", n=2, sampling=SAMPLED, **fields),
+    ]
+
+
+def test_preempted_requests_continue_with_the_same_tokens(gang, single):
+    requests = pair("h ", 30)
+    running(gang, *requests)
+    found = reclaim(gang, "preempt", 1 << 30)
+    assert found.freed_bytes > 0
+    assert {report.where for report in gang.of(RowPreempted)} == {"recompute"}
+    gang.wait_for_end(*[request.rid for request in requests])
+    assert len(gang.of(RowResumed)) == len(requests)
+    expected = run(single, requests)
+    assert all(tokens_of(gang, rid) == tokens for rid, (tokens, *_) in expected.items())
+
+
+def test_rows_step_down_while_they_decode(gang):
+    requests = pair("i ", 40)
+    running(gang, *requests)
+    assert reclaim(gang, "precision", 1 << 30, level=2).freed_bytes > 0
+    gang.wait_for_end(*[request.rid for request in requests])
+    levels = [report.level for report in gang.of(RowTokens, "i greedy")]
+    assert (levels[0], levels[-1]) == (0, 2)
+
+
+def test_rows_that_start_at_a_lower_level_get_the_tokens_of_one_process(gang, single):
+    requests = pair("j ", 10)
+    for worker in (gang, single):
+        worker.send(StartLevel(level=2))
+    found = run(gang, requests)
+    assert {report.level for report in gang.of(RowTokens)} == {2}
+    assert found == run(single, requests)
+    for worker in (gang, single):
+        worker.send(StartLevel(level=0))
+
+
+def test_spare_memory_and_checkpoints_are_given_back(gang):
+    (request,) = pair("k ", 8)[:1]
+    run(gang, [request])
+    before = gang.granted
+    assert reclaim(gang, "prefixes", 1 << 30).freed_bytes > 0
+    assert gang.granted < before
+    assert run(gang, [request])[request.rid][2] == 8
+
+
+def test_an_ordered_end_leaves_no_process(gang):
+    gang.send(Stop())
+    gang.read_all()
+    assert gang.wait() == [0, PEER_LOST]

@@ -20,6 +20,11 @@ LONG = submit(
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
+
+
 @pytest.fixture
 def start():
     made = []
@@ -44,16 +49,16 @@ STAGES = {
 }
 
 
-def reach(gang, stage):
-    gang.send(LoadModel(source="demo", ranks=2), LONG)
+def reach(gang, stage, source="demo"):
+    gang.send(LoadModel(source=source, ranks=2), LONG)
     STAGES[stage](gang)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_a_rank_ends_the_other(start, rank, stage):
+def test_the_death_of_a_rank_ends_the_other(start, tiny, rank, stage):
     gang = start()
-    reach(gang, stage)
+    reach(gang, stage, tiny if stage == "running" else "demo")
     gang.signal(rank, signal.SIGKILL)
     expected = [PEER_LOST, PEER_LOST]
     expected[rank] = -signal.SIGKILL
@@ -61,9 +66,9 @@ def test_the_death_of_a_rank_ends_the_other(start, rank, stage):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_can_be_killed_while_the_other_waits_in_a_collective(start, rank):
+def test_a_stopped_rank_can_be_killed_while_the_other_waits_in_a_collective(start, tiny, rank):
     gang = start()
-    reach(gang, "running")
+    reach(gang, "running", tiny)
     gang.signal(rank, signal.SIGSTOP)
     gang.signal(rank, signal.SIGKILL)
     expected = [PEER_LOST, PEER_LOST]
@@ -71,9 +76,9 @@ def test_a_stopped_rank_can_be_killed_while_the_other_waits_in_a_collective(star
     assert gang.wait() == expected
 
 
-def test_the_end_of_the_daemon_ends_all_ranks(start):
+def test_the_end_of_the_daemon_ends_all_ranks(start, tiny):
     gang = start()
-    reach(gang, "running")
+    reach(gang, "running", tiny)
     for link in gang.links:
         link.close()
     assert set(gang.wait()) <= {0, PEER_LOST}
@@ -106,9 +111,9 @@ follower.Follower.apply = other
 """
 
 
-def test_another_order_of_pages_ends_the_gang_before_a_token_is_wrong(start):
+def test_another_order_of_pages_ends_the_gang_before_a_token_is_wrong(start, tiny):
     gang = start(programs={1: SWAPPED_PAGES})
-    gang.send(LoadModel(source="demo", ranks=2), LONG)
+    gang.send(LoadModel(source=tiny, ranks=2), LONG)
     gang.read_all()
     assert gang.wait() == [PEER_LOST, DIVERGED]
     assert len(gang.tokens("a")) <= 3
@@ -126,9 +131,9 @@ follower.Follower._decode = short
 """
 
 
-def test_a_shortage_on_one_rank_ends_the_gang(start):
+def test_a_shortage_on_one_rank_ends_the_gang(start, tiny):
     gang = start(programs={1: FAILED_STEP})
-    gang.send(LoadModel(source="demo", ranks=2), LONG)
+    gang.send(LoadModel(source=tiny, ranks=2), LONG)
     gang.read_all()
     assert gang.wait() == [PEER_LOST, 1]
     assert "Unable to allocate 4096 bytes" in gang.errors()[1]
