@@ -87,7 +87,7 @@ def bench_kv(
         source = absolute(model) if model else None if given else "demo"
         arguments = [*([source] if source else []), *given]
         arguments += ["--schemes", schemes, "--lengths", ",".join(map(str, lengths))]
-        result = run_tool("kvd.worker.tools.bench_kv", arguments, quiet=common.json)
+        result = run_tool("bench_kv", arguments, quiet=common.json)
         show(result, common)
         if plot is not None:
             draw(result, plot)

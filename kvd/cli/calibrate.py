@@ -69,7 +69,7 @@ def calibrate(
             f"--tokens={tokens}",
             absolute(model),
         ]
-        result = run_tool("kvd.worker.tools.calibrate", arguments, quiet=common.json)
+        result = run_tool("calibrate", arguments, quiet=common.json)
         if common.json:
             common.print_json(result)
             return

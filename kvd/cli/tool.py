@@ -21,10 +21,10 @@ from kvd.host.environment import environment
 from protocol.errors import ErrorInfo, InternalError, from_info
 
 
-def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any]:
-    """Run a module as a tool and return its result; raises the error that ended it."""
+def run_tool(name: str, arguments: list[str], *, quiet: bool) -> dict[str, Any]:
+    """Run a tool of `kvd.worker.tools`, return its result; raises the error that ended it."""
     process = subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", "-m", "kvd.worker.tools", name, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

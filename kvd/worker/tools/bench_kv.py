@@ -1,4 +1,4 @@
-"""Measures cost and error of KV schemes: ``python -m kvd.worker.tools.bench_kv``.
+"""Measures cost and error of KV schemes: ``python -m kvd.worker.tools bench_kv``.
 
 Measures one layer of a model's geometry at a time on random keys and values, through kvd's own
 pages, pools, attention and step-down, and prints one JSON object. Progress goes to stderr. Only a
@@ -371,7 +371,7 @@ def _measure_one(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="kvd.worker.tools.bench_kv", description="Measures KV schemes."
+        prog="kvd.worker.tools bench_kv", description="Measures KV schemes."
     )
     parser.add_argument("model", nargs="?")
     for name in ("heads", "kv-heads", "head-dim", "layers"):
@@ -413,7 +413,3 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     print_result(lambda: _run(_arguments()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Finds the lowest precision level that a model tolerates: ``kvd.worker.tools.calibrate SOURCE``.
+"""Finds the lowest precision level that a model tolerates: ``kvd.worker.tools calibrate SOURCE``.
 
 Stores the result in the home (`kvd.worker.serving.calibration`) and prints it as one JSON object.
 Progress goes to stderr. The process requests no memory from the daemon.
@@ -168,7 +168,7 @@ def _finite(value: float) -> float | None:
 def _arguments() -> argparse.Namespace:
     floor = Floor()
     parser = argparse.ArgumentParser(
-        prog="kvd.worker.tools.calibrate",
+        prog="kvd.worker.tools calibrate",
         description="Measures which precision levels a model tolerates.",
     )
     parser.add_argument("source")
@@ -218,7 +218,3 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     print_result(lambda: _run(_arguments()))
-
-
-if __name__ == "__main__":
-    main()

@@ -178,7 +178,7 @@ def test_a_wrong_length_is_refused_by_name(text, says) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvd.worker.tools.bench_kv", *arguments]
+    command = [sys.executable, "-m", "kvd.worker.tools", "bench_kv", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

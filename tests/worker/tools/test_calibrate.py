@@ -214,7 +214,7 @@ def test_a_new_result_replaces_the_old_one_unless_writing_fails(tiny, folder, mo
 @pytest.mark.process
 def test_the_process_stores_what_it_prints(tmp_path, folder):
     schemes = "k8v8,k4v4,k2v2"
-    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--schemes", schemes]
+    command = [sys.executable, "-m", "kvd.worker.tools", "calibrate", "demo", "--schemes", schemes]
     place = ["--home", str(tmp_path), "--prompts", "1", "--tokens", "420"]
     done = subprocess.run([*command, *place], capture_output=True, text=True, check=False)
 
