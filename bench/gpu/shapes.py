@@ -92,13 +92,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 of the embedded model, and ``wide`` has eight times the demo's keys and values in each layer."""
 
 
-def build(shape: str, dtype: mx.Dtype) -> Any:
-    """Return the model with random weights, evaluated."""
+def build(shape: str, dtype: mx.Dtype, layers: int | None = None) -> Any:
+    """Return the model with random weights, evaluated; ``layers``: not the shape's number."""
     seam.install()  # before a model's module is imported
     module = importlib.import_module(f"mlx_lm.models.{SHAPES[shape]['model_type']}")
 
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(SHAPES[shape]))
+    model = module.Model(module.ModelArgs.from_dict(_config(shape, layers)))
     model.set_dtype(dtype)
     for layer in model.layers:  # one by one, because weights are drawn in float32, twice the size
         mx.eval(layer.parameters())
@@ -114,13 +114,17 @@ def tokens(shape: str, count: int, seed: int) -> list[int]:
     return found
 
 
-def write(shape: str, dtype: mx.Dtype, folder: Path) -> None:
+def _config(shape: str, layers: int | None) -> dict[str, Any]:
+    return SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+
+
+def write(shape: str, dtype: mx.Dtype, folder: Path, layers: int | None = None) -> None:
     """Write the model for servers into a new folder, with the embedded model's tokenizer.
 
     The embeddings of tokens that the tokenizer does not have are zeros.
     """
     folder.mkdir(parents=True)
-    model = build(shape, dtype)
+    model = build(shape, dtype, layers)
     weights = dict(tree_flatten(model.parameters()))
     known = json.loads((demo.path() / "config.json").read_text())["vocab_size"]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -129,7 +133,7 @@ def write(shape: str, dtype: mx.Dtype, folder: Path) -> None:
             weights[name] = mx.where(rows < known, weights[name], 0).astype(dtype)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     architecture = f"{SHAPES[shape]['model_type'].capitalize()}ForCausalLM"
-    config = {**SHAPES[shape], "architectures": [architecture], "eos_token_id": 2}
+    config = {**_config(shape, layers), "architectures": [architecture], "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.path() / name, folder / name)

@@ -12,7 +12,8 @@ from kvd.host.home import Home
 STUB = """
 import json, os, sys
 sys.stderr.write("1/1 weights\\n")
-arguments = sys.argv[1:]
+tool, *arguments = sys.argv[1:]
+assert tool == "calibrate", tool
 if os.environ.get("STUB") == "dead":
     sys.exit("out of memory")
 if os.environ.get("STUB") == "says nothing":
@@ -44,7 +45,7 @@ def kvctl(kvctl, monkeypatch, tmp_path):
     # Without these files Python would import the real packages.
     for folder in (package.parents[1], package.parent, package):
         (folder / "__init__.py").touch()
-    (package / "calibrate.py").write_text(STUB)
+    (package / "__main__.py").write_text(STUB)
 
     def run(*arguments, stub="k8v8"):
         environment = {"PYTHONPATH": str(tmp_path / "stub"), "STUB": stub}

@@ -177,9 +177,15 @@ def test_a_wrong_length_is_refused_by_name(text, says) -> None:
     assert caught.value.detail == {"field": "lengths"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvd.worker.tools", "bench_kv", *arguments]
+def run(*arguments: str, tool: str = "bench_kv") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvd.worker.tools", tool, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_an_unknown_tool_is_refused() -> None:
+    done = run("demo", tool="fidelity")
+    assert done.returncode == 1
+    assert "usage: python -m kvd.worker.tools bench_kv|calibrate" in done.stderr
 
 
 def test_the_process_prints_one_json_and_its_progress() -> None:
