@@ -72,7 +72,7 @@ def unknown_fields(body: bytes | bytearray, kind: Any) -> list[str]:
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     unknown = [name for name in given if name not in known]
     if unknown and getattr(kind, "REFUSES_TYPOS", False):
-        absent = known - given.keys()
+        absent = known - {name for name, value in given.items() if bytes(value) != b"null"}
         for name in itertools.islice(unknown, MOST_NAMES):
             if (meant := _meant(name, absent)) is not None:
                 text = f"{name} is an unknown key; did you mean {meant}?"
@@ -87,7 +87,7 @@ def _known(kind: type) -> frozenset[str]:
 
 
 def _meant(name: str, absent: Collection[str]) -> str | None:
-    """Return the known name that this one is a typo of. A field that is also given is not meant."""
+    """Return the known name that this one is a typo of, among those that have no value."""
     if len(name) > _LONGEST_NAME:
         return None
     if OTHER_NAMES.get(name) in absent:

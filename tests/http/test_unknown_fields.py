@@ -168,3 +168,9 @@ def test_every_api_counts_and_records_them(live: Live, client: httpx.Client, pat
     with live.client() as kvd:
         reasons = [one.reason for one in kvd.events() if one.kind == "ignored_field"]
     assert reasons.count(f"{path}: kvd has no field no_stop_trim; it is ignored") == 1
+
+
+def test_a_field_that_is_given_as_null_is_meant_by_a_typo() -> None:
+    with pytest.raises(InvalidRequest, match="did you mean max_tokens"):
+        read(CHAT | {"max_tokens": None, "max_output_tokens": 9})
+    assert read(CHAT | {"max_tokens": 9, "max_output_tokens": 9}) == ["max_output_tokens"]

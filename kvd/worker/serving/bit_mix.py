@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvd.worker.cache.scheme import Scheme
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -20,9 +22,6 @@ MEASURED = (3, 4, 6)
 """Bits at which losses are measured. The others follow, because losses fall exponentially."""
 _MAX_UNITS = 1 << 14
 """Maximum size of the knapsack. Sizes are rounded up to larger units beyond it."""
-
-
-_Chosen = tuple["_Chosen", int] | None
 
 
 @dataclass(frozen=True)
@@ -72,24 +71,27 @@ def choose(
     room = limit - sum(side.elements * width for side, width in zip(sides, smallest, strict=True))
     unit = max(1, math.gcd(room, *(side.elements for side in sides)))
     unit *= max(1, -(-room // (unit * _MAX_UNITS)))
+    size = room // unit + 1
     # best[used]: the least loss of the sides so far that take this many units more than with their
-    # smallest widths, and their widths as a linked list.
-    best: dict[int, tuple[float, _Chosen]] = {0: (0.0, None)}
+    # smallest widths. Arrays, because loops over 16,384 sizes took 6 s for 72 sides.
+    best = np.full(size, np.inf)
+    best[0] = 0.0
+    taken: list[tuple[np.ndarray, dict[int, int]]] = []
     for side, own, least in zip(sides, widths, smallest, strict=True):
-        found: dict[int, tuple[float, _Chosen]] = {}
-        sizes = [(width, -((least - width) * side.elements // unit)) for width in own]
-        for used, (loss, chosen) in best.items():
-            for width, more in sizes:
-                size = used + more
-                total = loss + side.losses[width]
-                if size <= room // unit and (size not in found or total < found[size][0]):
-                    found[size] = (total, (chosen, width))
+        units = {width: -((least - width) * side.elements // unit) for width in own}
+        found, chosen = np.full(size, np.inf), np.zeros(size, np.uint8)
+        for width, more in units.items():
+            if more < size:
+                total = best[: size - more] + side.losses[width]
+                less = total < found[more:]
+                found[more:][less], chosen[more:][less] = total[less], width
+        taken.append((chosen, units))
         best = found
-    _, chosen = min(best.values(), key=lambda one: one[0])
+    used = int(best.argmin())
     bits = []
-    while chosen is not None:
-        chosen, width = chosen
-        bits.append(width)
+    for chosen, units in reversed(taken):
+        bits.append(int(chosen[used]))
+        used -= units[bits[-1]]
     return bits[::-1]
 
 

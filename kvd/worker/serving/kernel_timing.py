@@ -2,7 +2,7 @@
 
 On CUDA, MLX compiles most of the plain operations when they first run, one after another, about
 five seconds each. So kernels that are nearly as fast as dense attention are not compared there:
-plain operations read the same pages, and take several times as long as dense attention (4 to 10
+plain operations read the same pages, and take several times as long as dense attention (2 to 6
 times on an H200).
 
 The step has the layer's own heads, and four rows of a few thousand keys, in pages of zeros. Several
