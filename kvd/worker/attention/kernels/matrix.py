@@ -143,15 +143,6 @@ float weight[8], bias = 0;
 def _scores(text: Text, shape: Shape, level: int, side: Side) -> None:
     steps = shape.k_dim // 16
     batch = max(n for n in range(1, _in_flight(side) + 1) if steps % n == 0)
-    read = """
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {
-#pragma unroll
-for (int i = 0; i < 4; ++i) ahead[at * 4 + i] = run_in<BITS>(words + (at * 16 + i) * LINE, more);
-scales_ahead[at] = scales[at * 4];
-biases_ahead[at] = biases[at * 4];
-}
-"""
     text.add(f"""
 constexpr int BITS = {side.bits}, STEPS = {steps}, BATCH = {batch}, LINE = 2 * BITS;
 {find_run("g", side.bits)}
@@ -161,26 +152,9 @@ const uint2* scales = reinterpret_cast<const uint2*>(key_scales{level} + page * 
 const uint2* biases = reinterpret_cast<const uint2*>(key_biases{level} + page * K_DIM) + t;
 const uint thousands[4] = {{thousand, thousand, thousand, thousand}};
 float scores[4][4] = {{}}, excess[4] = {{}};
-uint2 ahead[BATCH * 4], scales_ahead[BATCH], biases_ahead[BATCH];
-{read}
-#pragma unroll
-for (int begin = 0; begin < STEPS; begin += BATCH) {{
-uint2 now[BATCH * 4], scales_now[BATCH], biases_now[BATCH];
-#pragma unroll
-for (int at = 0; at < BATCH * 4; ++at) now[at] = ahead[at];
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {{
-scales_now[at] = scales_ahead[at];
-biases_now[at] = biases_ahead[at];
-}}
-if (begin + BATCH < STEPS) {{
-words += BATCH * 16 * LINE;
-scales += BATCH * 4;
-biases += BATCH * 4;
-{read}
-}}
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {{
+""")
+    _begin_batches(text, "uint2", "", _READ_KEYS)
+    text.add("""
 const float4 q = *reinterpret_cast<const float4*>(question + (begin + at) * 16 + t * 4);
 const uint2 s = scales_now[at], b = biases_now[at];
 bias += q.x * LOW(b.x) + q.y * HIGH(b.x) + q.z * LOW(b.y) + q.w * HIGH(b.y);
@@ -191,14 +165,66 @@ raised<BITS>(pairs0, now[at * 4], now[at * 4 + 1], start_bit, thousand);
 raised<BITS>(pairs1, now[at * 4 + 2], now[at * 4 + 3], start_bit, thousand);
 MULTIPLY(excess, thousands, right0, right1);
 #pragma unroll
-for (int m = 0; m < 4; ++m) {{
-const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};
+for (int m = 0; m < 4; ++m) {
+const uint left[4] = {pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]};
 MULTIPLY(scores[m], left, right0, right1);
-}}
-}}
-}}
+}
+}
+}
 """)
     text.add(_TO_WEIGHTS)
+
+
+_READ_KEYS = """
+#pragma unroll
+for (int i = 0; i < 4; ++i) ahead[at * 4 + i] = run_in<BITS>(words + (at * 16 + i) * LINE, more);
+"""
+_READ_VALUES = """
+#pragma unroll
+for (int set = 0; set < SETS; ++set) {
+#pragma unroll
+for (int i = 0; i < 4; ++i) {
+ahead[(at * SETS + set) * 4 + i] = run_in<BITS>(words + ((at * 16 + i) * SETS + set) * LINE, more);
+}
+}
+"""
+
+
+def _begin_batches(text: Text, wide: str, sets: str, read_runs: str) -> None:
+    """Begin loops over batches of steps and their steps, in which the next batch is being loaded.
+
+    ``wide``: type of a step's scales. ``sets``: factor of the runs of a step, or empty.
+    """
+    read = f"""
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{{read_runs}scales_ahead[at] = scales[at * 4];
+biases_ahead[at] = biases[at * 4];
+}}
+"""
+    text.add(f"""
+uint2 ahead[BATCH * {sets}4];
+{wide} scales_ahead[BATCH], biases_ahead[BATCH];
+{read}
+#pragma unroll
+for (int begin = 0; begin < STEPS; begin += BATCH) {{
+uint2 now[BATCH * {sets}4];
+{wide} scales_now[BATCH], biases_now[BATCH];
+#pragma unroll
+for (int at = 0; at < BATCH * {sets}4; ++at) now[at] = ahead[at];
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+scales_now[at] = scales_ahead[at];
+biases_now[at] = biases_ahead[at];
+}}
+if (begin + BATCH < STEPS) {{
+words += BATCH * 16 * {sets}LINE;
+scales += BATCH * 4;
+biases += BATCH * 4;
+{read}
+}}
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+""")
 
 
 def _in_flight(side: Side) -> int:
@@ -260,20 +286,6 @@ SYNC_WARP();
 def _values(text: Text, sets: int, level: int, side: Side) -> None:
     batch = max(1, _in_flight(side) // sets)
     wide = f"uint{2 * sets}"
-    read = """
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {
-#pragma unroll
-for (int set = 0; set < SETS; ++set) {
-#pragma unroll
-for (int i = 0; i < 4; ++i) {
-ahead[(at * SETS + set) * 4 + i] = run_in<BITS>(words + ((at * 16 + i) * SETS + set) * LINE, more);
-}
-}
-scales_ahead[at] = scales[at * 4];
-biases_ahead[at] = biases[at * 4];
-}
-"""
     text.add(f"""
 constexpr int BITS = {side.bits}, STEPS = 4, BATCH = {batch}, LINE = 2 * BITS;
 {find_run("g", side.bits)}
@@ -282,28 +294,9 @@ const uint* words = reinterpret_cast<const uint*>(values{level})
 const size_t line = page * (PAGE * SETS);
 const {wide}* scales = reinterpret_cast<const {wide}*>(value_scales{level} + line) + t;
 const {wide}* biases = reinterpret_cast<const {wide}*>(value_biases{level} + line) + t;
-uint2 ahead[BATCH * SETS * 4];
-{wide} scales_ahead[BATCH], biases_ahead[BATCH];
-{read}
-#pragma unroll
-for (int begin = 0; begin < STEPS; begin += BATCH) {{
-uint2 now[BATCH * SETS * 4];
-{wide} scales_now[BATCH], biases_now[BATCH];
-#pragma unroll
-for (int at = 0; at < BATCH * SETS * 4; ++at) now[at] = ahead[at];
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {{
-scales_now[at] = scales_ahead[at];
-biases_now[at] = biases_ahead[at];
-}}
-if (begin + BATCH < STEPS) {{
-words += BATCH * 16 * SETS * LINE;
-scales += BATCH * 4;
-biases += BATCH * 4;
-{read}
-}}
-#pragma unroll
-for (int at = 0; at < BATCH; ++at) {{
+""")
+    _begin_batches(text, wide, "SETS * ", _READ_VALUES)
+    text.add(f"""
 const float4 w = *reinterpret_cast<const float4*>(
     weights_of + own * {_STRIDE} + (begin + at) * 16 + t * 4);
 """)
