@@ -120,7 +120,7 @@ def load_model(
     )
     compiler = Compiler(
         text.vocabulary,
-        memory=ProcessMemory(limit.room, _held_outside_mlx, loading.give_back, memory.trim_malloc),
+        memory=ProcessMemory(limit.room, _held_outside_mlx, shortage.give_back, memory.trim_malloc),
     )
     with compiler.preparing(text.has_chat_template):
         if gang is not None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.worker.core.memory_account import MemoryAccount
+from kvd.worker.gang.leader import give_back
 from kvd.worker.scheduling.admission import Admission
-from kvd.worker.serving import loading
 from kvd.worker.serving.bit_choice import Probing
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import MemoryRequested, Phase
@@ -60,7 +60,7 @@ class IdleWork:
         if excess or cache.lacks_idle_room(slab):
             self._enter_phase("pools")
             cache.shrink(slab)
-            loading.give_back()
+            give_back(self._cache)
         return admission.give_back_idle(cached + grammars)
 
     def _probe(self) -> None:
@@ -71,4 +71,4 @@ class IdleWork:
         self.probing.advance()
         if not self.probing.has_work:
             self.probing = None
-            loading.give_back()
+            give_back(self._cache)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
@@ -24,7 +23,7 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.request import Request
-from kvd.worker.process import memory as process_memory
+from kvd.worker.gang.leader import give_back
 from protocol.worker import Reclaim, Reclaimed
 
 MIN_WORK_SECONDS = 0.010
@@ -94,8 +93,7 @@ class Reclaiming:
         admission, reports = self._batch.admission, self._batch.reports
         least = max(0, admission.budget.pages - self._pages_of(command.wanted_bytes))
         request, freed = admission.give_back(least, self._memory.held())
-        mx.clear_cache()
-        process_memory.trim_malloc()  # malloc's caches too: the daemon measures the process
+        give_back(self._batch.cache)
         reclaimable = self._memory.reclaimable()
         if request is not None:
             reports.append(replace(request, reclaimable=reclaimable))

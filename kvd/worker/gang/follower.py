@@ -18,7 +18,7 @@ from kvd.worker.gang.control import Diverged, FollowerPeers
 from kvd.worker.gang.digest import digest_of
 from kvd.worker.gang.part import load_part
 from kvd.worker.gang.ticks import Ticks
-from kvd.worker.serving import loading
+from kvd.worker.process import shortage
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.step_inputs import StepInputs
 from kvd.worker.text.failures import one_line
@@ -157,7 +157,8 @@ class Follower:
                 self._cache.cut_tails()
             case records.Shrink():
                 self._cache.shrink(record.pages)
-                loading.give_back()
+            case records.GiveBack():
+                shortage.give_back()
             case records.StepDown():
                 rows = [self._rows[row] for row in record.rows]
                 self._work = self._runner.step_down(rows, record.level)

@@ -25,6 +25,7 @@ from kvd.worker.gang.digest import digest_of
 from kvd.worker.gang.startup import Place
 from kvd.worker.gang.summed import Summed
 from kvd.worker.gang.ticks import WORK_TICKS, Ticks
+from kvd.worker.process import shortage
 from kvd.worker.serving.runner import Row, Runner
 from kvd.worker.serving.step_inputs import StepInputs
 from protocol.worker import LoadModel
@@ -166,6 +167,9 @@ class LeaderCache(Summed):
         self._sender.send(records.Shrink(pages))
         self._one.shrink(pages)
 
+    def ask_followers_to_give_back(self) -> None:
+        self._sender.send(records.GiveBack())
+
 
 class _Work:
     """A step-down or a trimming that has begun on all ranks."""
@@ -267,6 +271,16 @@ class LeaderRunner:
     def trim_pools(self) -> _Work:
         self._sender.send(records.TrimPools())
         return _Work(self._runner.trim_pools(), self._sender)
+
+
+def give_back(cache: Any) -> None:
+    """Return free memory of all processes of a model to the system.
+
+    ``cache``: the engine's, on an idle device.
+    """
+    if isinstance(cache, LeaderCache):
+        cache.ask_followers_to_give_back()
+    shortage.give_back()
 
 
 EngineRunner = Runner | LeaderRunner

@@ -119,6 +119,10 @@ class Shrink(_Record, frozen=True):
     pages: int
 
 
+class GiveBack(_Record, frozen=True):
+    """Return freed buffers to the system."""
+
+
 class StepDown(_Record, frozen=True):
     """Begin to move rows to a lower precision level; `Work` continues."""
 
@@ -153,6 +157,7 @@ Record = (
     | Compact
     | CutTails
     | Shrink
+    | GiveBack
     | StepDown
     | TrimPools
     | Work

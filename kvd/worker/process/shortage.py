@@ -21,6 +21,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.process import memory
+
 TRIES = 2
 """Retries after cached memory was freed. The second one gives other processes time: the memory of a
 process that just ended is returned late."""
@@ -80,6 +82,12 @@ def clear_allocator_cache() -> None:
     """Wait until nothing is in flight, then free the memory that MLX caches for reuse."""
     mx.synchronize()
     mx.clear_cache()
+
+
+def give_back() -> None:
+    """Return free memory to the system: MLX's freed buffers, and those that malloc keeps."""
+    mx.clear_cache()
+    memory.trim_malloc()
 
 
 def install_retries() -> None:

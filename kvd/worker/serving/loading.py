@@ -24,7 +24,7 @@ from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.prefix.segment_io import STAGED_RECORDS, STAGING_BYTES
-from kvd.worker.process import memory
+from kvd.worker.process import memory, shortage
 from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, fast_paths, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
@@ -201,18 +201,12 @@ def probe_bytes(
     return min(idle, checks_bytes(headers, command, packed=packed))
 
 
-def give_back() -> None:
-    """Return free memory to the system: MLX's freed buffers, and those that malloc keeps."""
-    mx.clear_cache()
-    memory.trim_malloc()
-
-
 def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
     """Return the bytes that this worker is charged besides its pages, measured after loading.
 
     The cache must have no pages. Returns free memory to the system first.
     """
-    give_back()
+    shortage.give_back()
     held = memory.footprint_now()
     if has_separate_memory():
         held += mx.get_active_memory()

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import mlx.core as mx
+import msgspec
 import pytest
 
 import kvd.worker.core
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshots
-from kvd.worker.gang.leader import LeaderCache, LeaderSnapshots
+from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.core import reclaiming
+from kvd.worker.gang import follower as follower_module
+from kvd.worker.gang import leader as leader_module
+from kvd.worker.gang import records
+from kvd.worker.gang.follower import Follower
+from kvd.worker.gang.leader import LeaderCache, LeaderRunner, LeaderSnapshots, give_back
+from kvd.worker.process import shortage
+from kvd.worker.serving.probe import find_layout
+from kvd.worker.serving.runner import Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.core.driver import Driver
 
 pytestmark = pytest.mark.mlx
 
@@ -51,3 +66,57 @@ def test_every_change_is_sent(name, plain, leader):
     assert methods
     assert methods - own - READS - OFF == set()
     assert not own & OFF
+
+
+class Peers:
+    """Passes the leader's records to a follower in this process, encoded as they are sent."""
+
+    size = 2
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self.sent: list[records.Record] = []
+
+    def send(self, message: Any) -> None:
+        encoded = msgspec.msgpack.encode(message)
+        numbered = msgspec.msgpack.decode(encoded, type=records.Numbered)
+        self.sent.append(numbered.record)
+        self._follower.apply(numbered)
+
+
+@pytest.fixture
+def leader() -> LeaderRunner:
+    """Return the leader of a gang whose follower is in this process."""
+    model = build("llama")[0]
+    runners = [Runner(model, ModelCache(find_layout(model), CacheSettings())) for _ in range(2)]
+    gang: Any = SimpleNamespace(peers=Peers(Follower(runners[1], None)), group=None)
+    return LeaderRunner(runners[0], gang)
+
+
+def test_all_ranks_give_freed_buffers_back(leader: LeaderRunner, monkeypatch: pytest.MonkeyPatch):
+    given: list[str] = []
+    for rank, module in (("leader", leader_module), ("follower", follower_module)):
+        instead = SimpleNamespace(give_back=lambda rank=rank: given.append(rank))
+        monkeypatch.setattr(module, "shortage", instead)
+    give_back(leader.cache)
+
+    assert given == ["follower", "leader"]
+
+
+@pytest.mark.parametrize("method", ["spare", "prefixes", "preempt"])
+def test_a_reclaim_gives_back_on_all_ranks(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    given: list[object] = []
+    monkeypatch.setattr(reclaiming, "give_back", given.append)
+    demo.reclaim(method, 1 << 20)
+
+    assert given == [demo.engine._runner.cache]
+
+
+def test_freed_buffers_are_given_back():
+    mx.eval(mx.zeros((1 << 20,)) + 1)
+    assert mx.get_cache_memory() > 0
+    shortage.give_back()
+
+    assert mx.get_cache_memory() == 0
