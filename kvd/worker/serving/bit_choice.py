@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -46,9 +47,12 @@ UNIFORM = {(4, 4): (5, 3)}
 """Bits of keys and values that cost less quality than others of the same size, without any estimate
 (`docs/fidelity.md`)."""
 PENDING = "to be estimated while the model is idle, for its next load"
+KILLED = "not estimated, because the process of an estimate was killed; tried again after a day"
 SEVERAL_RANKS = "not estimated for a model over several ranks"
 VERSION = f"kvd {kvd.__version__}, mlx-lm {version('mlx-lm')}"
 """Versions that a result depends on. mlx-lm decides which caches a model has."""
+RETRY_SECONDS = 24 * 3600.0
+"""Time without a probe after one that was killed. The cause may have been another one."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -73,6 +77,8 @@ class ProbeFile:
     def __init__(self, folder: Path, key: str) -> None:
         self.key = key
         self.path = folder / f"{key}.probe"
+        self._mark = folder / f"{key}.probing"
+        """Exists while a unit runs, and after the process was killed meanwhile."""
 
     @classmethod
     def of(cls, headers: Headers) -> ProbeFile | None:
@@ -103,6 +109,27 @@ class ProbeFile:
             calibration.replace_file(self.path, msgspec.json.encode(found) + b"\n")
         except OSError as error:
             _log.warning("the estimates in %s are not kept: %s", self.path, error)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Keep a mark while the block runs, which stays if the process is killed."""
+        try:
+            calibration.replace_file(self._mark, VERSION.encode())
+        except OSError as error:
+            _log.warning("the mark %s is not kept: %s", self._mark, error)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._mark.unlink()
+
+    def was_killed(self) -> bool:
+        """Return whether a probe of these versions was killed less than `RETRY_SECONDS` ago."""
+        try:
+            recent = abs(time.time() - self._mark.stat().st_mtime) < RETRY_SECONDS
+            return recent and self._mark.read_bytes() == VERSION.encode()
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -210,7 +237,8 @@ class Probing:
         if self._probe is None:
             return
         try:
-            self._probe.advance()
+            with self._file.marked():
+                self._probe.advance()
             if self._probe.units:
                 if not self.found.keys_fit and self._probe.keys_fit:
                     self.found = msgspec.structs.replace(self.found, keys_fit=True)
@@ -268,6 +296,9 @@ class LayerBits:
         wanted = lower and mode == "auto" and calibrated is None
         file = ProbeFile.of(headers) if wanted and ranks == 1 else None
         probed = None if file is None else file.read()
+        if file is not None and probed is None and file.was_killed():
+            _log.warning("the bits of layers of %s are %s", headers.path, KILLED)
+            probed = ProbeResult(key=file.key, version=VERSION, problem=KILLED)
         if wanted and ranks > 1:
             probed = ProbeResult(key="", version=VERSION, problem=SEVERAL_RANKS)
         self._file = file if probed is None else None

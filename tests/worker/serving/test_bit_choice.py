@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import msgspec
@@ -232,6 +236,48 @@ def test_a_failed_probe_leaves_one_scheme_for_all(tiny, folder, monkeypatch, err
     assert probing.found.problem == problem
     assert choose(probed=probing.found).mixes[2] == (Scheme(5, 3), Scheme(5, 3))
     assert (ProbeFile(folder, "abc").read() is not None) == kept
+
+
+def test_a_load_after_a_killed_probe_skips_it_for_a_day(tiny, folder, caplog):
+    """The next process would be killed too, for the same reason."""
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from kvd.worker.serving import bit_choice, bit_probe, model_files, seam\n"
+        "seam.install()\n"
+        "bit_probe.BitProbe._draw_unit = lambda _self: os.kill(os.getpid(), 9)\n"
+        "tiny = Path(sys.argv[1])\n"
+        "file = bit_choice.ProbeFile.of(model_files.inspect(tiny))\n"
+        "bit_choice.Probing(model_files.load(tiny), file, 1 << 28).run(600)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tiny)], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (mark,) = folder.iterdir()
+
+    with caplog.at_level(logging.WARNING):
+        bits = bits_of(tiny)
+    assert not bits.unknown
+    assert bits.choice.info.reason == bit_choice.KILLED
+    assert bit_choice.KILLED in caplog.text
+    assert bits.choice.mixes == (None, None, None)
+
+    day_ago = mark.stat().st_mtime - bit_choice.RETRY_SECONDS
+    os.utime(mark, (day_ago, day_ago))
+    again = bits_of(tiny)
+    assert again.unknown
+    again.probe(model_files.load(tiny), 1 << 28, 600)
+    assert again.choice.info.source == "probe"
+    assert not mark.exists()
+
+
+def test_a_mark_of_other_versions_is_ignored(folder):
+    file = ProbeFile(folder, "abc")
+    with file.marked():
+        assert file.was_killed()
+        (mark,) = folder.iterdir()
+        mark.write_bytes(b"kvd 0")
+        assert not file.was_killed()
+    assert not file.was_killed()
+    assert not [*folder.iterdir()]
 
 
 def test_a_model_whose_tokenizer_cannot_encode_gets_arbitrary_tokens(tiny):
