@@ -53,7 +53,12 @@ _KEPT = 5
 _EXPANDED = 2
 """Arrays as large as the heads' keys and values, where those are products of latents, at most."""
 _STATES = 8
-"""Arrays as large as a recurrent state, at most, besides those of each token."""
+"""Arrays as large as a recurrent state, at most, besides copies and those of each token."""
+_TOKEN_STATES = 4
+"""Arrays as large as a recurrent state that a backward pass holds for each token, at most, if a
+token's inputs to the recurrence are smaller than the state (measured: 2)."""
+_EXPANDED_STATES = 8
+"""Replaces `_TOKEN_STATES` where the inputs are as large as the state."""
 
 
 class SideCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,9 +225,12 @@ class BitProbe:
         held = _KEPT * self._text_bytes() + 4 * _EXPANDED * TOKENS * _expanded(model)
         token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
         states = self._state_bytes()
-        held += (_STATES + 3 * QUERIES // unit) * states
-        # The gradient of a token's input to a recurrence can be as large as those of all tokens.
-        return int(held + unit * (token + (_STATES + unit) * states))
+        held += (_STATES + QUERIES // unit) * states
+        per_token = _TOKEN_STATES
+        if _expands_states(model):
+            # The gradient of each token's inputs is as large as the inputs of all tokens.
+            per_token = _EXPANDED_STATES + unit
+        return int(held + unit * (token + per_token * states))
 
     def _text_bytes(self) -> int:
         """Return the bytes of the whole text's keys and values."""
@@ -367,6 +375,15 @@ def _expanded(model: Any) -> int:
                 inputs = module.scales.shape[-1] * module.group_size
             total += heads * min(outputs, inputs)
     return total
+
+
+def _expands_states(model: Any) -> bool:
+    """Return whether a token's inputs to a recurrence are as large as its state, as in Mamba 1.
+
+    Its decay has an element for each channel and state. In Mamba 2 and later, it has one per head.
+    """
+    decays = (module.get("A_log") for _, module in model.named_modules())
+    return any(one is not None and sum(size > 1 for size in one.shape) > 1 for one in decays)
 
 
 def _heads(model: Any, layers: int) -> int:
