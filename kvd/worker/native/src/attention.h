@@ -438,22 +438,22 @@ class HeadAttention {
   // Convert scores to weights relative to the largest score so far. Return the factor for the
   // earlier results, or UNSEEN if the query sees nothing of the block.
   float soften(int64_t line, float* weights) {
-    F8 most = load(weights);
-    I8 some = most != splat(NEVER);
-    for (int i = LANES; i < BLOCK; i += LANES) {
-      const F8 next = load(weights + i);
+    Wide most = load<Wide>(weights);
+    bool some = differs(most, NEVER);
+    for (int i = WIDE; i < BLOCK; i += WIDE) {
+      const Wide next = load<Wide>(weights + i);
       most = max(most, next);
-      some |= next != splat(NEVER);
+      some |= differs(next, NEVER);
     }
-    if (!any(some)) {
+    if (!some) {
       return UNSEEN;
     }
-    const float top = std::max(top_[line], greatest(most));
+    const float top = std::max(top_[line], greatest(max(lower(most), upper(most))));
     F8 sums = splat(0.0f);
-    for (int i = 0; i < BLOCK; i += LANES) {
-      const F8 weight = exp(load(weights + i) - splat(top));
+    for (int i = 0; i < BLOCK; i += WIDE) {
+      const Wide weight = exp(load<Wide>(weights + i) - splat_wide(top));
       store(weights + i, weight);
-      sums = sums + weight;
+      sums = (sums + lower(weight)) + upper(weight);
     }
     const float fade = top_[line] > NEVER ? exp(splat(top_[line] - top))[0] : 0.0f;
     total_[line] = total_[line] * fade + sum(sums);

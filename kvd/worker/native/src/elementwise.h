@@ -34,6 +34,12 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
 // silu(gate) * x (arXiv 2002.05202).
 inline void swiglu(const float* gate, const float* x, int64_t size, float* y) {
   int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + WIDE <= size; i += WIDE) {
+    const Wide g = load<Wide>(gate + i);
+    store(y + i, g / (splat_wide(1.0f) + exp(-g)) * load<Wide>(x + i));
+  }
+#endif
   for (; i + LANES <= size; i += LANES) {
     const F8 g = load(gate + i);
     store(y + i, g / (splat(1.0f) + exp(-g)) * load(x + i));

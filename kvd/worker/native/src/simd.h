@@ -89,6 +89,10 @@ inline Wide operator*(Wide a, Wide b) {
 inline Wide operator+(Wide a, Wide b) {
   return {a.low + b.low, a.high + b.high};
 }
+
+inline Wide operator-(Wide a, Wide b) {
+  return {a.low - b.low, a.high - b.high};
+}
 #endif
 
 inline F8 max(F8 a, F8 b) {
@@ -128,6 +132,40 @@ inline bool any(I8 mask) {
     found |= mask[i];
   }
   return found != 0;
+}
+
+// Lanes 0 to 7, and 8 to 15.
+inline F8 lower(Wide x) {
+#if defined(__AVX512F__)
+  return (F8)_mm512_castps512_ps256((__m512)x);
+#else
+  return x.low;
+#endif
+}
+
+inline F8 upper(Wide x) {
+#if defined(__AVX512F__)
+  return (F8)_mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1));
+#else
+  return x.high;
+#endif
+}
+
+inline Wide max(Wide a, Wide b) {
+#if defined(__AVX512F__)
+  return a > b ? a : b;
+#else
+  return {max(a.low, b.low), max(a.high, b.high)};
+#endif
+}
+
+// Whether any lane is not `y`.
+inline bool differs(Wide x, float y) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_NEQ_UQ) != 0;
+#else
+  return any((x.low != splat(y)) | (x.high != splat(y)));
+#endif
 }
 
 // Half floats, as in safetensors; exact as floats.
@@ -207,27 +245,44 @@ inline float widen(Half x) {
 
 // e to the power of x: 0 below -87, infinite above 88; NaN stays NaN. Relative error below 2e-7
 // (Cody and Waite's reduction, then the polynomial of degree 6 that Cephes uses for floats).
-inline F8 exp(F8 x) {
-  const F8 least = splat(-87.0f), most = splat(88.0f);
-  const I8 low = x < least, high = x > most;
+template <typename Floats>
+inline Floats exp_lanes(Floats x) {
+  typedef decltype(x < x) Ints;
+  const auto all = [](float value) { return value - Floats{}; };
+  const Floats least = all(-87.0f), most = all(88.0f);
+  const Ints low = x < least, high = x > most;
   x = least > x ? least : x;
   x = x > most ? most : x;
-  const F8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the next integer
-  const F8 shifted = fma(x, splat(1.44269504088896341f), magic);
-  const F8 n = shifted - magic;
-  F8 r = fma(n, splat(-0.693359375f), x);
-  r = fma(n, splat(2.12194440e-4f), r);
-  F8 p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
-  const I8 power = ((I8)shifted - (I8)magic + 127) << 23;
-  const F8 found = p * (F8)power;
-  const F8 infinite = splat(std::numeric_limits<float>::infinity());
-  return (F8)((~(low | high) & (I8)found) | (high & (I8)infinite));
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to the next integer
+  const Floats shifted = fma(x, all(1.44269504088896341f), magic);
+  const Floats n = shifted - magic;
+  Floats r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  Floats p = all(1.9875691500e-4f);
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, r * r, r) + all(1.0f);
+  const Ints power = ((Ints)shifted - (Ints)magic + 127) << 23;
+  const Floats found = p * (Floats)power;
+  const Floats infinite = all(std::numeric_limits<float>::infinity());
+  return low ? all(0.0f) : (high ? infinite : found);
 }
+
+inline F8 exp(F8 x) {
+  return exp_lanes(x);
+}
+
+#if defined(__AVX512F__)
+inline Wide exp(Wide x) {
+  return exp_lanes(x);
+}
+#else
+inline Wide exp(Wide x) {
+  return {exp_lanes(x.low), exp_lanes(x.high)};
+}
+#endif
 
 }  // namespace kvd
