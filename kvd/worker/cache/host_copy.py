@@ -43,8 +43,7 @@ def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: 
     copies: list[tuple[_Bytes, _Bytes]] = []
     for array, size in zip(arrays, sizes, strict=True):
         if array.nbytes:
-            buffer: Any = array  # mlx's stubs do not declare it
-            target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
+            target = _bytes_of(array)
             for at, slot, count in runs:
                 first = start + at * size
                 part = source[first : first + count * size]
@@ -53,6 +52,25 @@ def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: 
     if not cuda_driver.copy([(_address(to), _address(part), part.nbytes) for to, part in copies]):
         for to, part in copies:
             to[:] = part
+
+
+def put_entries(array: mx.array, slots: Sequence[int], source: mx.array) -> None:
+    """Copy the entries of ``source`` to ``slots`` of an array's first axis, in place.
+
+    Both are evaluated and contiguous. Only where MLX computes on the CPU, with nothing in flight
+    that uses these slots.
+    """
+    if not source.nbytes:
+        return
+    size = source.nbytes // source.shape[0]
+    target, entries = _bytes_of(array), _bytes_of(source)
+    for at, slot, count in _runs(slots):
+        target[slot * size : (slot + count) * size] = entries[at * size : (at + count) * size]
+
+
+def _bytes_of(array: mx.array) -> _Bytes:
+    buffer: Any = array  # mlx's stubs do not declare it
+    return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
 
 
 def needs_idle_device() -> bool:

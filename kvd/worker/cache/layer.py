@@ -174,7 +174,9 @@ class LayerStore:
                 parts.append(_kept(_joined(same_level), place.kept))
             if place.tails:
                 parts.append(self._pack_tails(place))
-            writes.pages.append((place.level, place.slots, *_joined(parts)))
+            # Dense keys are transposed.
+            keys, values = (tuple(map(mx.contiguous, side)) for side in _joined(parts))
+            writes.pages.append((place.level, place.slots, keys, values))
         return writes
 
     def _pack_tails(self, place: Placement) -> Sides:
@@ -189,8 +191,10 @@ class LayerStore:
 
     def put(self, writes: FlushWrites) -> None:
         """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
+        in_place = mx.default_device().type == mx.DeviceType.cpu
         for level, slots, keys, values in writes.pages:
-            self.pools[level].write(slots, keys, values)
+            pool = self.pools[level]
+            (pool.write_in_place if in_place else pool.write)(slots, keys, values)
         for slot, tail in writes.tails:
             tokens = tail.keys.shape[1]
             self.tail_keys[slot, :, :tokens] = tail.keys

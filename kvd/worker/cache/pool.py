@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from kvd.worker.cache import packed as pk
+from kvd.worker.cache.host_copy import put_entries
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 
@@ -135,6 +136,15 @@ class PagePool:
                     # strides. Dense keys are transposed, but C++ reads pools as contiguous memory.
                     whole = len(slots) == target.shape[0]
                     target[where] = mx.contiguous(source) if whole else source
+
+    def write_in_place(self, slots: Sequence[int], keys: Packed, values: Packed) -> None:
+        """Store evaluated, contiguous pages at ``slots``, on a CPU; the device must be idle.
+
+        `write` copies element by element and takes an evaluation. This is a `memcpy`.
+        """
+        for mine, new in ((self.keys, keys), (self.values, values)):
+            for target, source in zip(mine, new, strict=True):
+                put_entries(target, slots, source)
 
     def grow(self, capacity: int) -> None:
         """Add zeroed pages up to ``capacity``; evaluates keys, then values."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.worker.cache import cuda_driver
-from kvd.worker.cache.host_copy import copy_pages
+from kvd.worker.cache.host_copy import copy_pages, put_entries
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.snapshot_records import bytes_of
@@ -72,6 +72,18 @@ def test_copies_equal_those_of_mlx(slots: Slots) -> None:
     want = expected(arrays, slots, new)
 
     copy_pages(arrays, slots, bytes_of(new))
+
+    assert [bytes_of([array]) for array in arrays] == want
+
+
+@given(slots=slot_lists())
+def test_entries_equal_those_of_mlx(slots: Slots) -> None:
+    kept = [slot for slot in slots if slot is not None]
+    arrays, new = arrays_of(1, CAPACITY), arrays_of(2, len(kept))
+    want = expected(arrays, [*kept], new)
+
+    for array, source in zip(arrays, new, strict=True):
+        put_entries(array, kept, source)
 
     assert [bytes_of([array]) for array in arrays] == want
 
