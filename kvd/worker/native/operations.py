@@ -1,8 +1,9 @@
 """Replaces functions of MLX with operations of the library.
 
 `mx.fast.rms_norm`, `mx.fast.rope`, mlx-lm's `swiglu` and the masks of grammars are chains of
-operations on the CPU. `install` replaces each with one operation for float32 on the CPU; all other
-calls go to MLX. Norms differ from MLX's only by rounding.
+operations on the CPU, and `mx.quantize` runs on one thread. `install` replaces each with one
+operation for float32 on the CPU; all other calls go to MLX. Norms differ from MLX's only by
+rounding, and quantized values not at all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _rms_norm = mx.fast.rms_norm
 _rope = mx.fast.rope
 _swiglu = activations.swiglu
 _masked = masking.masked
+_quantize = mx.quantize
 _paused = False
 
 
@@ -77,6 +79,17 @@ class _Functions:
             return cast(mx.array, _swiglu(gate, x))
         return cast(mx.array, self._library.swiglu(gate, x))
 
+    def quantize(
+        self, w: mx.array, group_size: int | None = None, bits: int | None = None, **rest: Any
+    ) -> tuple[mx.array, ...]:
+        native = bits in (2, 4, 8) and group_size in (32, 64, 128) and not rest and not _paused
+        fits = (
+            w.dtype == mx.float32 and w.ndim > 1 and w.size and w.shape[-1] % (group_size or 1) == 0
+        )
+        if not (native and fits):
+            return cast("tuple[mx.array, ...]", _quantize(w, group_size, bits, **rest))
+        return cast("tuple[mx.array, ...]", self._library.quantize(w, group_size, bits))
+
     def masked(self, logits: mx.array, masks: mx.array) -> mx.array:
         covered = 8 * masks.shape[-1] >= logits.shape[-1]
         if logits.dtype != mx.float32 or not covered or not logits.size:
@@ -118,15 +131,15 @@ def _frequencies(dims: int, base: float) -> mx.array:
 def install(library: ModuleType) -> None:
     """Replace MLX's functions; call before model modules are imported, once per process."""
     functions = _Functions(library)
-    _use(functions.rms_norm, functions.rope, functions.swiglu, functions.masked)
+    _use(functions.rms_norm, functions.rope, functions.swiglu, functions.masked, functions.quantize)
 
 
 @contextmanager
 def installed(library: ModuleType | None) -> Iterator[None]:
     """Use the library's operations, or MLX's own for None; then restore those in use before."""
-    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu, masking.masked
+    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu, masking.masked, mx.quantize
     try:
-        _use(_rms_norm, _rope, _swiglu, _masked)
+        _use(_rms_norm, _rope, _swiglu, _masked, _quantize)
         if library is not None:
             install(library)
         yield
@@ -145,8 +158,9 @@ def paused() -> Iterator[None]:
         _paused = False
 
 
-def _use(rms_norm: Any, rope: Any, swiglu: Any, masked: Any) -> None:
+def _use(rms_norm: Any, rope: Any, swiglu: Any, masked: Any, quantize: Any) -> None:
     mx.fast.rms_norm = rms_norm
     mx.fast.rope = rope
     activations.swiglu = swiglu
     masking.masked = masked
+    mx.quantize = quantize

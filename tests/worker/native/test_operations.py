@@ -78,6 +78,34 @@ def test_gates(functions: operations._Functions, size: int) -> None:
     assert_close(functions.swiglu(*halves), operations._swiglu(*halves))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group", [32, 64])
+def test_quantized_values_equal_those_of_mlx(
+    functions: operations._Functions, bits: int, group: int
+) -> None:
+    x = normal(3, 64, 128) * mx.exp(4 * normal(3, 64, 1, seed=2))
+    x[0, 0], x[0, 1], x[0, 2] = 0.0, 0.75, -1e-9
+    x[1, :5, ::7], x[2] = -30.0, mx.abs(x[2])
+    for one in (x, x.swapaxes(1, 2), x[:, ::2]):
+        got = functions.quantize(one, group_size=group, bits=bits)
+        wanted = operations._quantize(one, group_size=group, bits=bits)
+        for mine, other in zip(got, wanted, strict=True):
+            assert mine.dtype == other.dtype
+            assert mx.array_equal(mine, other).item()
+
+
+@pytest.mark.parametrize("share", [1, 40])
+def test_values_are_quantized_on_all_threads(library: ModuleType, share: int) -> None:
+    """Many rows are shared by threads, few are not."""
+    before = library.threads()
+    library.use_threads(2)
+    x = normal(4 * share, 64, 64)
+    got = library.quantize(x.swapaxes(1, 2), 64, 8)
+    wanted = operations._quantize(x.swapaxes(1, 2), group_size=64, bits=8)
+    assert all(mx.array_equal(*pair).item() for pair in zip(got, wanted, strict=True))
+    library.use_threads(before)
+
+
 def test_large_gates_saturate(functions: operations._Functions) -> None:
     gate = mx.array([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
 
@@ -126,8 +154,10 @@ def test_installed_operations_are_replaced_and_restored(library: ModuleType) -> 
         with operations.installed(library):
             assert mx.fast.rms_norm is not operations._rms_norm
             assert activations.swiglu is not operations._swiglu
+            assert mx.quantize is not operations._quantize
         assert mx.fast.rope is operations._rope
         assert activations.swiglu is operations._swiglu
+        assert mx.quantize is operations._quantize
     assert (mx.fast.rms_norm, mx.fast.rope, activations.swiglu) == before
 
 

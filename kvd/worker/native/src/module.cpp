@@ -23,6 +23,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "products.h"
+#include "quantize.h"
 #include "whole_layer.h"
 
 namespace nb = nanobind;
@@ -219,6 +220,40 @@ class Gate : public Operation {
       });
     });
   }
+};
+
+class Quantize : public Operation {
+ public:
+  Quantize(mx::Stream stream, int group, int bits)
+      : Operation(stream), group_(group), bits_(bits) {}
+  DEFINE_NAME(KvdQuantize)
+
+  bool is_equivalent(const Primitive& other) const override {
+    const auto& quantize = static_cast<const Quantize&>(other);
+    return group_ == quantize.group_ && bits_ == quantize.bits_;
+  }
+
+  // Outputs: words, [..., size * bits / 32] uint32; scales and biases, [..., size / group].
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    for (mx::array& out : outputs) {
+      make(out);
+    }
+    run([x = Rows(inputs[0]), size = int64_t{inputs[0].shape(-1)}, group = int64_t{group_},
+         bits = bits_, words = reinterpret_cast<uint8_t*>(outputs[0].data<uint32_t>()),
+         scales = outputs[1].data<float>(), biases = outputs[2].data<float>()] {
+      kvd::share_rows(x.count(), size, [&](int64_t first, int64_t last) {
+        thread_local std::vector<float> room;
+        for (int64_t row = first; row < last; ++row) {
+          kvd::quantize(
+              x.row(row, room), size, group, bits, words + row * (size / 8 * bits),
+              scales + row * (size / group), biases + row * (size / group));
+        }
+      });
+    });
+  }
+
+ private:
+  int group_, bits_;
 };
 
 class Masked : public Operation {
@@ -715,6 +750,21 @@ mx::array swiglu(const mx::array& gate, const mx::array& x) {
   return mx::array(x.shape(), mx::float32, std::make_shared<Gate>(cpu()), {gate, x});
 }
 
+std::tuple<mx::array, mx::array, mx::array> quantize(const mx::array& x, int group, int bits) {
+  check(bits == 2 || bits == 4 || bits == 8, "codes have 2, 4 or 8 bits");
+  check(
+      x.ndim() > 1 && x.dtype() == mx::float32 && group > 0 && group % 32 == 0 &&
+          x.shape(-1) % group == 0,
+      "rows of float32 have groups of a multiple of 32 elements");
+  mx::Shape words = x.shape(), groups = x.shape();
+  words.back() = words.back() / 32 * bits;
+  groups.back() /= group;
+  Arrays found = mx::array::make_arrays(
+      {words, groups, groups}, {mx::uint32, mx::float32, mx::float32},
+      std::make_shared<Quantize>(cpu(), group, bits), {x});
+  return {found[0], found[1], found[2]};
+}
+
 mx::array rope(
     const mx::array& x, const mx::array& offsets, const mx::array& frequencies, bool interleaved,
     float scale) {
@@ -925,6 +975,7 @@ NB_MODULE(kvd_native, m) {
   m.def("look_up", &look_up, "ids"_a, "packed"_a, "rows"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("masked", &masked, "logits"_a, "masks"_a);
+  m.def("quantize", &quantize, "x"_a, "group"_a, "bits"_a);
   m.def("swiglu", &swiglu, "gate"_a, "x"_a);
   m.def("rope", &rope, "x"_a, "offsets"_a, "frequencies"_a, "interleaved"_a, "scale"_a);
   m.def("append", &append, "tail_keys"_a, "tail_values"_a, "keys"_a, "values"_a, "rows"_a);
