@@ -152,11 +152,17 @@ class PageStore:
         self.allocators[level].grow(capacity)
         return None
 
-    def capacity_ahead(self, allocator: PageAllocator) -> int:
-        wanted = allocator.capacity + max(SLAB_PAGES, allocator.capacity // 4)
+    def capacity_ahead(self, allocator: PageAllocator, taken: int = 0) -> int:
+        """Return the capacity to grow to, as far as memory is spare.
+
+        ``taken``: pages that are about to be taken at once. The pages of later flushes come on top:
+        otherwise the next flush would lack room, and copy all pools again.
+        """
+        capacity = allocator.capacity
+        wanted = max(capacity, allocator.used + taken) + max(SLAB_PAGES, capacity // 4)
         if self.spare is not None:
             room = self.spare() // self.charge(allocator.level)
-            wanted = min(wanted, allocator.capacity + max(0, room))
+            wanted = min(wanted, capacity + max(0, room))
         return wanted
 
     # Moves.

@@ -70,8 +70,10 @@ class GrowthBehindSteps:
         pages = store.pages
         allocator = pages.allocators[level]
         while not allocator.can_take(count):
-            goal = pages.goals.get(level) or pages.capacity_ahead(allocator)
-            goal = pages.goals[level] = max(goal, allocator.used + count)
+            needed = allocator.used + count
+            goal = pages.goals.get(level, 0)
+            if goal < needed:
+                goal = pages.goals[level] = max(pages.capacity_ahead(allocator, count), needed)
             seconds = self._grow_piece(store, level, goal)
             if seconds is None:
                 del pages.goals[level]

@@ -331,7 +331,7 @@ class MLXEngine:
             self._submissions.wait()
 
     def _work_on_pools(self, *, decodes: bool) -> None:
-        """Return memory, continue transfers, grow pools or write segments: the first that is due.
+        """Return memory, grow pools, continue transfers or write segments: the first that is due.
 
         ``decodes``: whether rows decode in this step.
         """
@@ -341,13 +341,13 @@ class MLXEngine:
             self._reclaiming.advance()
         elif seconds is None:
             return
+        elif self._runner.cache.lacks_room:  # before transfers: the next flush would wait
+            self._enter_pools()
+            self._runner.cache.make_room(seconds, time.monotonic)
         elif self._preemption.ready:
             self._enter_phase("pools")
             self._deliver()
             self._preemption.work(seconds)
-        elif self._runner.cache.lacks_room:
-            self._enter_pools()
-            self._runner.cache.make_room(seconds, time.monotonic)
         elif self._segments is not None and self._segments.has_work:
             self._enter_pools()
             self._segments.work(seconds)

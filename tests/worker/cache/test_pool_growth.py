@@ -90,6 +90,21 @@ def test_pools_grow_behind_steps_in_flight(scratch: int) -> None:
     check_store(store)
 
 
+def test_growth_for_many_pages_leaves_room_for_the_next_flush() -> None:
+    bench = Bench()
+    rows = [bench.new(300), bench.new(70)]
+    store = bench.store
+    for _ in GrowthBehindSteps(0).make_room_for(store, 0, 200):
+        bench.decode(rows)
+    store.pages.take(0, 200)
+
+    assert not lacks_room(store)
+    places, flushes = addresses(store), store.flushes
+    while store.flushes == flushes:
+        bench.decode(rows)
+    assert addresses(store) == places, "the flush has copied a pool"
+
+
 def test_growth_keeps_no_memory_of_pools_that_are_cut() -> None:
     bench = Bench()
     row = bench.new(300)

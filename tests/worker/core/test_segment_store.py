@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core import pace
@@ -250,13 +252,36 @@ def test_pools_grow_for_a_read_behind_the_steps(
     while len(store.used) == reads:
         steps.append(set())
         engine.step()
-    growing = [step for step in steps if step & {"resize", "resize_behind_steps"}]
+    growing = [step for step in steps if "resize_behind_steps" in step]
     steps.append(set())
     engine.run()
 
     assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
     assert len(growing) == 2 * len(batch.cache.stores[0].layers)
     assert growing == [{"resize_behind_steps"}] * len(growing)
+
+
+def test_a_transfer_that_always_has_work_does_not_keep_pools_from_growing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next flush would copy the pools of all layers."""
+    pool = engine.engine._batch.cache.stores[0]
+    engine.submit("r", prompt_of(70, 5), max_tokens=200)
+    while len(engine.outcomes["r"].tokens) < 10:
+        engine.step()
+    monkeypatch.setattr(engine, "check", lambda: None)  # no row has these pages:
+    taken = pool.pages.take(0, pool.pages.allocators[0].free)
+    steps = [set[str]()]
+    noted(monkeypatch, steps, PageStore, "_grow")
+    flushes = pool.flushes
+    work = itertools.takewhile(lambda _: pool.flushes == flushes, itertools.repeat(0.0))
+    engine.engine._preemption.start("another", work)
+    while pool.flushes == flushes:
+        engine.step()
+
+    assert steps == [set()]
+    pool.pages.release(taken)
+    engine.run()
 
 
 def test_tokens_are_sent_before_a_read_waits_for_the_step_in_flight(
@@ -290,16 +315,17 @@ def test_tokens_are_sent_before_a_read_waits_for_the_step_in_flight(
 def test_copies_wait_for_no_step_and_pause_while_pages_are_written(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One record is copied in a step, and a row that decodes writes a page meanwhile."""
-    prompt, other = prompt_of(4700, 5), prompt_of(40, 20)
-    wanted = alone(plain, prompt), plain.alone(other, max_tokens=200)
+    """One record is copied in a step, and rows that decode write a page about every 32 steps."""
+    prompt, other = prompt_of(6000, 5), prompt_of(40, 20)  # 36 records
+    wanted = alone(plain, prompt), plain.alone(other, max_tokens=400)
     kept(engine, prompt)
     monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
     batch, steps = engine.engine._batch, [set[str]()]
     noted(monkeypatch, steps, LayerStore, "write_record")
     noted(monkeypatch, steps, batch, "synchronize")
     noted(monkeypatch, steps, batch.cache, "flush")
-    engine.submit("other", other, max_tokens=200)
+    engine.submit("other", other, max_tokens=400)
+    engine.submit("another", prompt_of(72, 21), max_tokens=400)
     while len(engine.outcomes["other"].tokens) < 70:
         engine.step()
     engine.submit("r", prompt, max_tokens=12, logprobs=2)
