@@ -6,6 +6,8 @@ A name is a scheme, then options in any order:
     token                      keys: groups along the channels
     hadamard                   keys: groups along the channels after a Hadamard rotation
     rotated                    keys: groups along 64 tokens after a Hadamard rotation
+    pairs                      keys: groups along 64 tokens after the channels of each pair that
+                               RoPE rotates are mixed in equal parts
     even                       keys: each channel is first divided by its mean absolute value, and
                                the queries multiplied by it, so a rotation spreads no outliers
     vchannel, vhadamard, ...   the same layouts for values (default: groups along the channels)
@@ -27,6 +29,7 @@ A name is a scheme, then options in any order:
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,7 +40,7 @@ PAGE = 64
 CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """Shares of a group's range that ``clip`` tries."""
 
-LAYOUTS = ("channel", "token", "hadamard", "rotated")
+LAYOUTS = ("channel", "token", "hadamard", "rotated", "pairs")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,9 @@ class Side:
             *lead, tokens, dim = dense.shape
             pages = dense.reshape(*lead, tokens // PAGE, PAGE, dim).swapaxes(-1, -2)
             return self._through(pages).swapaxes(-1, -2).reshape(dense.shape)
-        if self.layout in {"hadamard", "rotated"}:
-            rotation = _hadamard(dense.shape[-1]).astype(dense.dtype)
+        if self.layout in {"hadamard", "rotated", "pairs"}:
+            make = _pairs if self.layout == "pairs" else _hadamard
+            rotation = make(dense.shape[-1]).astype(dense.dtype)
             straight = replace(self, layout="token" if self.layout == "hadamard" else "channel")
             return straight(dense @ rotation) @ rotation.T
         return self._through(dense)
@@ -127,6 +131,18 @@ def _hadamard(dim: int) -> mx.array:
     """Return the orthonormal Hadamard matrix: a matrix product with it runs on every device."""
     with mx.stream(mx.cpu):
         matrix = mx.hadamard_transform(mx.eye(dim))
+        mx.eval(matrix)
+    return matrix
+
+
+@functools.cache
+def _pairs(dim: int) -> mx.array:
+    """Return the matrix that mixes channels ``i`` and ``i + dim / 2`` in equal parts."""
+    with mx.stream(mx.cpu):
+        identity = mx.eye(dim)
+        matrix = (identity + mx.roll(identity, dim // 2, axis=0)) * math.sqrt(0.5)
+        # The second half of the diagonal is negative: a reflection, which spreads a pair alike.
+        matrix = mx.where((identity > 0) & (mx.arange(dim) >= dim // 2), -matrix, matrix)
         mx.eval(matrix)
     return matrix
 

@@ -2,8 +2,8 @@
 
     python -m bench.fidelity.report
 
-Reads bench/results/fidelity-h200-*.json. Text between the page's markers is replaced; the prose
-around them is written by hand.
+Reads bench/results/fidelity-*.json. Text between the page's markers is replaced; the prose around
+them is written by hand.
 """
 
 from __future__ import annotations
@@ -55,6 +55,38 @@ VARIANTS = (
     ("keys of the most sensitive layer at 8 bits", "even", "k4v4:fine4"),
     ("K5V3, keys of the most sensitive layer at 8 bits", "even", "k5v3:fine4"),
 )
+BY_LAYER = (
+    ("K8V8 in all layers", "k8v8"),
+    ("K8V4 in all layers", "k8v4"),
+    ("K6V6 in all layers", "k6v6"),
+    ("K8V4's size, from the probe", "k8v4:by-k4v3-k6v5-k5v5-k6v6-k8v8-k8v8"),
+    ("K8V4's size, from a calibration", "k8v4:by-k5v3-k6v5-k6v5-k6v6-k8v8-k8v6"),
+    ("K8V4's size, all layers measured", "k8v4:by-k5v4-k6v5-k6v5-k6v5-k8v8-k8v6"),
+    ("K8V4's size, from the probe, 4 and 8 bits", "k8v4:by-k4v4-k8v4-k4v4-k8v4-k8v8-k8v8"),
+    ("K6V4 in all layers", "k6v4"),
+    ("K5V5 in all layers", "k5v5"),
+    ("K6V4's size, from the probe", "k6v4:by-k3v3-k5v4-k4v3-k5v5-k8v6-k8v6"),
+    ("K5V4 in all layers", "k5v4"),
+    ("K6V3 in all layers", "k6v3"),
+    ("K5V4's size, from the probe", "k5v4:by-k3v3-k5v3-k4v3-k5v4-k8v5-k6v5"),
+    ("K4V4 in all layers", "k4v4"),
+    ("K5V3 in all layers", "k5v3"),
+    ("K4V4's size, from the probe", "k4v4:by-k3v3-k4v3-k3v3-k4v4-k8v4-k5v4"),
+    ("K4V4's size, from a calibration", "k4v4:by-k3v2-k4v3-k4v3-k4v3-k8v5-k5v4"),
+    ("K4V4's size, all layers measured", "k4v4:by-k4v3-k4v3-k4v3-k4v3-k6v5-k5v4"),
+)
+OTHERS = (
+    ("kvd K8V8", "bits", "k8v8"),
+    ("mlx-lm, 8 bits", "bits", "k8v8:mlx-lm"),
+    ("llama.cpp q8_0", "llama", "llama q8_0"),
+    ("kvd K4V4 in all layers", "bits", "k4v4"),
+    ("kvd K4V4, from the probe", "bits", "k4v4:by-k3v3-k4v3-k3v3-k4v4-k8v4-k5v4"),
+    ("mlx-lm, 4 bits", "bits", "k4v4:mlx-lm"),
+    ("llama.cpp q4_0", "llama", "llama q4_0"),
+    ("mlx-lm, 8 bits, flat keys", "flat-keys", "k8v8:mlx-lm"),
+    ("mlx-lm, 4 bits, flat keys", "flat-keys", "k4v4:mlx-lm"),
+)
+CPU_RUNS = ("bits", "flat-keys", "llama")
 
 
 @dataclass(frozen=True)
@@ -64,9 +96,9 @@ class Run:
     found: dict[str, Any]
 
     @classmethod
-    def read(cls, name: str) -> Run:
-        """Read the file ``fidelity-h200-NAME.json``."""
-        return cls(json.loads((RESULTS / f"fidelity-h200-{name}.json").read_text()))
+    def read(cls, name: str, device: str = "h200") -> Run:
+        """Read the file ``fidelity-DEVICE-NAME.json``."""
+        return cls(json.loads((RESULTS / f"fidelity-{device}-{name}.json").read_text()))
 
     def get(self, recipe: str, length: int) -> dict[str, Any]:
         """Return the entry of a recipe at a length."""
@@ -74,6 +106,19 @@ class Run:
             if one["recipe"] == recipe and one["length"] == length:
                 return dict(one)
         raise KeyError(f"{recipe} at {length} was not measured")
+
+    def row(self, title: str, recipe: str) -> list[str]:
+        """Return a line of a table with all lengths, of which some may not be measured."""
+        found = {one["length"]: one for one in self.found["results"] if one["recipe"] == recipe}
+        some = next(iter(found.values()))
+        parts = [one[part] for one in found.values() for part in ("prefill", "decode")]
+        return [
+            title,
+            f"{some['bytes_to_dense']:.3f}",
+            *(_both(found[n], "kl", _kl) if n in found else "not measured" for n in LENGTHS),
+            f"{min(part['top1'] for part in parts):.4f}",
+            " ".join(f"{100 * found[n]['recall']:.0f}" for n in LENGTHS if n in found),
+        ]
 
 
 def _kl(value: float) -> str:
@@ -169,6 +214,21 @@ def layers(run: Run) -> str:
     return _table(["layer", *(f"KL at {length}" for length in LENGTHS)], rows)
 
 
+def by_layer(run: Run) -> str:
+    """Tabulate bits by layer beside the same bits in all layers."""
+    return _table(_row_head("bits"), [run.row(*one) for one in BY_LAYER])
+
+
+def others(runs: dict[str, Run]) -> str:
+    """Tabulate kvd's pages beside the caches of mlx-lm and llama.cpp."""
+    rows = [runs[name].row(title, recipe) for title, name, recipe in OTHERS]
+    return _table(_row_head("cache"), rows)
+
+
+def _row_head(first: str) -> list[str]:
+    return [first, "bytes", *(f"KL at {length}" for length in LENGTHS), "least top-1", "recall %"]
+
+
 def plot(exported: Run, flat: Run, mixed: Run, even: Run) -> None:
     """Draw KL by length and layout, and KL by bytes."""
     mpl.rcParams |= {"svg.hashsalt": "kvd", "font.size": 9, "svg.fonttype": "none"}
@@ -213,6 +273,7 @@ def main() -> None:
     """Read, draw, write."""
     names = ("layouts", "flat-keys", "mixes", "variants", "even")
     runs = {name: Run.read(name) for name in names}
+    on_cpu = {name: Run.read(name, "linux-cpu") for name in CPU_RUNS}
     plot(runs["layouts"], runs["flat-keys"], runs["mixes"], runs["even"])
     blocks = {
         "schemes": schemes(runs["layouts"]),
@@ -220,6 +281,8 @@ def main() -> None:
         "mixes": mixes(runs["mixes"]),
         "variants": variants(runs),
         "layers": layers(runs["mixes"]),
+        "by layer": by_layer(on_cpu["bits"]),
+        "others": others(on_cpu),
     }
     page = PAGE.read_text()
     for name, block in blocks.items():

@@ -13,7 +13,7 @@ import pytest
 from bench.fidelity import llama
 from bench.fidelity.cache import FakeQuantizedCache, make_caches
 from bench.fidelity.flow import Score, Texts, run, steps
-from bench.fidelity.recipes import Side, parse
+from bench.fidelity.recipes import LAYOUTS, Side, parse
 from kvd import demo
 from kvd.worker.cache.scheme import Scheme, full_pages
 from kvd.worker.serving import model_files, seam
@@ -42,7 +42,7 @@ def error(side: Side, x: mx.array) -> float:
     return float(mx.square(y - x).mean().item())
 
 
-@pytest.mark.parametrize("layout", ["channel", "token", "hadamard", "rotated"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_error_of_each_layout_is_small_and_falls_with_more_bits(layout):
     x = dense(128)
     errors = [error(Side(bits, layout), x) for bits in (2, 4, 8)]

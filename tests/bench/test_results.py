@@ -112,18 +112,55 @@ def test_four_bits_recall_what_dense_recalls(length: int) -> None:
         assert abs(entry(run, "k4v4", length)["recall"] - dense) <= 0.02
 
 
+PROBED = "k4v4:by-k3v3-k4v3-k3v3-k4v4-k8v4-k5v4"
+CALIBRATED = "k4v4:by-k3v2-k4v3-k4v3-k4v3-k8v5-k5v4"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_bits_by_layer_lose_a_fraction_of_k4v4_at_its_size(length: int) -> None:
+    run = result("fidelity-linux-cpu-bits")
+    uniform, probed, calibrated = (entry(run, r, length) for r in ("k4v4", PROBED, CALIBRATED))
+    dense = next(one for one in run["dense"] if one["length"] == length)
+    for found in (probed, calibrated):
+        assert found["bytes_to_dense"] <= uniform["bytes_to_dense"]
+        assert found["recall"] == dense["recall"] == 1
+        assert found["prefill"]["top1"] >= 0.99
+    for part, limit in (("prefill", 0.001), ("decode", 0.0015)):
+        assert 0 < calibrated[part]["kl"] <= limit
+        assert 0 < probed[part]["kl"] <= uniform[part]["kl"] / 2
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_mlx_lm_and_llama_cpp_lose_at_least_five_times_as_much(length: int) -> None:
+    bits, flat, llama = (
+        result(f"fidelity-linux-cpu-{name}") for name in ("bits", "flat-keys", "llama")
+    )
+    ours = entry(bits, PROBED, length)
+    theirs = [entry(bits, "k4v4:mlx-lm", length), entry(llama, "llama q4_0", length)]
+    if length in {one["length"] for one in flat["dense"]}:
+        # kvd's keys are stored per channel, so outlier channels change nothing.
+        theirs.append(entry(flat, "k4v4:mlx-lm", length))
+    for other in theirs:
+        assert ours["bytes_to_dense"] <= other["bytes_to_dense"]
+        for part in PARTS:
+            assert 5 * ours[part]["kl"] <= other[part]["kl"]
+
+
 def test_the_tables_of_the_fidelity_page_are_those_of_the_results() -> None:
     pytest.importorskip("matplotlib")
     from bench.fidelity import report
 
     names = ("layouts", "flat-keys", "mixes", "variants", "even")
     runs = {name: report.Run.read(name) for name in names}
+    on_cpu = {name: report.Run.read(name, "linux-cpu") for name in report.CPU_RUNS}
     blocks = {
         "schemes": report.schemes(runs["layouts"]),
         "layouts": report.layouts(runs["layouts"], runs["flat-keys"], runs["variants"]),
         "mixes": report.mixes(runs["mixes"]),
         "variants": report.variants(runs),
         "layers": report.layers(runs["mixes"]),
+        "by layer": report.by_layer(on_cpu["bits"]),
+        "others": report.others(on_cpu),
     }
     text = page("fidelity")
     for name, block in blocks.items():
