@@ -1,12 +1,14 @@
 r"""Shows what an engine does from the arrival of several requests on: first tokens, gaps, CPU time.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
-    python -m bench.timeline [--rows 8] [--prompt 200] [--new 128] [--rounds 3] [--steps]
+    python -m bench.timeline [--rows 8] [--prompt 200] [--shared 0] [--new 128] [--chunk 256]
+                             [--rounds 3] [--steps]
 
 The engine runs in this process, without a daemon. All requests arrive at once. A time is taken when
-a report leaves the engine. ``--steps`` prints each step of the last round: its phases, the tokens
-that it prefilled and delivered, its duration, and the CPU time of each thread. ``--profile FILE``
-writes a cProfile of the main thread.
+a report leaves the engine. The prompts have ``--prompt`` tokens. All begin with the same
+``--shared`` tokens, which the prefix cache has from the second round on. ``--steps`` prints each
+step of the last round: its phases, the tokens that it prefilled and delivered, its duration, and
+the CPU time of each thread. ``--profile FILE`` writes a cProfile of the main thread.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Step:
 class Timeline:
     """One engine with the embedded model."""
 
-    def __init__(self, kv: str) -> None:
+    def __init__(self, kv: str, chunk: int) -> None:
         self.engine = MLXEngine()
         self._total = 0
         self._seq = 0
@@ -81,7 +83,7 @@ class Timeline:
         self.arrivals: dict[str, list[float]] = {}
         self.steps: list[Step] = []
         self._thread_times = ThreadTimes()
-        command = LoadModel(source="demo", kv=parse_kv(kv))
+        command = LoadModel(source="demo", kv=parse_kv(kv), prefill_chunk=chunk)
         self.engine.load(command, lambda *_: None, self._ask)
         self.engine.watch(self._note_phase, self._take)
 
@@ -116,7 +118,7 @@ class Timeline:
             elif isinstance(report, MemoryRequested):
                 self.engine.granted(self._grant(report.seq, report.total_bytes))
 
-    def play(self, rows: int, prompt: int, new: int, seed: int) -> None:
+    def play(self, rows: int, prompt: int, new: int, seed: int, shared: int = 0) -> None:
         """Serve one round of requests."""
         self.arrivals, self.steps = {}, []
         engine, main = self.engine, threading.get_native_id()
@@ -124,7 +126,8 @@ class Timeline:
         for row in range(rows):
             rid = f"r{row}"
             self.arrivals[rid] = []
-            tokens = [1 + (7 * at + 31 * row + 977 * seed) % 4000 for at in range(prompt)]
+            tokens = [1 + 7 * at % 4000 for at in range(shared)]
+            tokens += [1 + (7 * at + 31 * row + 977 * seed) % 4000 for at in range(shared, prompt)]
             greedy = Sampling(temperature=0.0)
             engine.submit(
                 Submit(rid=rid, tokens=tokens, max_tokens=new, sampling=greedy, ignore_eos=True)
@@ -167,19 +170,21 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=200)
+    parser.add_argument("--shared", type=int, default=0)
+    parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--kv", default="k8v8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
-    timeline = Timeline(options.kv)
+    timeline = Timeline(options.kv, options.chunk)
     timeline.play(1, 40, 8, 99)
     profile = cProfile.Profile()
     for round_ in range(options.rounds):
         if options.profile:
             profile.enable()
-        timeline.play(options.rows, options.prompt, options.new, round_)
+        timeline.play(options.rows, options.prompt, options.new, round_, options.shared)
         profile.disable()
         print(timeline.summary())
     if options.steps:
