@@ -82,7 +82,9 @@ class _Functions:
     def quantize(
         self, w: mx.array, group_size: int | None = None, bits: int | None = None, **rest: Any
     ) -> tuple[mx.array, ...]:
-        native = bits in (2, 4, 8) and group_size in (32, 64, 128) and not rest and not _paused
+        native = (
+            bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128) and not rest and not _paused
+        )
         fits = (
             w.dtype == mx.float32 and w.ndim > 1 and w.size and w.shape[-1] % (group_size or 1) == 0
         )

@@ -78,7 +78,7 @@ def test_gates(functions: operations._Functions, size: int) -> None:
     assert_close(functions.swiglu(*halves), operations._swiglu(*halves))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64])
 def test_quantized_values_equal_those_of_mlx(
     functions: operations._Functions, bits: int, group: int
@@ -86,7 +86,9 @@ def test_quantized_values_equal_those_of_mlx(
     x = normal(3, 64, 128) * mx.exp(4 * normal(3, 64, 1, seed=2))
     x[0, 0], x[0, 1], x[0, 2] = 0.0, 0.75, -1e-9
     x[1, :5, ::7], x[2] = -30.0, mx.abs(x[2])
-    for one in (x, x.swapaxes(1, 2), x[:, ::2]):
+    channels = (x[:, :, :count].swapaxes(1, 2) for count in (1, 7, 8, 44))
+    halves = mx.round(x * 4) / 4  # between two codes
+    for one in (x, halves, x.swapaxes(1, 2), x[:, ::2], x[:, :, 1:65].swapaxes(1, 2), *channels):
         got = functions.quantize(one, group_size=group, bits=bits)
         wanted = operations._quantize(one, group_size=group, bits=bits)
         for mine, other in zip(got, wanted, strict=True):

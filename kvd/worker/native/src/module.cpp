@@ -102,6 +102,18 @@ class Rows {
     return data_ + at;
   }
 
+  int64_t stride() const {
+    return stride_;
+  }
+
+  // Rows from `row` on, before `last`, that begin one element after another.
+  int64_t neighbors(int64_t row, int64_t last) const {
+    if (stride_ == 1 || shape_.empty() || strides_.back() != 1) {
+      return 1;
+    }
+    return std::min(last - row, shape_.back() - row % shape_.back());
+  }
+
   // A row's contiguous elements: in place, or copied to `room`.
   const float* row(int64_t row, std::vector<float>& room) const {
     const float* from = begin(row);
@@ -241,12 +253,28 @@ class Quantize : public Operation {
     run([x = Rows(inputs[0]), size = int64_t{inputs[0].shape(-1)}, group = int64_t{group_},
          bits = bits_, words = reinterpret_cast<uint8_t*>(outputs[0].data<uint32_t>()),
          scales = outputs[1].data<float>(), biases = outputs[2].data<float>()] {
+      const int64_t groups = size / group, bytes = group / 8 * bits;
       kvd::share_rows(x.count(), size, [&](int64_t first, int64_t last) {
         thread_local std::vector<float> room;
-        for (int64_t row = first; row < last; ++row) {
-          kvd::quantize(
-              x.row(row, room), size, group, bits, words + row * (size / 8 * bits),
-              scales + row * (size / group), biases + row * (size / group));
+        kvd::GroupScale by[kvd::LANES];
+        for (int64_t row = first, count; row < last; row += count) {
+          // Keys are per channel, and a token's channels are neighbors in memory.
+          count = x.neighbors(row, last) >= kvd::LANES ? kvd::LANES : 1;
+          const float* from = count == 1 ? x.row(row, room) : x.begin(row);
+          for (int64_t g = 0; g < groups; ++g) {
+            const int64_t at = row * groups + g;
+            if (count == 1) {
+              by[0] = kvd::quantize_group(from + g * group, group, bits, words + at * bytes);
+            } else {
+              kvd::quantize_eight_groups(
+                  from + g * group * x.stride(), x.stride(), group, bits, words + at * bytes,
+                  groups * bytes, by);
+            }
+            for (int64_t i = 0; i < count; ++i) {
+              scales[at + i * groups] = by[i].scale;
+              biases[at + i * groups] = by[i].bias;
+            }
+          }
         }
       });
     });
@@ -751,7 +779,7 @@ mx::array swiglu(const mx::array& gate, const mx::array& x) {
 }
 
 std::tuple<mx::array, mx::array, mx::array> quantize(const mx::array& x, int group, int bits) {
-  check(bits == 2 || bits == 4 || bits == 8, "codes have 2, 4 or 8 bits");
+  check(bits >= 2 && bits <= 8, "codes have 2 to 8 bits");
   check(
       x.ndim() > 1 && x.dtype() == mx::float32 && group > 0 && group % 32 == 0 &&
           x.shape(-1) % group == 0,

@@ -1,70 +1,105 @@
-// Affine quantization of groups of a row's elements, equal to `mx.quantize` to the bit.
+// Affine quantization of groups of values, equal to `mx.quantize` to the bit.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "simd.h"
 
 namespace kvd {
 
-// The nearest integers, halves to even; below 2^22.
-inline I8 rounded(F8 x) {
-  const F8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the next integer
-  return (I8)(x + magic) - (I8)magic;
-}
+struct GroupScale {
+  float scale, bias;
+};
 
-// One group of finite elements: codes, least significant bits first, in `group * BITS / 8` bytes.
-template <int BITS>
-inline void quantize_group(
-    const float* x, int64_t group, uint8_t* codes, float* scale_to, float* bias_to) {
-  static_assert(BITS == 2 || BITS == 4 || BITS == 8);
-  constexpr float MOST = (1 << BITS) - 1;
-  F8 low = load(x), high = low;
-  for (int64_t i = LANES; i < group; i += LANES) {
-    const F8 some = load(x + i);
-    low = low < some ? low : some;
-    high = max(high, some);
-  }
-  const float least = -greatest(-low), most = greatest(high);
-  const bool below = std::fabs(least) > std::fabs(most);
-  float scale = std::max((most - least) / MOST, 1e-7f);
-  scale = below ? scale : -scale;
+// MLX's rule: the end of the range with the larger magnitude is represented exactly.
+inline GroupScale group_scale(float least, float most, int bits) {
+  const bool below = std::abs(least) > std::abs(most);
+  const float steps = static_cast<float>((1 << bits) - 1);
+  const float width = std::max((most - least) / steps, 1e-7f);
+  const float scale = below ? width : -width;
   const float edge = below ? least : most;
-  const float steps = std::rint(edge / scale);
-  float bias = 0.0f;
-  if (steps != 0.0f) {
-    scale = edge / steps;
-    bias = edge;
-  }
-  for (int64_t i = 0; i < group; i += LANES) {
-    F8 code = (load(x + i) - splat(bias)) / splat(scale);
-    code = code > splat(0.0f) ? code : splat(0.0f);
-    code = code < splat(MOST) ? code : splat(MOST);
-    const I8 all = rounded(code);
-    uint64_t bits = 0;
-    for (int lane = 0; lane < LANES; ++lane) {
-      bits |= static_cast<uint64_t>(static_cast<uint32_t>(all[lane])) << (lane * BITS);
-    }
-    std::memcpy(codes + i / 8 * BITS, &bits, BITS);
-  }
-  *scale_to = scale;
-  *bias_to = bias;
+  const float code = std::rint(edge / scale);
+  return code == 0 ? GroupScale{scale, 0} : GroupScale{edge / code, edge};
 }
 
-// A row of whole groups.
-inline void quantize(
-    const float* x, int64_t size, int64_t group, int bits, uint8_t* codes, float* scales,
-    float* biases) {
-  for (int64_t i = 0; i < size; i += group, ++scales, ++biases) {
-    uint8_t* to = codes + i / 8 * bits;
-    switch (bits) {
-      case 2: quantize_group<2>(x + i, group, to, scales, biases); break;
-      case 4: quantize_group<4>(x + i, group, to, scales, biases); break;
-      default: quantize_group<8>(x + i, group, to, scales, biases);
+// Codes of eight values, as integers; ties round to even.
+inline I8 codes_of(F8 x, F8 scale, F8 bias, F8 greatest_code) {
+  const F8 wanted = (x - bias) / scale;
+#if defined(__AVX2__)
+  const __m256 rounded = _mm256_round_ps((__m256)wanted, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 low = _mm256_max_ps(rounded, _mm256_setzero_ps());
+  return (I8)_mm256_cvttps_epi32(_mm256_min_ps(low, (__m256)greatest_code));
+#else
+  I8 found;
+  for (int i = 0; i < LANES; ++i) {
+    found[i] = static_cast<int32_t>(
+        std::min(std::max(std::rint(wanted[i]), 0.0f), greatest_code[i]));
+  }
+  return found;
+#endif
+}
+
+// Eight codes in `8 * bits` bits, the first one lowest.
+inline uint64_t joined(I8 codes, int bits) {
+  typedef uint64_t U64x4 __attribute__((vector_size(32)));
+  const U64x4 wide = (U64x4)codes;  // two codes each, the second one in the upper half
+  const U64x4 pairs = (wide & 0xffffffff) | (wide >> (32 - bits));
+  return pairs[0] | pairs[1] << 2 * bits | pairs[2] << 4 * bits | pairs[3] << 6 * bits;
+}
+
+// Quantize `size` values, a multiple of 8, to `size * bits / 8` bytes, the lowest bits first.
+inline GroupScale quantize_group(const float* x, int64_t size, int bits, uint8_t* codes) {
+  F8 least = splat(std::numeric_limits<float>::infinity());
+  F8 most = -least;
+  for (int64_t i = 0; i < size; i += LANES) {
+    const F8 some = load(x + i);
+    least = some < least ? some : least;
+    most = max(some, most);
+  }
+  const GroupScale by = group_scale(-greatest(-least), greatest(most), bits);
+  const F8 scale = splat(by.scale), bias = splat(by.bias);
+  const F8 last = splat(static_cast<float>((1 << bits) - 1));
+  for (int64_t i = 0; i < size; i += LANES, codes += bits) {
+    const uint64_t eight = joined(codes_of(load(x + i), scale, bias, last), bits);
+    std::memcpy(codes, &eight, bits);  // eight codes take `bits` bytes
+  }
+  return by;
+}
+
+// The same for eight groups whose first values are neighbors, and so on: value i of group g is
+// x[i * stride + g]. The codes of group g begin at codes + g * pitch.
+inline void quantize_eight_groups(
+    const float* x, int64_t stride, int64_t size, int bits, uint8_t* codes, int64_t pitch,
+    GroupScale* by) {
+  F8 least = splat(std::numeric_limits<float>::infinity());
+  F8 most = -least;
+  for (int64_t i = 0; i < size; ++i) {
+    const F8 some = load(x + i * stride);
+    least = some < least ? some : least;
+    most = max(some, most);
+  }
+  F8 scale, bias;
+  for (int g = 0; g < LANES; ++g) {
+    by[g] = group_scale(least[g], most[g], bits);
+    scale[g] = by[g].scale;
+    bias[g] = by[g].bias;
+  }
+  const F8 last = splat(static_cast<float>((1 << bits) - 1));
+  for (int64_t i = 0; i < size; i += LANES, codes += bits) {
+    I8 half[2] = {};  // four codes of each group
+    for (int k = 0; k < LANES; ++k) {
+      const I8 some = codes_of(load(x + (i + k) * stride), scale, bias, last);
+      half[k / 4] |= some << (k % 4 * bits);
+    }
+    for (int g = 0; g < LANES; ++g) {
+      const uint64_t eight = static_cast<uint32_t>(half[0][g]) |
+          static_cast<uint64_t>(static_cast<uint32_t>(half[1][g])) << 4 * bits;
+      std::memcpy(codes + g * pitch, &eight, bits);
     }
   }
 }
