@@ -226,11 +226,12 @@ class BitProbe:
         token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
         states = self._state_bytes()
         held += (_STATES + QUERIES // unit) * states
-        per_token = _TOKEN_STATES
-        if _expands_states(model):
-            # The gradient of each token's inputs is as large as the inputs of all tokens.
-            per_token = _EXPANDED_STATES + unit
-        return int(held + unit * (token + per_token * states))
+        if not _expands_states(model):
+            return int(held + unit * (token + _TOKEN_STATES * states))
+        # The gradient of each token's inputs is as large as the inputs of all tokens.
+        needed = held + unit * (token + (_EXPANDED_STATES + unit) * states)
+        # The first unit has more tokens if its size turns out to be too large.
+        return int(max(needed, held + self._unit * _EXPANDED_STATES * states))
 
     def _text_bytes(self) -> int:
         """Return the bytes of the whole text's keys and values."""
