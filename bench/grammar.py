@@ -1,4 +1,4 @@
-"""Grammars: speed beside rows without grammars, masks over a large vocabulary, and compilation.
+"""Grammars: speed beside rows without grammars, forced tokens, and masks over a large vocabulary.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
     python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--no-masks]
@@ -18,12 +18,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from bench import forced
 from bench.bars import Bar
 from bench.gpu import shapes
 from bench.masks import LONG, measure, pieces
@@ -119,11 +120,11 @@ def main() -> None:
     }
     if not asked.no_masks:
         report["masks"] = measure()
-    if asked.shape is None:
-        report["speed"] = compare(Driver("demo"), asked.pairs, asked.tokens)
-    else:
-        with shaped(asked.shape) as folder:
-            report["speed"] = compare(Driver(folder, budget=1 << 40), asked.pairs, asked.tokens)
+    with nullcontext("demo") if asked.shape is None else shaped(asked.shape) as source:
+        driver = Driver(source, budget=1 << 40)
+        if not asked.no_masks:
+            report["forced"] = forced.measure(driver.engine._batch.text.vocabulary())  # noqa: SLF001
+        report["speed"] = compare(driver, asked.pairs, asked.tokens)
     bar = Bar("speed with grammars", report["speed"]["ratio"], LEAST_RATIO, at_least=True)
     publish(report | {"bars": [bar.as_dict()]}, asked.json)
 

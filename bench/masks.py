@@ -136,7 +136,7 @@ class Measurement:
         return found
 
     def _compile(self, grammar: Grammar) -> Compilation:
-        compilation = self._compiler.start(_answer(grammar))
+        compilation = self._compiler.start(answer_grammar(grammar))
         if not compilation.done.wait(60) or compilation.error is not None:
             raise SystemExit(f"{grammar} was not compiled: {compilation.error}")
         return compilation
@@ -169,6 +169,7 @@ def _summary(seconds: list[float]) -> dict[str, float]:
     return {"masks": size, **{name: round(1e3 * ordered[one], 3) for name, one in at.items()}}
 
 
-def _answer(grammar: Grammar) -> AnswerGrammar:
+def answer_grammar(grammar: Grammar, *, canonical: bool = False) -> AnswerGrammar:
+    """Return the grammar of a whole answer; ``canonical``: see `Vocabulary`."""
     request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
-    return write_grammar(request, AnswerContext(), canonical=False)
+    return write_grammar(request, AnswerContext(), canonical=canonical)
