@@ -31,8 +31,8 @@ GPU_STAGE_STEPS = 4.0
 """Replaces `STAGE_STEPS` on accelerators, where the host also needs the time of a step to launch
 it, and builds no layers meanwhile."""
 MEASURED_PASSES = 8
-"""While the same rows decode, a step is measured before one of this many passes, because the device
-has nothing to do until the first stage is built."""
+"""On accelerators, a decode step is measured before one of this many passes, because the device has
+nothing to do until the first stage is built."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
@@ -103,7 +103,7 @@ class Interleaving:
         if not self._batch.in_flight:
             return
         self._unmeasured += 1
-        if rows == self._measured_rows and self._unmeasured < MEASURED_PASSES:
+        if not on_cpu() and rows == self._measured_rows and self._unmeasured < MEASURED_PASSES:
             return
         self._measured_rows, self._unmeasured = rows, 0
         start = time.monotonic()
