@@ -103,12 +103,13 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine, ranks: int = 1) -> Esti
     tensors = model_folder.read_tensors(model_folder.weight_files(folder))
     headers = Weights.of(tensors.values())
     model_folder.check_layers(folder, config, headers)
-    if ranks > 1:  # each rank runs MLX's own operations, and uses the libraries too
+    if ranks > 1:  # each rank uses the libraries too, and GPUs run MLX's own operations
         sharers = machine.sharers + ranks - 1
-        machine = replace(machine, native=False, plain_attention=True, sharers=sharers)
+        plain = machine.plain_attention or not machine.on_cpu
+        machine = replace(machine, plain_attention=plain, sharers=sharers)
     itemsize = 4 if machine.on_cpu else None
     weights = headers.in_memory(itemsize, packed=machine.native)
-    weights += (ranks - 1) * _copied(tensors).in_memory(itemsize)
+    weights += (ranks - 1) * _copied(tensors).in_memory(itemsize, packed=machine.native)
     try:
         return _estimate(folder, config, weights, kv, machine, ranks)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of any settings

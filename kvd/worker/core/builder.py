@@ -37,7 +37,6 @@ from kvd.worker.serving.check_key import open_checks
 from kvd.worker.serving.describe import costs_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
-from kvd.worker.serving.runner import on_cpu
 from kvd.worker.text import tokenizer_cache
 from kvd.worker.text.end_tokens import end_tokens
 from kvd.worker.text.template import TEMPLATE_BYTES, TEMPLATE_SECONDS
@@ -98,7 +97,7 @@ def load_model(
     seam.install()
     shortage.install_retries()
     modules.activate(progress)
-    native = _activate_native(progress, gang)
+    native = activation.activate(progress, command.ranks)
     mx.set_cache_limit(loading.freed_bytes())
     if not loading.has_separate_memory():  # else the grant is for the device's memory
         limit.start()
@@ -124,7 +123,7 @@ def load_model(
     )
     with compiler.preparing(text.has_chat_template):
         if gang is not None:
-            gang.begin(command, path, loaded.vocab_size)
+            gang.begin(command, path, loaded.vocab_size, native=native.library is not None)
         plan = _plan(headers, command, loaded, native.library, gang)
         loaded = _read_weights(loaded, path, progress, plan, gang)
     weights_bytes = mx.get_active_memory()
@@ -222,7 +221,7 @@ def _read_weights(
 
     if gang is None:
         return model_files.read_weights(loaded, path, reading, plan.library, plan.checks)
-    return part.read_part(loaded, path, reading, gang.group)
+    return part.read_part(loaded, path, reading, plan.library, gang.group)
 
 
 def _serve(
@@ -239,16 +238,10 @@ def _serve(
         checks = _check_runner(served, plan.checks)
         rest = plan.bits.rest
         return Serving(loaded, served, served.runner, verdict, bits, checks, probing=rest)
-    served = part.serve_part(plan.settings, loaded, gang.peers)
+    served = part.serve_part(plan.settings, loaded, plan.library, gang.peers)
     sums = part.measure(gang.peers, loaded, command, served.runner)
     loaded = replace(loaded, weights_bytes=sums.weights)
     return Serving(loaded, served, LeaderRunner(served.runner, gang), verdict, bits, Checks(), sums)
-
-
-def _activate_native(progress: ReportProgress, gang: Gang | None) -> activation.Activation:
-    if gang is None:
-        return activation.activate(progress)
-    return activation.Activation(None, part.NOT_NATIVE if on_cpu() else None)
 
 
 def _check_runner(served: probe.Served, checks: Checks) -> Checks:

@@ -44,9 +44,12 @@ class Gang:
         peers = LeaderPeers([Channel(sock) for sock in place.controls])
         return Gang(peers, ring.join(place, peers))
 
-    def begin(self, command: LoadModel, path: Path, vocab_size: int) -> None:
-        """Let the followers load their parts of a model, whose memory must be granted already."""
-        self.peers.send(records.Load(command, str(path), vocab_size))
+    def begin(self, command: LoadModel, path: Path, vocab_size: int, *, native: bool) -> None:
+        """Let the followers load their parts of a model, whose memory must be granted already.
+
+        ``native``: whether the native library is used. It must be built already.
+        """
+        self.peers.send(records.Load(command, str(path), vocab_size, native))
 
 
 class Sender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from kvd.worker.gang import records
 from kvd.worker.gang.agreed_checks import AgreedChecks
 from kvd.worker.gang.control import FollowerPeers, Peers, require_equal
 from kvd.worker.gang.shard import shard
+from kvd.worker.native import activation
 from kvd.worker.process import shortage
 from kvd.worker.serving import calibration, fast_paths, loading, model_files, probe, seam
 from kvd.worker.serving.bit_choice import choose_bits
@@ -27,8 +29,8 @@ from protocol.errors import UnsupportedModel
 from protocol.types import FusedAttention
 from protocol.worker import LoadModel
 
-NOT_NATIVE = "a model over several ranks runs MLX's operations"
-"""Why the native library, joined products and kernels are not used."""
+NO_KERNELS = "a model over several ranks runs MLX's operations on GPUs"
+"""Why joined products and kernels are not used."""
 
 AT_ONCE = 32 * 1024 * 1024
 """Bytes of a rank's part that are read together: whole tensors are read, and divided then."""
@@ -39,41 +41,60 @@ def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
     seam.install()
     shortage.install_retries()
     modules.activate(_ignore_progress)
+    library = _library(peers) if load.native else None
     mx.set_cache_limit(loading.freed_bytes())
     headers = model_files.inspect(Path(load.path))
     opened = model_files.open_without_tokenizer(headers.path, load.vocab_size)
-    loaded = read_part(opened, headers.path, _ignore_progress, group)
+    loaded = read_part(opened, headers.path, _ignore_progress, library, group)
     verdict = calibration.find(headers)
     schemes = calibration.apply_floor(schemes_of(load.command.kv), verdict)
     layers = len(make_prompt_cache(loaded.model))
     mode = load.command.bits_by_layer
     chosen = choose_bits(schemes, layers, mode=mode, calibrated=verdict, probed=None)
     settings = loading.settings_of(load.command, schemes, chosen.mixes)
-    served = serve_part(settings, loaded, peers)
+    served = serve_part(settings, loaded, library, peers)
     measure(peers, loaded, load.command, served.runner)
     return served.runner
 
 
+def _library(peers: Peers) -> ModuleType:
+    """Return the native library, which the leader has built; raises ``RuntimeError``."""
+    found = activation.activate(_ignore_progress, peers.size)
+    if found.library is None:
+        raise RuntimeError(f"the leader uses the native library, but here {found.reason}")
+    return found.library
+
+
 def read_part(
-    opened: model_files.LoadedModel, path: Path, progress: ReportProgress, group: Any
+    opened: model_files.LoadedModel,
+    path: Path,
+    progress: ReportProgress,
+    library: ModuleType | None,
+    group: Any,
 ) -> model_files.LoadedModel:
     """Divide an opened model, and read this rank's part of the weights.
 
     Needs memory for the part and the tensors that are read together.
     """
     shard(opened.model, str(opened.config.get("model_type")), group)
-    return model_files.read_weights(opened, path, progress, None, joins=False, at_once=AT_ONCE)
+    return model_files.read_weights(opened, path, progress, library, joins=False, at_once=AT_ONCE)
 
 
 def serve_part(
-    settings: CacheSettings, loaded: model_files.LoadedModel, peers: Peers
+    settings: CacheSettings,
+    loaded: model_files.LoadedModel,
+    library: ModuleType | None,
+    peers: Peers,
 ) -> probe.Served:
     """Choose how to serve the model, together with all ranks; raises `UnsupportedModel`."""
     require_equal(peers, "the cache's settings", repr((settings.store_schemes, settings.mixes)))
     if on_cpu():  # the probe's batches are padded to it, and a collective needs equal shapes
         require_equal(peers, "the smallest batch", batch_floor(loaded.model))
     checks = AgreedChecks(peers)
-    served = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
+    if on_cpu():
+        served = loading.serve(loaded, settings, library, _ignore_progress, checks)
+    else:
+        served = _serve_without_kernels(settings, loaded, checks)
     runner = served.runner
     if not isinstance(runner.cache, ModelCache):
         raise UnsupportedModel(
@@ -84,11 +105,16 @@ def serve_part(
     runner.pack(checks)
     runner.split_head(checks)
     require_equal(peers, "how the model is served", f"{served.name}, {runner.floors}")
-    fused = None
-    if not on_cpu():
-        fused = FusedAttention(used=False, reason=NOT_NATIVE, cause="model")
-    layers = fast_paths.declined("whole layers", "model", NOT_NATIVE)
-    return replace(served, layers=layers, fused=fused)
+    return served
+
+
+def _serve_without_kernels(
+    settings: CacheSettings, loaded: model_files.LoadedModel, checks: AgreedChecks
+) -> probe.Served:
+    found = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
+    fused = FusedAttention(used=False, reason=NO_KERNELS, cause="model")
+    layers = fast_paths.declined("whole layers", "model", NO_KERNELS)
+    return replace(found, layers=layers, fused=fused)
 
 
 @dataclass(frozen=True)

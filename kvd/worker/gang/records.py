@@ -23,6 +23,8 @@ class Load(_Record, frozen=True):
     path: str
     """Folder of the model, which the leader has resolved."""
     vocab_size: int
+    native: bool
+    """Whether all ranks use the native library."""
 
 
 class NewRow(_Record, frozen=True):

@@ -25,10 +25,11 @@ class Activation:
         return "on" if self.library is not None else self.reason
 
 
-def activate(progress: ReportProgress) -> Activation:
+def activate(progress: ReportProgress, ranks: int = 1) -> Activation:
     """Build and install the library if MLX computes on the CPU; call before models are imported.
 
-    ``KVD_NATIVE=off`` in the environment disables it.
+    ``ranks``: processes that share the CPU for one model. ``KVD_NATIVE=off`` in the environment
+    disables the library.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return Activation(None)
@@ -40,7 +41,7 @@ def activate(progress: ReportProgress) -> Activation:
         library = build.load()
     except build.NotBuiltError as error:
         return Activation(None, str(error))
-    library.use_threads(thread_count())
+    library.use_threads(max(1, thread_count() // ranks))
     operations.install(library)
     return Activation(library)
 

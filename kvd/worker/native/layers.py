@@ -34,7 +34,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
     parameter and convert its dtype.
     """
 
-    def __init__(self, library: ModuleType, layer: nn.Linear | nn.Embedding) -> None:
+    def __init__(self, library: ModuleType, layer: nn.Module) -> None:
         super().__init__()
         self._library: Any = library
         weight = _narrowed(layer.weight)
@@ -126,13 +126,41 @@ def with_gradients(model: Any) -> Iterator[None]:
 class PackedLinear(_Packed):
     """`nn.Linear` over a packed weight."""
 
-    def __init__(self, library: ModuleType, layer: nn.Linear) -> None:
+    def __init__(self, library: ModuleType, layer: nn.Module) -> None:
         super().__init__(library, layer)
         if "bias" in layer:
             self.bias = layer.bias
 
+    @property
+    def product_bias(self) -> mx.array | None:
+        """``[outputs]``: the bias that is added to the product; None if there is none."""
+        return self.bias if "bias" in self else None
+
     def __call__(self, x: mx.array) -> mx.array:
-        return self._product(x, self.bias if "bias" in self else None)
+        return self._product(x, self.product_bias)
+
+
+class PackedPart(PackedLinear):
+    """`nn.ShardedToAllLinear` over a packed weight: one rank's inputs of a divided linear layer.
+
+    Its product is a term of a sum over the ranks of ``group``. The bias is added to the sum.
+    """
+
+    def __init__(self, library: ModuleType, layer: nn.Module) -> None:
+        super().__init__(library, layer)
+        self.group = layer.group
+
+    @property
+    def product_bias(self) -> None:
+        return None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.total(super().__call__(x))
+
+    def total(self, product: mx.array) -> mx.array:
+        """Return the layer's output, from this rank's product; lazy."""
+        found: mx.array = mx.distributed.all_sum(product, group=self.group)
+        return found + self.bias if "bias" in self else found
 
 
 class PackedEmbedding(_Packed):
@@ -145,6 +173,14 @@ class PackedEmbedding(_Packed):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self._product(x, None)
+
+
+_KINDS: dict[type, type[_Packed]] = {
+    nn.Linear: PackedLinear,
+    nn.AllToShardedLinear: PackedLinear,  # one rank's outputs of a divided layer
+    nn.ShardedToAllLinear: PackedPart,
+    nn.Embedding: PackedEmbedding,
+}
 
 
 def pack_weights(model: Any, library: ModuleType) -> None:
@@ -160,11 +196,11 @@ def pack_weights(model: Any, library: ModuleType) -> None:
     def packed(child: Any) -> Any:
         if id(child) in replaced:  # a shared layer stays shared
             return replaced[id(child)]
-        if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
+        kind = _KINDS.get(type(child))
+        if kind is None or child.weight.dtype not in _DTYPES:
             return child
         if child.weight.shape[-1] < PANEL:
             return child
-        kind = PackedLinear if type(child) is nn.Linear else PackedEmbedding
         replaced[id(child)] = kind(library, child)
         originals.append(child)
         child.pop("weight")  # otherwise unpacked weights would stay in memory until the end

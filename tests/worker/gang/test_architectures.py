@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+from kvd.worker.native import build
+from protocol.worker import RowTokens
 from tests.worker.gang.gang import GangProcesses
 from tests.worker.gang.models import save
 from tests.worker.gang.test_gang import GREEDY, SAMPLED, Single, run
@@ -11,6 +18,8 @@ from tests.worker.process.peer import submit
 
 pytestmark = [pytest.mark.process, pytest.mark.mlx]
 PROMPT = [5 + 7 * place % 400 for place in range(150)]
+SHORT = PROMPT[:20]
+"""With its answer, it is too short for a page, so no key and no value is quantized."""
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 192, "head_dim": 64}
 
 
@@ -19,7 +28,7 @@ def requests():
     return (
         [
             submit("page", tokens=PROMPT[:120], max_tokens=12, sampling=GREEDY, **fields),
-            submit("short", tokens=PROMPT[:20], max_tokens=8, sampling=SAMPLED, **fields),
+            submit("short", tokens=SHORT, max_tokens=8, sampling=SAMPLED, logprobs=0, **fields),
             submit("scored", tokens=PROMPT[:90], max_tokens=2, prompt_logprobs=0, **fields),
         ],
         [submit("choices", tokens=PROMPT, max_tokens=8, n=2, sampling=SAMPLED, **fields)],
@@ -40,13 +49,31 @@ def requests():
     ],
 )
 def test_a_divided_model_gives_the_tokens_of_one_process(tmp_path, name, ranks, changes):
-    source = str(save(tmp_path / name, name, **changes))
+    source = save(tmp_path / name, name, **changes)
     found = []
     for worker, fields in ((Single("mlx"), {}), (GangProcesses(ranks), {"ranks": ranks})):
         try:
-            info = worker.load(source, **fields)
+            info = worker.load(str(source), **fields)
             assert all(part.path != "dense" for part in info.kv)
+            assert info.native == ("on" if build.compiler() else info.native)
             found.append(run(worker, *requests()))
+            logprobs = [one.logprob for one in logprobs_of(worker, "short")]
         finally:
             worker.close()
     assert found[0] == found[1]
+    tokens = found[1]["short"][0][0]
+    assert logprobs == pytest.approx(reference_logprobs(source, tokens), abs=1e-4)
+
+
+def logprobs_of(worker, rid):
+    return [one for report in worker.of(RowTokens, rid) for one in report.logprobs]
+
+
+def reference_logprobs(source: Path, tokens: list[int]) -> list[float]:
+    """Return each token's logprob after `SHORT`, by mlx-lm's undivided model in float32."""
+    model, _ = load_model(source)
+    logits = np.array(model(mx.array([SHORT + tokens])), np.float64)[0, len(SHORT) - 1 : -1]
+    totals = np.log(np.exp(logits).sum(axis=-1))
+    return [
+        float(row[token] - total) for row, token, total in zip(logits, tokens, totals, strict=True)
+    ]
