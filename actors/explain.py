@@ -44,10 +44,11 @@ class Explainer:
         known = self.status.lookup(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
-        ranks = known.policy.ranks if known is not None else asked.ranks
+        own = known.policy.processes if known else max(1, len(status.ranks)) if status else 1
+        ranks = asked.ranks or own
         if status is None and known is None and not is_source(asked.model):
             raise self.status.unknown_model(asked.model)
-        info = status.info if status is not None else None
+        info = status.info if status is not None and ranks == own else None
         if info is not None and info.costs is not None:
             costs, schemes, longest = info.costs, info.kv_schemes, info.context_length
         else:

@@ -98,6 +98,7 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         load = state.named(load)
         name = load.alias or short_name(load.source)
         check_name(name, load)
+        load = state.with_ranks(name, load)
         if state.draining:
             raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name)

@@ -119,6 +119,13 @@ class RegistryState:
             raise unknown_source(load.source)
         return load
 
+    def with_ranks(self, name: str, load: mail.LoadModel) -> mail.LoadModel:
+        """Return a load whose policy has the ranks of the known model, unless it names them."""
+        known, policy = self.statuses.known.get(name), load.policy
+        if known is None or policy is None or policy.ranks or known.source != load.source:
+            return load
+        return replace(load, policy=replace(policy, ranks=known.policy.ranks))
+
     def check(self) -> None:
         for name, entry in self.entries.items():
             assert entry.name == name, "an entry under another name"
@@ -128,10 +135,14 @@ class RegistryState:
 
 
 def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
-    same_policy = other.policy is None or all(
-        getattr(known.policy, field) == getattr(other.policy, field) for field in AT_LOAD
-    )
+    same_policy = other.policy is None or not _differences(known.policy, other.policy)
     return (known.source, known.kv) == (other.source, other.kv) and same_policy
+
+
+def _differences(policy: ModelPolicy, other: ModelPolicy) -> list[str]:
+    """Return the fields of `AT_LOAD` that differ; absent ranks are one."""
+    policy, other = (replace(one, ranks=one.processes) for one in (policy, other))
+    return [field for field in AT_LOAD if getattr(policy, field) != getattr(other, field)]
 
 
 def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:
@@ -139,8 +150,7 @@ def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExi
     if known.source == load.source and known.kv.name == load.kv.name:
         other = " but different KV settings"
         if known.kv == load.kv and load.policy is not None:
-            fields = [it for it in AT_LOAD if getattr(known.policy, it) != getattr(load.policy, it)]
-            other = f" but different {' and '.join(fields)}"
+            other = f" but different {' and '.join(_differences(known.policy, load.policy))}"
     return ModelExists(
         f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
         "unload it first, or load under another alias",

@@ -459,7 +459,7 @@ class System:
             source=known.source,
             kv=known.kv,
             max_context=known.policy.max_context,
-            ranks=known.policy.ranks,
+            ranks=known.policy.processes,
             prefix_bytes=self._governor.machine.ledger.budget_bytes // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,

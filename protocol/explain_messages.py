@@ -28,8 +28,8 @@ class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
     the whole context."""
     kv: KVSpec | None = None
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
-    ranks: fields.Ranks = 1
-    """Processes that would share a model that is neither loaded nor known."""
+    ranks: fields.Ranks | None = None
+    """Processes that would share the model; absent: as it is known, otherwise 1."""
 
 
 class ExplainRequest(RequestBase, tag="explain_request", frozen=True, kw_only=True):

@@ -21,7 +21,13 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Seconds without requests after which the model is unloaded; absent: no limit."""
     max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Maximum tokens of prompt and completion together; absent: the model's own limit."""
-    ranks: Ranks = 1
-    """Processes that share the model, each with a part of every layer; 1: one process."""
+    ranks: Ranks | None = None
+    """Processes that share the model, each with a part of every layer; absent: as the model is
+    known, otherwise 1."""
     weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
     """Share of a shared accelerator: twice the weight gives time slices of twice the length."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that share the model."""
+        return self.ranks or 1

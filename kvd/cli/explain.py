@@ -52,9 +52,8 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 @option(
     "--ranks",
     "N",
-    "Ranks of a model that is not known yet; a known model has its own.",
+    "Processes that would share the model (default: as it is known, otherwise 1).",
     type=click.IntRange(1, MAX_RANKS),
-    default=1,
 )
 @kv_options()
 @common_options()
@@ -65,7 +64,7 @@ def explain(
     request: str | None,
     context: int | None,
     rows: int,
-    ranks: int,
+    ranks: int | None,
     kv: KVSpec | None,
 ) -> None:
     """Show the memory that rows of a model would need, and what would make room for them.

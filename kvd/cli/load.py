@@ -66,9 +66,8 @@ def load(
 
 
 def _policy(**given: float | None) -> ModelPolicy | None:
-    whole = {"priority": 0, "ranks": 1}
-    named = [key for key in whole if given[key] is not None]
-    fields = {**given, **{key: whole[key] for key in whole if key not in named}}
+    named = given["priority"] is not None
+    fields = given if named else {**given, "priority": 0}
     try:
         policy = msgspec.convert(fields, ModelPolicy)
     except msgspec.ValidationError as error:

@@ -228,7 +228,7 @@ class Calls(ABC, Generic[C, L]):
         rows: int = 1,
         context: int | None = None,
         kv: KVSpec | None = None,
-        ranks: int = 1,
+        ranks: int | None = None,
     ) -> Forecast:
         """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
         number = self._exchange.next_id()

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.host.home import Home
 from protocol.policy import ModelPolicy
-from tests.process.helpers import Daemon, Reader, alive, wait_for
+from tests.process.helpers import Daemon, Reader, alive, wait_for, write_config
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
@@ -17,8 +17,18 @@ PATIENCE_S = 300.0
 """Each layer waits for both ranks, so a busy machine slows them down a lot."""
 
 
-def test_requests_of_the_embedded_model_survive_the_death_of_a_follower(home: Home) -> None:
+STOPPED = "[watchdog]\ndecode_s = 8\nterminated_s = 0.5"
+"""Nothing tells the daemon that a process is stopped: only the deadline of the step ends the gang,
+which is 300 s by default."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_of_the_embedded_model_survive_the_loss_of_a_follower(
+    home: Home, number: int
+) -> None:
     """tests/process/test_gangs.py kills each rank of the fake engine."""
+    if number == signal.SIGSTOP:
+        write_config(home, STOPPED)
     daemon = Daemon(home).start()
     try:
         daemon.load("demo", "one")
@@ -29,7 +39,7 @@ def test_requests_of_the_embedded_model_survive_the_death_of_a_follower(home: Ho
         expected = Reader(daemon, "one", "Once upon a time", **options).finished(PATIENCE_S)
         reader = Reader(daemon, "two", "Once upon a time", **options)
         wait_for("tokens", lambda: len(reader.completion.tokens) >= 3, PATIENCE_S)
-        os.kill(first[1], signal.SIGKILL)
+        os.kill(first[1], number)
         assert reader.finished(PATIENCE_S).error is None
         assert reader.completion.tokens == expected.completion.tokens
         assert not any(alive(pid) for pid in first)

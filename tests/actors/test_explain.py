@@ -65,8 +65,18 @@ async def test_ranks_are_those_of_the_known_model_or_of_the_question():
         twice = await ask(it, model="/m", rows=2, ranks=2)
         thrice = await ask(it, model="known", rows=2)
         base = COSTS.base_bytes
-        totals = [one.levels[0].total_bytes for one in (once, twice, thrice)]
-        assert totals == [totals[0], totals[0] + base, totals[0] + 2 * base]
+        other = await ask(it, model="known", rows=2, ranks=2)
+        totals = [one.levels[0].total_bytes for one in (once, twice, thrice, other)]
+        assert totals == [totals[0] + more * base for more in (0, 1, 2, 1)]
+
+
+@simulated
+async def test_other_ranks_of_a_loaded_model_are_estimated(monkeypatch):
+    info = msgspec.structs.replace(fakes.INFO, costs=COSTS, kv_schemes=["k8v8", "k4v4"])
+    monkeypatch.setattr(fakes, "INFO", info)
+    async with world(estimate_model=estimate_model) as it:
+        found = [await ask(it, model="demo", rows=2, ranks=ranks) for ranks in (None, 1, 2)]
+        assert [one.measured for one in found] == [True, True, False]
 
 
 @simulated

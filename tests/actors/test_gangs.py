@@ -9,7 +9,7 @@ import pytest
 from actors.machines.governor_events import EndWorker, LoadRequested
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.readings import FRESH_S
-from protocol.errors import InvalidModel
+from protocol.errors import InvalidModel, ModelExists
 from protocol.gang import DIVERGED
 from protocol.memory_bounds import STARTING_BYTES, limit_bytes
 from protocol.policy import ModelPolicy
@@ -50,6 +50,21 @@ async def test_a_gang_is_one_model_whose_status_shows_its_ranks():
         (line,) = [it for it in text.splitlines() if 'demo",rank="2"' in it]
         name, value = line.split()
         assert (name.partition("{")[0], float(value)) == ("kvd_rank_footprint_bytes", 12 * MIB)
+
+
+@simulated
+async def test_a_load_keeps_the_ranks_of_the_model_unless_it_names_others():
+    async with world(load=()) as w:
+        await w.system.load("demo", policy=THREE)
+        await w.system.load("demo", policy=ModelPolicy(pinned=True))
+        assert w.model().pinned
+        assert len(w.model().ranks) == 3
+        with pytest.raises(ModelExists, match="different ranks"):
+            await w.system.load("demo", policy=ModelPolicy(ranks=1))
+        await w.system.unload("demo")
+        await w.system.load("demo", policy=ModelPolicy(pinned=True))
+        await w.system.load("demo", policy=ModelPolicy(ranks=1))
+        assert w.model().ranks == []
 
 
 @simulated

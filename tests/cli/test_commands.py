@@ -116,11 +116,13 @@ def test_load_sends_the_policy(kvctl, home: Home):
         assert kvctl("load", "demo", "--priority", "0")[0] == 0
         assert kvctl("load", "demo", "--ranks", "2")[0] == 0
         assert kvctl("load", "demo", "--ranks", "1")[0] == 0
+        assert kvctl("load", "demo", "--pin")[0] == 0
         code, _, err = kvctl("load", "demo", "--priority", "101")
         assert "ranks must be at most 8" in kvctl("load", "demo", "--ranks", "9")[2]
     policies = [request.policy for request in requests if isinstance(request, m.Load)]
     expected = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
-    assert policies == [expected, None, ModelPolicy(), ModelPolicy(ranks=2), ModelPolicy()]
+    ranks = [ModelPolicy(ranks=2), ModelPolicy(ranks=1), ModelPolicy(pinned=True)]
+    assert policies == [expected, None, ModelPolicy(), *ranks]
     assert (code, "priority must be at most 100" in err) == (2, True)
 
 

@@ -134,6 +134,7 @@ FILLED = {
     "alias": '"qwen"',
     "idle_ttl_s": "900",
     "max_context": "16384",
+    "ranks": "1",
     "max_kv_size": "8192",
     "prefix_cache": "4294967296",
     "group_size": "64",
