@@ -36,7 +36,8 @@ def join(place: Place, peers: Peers) -> Any:
     """Return the group of all ranks, once all have joined.
 
     Holds Python's lock until then, so only another process can end a wait for a rank that does not
-    come. Raises ``RuntimeError``, also if only some ranks have a CUDA device.
+    come. Raises ``RuntimeError``, also if only some ranks have a CUDA device, or if another program
+    connected in a rank's place.
     """
     rank, addresses, backend = place.rank, place.addresses, place.backend
     if backend == "auto":
@@ -57,9 +58,21 @@ def join(place: Place, peers: Peers) -> Any:
         _block_reads(_sockets() - before)
     if group.size() != len(addresses) or group.rank() != rank:
         raise RuntimeError(f"MLX formed a group of {group.size()} ranks, not {len(addresses)}")
+    _greet(group)
     if group.size() > 2:
         mx.distributed.all_sum = ordered_sum
     return group
+
+
+def _greet(group: Any) -> None:
+    """Raise ``RuntimeError`` unless a sum has a term of each rank.
+
+    The ring has no authentication. A program that connected and sends nothing delays the sum until
+    the daemon's deadline for the start, which is shorter than the one for the load.
+    """
+    total = mx.distributed.all_sum(mx.array([1 << group.rank()], mx.int32), group=group)
+    if total.item() != (1 << group.size()) - 1:
+        raise RuntimeError("another program connected to this rank's port in place of a rank")
 
 
 @contextlib.contextmanager

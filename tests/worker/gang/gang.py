@@ -24,7 +24,8 @@ class GangProcesses(Peer):
         """``programs``: Python code that a rank runs before its own program, by rank."""
         pairs = [socket.socketpair() for _ in range(ranks)]
         controls = [socket.socketpair() for _ in range(1, ranks)]
-        ring = ",".join(free_addresses(ranks))
+        self.addresses = free_addresses(ranks)
+        ring = ",".join(self.addresses)
         self.processes = []
         for rank in range(ranks):
             own = [mine for mine, _ in controls] if rank == 0 else [controls[rank - 1][1]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 
 import pytest
 
@@ -169,6 +171,55 @@ def test_a_rank_without_a_cuda_device_ends_the_gang_at_once(start):
     statuses = gang.wait()
     assert set(statuses) <= {1, PEER_LOST}
     assert "connect by nccl, ring" in gang.errors()[statuses.index(1)]
+
+
+LATE = """
+import os, time
+import mlx.core as mx
+join = mx.distributed.init
+
+def late(**options):
+    while not os.path.exists({flag!r}):
+        time.sleep(0.01)
+    return join(**options)
+
+mx.distributed.init = late
+"""
+
+
+def test_a_stranger_in_place_of_a_rank_ends_the_start(start, tmp_path):
+    """The daemon then starts the ranks again, with other ports (tests/process/test_gangs.py)."""
+    flag = tmp_path / "joins"
+    gang = start(programs={1: LATE.format(flag=str(flag))})
+    host, _, port = gang.addresses[0].rpartition(":")
+    with connected(host, int(port)) as stranger:
+        stranger.sendall(bytes(1 << 16))
+        flag.touch()
+        statuses = gang.wait()
+    assert statuses[0] == 1
+    assert statuses[1] in {1, PEER_LOST}
+    assert "another program connected to this rank's port" in gang.errors()[0]
+    assert not gang.of(Progress)
+
+
+def connected(host, port):
+    """Return a connection to a port once something listens there."""
+    end = time.monotonic() + GangProcesses.deadline_s
+    while True:
+        try:
+            return socket.create_connection((host, port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < end, "no rank listens"
+            time.sleep(0.01)
+
+
+def test_no_port_is_open_once_the_ranks_have_joined(start):
+    gang = start()
+    gang.wait_for(lambda: gang.of(Started))
+    for address in gang.addresses:
+        host, _, port = address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
 
 
 def test_every_rank_reports_its_start(start):
