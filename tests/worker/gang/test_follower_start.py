@@ -63,7 +63,8 @@ class OnePeer:
     rank = 1
 
     def receive(self):
-        return msgspec.msgpack.encode(records.Load(LoadModel(source="demo", ranks=2), "demo", 64))
+        load = records.Load(LoadModel(source="demo", ranks=2), "demo", 64, native=False)
+        return msgspec.msgpack.encode(load)
 
 
 @pytest.mark.parametrize(
