@@ -25,7 +25,7 @@ from kvd.worker.artifacts.entries import Entries
 from kvd.worker.artifacts.modules import MOST_BYTES
 from kvd.worker.serving.model_files import default_dtype
 
-MOST_MODULES = 3
+MOST_MODULES = 5
 """Limit of the modules of MLX's own operations, as `bench.jit` predicts them."""
 
 

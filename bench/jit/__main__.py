@@ -36,8 +36,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 0.7, "top_p": 0.9},
     "top-k": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": {5: 1.0}},
 }
 """Sampling settings of the requests, in their order."""
+MORE: dict[str, dict[str, Any]] = {"bias": {"min_tokens": 4, "logprobs": 2}}
+"""Other settings of requests."""
 
 
 def measure(kv: str) -> Keys:
@@ -62,7 +65,8 @@ def measure(kv: str) -> Keys:
             for request, settings in REQUESTS.items():
                 with recorder.phase(request):
                     sampling = Sampling(seed=1, **settings)
-                    driver.submit(request, PROMPT, sampling, max_tokens=TOKENS)
+                    more = MORE.get(request, {})
+                    driver.submit(request, PROMPT, sampling, max_tokens=TOKENS, **more)
                     driver.run()
     return recorder.found
 

@@ -16,6 +16,7 @@ from bench.jit.recorder import Recorder
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.gpu import products
+from kvd.worker.sampling import sampler
 from kvd.worker.serving import (
     check_key,
     kernel_check,
@@ -41,6 +42,7 @@ PHASES: list[tuple[Any, str, str]] = [
     (Runner, "compile", "compiled steps"),
     (Runner, "pack", "packed prefill"),
     (Runner, "split_head", "split head"),
+    (sampler, "compile_modules", "sampling"),
 ]
 """Functions of a load, and the names of their phases."""
 

@@ -44,4 +44,4 @@ def test_both_starts_share_caches_and_modules_are_named(
         for run in range(2)
     ]
     (bar,) = found["bars"]
-    assert (bar["value"], bar["limit"], bar["passed"]) == (1, 3, True)
+    assert (bar["value"], bar["limit"], bar["passed"]) == (1, 5, True)

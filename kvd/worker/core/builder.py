@@ -28,6 +28,7 @@ from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import memory, shortage
 from kvd.worker.process.cpu_limit import limit_cpu
 from kvd.worker.process.memory_limit import limit
+from kvd.worker.sampling import sampler
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
@@ -251,6 +252,8 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.pack(checks)
     served.runner.interleave(checks)
     served.runner.split_head(checks)
+    if not on_cpu() and mx.cuda.is_available():
+        sampler.compile_modules()
     if (kept := modules.current()) is not None:
         kept.keep()
     return checks

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.sampling.largest import largest
+from kvd.worker.sampling.largest import largest, pick
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
 
@@ -149,7 +149,7 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     if (group := batch.narrow) is not None:
         indices, kept = filter_narrow(group, logits)
         rank = _categorical(kept, batch.keys(group, positions))
-        draws.append(mx.take_along_axis(indices, rank[:, None], axis=-1)[:, 0])
+        draws.append(pick(indices, rank[:, None])[:, 0])
     if (group := batch.ranked) is not None:
         draws.append(_categorical(filter_ranked(group, logits), batch.keys(group, positions)))
     if not draws:
@@ -203,12 +203,12 @@ def _nucleus(group: Group, descending: Any, weights: Any, total: Any) -> Any:
     above = mx.cumsum(weights, axis=-1, inclusive=False)
     # A token is dropped if the tokens above it already reach the mass.
     count = mx.sum(above < group.top_p * total, axis=-1, keepdims=True)
-    return mx.take_along_axis(descending, mx.maximum(count, 1) - 1, axis=-1)
+    return pick(descending, mx.maximum(count, 1) - 1)
 
 
 def _first(shifted: Any, descending: Any, top_k: Any) -> Any:
     """Return which tokens are the k largest; of equal logits the first ones count."""
-    last = mx.take_along_axis(descending, mx.minimum(top_k, descending.shape[-1]) - 1, axis=-1)
+    last = pick(descending, mx.minimum(top_k, descending.shape[-1]) - 1)
     above, equal = shifted > last, shifted == last
     room = top_k - mx.sum(above, axis=-1, keepdims=True)
     return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))

@@ -11,10 +11,13 @@ They apply in the order of vLLM and mlx-lm:
 Penalties depend on earlier tokens, but step n+1 is launched before the tokens of step n are on the
 host. Token counts therefore stay on the device, ``[penalized rows, vocabulary]``, and
 `Edits.count` adds new tokens lazily. Rows without such settings are not touched.
+
+All edits of single logits and counts add float32 at int32 places: one module of MLX's on CUDA.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,9 +53,9 @@ class Counts:
             return
         shape = (len(self._added), self.vocabulary)
         prompts, completions = zip(*self._added, strict=True)
-        drawn = mx.zeros(shape, dtype=mx.float32).at[_places(completions)].add(1.0)
-        prompted = mx.zeros(shape, dtype=mx.bool_)
-        prompted[_places(prompts)] = True
+        none = mx.zeros(shape, dtype=mx.float32)
+        drawn = none.at[_places(completions)].add(1.0)
+        prompted = none.at[_places(prompts)].add(1.0) > 0
         if self.drawn is not None:
             drawn = mx.concatenate([self.drawn, drawn])
             prompted = mx.concatenate([self.prompted, prompted])
@@ -137,7 +140,11 @@ class _Entries:
 
     rows: Any
     tokens: Any
-    values: Any = None
+    values: Any
+
+    def add(self, logits: Any) -> Any:
+        """Return the logits plus the values."""
+        return logits.at[self.rows, self.tokens].add(self.values)
 
     @staticmethod
     def of(entries: list[tuple[int, int, float]]) -> _Entries | None:
@@ -165,7 +172,9 @@ class Edits:
             for token, value in row.settings.sampling.logit_bias.items()
         ]
         excluding = {at: row for at, row in enumerate(rows) if row.excludes_ends}
-        excluded = [(at, end, 0.0) for at, row in excluding.items() for end in row.settings.ends]
+        excluded = [
+            (at, end, -math.inf) for at, row in excluding.items() for end in row.settings.ends
+        ]
         return Edits(
             _Entries.of(bias),
             _Penalties.of(rows, keys, counts),
@@ -184,11 +193,11 @@ class Edits:
             return logits
         logits = logits.astype(mx.float32)
         if self.bias is not None:
-            logits = logits.at[self.bias.rows, self.bias.tokens].add(self.bias.values)
+            logits = self.bias.add(logits)
         if self.penalties is not None:
             logits = self.penalties.apply(logits, counts)
         if self.excluded is not None:
-            logits[self.excluded.rows, self.excluded.tokens] = -mx.inf
+            logits = self.excluded.add(logits)
         return logits
 
     def count(self, tokens: Any, counts: Counts) -> None:

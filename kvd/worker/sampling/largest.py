@@ -10,6 +10,16 @@ BLOCK = 128
 """Values per block. Divides most vocabulary sizes, so that no padding is needed."""
 
 
+def pick(rows: Any, places: Any, axis: int = -1) -> Any:
+    """Return the values at ``places`` along an axis.
+
+    Integers, which must be below 2**24, are moved as float32 and places are int32. So CUDA needs a
+    single module for all settings, which MLX compiles when it is first needed.
+    """
+    found = mx.take_along_axis(rows.astype(mx.float32), places.astype(mx.int32), axis=axis)
+    return found.astype(rows.dtype)
+
+
 def largest(rows: Any, count: int) -> tuple[Any, Any]:
     """Return the ``count`` largest values of each row in descending order, and their indices.
 
@@ -26,9 +36,9 @@ def largest(rows: Any, count: int) -> tuple[Any, Any]:
         rows = mx.pad(rows, [(0, 0), (0, -width % BLOCK)], constant_values=-mx.inf)
         indices = _by_blocks(rows, count)
     indices = mx.sort(indices, axis=-1)
-    values = mx.take_along_axis(rows, indices, axis=-1)
+    values = pick(rows, indices)
     order = mx.argsort(-values, axis=-1)
-    return mx.take_along_axis(values, order, axis=-1), mx.take_along_axis(indices, order, axis=-1)
+    return pick(values, order), pick(indices, order)
 
 
 def _partition(rows: Any, count: int) -> Any:
@@ -40,7 +50,7 @@ def _by_blocks(rows: Any, count: int) -> Any:
     height = rows.shape[0]
     blocks = rows.reshape(height, -1, BLOCK)
     best = _partition(mx.max(blocks, axis=-1), count)
-    inside = mx.take_along_axis(blocks, best[:, :, None], axis=1).reshape(height, -1)
+    inside = pick(blocks, best[:, :, None], axis=1).reshape(height, -1)
     found = _partition(inside, count)
-    block = mx.take_along_axis(best, found // BLOCK, axis=-1)
+    block = pick(best, found // BLOCK)
     return block * BLOCK + found % BLOCK

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.sampling.largest import largest
+from kvd.worker.sampling.largest import largest, pick
 from protocol.fields import MAX_LOGPROBS, NO_LOGPROB
 
 
@@ -66,7 +66,7 @@ def score(logits: Any, tokens: Any, *, top: bool) -> Scores:
     """
     logits = logits.astype(mx.float32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
-    logprobs = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - norm)[:, 0]
+    logprobs = (pick(logits, tokens[:, None]) - norm)[:, 0]
     if not top:
         return Scores(tokens, logprobs, None, None, logits.shape[-1])
     values, indices = largest(logits, MAX_LOGPROBS)

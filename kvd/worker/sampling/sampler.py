@@ -22,6 +22,7 @@ import mlx.core as mx
 from kvd.worker.grammar import masking
 from kvd.worker.sampling.draws import BatchSampling, sample
 from kvd.worker.sampling.edits import Counts, Edits
+from kvd.worker.sampling.largest import pick
 from kvd.worker.sampling.logprobs import Scored, Scores, score
 from kvd.worker.sampling.row import RowSettings, SamplerRow
 from protocol.errors import LocalProtocolError
@@ -225,6 +226,18 @@ class Sampler:
             _Part.of(group, tuple(self._rows[key] for key in group), self._counts)
             for group in groups
         ]
+
+
+def compile_modules() -> None:
+    """Let MLX compile what sampling settings need on CUDA: two modules, of several seconds each.
+
+    They are stored with those of the load, so only a machine's first load takes that time, and no
+    request does. Batches of rows with different settings may need others.
+    """
+    counts = Counts(2)
+    counts.add(0, [0], [1])
+    counts.extend()
+    mx.eval(pick(mx.zeros((1, 2)), mx.zeros((1, 1), mx.int32)), counts.drawn, counts.prompted)
 
 
 def finite_and_varied(logits: Any) -> Any:

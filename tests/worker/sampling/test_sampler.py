@@ -16,7 +16,7 @@ from kvd.worker.sampling.draws import (
     key_of,
     sample,
 )
-from kvd.worker.sampling.largest import largest
+from kvd.worker.sampling.largest import largest, pick
 from kvd.worker.sampling.sampler import finite_and_varied
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
@@ -281,3 +281,11 @@ def test_sampling_a_step_of_sixteen_rows_is_fast():
     for step in range(10):
         mx.eval(sample(logits, batch, [step] * 16))
     assert (time.perf_counter() - start) / 10 < 0.1
+
+
+def test_large_integers_are_picked_exactly() -> None:
+    rows = mx.array([[2**24 - 1, 2**24 - 2, 7]], dtype=mx.int32)
+    found = pick(rows, mx.array([[1, 0]], dtype=mx.uint32))
+
+    assert found.dtype == mx.int32
+    assert found.tolist() == [[2**24 - 2, 2**24 - 1]]
