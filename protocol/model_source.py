@@ -6,6 +6,7 @@ A request names a model. A model is loaded from a source: an embedded name, a fo
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,6 +99,22 @@ def check_folder(path: Path) -> Path:
     if not paths.is_folder(path):
         raise InvalidModel(f"{path} is a file; give the model's folder", source=str(path))
     return path
+
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """Return the folder of a Hub model in the Hugging Face cache; None if there is none.
+
+    Files may be missing in it.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = Path(os.environ.get("HF_HOME", caches / "huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs/main").read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return snapshot if paths.is_folder(snapshot) else None
 
 
 def _has_gguf(folder: Path) -> bool:

@@ -7,7 +7,6 @@ Recurrent states are not covered.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -16,11 +15,11 @@ from typing import Any
 
 from actors.system import Settings
 from kvd.host.memory.nvidia import has_cuda_build
-from protocol import memory_bounds, model_folder, paths
+from protocol import memory_bounds, model_folder
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec, floors_of, schemes_of
-from protocol.model_source import check_folder, is_hub_id, unknown_source
+from protocol.model_source import cached_snapshot, check_folder, is_hub_id, unknown_source
 from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
 from protocol.weights import Tensors, Weights
@@ -193,22 +192,11 @@ def folder_of(source: str) -> Path:
         return check_folder(Path(source))
     if not is_hub_id(source):
         raise unknown_source(source)
-    if (found := _downloaded(source)) is None:
+    if (found := cached_snapshot(source)) is None:
         raise UnknownModel(
             f"{source} is not on this machine; `kvctl load {source}` downloads it", source=source
         )
     return found
-
-
-def _downloaded(hub_id: str) -> Path | None:
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    repository = cache / f"models--{hub_id.replace('/', '--')}"
-    try:
-        snapshot = repository / "snapshots" / (repository / "refs/main").read_text("utf-8").strip()
-    except OSError:
-        return None
-    return snapshot if paths.is_folder(snapshot) else None
 
 
 def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:

@@ -331,13 +331,19 @@ async def test_a_signal_reaches_all_ranks(gang):
     assert not any(map(lives, gang.pids))
 
 
-async def test_the_daemons_kill_is_no_kill_by_the_kernel(gang, tmp_path):
-    vmstat = tmp_path / "vmstat"
+async def sleeping_while_the_kernel_kills(gang, folder):
+    """Return a worker; meanwhile the kernel has counted a kill for lack of memory."""
+    vmstat = folder / "vmstat"
     vmstat.write_text("oom_kill 4\n")
     worker = await gang.spawn("time.sleep(60)")
     worker._oom = OomWatch(vmstat)
     await gang.started()
     vmstat.write_text("oom_kill 5\n")
+    return worker
+
+
+async def test_the_daemons_kill_is_no_kill_by_the_kernel(gang, tmp_path):
+    worker = await sleeping_while_the_kernel_kills(gang, tmp_path)
     worker.kill()
     assert (await gang.exit).returncode == -signal.SIGKILL
     assert not gang.exit.result().starved
@@ -345,12 +351,7 @@ async def test_the_daemons_kill_is_no_kill_by_the_kernel(gang, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 async def test_a_kill_of_any_rank_by_the_kernel_is_recognized(gang, tmp_path, rank):
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("oom_kill 4\n")
-    worker = await gang.spawn("time.sleep(60)")
-    worker._oom = OomWatch(vmstat)
-    await gang.started()
-    vmstat.write_text("oom_kill 5\n")
+    await sleeping_while_the_kernel_kills(gang, tmp_path)
     os.kill(gang.pids[rank], signal.SIGKILL)
     assert await gang.exit == Exit(-signal.SIGKILL, starved=True, rank=rank)
 

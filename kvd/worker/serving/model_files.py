@@ -26,8 +26,14 @@ from kvd.worker.text.failures import is_failure, one_line
 from kvd.worker.text.fast_tokenizer import FastWrapper
 from kvd.worker.text.tokenizer_record import TokenizerRecord
 from protocol import model_folder
-from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
-from protocol.model_source import EMBEDDED, check_folder, is_hub_id, unknown_source
+from protocol.errors import InvalidModel, ModelError, UnknownModel, UnsupportedModel
+from protocol.model_source import (
+    EMBEDDED,
+    cached_snapshot,
+    check_folder,
+    is_hub_id,
+    unknown_source,
+)
 from protocol.weights import Weights
 
 DEFAULT_CONTEXT = 4096
@@ -85,7 +91,9 @@ def resolve(
 ) -> Path:
     """Return the folder of an embedded model, an absolute path or a Hub id.
 
-    ``files``: patterns of the files to download for a Hub id; None: all that `load` needs.
+    ``files``: patterns of the files to download for a Hub id; None: all that `load` needs. A model
+    of the Hub that is complete in the Hugging Face cache is taken from there without a request, so
+    that a worker that replaces another one has the same weights.
     """
     if source in EMBEDDED:
         from kvd import demo  # noqa: PLC0415 - only a worker of this model needs it
@@ -94,8 +102,26 @@ def resolve(
     if source.startswith("/"):
         return check_folder(Path(source))
     if is_hub_id(source):
-        return _download(source, progress, files)
+        return _cached(source, files) or _download(source, progress, files)
     raise unknown_source(source)
+
+
+def _cached(source: str, files: Sequence[str] | None) -> Path | None:
+    """Return a Hub model's folder in the Hugging Face cache if it has all files that are needed.
+
+    Importing the Hub's client takes 12 MB and 0.12 s of CPU time.
+    """
+    folder = cached_snapshot(source)
+    # The Hub's client leaves these files behind while a download is incomplete.
+    if folder is None or any((folder.parents[1] / "blobs").glob("*.incomplete")):
+        return None
+    if files is not None:
+        return folder if all(any(folder.glob(one)) for one in files) else None
+    try:
+        inspect(folder)
+    except ModelError:
+        return None
+    return folder
 
 
 def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:

@@ -119,6 +119,40 @@ def test_only_the_named_files_are_downloaded(monkeypatch, folder):
     assert variants == [["config.json"]]
 
 
+@pytest.fixture
+def snapshot(monkeypatch, tmp_path):
+    """A model that the Hub's client has downloaded completely."""
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("downloaded")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    return tiny_model.save(repository / "snapshots" / "abc")
+
+
+def test_a_model_in_the_cache_of_the_hub_needs_no_download(snapshot):
+    assert model_files.resolve("some/model") == snapshot
+    assert model_files.resolve("some/model", files=("config.json",)) == snapshot
+
+
+@pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_an_incomplete_model_in_the_cache_is_downloaded(snapshot, lost):
+    (snapshot / lost).unlink()
+    with pytest.raises(UnknownModel, match="AssertionError: downloaded"):
+        model_files.resolve("some/model")
+
+
+def test_an_interrupted_download_is_continued(snapshot):
+    (snapshot.parents[1] / "blobs/4d7a.incomplete").touch()
+    with pytest.raises(UnknownModel, match="AssertionError: downloaded"):
+        model_files.resolve("some/model")
+
+
 # Inspecting
 
 
