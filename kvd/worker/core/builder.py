@@ -252,7 +252,7 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.pack(checks)
     served.runner.interleave(checks)
     served.runner.split_head(checks)
-    if not on_cpu() and mx.cuda.is_available():
+    if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available():
         sampler.compile_modules()
     if (kept := modules.current()) is not None:
         kept.keep()
