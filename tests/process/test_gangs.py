@@ -87,7 +87,7 @@ def test_a_rank_that_is_stopped_does_not_outlive_the_others(daemon: Daemon, rank
 def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
     home, make_daemon, rank, number
 ):
-    write_config(home, "[watchdog]\nspawning_s = 5\nterminated_s = 0.2")
+    write_config(home, "[watchdog]\nspawning_s = 5\nloading_s = 5\nterminated_s = 0.2")
     daemon = make_daemon().start()
     with daemon.client() as kvd:
         loading = kvd.load(source(), alias="m", policy=ModelPolicy(ranks=3))
