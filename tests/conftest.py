@@ -127,8 +127,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring the longest files to the front; the order within a file stays.
 
-    Of the others, those that start processes, and wait for them, are spread among those that
-    compute: otherwise several would wait at once. Files without MLX are the shortest and come last.
+    Files that start processes and wait for them are spread among those that compute: otherwise
+    several would wait at once. Files without MLX are the shortest and come last.
     """
     marks: dict[Path, set[str]] = {}
     for item in items:
