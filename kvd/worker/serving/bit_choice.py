@@ -8,6 +8,7 @@ Its result is kept beside the calibrations, for the next load.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
@@ -113,23 +114,56 @@ class ProbeFile:
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Keep a mark while the block runs, which stays if the process is killed."""
-        try:
-            calibration.replace_file(self._mark, VERSION.encode())
-        except OSError as error:
-            _log.warning("the mark %s is not kept: %s", self._mark, error)
+        lock = self._write_mark()
         try:
             yield
         finally:
-            with suppress(OSError):
-                self._mark.unlink()
+            if lock is not None:
+                with suppress(OSError):
+                    self._mark.unlink()
+                os.close(lock)
+
+    def _write_mark(self) -> int | None:
+        """Write the mark; return its descriptor, whose lock shows that this process lives.
+
+        None if there is no mark, or if another process that lives has it.
+        """
+        try:
+            self._mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self._mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            _log.warning("the mark %s is not kept: %s", self._mark, error)
+            return None
+        try:
+            if _is_free(lock):
+                os.ftruncate(lock, 0)
+                os.write(lock, VERSION.encode())
+                os.fsync(lock)
+                return lock
+        except OSError as error:
+            _log.warning("the mark %s is not kept: %s", self._mark, error)
+        os.close(lock)
+        return None
 
     def was_killed(self) -> bool:
         """Return whether a probe of these versions was killed less than `RETRY_SECONDS` ago."""
         try:
-            recent = abs(time.time() - self._mark.stat().st_mtime) < RETRY_SECONDS
-            return recent and self._mark.read_bytes() == VERSION.encode()
+            with self._mark.open("rb") as file:
+                recent = abs(time.time() - os.fstat(file.fileno()).st_mtime) < RETRY_SECONDS
+                return recent and file.read() == VERSION.encode() and _is_free(file.fileno())
         except OSError:
             return False
+
+
+def _is_free(file: int) -> bool:
+    """Lock an open file; return whether no other process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 @dataclass(frozen=True)

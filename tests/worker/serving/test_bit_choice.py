@@ -272,12 +272,41 @@ def test_a_load_after_a_killed_probe_skips_it_for_a_day(tiny, folder, caplog):
 def test_a_mark_of_other_versions_is_ignored(folder):
     file = ProbeFile(folder, "abc")
     with file.marked():
-        assert file.was_killed()
         (mark,) = folder.iterdir()
-        mark.write_bytes(b"kvd 0")
-        assert not file.was_killed()
-    assert not file.was_killed()
+        content = mark.read_bytes()
     assert not [*folder.iterdir()]
+    mark.write_bytes(content)
+    assert file.was_killed()
+    mark.write_bytes(b"kvd 0")
+    assert not file.was_killed()
+
+
+def test_a_probe_that_runs_in_another_process_was_not_killed(tiny, folder, caplog):
+    """A model can be loaded under a second name while the first one's worker is idle."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from kvd.worker.serving import bit_choice, model_files\n"
+        "file = bit_choice.ProbeFile.of(model_files.inspect(Path(sys.argv[1])))\n"
+        "with file.marked():\n"
+        "    print(flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tiny)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        try:
+            assert other.stdout.readline()
+            (mark,) = folder.iterdir()
+            assert bits_of(tiny).unknown
+            file = ProbeFile.of(model_files.inspect(tiny))
+            with file.marked():  # the other process's mark stays
+                pass
+            assert mark.exists()
+        finally:
+            other.kill()
+    assert not caplog.records
+    assert bits_of(tiny).choice.info.reason == bit_choice.KILLED
 
 
 def test_a_model_whose_tokenizer_cannot_encode_gets_arbitrary_tokens(tiny):
