@@ -92,8 +92,8 @@ def resolve(
     """Return the folder of an embedded model, an absolute path or a Hub id.
 
     ``files``: patterns of the files to download for a Hub id; None: all that `load` needs. A model
-    of the Hub that is complete in the Hugging Face cache is taken from there without a request, so
-    that a worker that replaces another one has the same weights.
+    of the Hub that is complete in the Hugging Face cache, with a chat template, is taken from there
+    without a request, so that a worker that replaces another one has the same weights.
     """
     if source in EMBEDDED:
         from kvd import demo  # noqa: PLC0415 - only a worker of this model needs it
@@ -119,9 +119,21 @@ def _cached(source: str, files: Sequence[str] | None) -> Path | None:
         return folder if all(any(folder.glob(one)) for one in files) else None
     try:
         inspect(folder)
+        return folder if _has_template(folder) else None
     except ModelError:
         return None
-    return folder
+
+
+def _has_template(folder: Path) -> bool:
+    """Return whether a folder has a chat template.
+
+    Other programs may have downloaded a model without it: older versions of mlx-lm left ``*.jinja``
+    out.
+    """
+    if any(folder.glob("*.jinja")) or (folder / "chat_template.json").exists():
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.exists() and bool(model_folder.read_object(settings).get("chat_template"))
 
 
 def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:

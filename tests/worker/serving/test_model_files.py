@@ -132,7 +132,9 @@ def snapshot(monkeypatch, tmp_path):
     (repository / "refs").mkdir(parents=True)
     (repository / "blobs").mkdir()
     (repository / "refs/main").write_text("abc")
-    return tiny_model.save(repository / "snapshots" / "abc")
+    folder = tiny_model.save(repository / "snapshots" / "abc")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
 
 
 def test_a_model_in_the_cache_of_the_hub_needs_no_download(snapshot):
@@ -145,6 +147,18 @@ def test_an_incomplete_model_in_the_cache_is_downloaded(snapshot, lost):
     (snapshot / lost).unlink()
     with pytest.raises(UnknownModel, match="AssertionError: downloaded"):
         model_files.resolve("some/model")
+
+
+def test_a_template_that_other_programs_did_not_download_is_downloaded(snapshot):
+    """Older versions of mlx-lm download all other files. The tokenizer's own template suffices."""
+    (snapshot / "chat_template.jinja").unlink()
+    settings = snapshot / "tokenizer_config.json"
+    for content in ({}, {"chat_template": None}):
+        settings.write_text(json.dumps(content))
+        with pytest.raises(UnknownModel, match="AssertionError: downloaded"):
+            model_files.resolve("some/model")
+    settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert model_files.resolve("some/model") == snapshot
 
 
 def test_an_interrupted_download_is_continued(snapshot):
