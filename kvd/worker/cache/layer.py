@@ -174,8 +174,8 @@ class LayerStore:
                 parts.append(_kept(_joined(same_level), place.kept))
             if place.tails:
                 parts.append(self._pack_tails(place))
-            # Dense keys are transposed.
-            keys, values = (tuple(map(mx.contiguous, side)) for side in _joined(parts))
+            pool = self.pools[place.level]
+            keys, values = map(_as_stored, _joined(parts), (pool.keys, pool.values))
             writes.pages.append((place.level, place.slots, keys, values))
         return writes
 
@@ -293,6 +293,16 @@ def _paged(dense: mx.array, tokens: int) -> mx.array:
     heads, _, dim = dense.shape
     pages = tokens // PAGE_TOKENS
     return dense[:, :tokens].reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)
+
+
+def _as_stored(side: Packed, stored: Packed) -> Packed:
+    """Return a side in the pool's dtypes, contiguous: dense keys are transposed.
+
+    A model's values can have another dtype than its keys, whose dtype the pools have.
+    """
+    return tuple(
+        mx.contiguous(array.astype(like.dtype)) for array, like in zip(side, stored, strict=True)
+    )
 
 
 def _kept(sides: Sides, indices: list[int]) -> Sides:

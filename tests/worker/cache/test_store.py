@@ -47,6 +47,25 @@ def test_every_bit_width_and_orientation(k_bits: int, v_bits: int, dim: int) -> 
     bench.check()
 
 
+@pytest.mark.parametrize("scheme", [Scheme(16, 16), Scheme(8, 4)])
+def test_values_of_another_dtype_than_keys_read_back(scheme: Scheme) -> None:
+    """RoPE or norms of heads can widen the keys of a model in half precision."""
+    found = []
+    for dtype in (mx.float32, mx.bfloat16):
+        bench = Bench(scheme=scheme, layers=1)
+        row = bench.store.new_row()
+        bench.store.begin_prefill(row, 200)
+        keys, values = mx.random.normal((2, 1, 2, 200, 64), key=mx.random.key(0))
+        values = mx.round(4 * values).astype(dtype)  # exact in bfloat16
+        bench.caches[0].update_and_fetch(keys, values)
+        bench.store.finish_prefill()
+        found += [np.array(side.astype(mx.float32)) for side in bench.store.read(row, 0)]
+
+    np.testing.assert_array_equal(found[2], found[0])
+    # Half precision rounds the scales of quantized values.
+    np.testing.assert_allclose(found[3], found[1], rtol=0, atol=0 if scheme.v_bits == 16 else 0.1)
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
     bench = Bench(LayerGeometry(kv_heads=2, k_dim=dim, v_dim=dim), Scheme(8, 4))
