@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import mlx.core as mx
@@ -94,6 +95,21 @@ def test_quantized_values_equal_those_of_mlx(
         for mine, other in zip(got, wanted, strict=True):
             assert mine.dtype == other.dtype
             assert mx.array_equal(mine, other).item()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_codes_of_groups_without_a_scale_equal_those_of_mlx(
+    functions: operations._Functions, bits: int, bad: float
+) -> None:
+    x = normal(8, 64)
+    x[::2, ::5], x[1] = bad, bad  # one scale is NaN, infinite or 0
+    for one in (x, mx.contiguous(x.T).T):
+        got = functions.quantize(one, group_size=64, bits=bits)
+        wanted = operations._quantize(one, group_size=64, bits=bits)
+        assert mx.array_equal(got[0], wanted[0]).item()
+        for mine, other in zip(got[1:], wanted[1:], strict=True):
+            assert mx.array_equal(mine, other, equal_nan=True).item()
 
 
 @pytest.mark.parametrize("share", [1, 40])

@@ -37,8 +37,9 @@ inline I8 codes_of(F8 x, F8 scale, F8 bias, F8 greatest_code) {
 #else
   I8 found;
   for (int i = 0; i < LANES; ++i) {
+    // 0 first: of NaN, `max` then is 0, as above.
     found[i] = static_cast<int32_t>(
-        std::min(std::max(std::rint(wanted[i]), 0.0f), greatest_code[i]));
+        std::min(std::max(0.0f, std::rint(wanted[i])), greatest_code[i]));
   }
   return found;
 #endif
