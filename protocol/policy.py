@@ -23,7 +23,7 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Maximum tokens of prompt and completion together; absent: the model's own limit."""
     ranks: Ranks | None = None
     """Processes that share the model, each with a part of every layer; absent: as the model is
-    known, otherwise 1."""
+    known, otherwise 1 (in `config.toml`: always 1)."""
     weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
     """Share of a shared accelerator: twice the weight gives time slices of twice the length."""
 

@@ -61,6 +61,8 @@ async def test_source_and_settings_change_while_the_model_is_not_loaded() -> Non
         other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64, ranks=2), listed=True)
         assert await w.system.add_configured_model("demo", other, {})
         assert known(w) == other
+        assert await w.system.add_configured_model("demo", DEMO, {})  # names no ranks
+        assert known(w) == DEMO
 
 
 @simulated
