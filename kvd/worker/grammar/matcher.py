@@ -174,6 +174,13 @@ class Matcher:
 
     def failure(self) -> KvdError | None:
         """Return why no token is allowed; None: the grammar is complete."""
+        try:
+            return self._failure()
+        except BaseException as error:  # noqa: BLE001 - panics of Rust derive from it
+            self.end(error)
+            return self._ended_by
+
+    def _failure(self) -> KvdError | None:
         if self._ended_by is not None:
             return self._ended_by
         if self.grammar.is_error():

@@ -118,6 +118,18 @@ def test_a_matcher_raises_no_error_of_its_grammar(demo: Driver, name: str) -> No
     demo.run()
 
 
+@pytest.mark.parametrize("name", ["is_error", "is_accepting"])
+def test_the_failure_of_a_matcher_may_be_an_error_of_its_grammar(demo: Driver, name: str) -> None:
+    """A step asks for it if no token is allowed, and must not fail."""
+    demo.submit("bad", WORDS, WARM, grammar=DIGITS, max_tokens=8)
+    matcher = matcher_of(demo, "bad")
+    matcher.grammar = Failing(matcher.grammar, name, Panic("bad state"), 1)
+
+    assert "bad state" in str(matcher.failure())
+    assert matcher.failed
+    demo.run()
+
+
 def test_a_failed_step_is_not_a_grammar_error(demo: Driver) -> None:
     """The tokens of a step could not be computed: all its rows are rebuilt."""
     demo.submit("good", WORDS, WARM, grammar=DIGITS, max_tokens=8)
