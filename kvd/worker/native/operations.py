@@ -80,16 +80,20 @@ class _Functions:
         return cast(mx.array, self._library.swiglu(gate, x))
 
     def quantize(
-        self, w: mx.array, group_size: int | None = None, bits: int | None = None, **rest: Any
+        self,
+        w: mx.array,
+        group_size: int | None = None,
+        bits: int | None = None,
+        *modes: str,
+        **rest: Any,
     ) -> tuple[mx.array, ...]:
-        native = (
-            bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128) and not rest and not _paused
-        )
+        plain = not (modes or rest or _paused)
+        native = bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128) and plain
         fits = (
             w.dtype == mx.float32 and w.ndim > 1 and w.size and w.shape[-1] % (group_size or 1) == 0
         )
         if not (native and fits):
-            return cast("tuple[mx.array, ...]", _quantize(w, group_size, bits, **rest))
+            return cast("tuple[mx.array, ...]", _quantize(w, group_size, bits, *modes, **rest))
         return cast("tuple[mx.array, ...]", self._library.quantize(w, group_size, bits))
 
     def masked(self, logits: mx.array, masks: mx.array) -> mx.array:

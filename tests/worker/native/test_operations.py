@@ -194,6 +194,12 @@ def test_accepts_and_refuses_the_same_arguments_as_mlx(
             functions.rope(x, dims, **(same | more))
     with pytest.raises(ValueError, match="rms_norm"):
         functions.rms_norm(x, mx.ones((32,)), 1e-6)
+    for mode in ("affine", "mxfp8"):  # by position, like mlx's
+        got, wanted = (
+            quantize(x, 32, 8, mode) for quantize in (functions.quantize, operations._quantize)
+        )
+        assert len(got) == len(wanted)
+        assert all(mx.array_equal(*pair).item() for pair in zip(got, wanted, strict=True))
     every_other = mx.arange(6)[::2]
     for offset in (np.int64(5), every_other, mx.broadcast_to(mx.array(7), (3,))):
         got = functions.rope(x, 64, offset=offset, **same)
