@@ -258,7 +258,7 @@ def test_a_new_chat_drops_what_was_being_written(visit: Visit):
 
 def test_pressure_is_explained(visit: Visit):
     page = visit.open()
-    threads = press(visit.daemon, 24 * 2**20, tokens=150)
+    threads = press(visit.daemon, 24 * 2**20, tokens=400)
     page.wait("document.querySelectorAll('#events li').length > 3")
     page.wait(shows("#events", "reclaim precision"))
     page.wait(shows("#events", "requests of"))
