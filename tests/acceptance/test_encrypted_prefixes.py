@@ -65,7 +65,7 @@ def process_data(pid: int) -> bytes:
 @pytest.mark.process
 @pytest.mark.slow
 def test_encrypted_prefixes_survive_a_kill_and_reveal_nothing(daemon: Daemon) -> None:
-    prompt = "".join(f"{number}. {WORDS}" for number in range(120))
+    prompt = "".join(f"{number}. {WORDS}" for number in range(400))
     started(daemon)
     assert store(daemon).encrypted
     with daemon.client() as client:

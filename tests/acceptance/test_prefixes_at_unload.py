@@ -11,7 +11,7 @@ from kvd.client import Client
 from kvd.client.blocking import Completion
 from tests.process.helpers import Daemon, configured, wait_for
 
-PROMPT = "".join(f"{number}. The amber falcon carries {number} letters. " for number in range(200))
+PROMPT = "".join(f"{number}. The amber falcon carries {number} letters. " for number in range(500))
 CONFIG = """
 budget = "1GiB"
 models = ["demo"]

@@ -84,16 +84,16 @@ def test_wrong_results_of_attention_are_found(monkeypatch):
 def test_a_flush_that_copies_its_pools_is_found(monkeypatch):
     right = KVStore.flush
 
-    def held(self: KVStore) -> None:
-        """Flush while another reference keeps the pools' arrays, as a step in flight would."""
+    def copying(self: KVStore) -> None:
+        """Flush with a copy of all pools, as MLX makes of arrays that a step in flight has."""
         pools = [pool for layer in self.layers for pool in layer.pools]
-        views = [array.reshape(-1) for pool in pools for array in pool.arrays()]
-        mx.eval(views)
+        copies = [array + 0 for pool in pools for array in pool.arrays()]
+        mx.eval(copies)
         right(self)
         mx.eval(self.arrays())
-        del views
+        del copies
 
-    monkeypatch.setattr(KVStore, "flush", held)
+    monkeypatch.setattr(KVStore, "flush", copying)
     found = memory.flush(quick=True)
     assert found.verdict == "fail"
     assert found.numbers["moment_bytes"] > found.numbers["pool_bytes"] / 4

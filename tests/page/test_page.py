@@ -259,6 +259,11 @@ def test_a_new_chat_drops_what_was_being_written(visit: Visit):
 def test_pressure_is_explained(visit: Visit):
     page = visit.open()
     threads = press(visit.daemon, 24 * 2**20, tokens=400)
+    page.js("location.hash = 'requests'")
+    page.wait(shows("#requests", "running"))
+    take_pictures(page, "requests")
+    check_access(page)
+    page.js("location.hash = 'overview'")
     page.wait("document.querySelectorAll('#events li').length > 3")
     page.wait(shows("#events", "reclaim precision"))
     page.wait(shows("#events", "requests of"))
@@ -266,9 +271,6 @@ def test_pressure_is_explained(visit: Visit):
     take_pictures(page, "overview")
     check_access(page)
     page.js("location.hash = 'requests'")
-    page.wait(shows("#requests", "running"))
-    take_pictures(page, "requests")
-    check_access(page)
     for thread in threads:
         thread.join()
     page.wait("document.querySelectorAll('#requests .s-length').length >= 8")

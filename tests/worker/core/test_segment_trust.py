@@ -79,7 +79,7 @@ def test_a_prefix_is_written_only_after_good_logits(store: Store) -> None:
 
 
 def test_checkpoints_that_a_recomputed_request_leaves_again_are_written(store: Store) -> None:
-    engine = Engine(store)
+    engine = Engine(store, clock=Clock())
     engine.submit("r", prompt_of(2000, 1), max_tokens=40)
     engine.run(until=lambda: len(engine.outcomes["r"].tokens) > 2)
     engine.preempt("r")
