@@ -258,11 +258,10 @@ def test_a_new_chat_drops_what_was_being_written(visit: Visit):
 
 def test_pressure_is_explained(visit: Visit):
     page = visit.open()
-    threads = press(visit.daemon, 24 * 2**20, tokens=400)
     page.js("location.hash = 'requests'")
+    page.wait(shows("#requests-empty", "No requests"))
+    threads = press(visit.daemon, 24 * 2**20, tokens=400)
     page.wait(shows("#requests", "running"))
-    take_pictures(page, "requests")
-    check_access(page)
     page.js("location.hash = 'overview'")
     page.wait("document.querySelectorAll('#events li').length > 3")
     page.wait(shows("#events", "reclaim precision"))
@@ -271,6 +270,8 @@ def test_pressure_is_explained(visit: Visit):
     take_pictures(page, "overview")
     check_access(page)
     page.js("location.hash = 'requests'")
+    take_pictures(page, "requests")
+    check_access(page)
     for thread in threads:
         thread.join()
     page.wait("document.querySelectorAll('#requests .s-length').length >= 8")

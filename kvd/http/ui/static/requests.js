@@ -35,7 +35,8 @@ export class Requests {
     }
     this.open = open;
     this.ended = [...[...ended].reverse(), ...this.ended].slice(0, KEPT);
-    if (byId("requests").checkVisibility()) this.render(status);
+    // Not the table: it is hidden while there are no requests.
+    if (byId("requests-sum").checkVisibility()) this.render(status);
   }
 
   /** @param {any} status a `DaemonStatus` */
