@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from bench.gpu import train
 from bench.gpu.measurements import TRACES, Measurement, fidelity, measurements
 from kvd.bench import traces
 from tests.pages import ROOT
+from tests.process.helpers import alive
 
 pytestmark = pytest.mark.mlx
 
@@ -172,15 +171,6 @@ def test_a_failure_stops_nothing_and_is_repeated_last(
     assert run(monkeypatch, tmp_path, some[1:], "--seconds", "1000", "--skip", "late") == 0
 
 
-def runs(pid: int) -> bool:
-    """Return whether there is such a process, or what is left of it until init reaps it."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_what_takes_too_long_is_ended_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -192,10 +182,7 @@ def test_what_takes_too_long_is_ended_with_its_children(
     assert found["status"] == "failed"
     assert found["reason"] == "took more than 3 s"
     child = int((tmp_path / "slow").read_text())
-    end = time.monotonic() + 20
-    while runs(child) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not runs(child)
+    assert not alive(child)
 
 
 def test_results_of_dry_runs_are_kept_apart(

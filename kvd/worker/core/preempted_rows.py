@@ -1,4 +1,4 @@
-"""What is left of the rows of preempted requests: snapshots, a file, or nothing but the tokens.
+"""Keeps what is left of the rows of preempted requests: snapshots, a file, or only the tokens.
 
 `kvd.worker.core.preemption` decides which, and when the rows come back.
 """
