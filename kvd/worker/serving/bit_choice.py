@@ -236,7 +236,7 @@ class Probing:
     def __init__(self, loaded: LoadedModel, file: ProbeFile, memory: int) -> None:
         self._file = file
         self.found = ProbeResult(key=file.key, version=VERSION, problem=PENDING)
-        """The newest result; it says why there is no complete one yet."""
+        """The newest result, which may be incomplete; `problem` gives the reason."""
         self._probe: BitProbe | None = None
         unit = bit_probe.CPU_UNIT if on_cpu() else bit_probe.UNITS[0]
         try:
