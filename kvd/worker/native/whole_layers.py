@@ -4,6 +4,16 @@ A layer's own code is about twenty operations. Each costs MLX 4 µs, and the hos
 A decode step of a layer is one operation. In a packed prefill, a layer is one operation before and
 one after the attention of its chunks. Threads share each part without a wait in between. Every part
 computes as the operation of its own does, so numbers are the same to the bit.
+
+A layer that is divided among the ranks of a gang has two sums over all ranks, each of which ends an
+operation::
+
+    decode_layer    norm; queries, keys, values; RoPE; attention; product
+    all_sum         plus the bias and the layer's input
+    layer_mlp       norm; gated MLP
+    all_sum         plus the bias and the MLP's input
+
+A packed prefill runs ``layer_inputs``, attention and ``layer_output`` in place of ``decode_layer``.
 """
 
 from __future__ import annotations
@@ -23,9 +33,13 @@ from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.steps import DecodeStep, PackedPrefill
 from kvd.worker.decoder_layers import Parts
-from kvd.worker.native.layers import PackedLinear
+from kvd.worker.native.layers import PackedLinear, PackedPart
 from kvd.worker.native.operations import rotation_rates
 from kvd.worker.native.step import NativeStep
+
+Weights = tuple[list[Any], ...]
+"""Linear layers and norms as the library's arguments: packed weights and their numbers of outputs,
+biases and norms or None, and the norms' epsilons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +50,8 @@ class WholeLayer:
     linears: tuple[PackedLinear, ...]
     """Queries, keys, values, output, gate, up, down."""
     norms: tuple[nn.RMSNorm | None, ...]
-    """Norms of the layer's input, the MLP's input, queries and keys. The last two may be None."""
+    """Norms of the layer's input, queries, keys and the MLP's input. Queries and keys may have
+    none."""
     heads: int
     scale: float
     rotation: tuple[mx.array, bool, float]
@@ -87,15 +102,43 @@ class WholeLayer:
         return found
 
     @cached_property
-    def _weights(self) -> tuple[list[Any], ...]:
-        """The library's arguments for the layer's weights."""
-        return (
-            [linear.packed for linear in self.linears],
-            [linear.outputs for linear in self.linears],
-            [linear.bias if "bias" in linear else None for linear in self.linears],
-            [None if norm is None else norm.weight for norm in self.norms],
-            [0.0 if norm is None else float(norm.eps) for norm in self.norms],
-        )
+    def _weights(self) -> Weights:
+        """The arguments for the operations with attention."""
+        return weights_of(self.linears, self.norms)
+
+
+@dataclass(frozen=True, eq=False)
+class DividedLayer(WholeLayer):
+    """One rank's part of a layer."""
+
+    out: PackedPart
+    down: PackedPart
+
+    def compute(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
+        """See `decoder_layers.Block.compute`; the output is the same on all ranks."""
+        product = super().compute(x, cache)
+        if product is None:
+            return None
+        h = x + self.out.total(product)
+        return h + self.down.total(self.library.layer_mlp(h, *self._mlp))
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return weights_of(self.linears[:4], self.norms[:3])
+
+    @cached_property
+    def _mlp(self) -> Weights:
+        return weights_of(self.linears[4:], self.norms[3:])
+
+
+def weights_of(linears: tuple[PackedLinear, ...], norms: tuple[nn.RMSNorm | None, ...]) -> Weights:
+    return (
+        [linear.packed for linear in linears],
+        [linear.outputs for linear in linears],
+        [linear.product_bias for linear in linears],
+        [None if norm is None else norm.weight for norm in norms],
+        [0.0 if norm is None else float(norm.eps) for norm in norms],
+    )
 
 
 def fuse(model: Any, library: ModuleType) -> int:
@@ -117,8 +160,11 @@ def _whole(parts: Parts, library: ModuleType) -> WholeLayer | str:
         *(parts.attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
         *(parts.mlp[name] for name in ("gate_proj", "up_proj", "down_proj")),
     ]
-    if other := next((one for one in linears if type(one) is not PackedLinear), None):
-        return f"a product is {type(other).__name__} instead of a packed dense one"
+    out, down = linears[3], linears[6]
+    divided = type(out) is type(down) is PackedPart
+    for place, linear in enumerate(linears):
+        if type(linear) is not (PackedPart if divided and place in (3, 6) else PackedLinear):
+            return f"a product is {type(linear).__name__} instead of a packed dense one"
     heads = parts.heads(linears[0].outputs, linears[1].outputs)
     if heads is None or linears[2].outputs % heads[1] or linears[4].outputs != linears[5].outputs:
         return "its heads or its MLP have other sizes than its products"
@@ -126,8 +172,9 @@ def _whole(parts: Parts, library: ModuleType) -> WholeLayer | str:
     rotation = _rotation(parts.attention["rope"], k_dim)
     if rotation is None:
         return f"there is no operation for {type(parts.attention['rope']).__name__}"
-    norms = (parts.before, parts.after, *(parts.head_norms or (None, None)))
-    return WholeLayer(library, tuple(linears), norms, heads[0], parts.scale, rotation)
+    norms = (parts.before, *(parts.head_norms or (None, None)), parts.after)
+    settings = library, tuple(linears), norms, heads[0], parts.scale, rotation
+    return DividedLayer(*settings, out, down) if divided else WholeLayer(*settings)
 
 
 def _rotation(rope: Any, size: int) -> tuple[mx.array, bool, float] | None:

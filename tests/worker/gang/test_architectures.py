@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.process, pytest.mark.mlx]
 PROMPT = [5 + 7 * place % 400 for place in range(150)]
 SHORT = PROMPT[:20]
 """With its answer, it is too short for a page, so no key and no value is quantized."""
+WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe"}
+"""Architectures with layers that run as whole layers, also if they are divided."""
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 192, "head_dim": 64}
 
 
@@ -50,17 +52,20 @@ def requests():
 )
 def test_a_divided_model_gives_the_tokens_of_one_process(tmp_path, name, ranks, changes):
     source = save(tmp_path / name, name, **changes)
-    found = []
+    found, paths = [], []
     for worker, fields in ((Single("mlx"), {}), (GangProcesses(ranks), {"ranks": ranks})):
         try:
             info = worker.load(str(source), **fields)
             assert all(part.path != "dense" for part in info.kv)
             assert info.native == ("on" if build.compiler() else info.native)
+            paths.append({path.name: path.used for path in info.paths})
             found.append(run(worker, *requests()))
             logprobs = [one.logprob for one in logprobs_of(worker, "short")]
         finally:
             worker.close()
     assert found[0] == found[1]
+    assert paths[0]["whole layers"] == paths[1]["whole layers"]
+    assert paths[1]["whole layers"] == (name in WHOLE and build.compiler() is not None)
     tokens = found[1]["short"][0][0]
     assert logprobs == pytest.approx(reference_logprobs(source, tokens), abs=1e-4)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 from mlx_lm.models import activations
 
 from kvd.worker import decoder_layers
@@ -19,7 +21,7 @@ from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import operations, whole_layers
-from kvd.worker.native.layers import pack_weights
+from kvd.worker.native.layers import PackedPart, pack_weights
 from kvd.worker.native.step import Library
 from kvd.worker.serving import kernel_choice
 from kvd.worker.serving.probe import find_layout
@@ -52,13 +54,17 @@ def packed(
     model, settings = build(name)
     if config:
         model, settings = build(name, config=settings | config)
-    pack_weights(model, library)
-    # The module may have been imported before the library's operations were installed.
-    monkeypatch.setattr(sys.modules[type(model).__module__], "swiglu", activations.swiglu)
+    pack(model, library, monkeypatch)
     return model, settings
 
 
-def decoded(model: Any, library: ModuleType, *, compiled: bool) -> list[np.ndarray]:
+def pack(model: Any, library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_weights(model, library)
+    # The module may have been imported before the library's operations were installed.
+    monkeypatch.setattr(sys.modules[type(model).__module__], "swiglu", activations.swiglu)
+
+
+def decoded(model: Any, library: ModuleType, *, compiled: bool = False) -> list[np.ndarray]:
     """Return the logits of rows that commit pages, join and leave."""
     runner = Runner(model, ModelCache(find_layout(model), SETTINGS))
     runner.cache.use(page_product, Library(library))
@@ -90,7 +96,7 @@ def test_whole_layers_give_the_same_bits(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, config: dict[str, Any]
 ) -> None:
     model, _ = packed(name, library, monkeypatch, **config)
-    expected = decoded(model, library, compiled=False)
+    expected = decoded(model, library)
     calls, fused = [], whole_layers.fuse(model, library)
     plain = whole_layers.WholeLayer.compute
 
@@ -163,6 +169,72 @@ def test_whole_layers_prefill_to_the_same_bits(
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_divided_layers_give_the_same_bits(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A group of one rank has the layers of a gang; their sums have one term.
+
+    `tests.worker.gang.test_architectures` runs them over several ranks.
+    """
+    runs = [decoded, partial(decoded, compiled=True), prefilled]
+    mx.random.seed(5)  # for the biases, which the zoo does not choose
+    model, _ = packed(name, library, monkeypatch)
+    undivided = [run(model, library) for run in runs]
+    mx.random.seed(5)
+    model, _ = build(name)
+    model.shard(mx.distributed.init())
+    pack(model, library, monkeypatch)
+    own = [run(model, library) for run in runs]
+    assert whole_layers.fuse(model, library) == len(model.layers)
+    assert all(type(layer.block) is whole_layers.DividedLayer for layer in model.layers)
+    calls = []
+    plain = whole_layers.DividedLayer.compute
+
+    def counted(*arguments: Any) -> mx.array | None:
+        calls.append(plain(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(whole_layers.DividedLayer, "compute", counted)
+    for run, *expected in zip(runs, undivided, own, strict=True):
+        calls.clear()
+        got = run(model, library)
+        assert sum(one is not None for one in calls) >= len(model.layers)
+        for one, *others in zip(got, *expected, strict=True):
+            assert np.isfinite(one).all()
+            for other in others:
+                np.testing.assert_array_equal(one, other)
+
+
+def test_a_bias_of_a_divided_product_is_added_to_the_sum(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(32, 48)
+    linear.bias = mx.arange(48) / 7
+    x = mx.random.normal((3, 32), key=mx.random.key(1))
+    expected = linear(x)
+    layer = PackedPart(library, nn.ShardedToAllLinear.from_linear(linear))
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert layer.product_bias is None
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 3 * x)
+    thrice = 3 * (expected - linear.bias) + linear.bias
+    np.testing.assert_allclose(layer(x), thrice, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("one", ["o_proj", "down_proj"])
+def test_a_layer_with_only_one_divided_sum_runs_its_own_code(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, one: str
+) -> None:
+    model, _ = packed("qwen3", library, monkeypatch)
+    for layer in model.layers:
+        part = layer.mlp if one == "down_proj" else layer.self_attn
+        linear = nn.Linear(part[one].packed.shape[1], part[one].outputs, bias=False)
+        part[one] = PackedPart(library, nn.ShardedToAllLinear.from_linear(linear))
+    assert whole_layers.fuse(model, library) == 0
+    assert "PackedPart" in whole_layers.obstacle(model, library)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("name", "used"), [("qwen3", True), ("granite", False)])
 def test_the_probe_decides(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, used: bool
@@ -195,4 +267,9 @@ def test_weights_that_do_not_fit_are_refused(
     block = model.layers[0].block
     model.layers[0].block = replace(block, heads=block.heads * 2)
     with pytest.raises(ValueError, match="does not fit"):
-        decoded(model, library, compiled=False)
+        decoded(model, library)
+    gate, up, down = block.linears[4:]
+    x = mx.zeros((2, 1, down.outputs))
+    for linears, norm in (((gate, down, up), block.norms[3]), ((gate, up, down), block.norms[1])):
+        with pytest.raises(ValueError, match=r"does not fit|a token's size"):
+            library.layer_mlp(x, *whole_layers.weights_of(linears, (norm,)))

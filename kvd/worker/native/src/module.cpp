@@ -489,46 +489,67 @@ class Decode : public Attention {
   }
 };
 
-// A whole layer, except what is in arrays.
+// Linear layers and norms among an operation's inputs.
+struct Weights {
+  std::vector<int> outputs;  // of the linear layers
+  std::vector<bool> biases;
+  std::vector<float> eps;  // of the norms
+  std::vector<bool> norms;
+
+  // Inputs from `next` on: linear layers; then biases and norms where there are any. Pointers
+  // beyond those of the operation are left as they are.
+  void read(
+      const Arrays& inputs, size_t next, std::initializer_list<kvd::Linear*> linears,
+      std::initializer_list<kvd::Norm*> all_norms) const {
+    const auto linear = linears.begin();
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const mx::array& packed = inputs[next++];
+      *linear[i] = {packed.data<void>(), stored_as(packed), nullptr, outputs[i], nullptr};
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      linear[i]->bias = biases[i] ? inputs[next++].data<float>() : nullptr;
+    }
+    const auto norm = all_norms.begin();
+    for (size_t i = 0; i < norms.size(); ++i) {
+      if (norms[i]) {
+        *norm[i] = {inputs[next++].data<float>(), eps[i]};
+      }
+    }
+  }
+};
+
+// A whole layer or its part with attention, except what is in arrays.
 struct LayerSettings {
+  static constexpr size_t LINEARS = 7, NORMS = 4;  // of a whole layer
+  static constexpr size_t ATTENTION_LINEARS = 4, ATTENTION_NORMS = 3;
   int heads;
   bool interleaved;
   float position_scale;
-  std::vector<int> outputs;  // of the seven linear layers
-  std::vector<bool> biases;
-  std::vector<float> eps;  // of the four norms
-  std::vector<bool> norms;
+  Weights weights;
 
-  // Inputs from `next` on: radians per position; linear layers; then biases and norms where there
-  // are any.
+  bool whole() const {
+    return weights.outputs.size() == LINEARS;
+  }
+
+  // Inputs from `next` on: radians per position; those of `Weights`.
   kvd::WholeLayer layer(const Arrays& inputs, size_t next) const {
     kvd::WholeLayer found;
+    kvd::AttentionPart& part = found.attention;
     const mx::array& frequencies = inputs[next++];
-    found.frequencies = frequencies.data<float>();
-    found.pairs = frequencies.shape(0);
-    found.interleaved = interleaved;
-    found.position_scale = position_scale;
-    const std::array<kvd::Linear*, 7> linears{
-        &found.queries, &found.keys, &found.values, &found.out,
-        &found.gate, &found.up, &found.down};
-    for (size_t i = 0; i < linears.size(); ++i) {
-      const mx::array& packed = inputs[next++];
-      *linears[i] = {packed.data<void>(), stored_as(packed), nullptr, outputs[i], nullptr};
-    }
-    for (size_t i = 0; i < linears.size(); ++i) {
-      linears[i]->bias = biases[i] ? inputs[next++].data<float>() : nullptr;
-    }
-    const std::array<kvd::Norm*, 4> four{&found.before, &found.after, &found.query, &found.key};
-    for (size_t i = 0; i < four.size(); ++i) {
-      if (norms[i]) {
-        *four[i] = {inputs[next++].data<float>(), eps[i]};
-      }
-    }
+    part.frequencies = frequencies.data<float>();
+    part.pairs = frequencies.shape(0);
+    part.interleaved = interleaved;
+    part.position_scale = position_scale;
+    kvd::Mlp& mlp = found.mlp;
+    weights.read(
+        inputs, next,
+        {&part.queries, &part.keys, &part.values, &part.out, &mlp.gate, &mlp.up, &mlp.down},
+        {&part.before, &part.query, &part.key, &mlp.norm});
     return found;
   }
 };
 
-// A decode step of one whole layer.
+// A decode step of one whole layer, or of its part with attention.
 class DecodeLayer : public Attention {
  public:
   DecodeLayer(
@@ -549,12 +570,18 @@ class DecodeLayer : public Attention {
     size_t next = 5;
     const kvd::Held held = this->held(inputs, settings_.heads, next);
     const mx::array& offsets = inputs[next++];
-    run([x = Rows(inputs[0]), held, offset = offsets.data<int32_t>(), each = offsets.size() > 1,
-         layer = settings_.layer(inputs, next), rows = inputs[4].data<int32_t>(),
-         count = int64_t{inputs[4].shape(0)}, keys = outputs[1].data<float>(),
-         values = outputs[2].data<float>(), y = out.data<float>()] {
+    const kvd::Step step{
+        offsets.data<int32_t>(), offsets.size() > 1, inputs[4].data<int32_t>(),
+        int64_t{inputs[4].shape(0)}, outputs[1].data<float>(), outputs[2].data<float>()};
+    run([x = Rows(inputs[0]), held, step, layer = settings_.layer(inputs, next),
+         whole = settings_.whole(), y = out.data<float>()] {
       thread_local std::vector<float> room;
-      layer.decode(x.all(room), x.count(), held, offset, each, rows, count, keys, values, y);
+      const float* from = x.all(room);
+      if (whole) {
+        layer.decode(from, x.count(), held, step, y);
+      } else {
+        layer.attention.decode(from, x.count(), held, step, y);
+      }
     });
   }
 
@@ -567,7 +594,7 @@ float* floats(const mx::allocator::Data& from) {
   return static_cast<float*>(buffer.raw_ptr());
 }
 
-// A prefill pass of one whole layer up to its attention.
+// A prefill pass of one layer up to its attention.
 class LayerInputs : public Operation {
  public:
   LayerInputs(mx::Stream stream, LayerSettings settings)
@@ -586,13 +613,13 @@ class LayerInputs : public Operation {
     }
     const mx::array& offsets = inputs[1];
     run([x = Rows(inputs[0]), offset = offsets.data<int32_t>(), each = offsets.size() > 1,
-         layer = settings_.layer(inputs, 2), heads = int64_t{outputs[0].shape(0)},
+         part = settings_.layer(inputs, 2).attention, heads = int64_t{outputs[0].shape(0)},
          kv_heads = int64_t{outputs[1].shape(0)}, q = outputs[0].data<float>(),
          k = outputs[1].data<float>(), v = outputs[2].data<float>()] {
       thread_local std::vector<float> room;
       const auto temporary =
-          mx::allocator::malloc(x.count() * layer.project_room() * sizeof(float));
-      layer.project(
+          mx::allocator::malloc(x.count() * part.project_room() * sizeof(float));
+      part.project(
           x.all(room), x.count(), offset, each, heads, kv_heads, q, k, v, floats(temporary));
     });
   }
@@ -601,7 +628,7 @@ class LayerInputs : public Operation {
   LayerSettings settings_;
 };
 
-// A prefill pass of one whole layer from its attention on.
+// A prefill pass of one whole layer from its attention on, or the product after attention.
 class LayerOutput : public Operation {
  public:
   LayerOutput(mx::Stream stream, LayerSettings settings)
@@ -621,17 +648,55 @@ class LayerOutput : public Operation {
     const kvd::Heads<const float> from{
         attended.data<float>(), attended.strides(1), attended.strides(2)};
     run([x = Rows(inputs[0]), from, layer = settings_.layer(inputs, 2),
-         heads = int64_t{attended.shape(1)}, dim = int64_t{attended.shape(3)},
-         y = out.data<float>()] {
+         whole = settings_.whole(), heads = int64_t{attended.shape(1)},
+         dim = int64_t{attended.shape(3)}, y = out.data<float>()] {
       thread_local std::vector<float> room;
-      const auto temporary =
-          mx::allocator::malloc(x.count() * layer.finish_room(heads * dim) * sizeof(float));
-      layer.finish(x.all(room), x.count(), from, heads, dim, y, floats(temporary));
+      const int64_t each = whole ? layer.finish_room(heads * dim) : heads * dim;
+      const auto temporary = mx::allocator::malloc(x.count() * each * sizeof(float));
+      if (whole) {
+        layer.finish(x.all(room), x.count(), from, heads, dim, y, floats(temporary));
+      } else {
+        layer.attention.finish(x.count(), from, heads, dim, y, floats(temporary));
+      }
     });
   }
 
  private:
   LayerSettings settings_;
+};
+
+// Norm and gated MLP of a layer, without the residual.
+class LayerMlp : public Operation {
+ public:
+  LayerMlp(mx::Stream stream, Weights weights)
+      : Operation(stream), weights_(std::move(weights)) {}
+  DEFINE_NAME(KvdLayerMlp)
+
+  bool is_equivalent(const Primitive&) const override {
+    return false;
+  }
+
+  // Inputs: x, [batch, 1, hidden]; then those of `Weights`.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    kvd::Mlp mlp;
+    weights_.read(inputs, 1, {&mlp.gate, &mlp.up, &mlp.down}, {&mlp.norm});
+    run([x = Rows(inputs[0]), mlp, y = out.data<float>()] {
+      constexpr int64_t KEPT = 1 << 20;  // floats; a prefill pass of long chunks needs more
+      thread_local std::vector<float> room;
+      const int64_t size = x.count() * mlp.room();
+      if (size <= KEPT) {
+        mlp.run(x.all(room), x.count(), y, kvd::Rooms::own().of(0, size));
+      } else {
+        const auto temporary = mx::allocator::malloc(size * sizeof(float));
+        mlp.run(x.all(room), x.count(), y, floats(temporary));
+      }
+    });
+  }
+
+ private:
+  Weights weights_;
 };
 
 // A chunk of one row's queries, [1, heads, tokens, dim], causally.
@@ -890,29 +955,68 @@ std::vector<bool> add_present(const Optional& arrays, Arrays& inputs) {
   return found;
 }
 
-// Add a layer's arrays, those of `LayerSettings::layer`, to `inputs`; return the rest.
-// q_heads, kv_heads, k_dim, v_dim: of its attention.
+void check_one_each(const mx::array& x) {
+  check(x.ndim() == 3 && x.shape(1) == 1 && x.dtype() == mx::float32, "x is [batch, 1, hidden]");
+}
+
+// `inputs` and `wanted`: sizes of the linear layers from `first` on.
+void check_linears(
+    const Arrays& linears, const std::vector<int>& outputs, size_t first,
+    std::initializer_list<int> inputs, std::initializer_list<int> wanted) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const mx::array& linear = linears[first + i];
+    const int size = outputs[first + i];
+    check(
+        linear.ndim() == 3 && linear.shape(2) == kvd::PANEL &&
+            linear.shape(1) == inputs.begin()[i] && size == wanted.begin()[i] &&
+            size <= linear.shape(0) * kvd::PANEL,
+        "a linear layer does not fit the others");
+  }
+}
+
+// Gate, up and down are the linear layers from `first` on.
+void check_mlp(
+    const Arrays& linears, const std::vector<int>& outputs, size_t first, int hidden) {
+  const int inner = outputs[first];
+  check_linears(
+      linears, outputs, first, {hidden, hidden, inner}, {inner, inner, hidden});
+}
+
+// Add the arrays of `Weights` to `inputs`; return the rest.
+Weights add_weights(
+    Arrays& inputs, const Arrays& linears, const std::vector<int>& outputs,
+    const Optional& biases, const Optional& norms, const std::vector<float>& eps) {
+  inputs.insert(inputs.end(), linears.begin(), linears.end());
+  Weights weights{outputs, {}, eps, {}};
+  weights.biases = add_present(biases, inputs);
+  weights.norms = add_present(norms, inputs);
+  return weights;
+}
+
+// Add the arrays of `LayerSettings::layer` to `inputs`; return the rest.
+// shape: q_heads, kv_heads, k_dim and v_dim of the attention.
 LayerSettings add_layer(
     Arrays& inputs, const mx::array& x, const std::array<int, 4>& shape,
     const mx::array& offsets, const mx::array& frequencies, bool interleaved,
     float position_scale, const Arrays& linears, const std::vector<int>& outputs,
     const Optional& biases, const Optional& norms, const std::vector<float>& eps) {
   const auto [heads, kv_heads, k_dim, v_dim] = shape;
-  check(x.ndim() == 3 && x.shape(1) == 1 && x.dtype() == mx::float32, "x is [batch, 1, hidden]");
+  using Settings = LayerSettings;
+  check_one_each(x);
+  const bool whole = linears.size() == Settings::LINEARS;
+  const size_t count = whole ? Settings::LINEARS : Settings::ATTENTION_LINEARS;
+  const size_t norm_count = whole ? Settings::NORMS : Settings::ATTENTION_NORMS;
   check(
-      linears.size() == 7 && outputs.size() == 7 && biases.size() == 7 && norms.size() == 4 &&
-          eps.size() == 4 && norms[0] && norms[1],
-      "a layer has seven linear layers and four norms");
+      linears.size() == count && outputs.size() == count && biases.size() == count &&
+          norms.size() == norm_count && eps.size() == norm_count && norms[0] &&
+          (!whole || norms[3]),
+      "a layer has seven linear layers and four norms, its part with attention four and three");
   const int out = heads * v_dim, hidden = x.shape(2);
-  const std::array<int, 7> widths{hidden, hidden, hidden, out, hidden, hidden, outputs[4]};
-  const std::array<int, 7> wanted{
-      heads * k_dim, kv_heads * k_dim, kv_heads * v_dim, hidden, outputs[4], outputs[4], hidden};
-  for (size_t i = 0; i < linears.size(); ++i) {
-    check(
-        linears[i].ndim() == 3 && linears[i].shape(2) == kvd::PANEL &&
-            linears[i].shape(1) == widths[i] && outputs[i] == wanted[i] &&
-            outputs[i] <= linears[i].shape(0) * kvd::PANEL,
-        "a linear layer does not fit the others");
+  check_linears(
+      linears, outputs, 0, {hidden, hidden, hidden, out},
+      {heads * k_dim, kv_heads * k_dim, kv_heads * v_dim, hidden});
+  if (whole) {
+    check_mlp(linears, outputs, Settings::ATTENTION_LINEARS, hidden);
   }
   check(frequencies.ndim() == 1 && 2 * frequencies.shape(0) <= k_dim, "too many pairs");
   check(
@@ -921,11 +1025,8 @@ LayerSettings add_layer(
       "offsets are one int32, or one for each row");
   check(heads % kv_heads == 0, "heads do not divide");
   inputs.push_back(frequencies);
-  inputs.insert(inputs.end(), linears.begin(), linears.end());
-  LayerSettings settings{heads, interleaved, position_scale, outputs, {}, eps, {}};
-  settings.biases = add_present(biases, inputs);
-  settings.norms = add_present(norms, inputs);
-  return settings;
+  Weights weights = add_weights(inputs, linears, outputs, biases, norms, eps);
+  return {heads, interleaved, position_scale, std::move(weights)};
 }
 
 std::tuple<mx::array, mx::array, mx::array> decode_layer(
@@ -986,6 +1087,23 @@ mx::array layer_output(
       std::move(inputs));
 }
 
+mx::array layer_mlp(
+    const mx::array& x, const Arrays& linears, const std::vector<int>& outputs,
+    const Optional& biases, const Optional& norms, const std::vector<float>& eps) {
+  check_one_each(x);
+  check(
+      linears.size() == 3 && outputs.size() == 3 && biases.size() == 3 && norms.size() == 1 &&
+          eps.size() == 1 && norms[0] && norms[0]->ndim() == 1 &&
+          norms[0]->shape(0) == x.shape(2),
+      "an MLP has three linear layers and a norm of a token's size");
+  check_mlp(linears, outputs, 0, x.shape(2));
+  Arrays inputs{x};
+  Weights weights = add_weights(inputs, linears, outputs, biases, norms, eps);
+  return mx::array(
+      x.shape(), mx::float32, std::make_shared<LayerMlp>(cpu(), std::move(weights)),
+      std::move(inputs));
+}
+
 mx::array prefill_attention(
     const mx::array& queries, const mx::array& pages, const mx::array& keys,
     const mx::array& values, const mx::array& lows, const Arrays& pools, const Told& key_packings,
@@ -1024,6 +1142,8 @@ NB_MODULE(kvd_native, m) {
       "layer_output", &layer_output, "x"_a, "attended"_a, "offsets"_a, "shape"_a,
       "frequencies"_a, "interleaved"_a, "position_scale"_a, "linears"_a, "outputs"_a, "biases"_a,
       "norms"_a, "eps"_a);
+  m.def(
+      "layer_mlp", &layer_mlp, "x"_a, "linears"_a, "outputs"_a, "biases"_a, "norms"_a, "eps"_a);
   m.def(
       "prefill_attention", &prefill_attention, "queries"_a, "pages"_a, "keys"_a, "values"_a,
       "lows"_a, "pools"_a, "key_packings"_a, "value_packings"_a, "scale"_a, "keep"_a,

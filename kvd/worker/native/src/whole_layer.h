@@ -1,6 +1,9 @@
 // A whole decoder layer: norm, queries, keys and values, RoPE, attention, residual, norm, gated MLP,
 // residual. Each part computes as the operation of its own does, to the bit. A decode step is one
 // operation. A prefill pass is two, before and after the attention of its chunks.
+//
+// A layer that is divided among ranks ends twice in a sum over all ranks. `AttentionPart` and `Mlp`
+// compute this rank's terms of these sums, without biases of the sums and without residuals.
 
 #pragma once
 
@@ -26,10 +29,13 @@ struct Norm {
   }
 };
 
-inline void add(const float* a, const float* b, int64_t size, float* y) {
-  for (int64_t i = 0; i < size; ++i) {
-    y[i] = a[i] + b[i];
-  }
+// y = a + b, of [rows, size] each.
+inline void add(const float* a, const float* b, int64_t rows, int64_t size, float* y) {
+  share_rows(rows, size, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * size; i < last * size; ++i) {
+      y[i] = a[i] + b[i];
+    }
+  });
 }
 
 // Heads of tokens: head h of token t begins at data[h * per_head + t * per_token].
@@ -57,55 +63,69 @@ inline void append_rows(
   }
 }
 
-struct WholeLayer {
-  Linear queries, keys, values, out, gate, up, down;  // `y` is not used
-  Norm before, after, query, key;
+// Buffers that are kept, because a decode step needs the same ones in each layer.
+class Rooms {
+ public:
+  static Rooms& own() {
+    thread_local Rooms rooms;
+    return rooms;
+  }
+
+  float* of(int number, int64_t size) {
+    if (static_cast<int64_t>(rooms_[number].size()) < size) {
+      rooms_[number].resize(size);
+    }
+    return rooms_[number].data();
+  }
+
+ private:
+  std::array<std::vector<float>, 5> rooms_;
+};
+
+// A decode step's positions and rows, and where the rows' tails are.
+struct Step {
+  const int32_t* offsets;  // positions, [batch] or one for all
+  bool each;
+  const int32_t* rows;  // those of `attend_rows`
+  int64_t count;
+  float* tail_keys;
+  float* tail_values;
+};
+
+// From the first norm to the product after attention.
+struct AttentionPart {
+  Linear queries, keys, values, out;  // `y` is not used
+  Norm before, query, key;
   const float* frequencies;
   int64_t pairs;
   bool interleaved;
   float position_scale;
 
-  // x, y: [batch, hidden]; offsets: positions, [batch] or one for all; rows: those of `attend_rows`.
+  // x, y: [batch, hidden].
   void decode(
-      const float* x, int64_t batch, const Held& held, const int32_t* offsets, bool each,
-      const int32_t* rows, int64_t count, float* tail_keys, float* tail_values, float* y) const {
-    thread_local Rooms rooms;
-    const int64_t hidden = down.outputs, inner = gate.outputs;
-    const int64_t attended = held.q_heads * held.v_dim;
+      const float* x, int64_t batch, const Held& held, const Step& step, float* y) const {
+    Rooms& rooms = Rooms::own();
+    const int64_t hidden = out.outputs, attended = held.q_heads * held.v_dim;
     float* q = rooms.of(0, batch * queries.outputs);
     float* k = rooms.of(1, batch * keys.outputs);
     float* v = rooms.of(2, batch * values.outputs);
-    float* some = rooms.of(3, batch * std::max({hidden, attended, inner}));
-    float* other = rooms.of(4, batch * std::max(hidden, inner));
+    float* some = rooms.of(3, batch * std::max(hidden, attended));
 
     before.run(x, batch, hidden, some);
     multiply(some, batch, hidden, {queries.to(q), keys.to(k), values.to(v)});
-    turn(offsets, each, batch);
+    turn(step.offsets, step.each, batch);
     rotate_heads(query, batch, held.q_heads, held.k_dim, q);
     rotate_heads(key, batch, held.kv_heads, held.k_dim, k);
-    append_rows(k, rows, count, held.kv_heads, held.room, held.k_dim, tail_keys);
-    append_rows(v, rows, count, held.kv_heads, held.room, held.v_dim, tail_values);
-    attend_rows(held, {q, queries.outputs, held.k_dim, 1}, rows, count, some);
-    std::fill(some + count * attended, some + batch * attended, 0.0f);
-    multiply(some, batch, attended, {out.to(other)});
-    float* sum = rooms.of(0, batch * hidden);
-    add(x, other, batch * hidden, sum);
-
-    after.run(sum, batch, hidden, other);
-    float* gates = some;
-    float* ups = rooms.of(1, batch * inner);
-    multiply(other, batch, hidden, {gate.to(gates), up.to(ups)});
-    swiglu(gates, ups, batch * inner, gates);
-    multiply(gates, batch, inner, {down.to(other)});
-    add(sum, other, batch * hidden, y);
+    append_rows(k, step.rows, step.count, held.kv_heads, held.room, held.k_dim, step.tail_keys);
+    append_rows(v, step.rows, step.count, held.kv_heads, held.room, held.v_dim, step.tail_values);
+    attend_rows(held, {q, queries.outputs, held.k_dim, 1}, step.rows, step.count, some);
+    std::fill(some + step.count * attended, some + batch * attended, 0.0f);
+    multiply(some, batch, attended, {out.to(y)});
   }
 
-  // Floats of temporary memory for each token. width: inputs of the product after attention.
+  // Floats of temporary memory for each token of `project`.
   int64_t project_room() const {
-    return down.outputs + std::max({queries.outputs, keys.outputs, values.outputs});
-  }
-  int64_t finish_room(int64_t width) const {
-    return down.outputs + width + 2 * gate.outputs;
+    return out.outputs + std::max({queries.outputs, keys.outputs, values.outputs});
   }
 
   // A prefill pass up to its attention. x: [batch, hidden]; offsets: positions, [batch] or one for
@@ -113,7 +133,7 @@ struct WholeLayer {
   void project(
       const float* x, int64_t batch, const int32_t* offsets, bool each, int64_t q_heads,
       int64_t kv_heads, float* q, float* k, float* v, float* room) const {
-    const int64_t hidden = down.outputs;
+    const int64_t hidden = out.outputs;
     float* normed = room;
     float* flat = room + batch * hidden;
     before.run(x, batch, hidden, normed);
@@ -127,42 +147,21 @@ struct WholeLayer {
     spread(flat, batch, kv_heads, values.outputs / kv_heads, nullptr, nullptr, v);
   }
 
-  // The rest of a prefill pass. attended: heads of `dim` elements; room:
-  // [batch * finish_room(q_heads * dim)].
+  // The product after a prefill pass's attention. attended: heads of `dim` elements; y:
+  // [batch, hidden]; room: [batch * q_heads * dim].
   void finish(
-      const float* x, int64_t batch, const Heads<const float>& attended, int64_t q_heads,
-      int64_t dim, float* y, float* room) const {
-    const int64_t hidden = down.outputs, inner = gate.outputs, width = q_heads * dim;
-    float* other = room;
-    float* joined = other + batch * hidden;
-    float* gates = joined + batch * width;
-    float* ups = gates + batch * inner;
+      int64_t batch, const Heads<const float>& attended, int64_t q_heads, int64_t dim, float* y,
+      float* room) const {
+    const int64_t width = q_heads * dim;
     share_rows(batch, width, [&](int64_t first, int64_t last) {
       for (int64_t token = first; token < last; ++token) {
         for (int64_t head = 0; head < q_heads; ++head) {
           const float* from = attended.at(head, token);
-          std::copy(from, from + dim, joined + token * width + head * dim);
+          std::copy(from, from + dim, room + token * width + head * dim);
         }
       }
     });
-    multiply(joined, batch, width, {out.to(other)});
-    share_rows(batch, hidden, [&](int64_t first, int64_t last) {
-      add(x + first * hidden, other + first * hidden, (last - first) * hidden, y + first * hidden);
-      for (int64_t row = first; row < last; ++row) {
-        rms_norm(y + row * hidden, after.weight, after.eps, hidden, other + row * hidden);
-      }
-    });
-    multiply(other, batch, hidden, {gate.to(gates), up.to(ups)});
-    share_rows(batch, inner, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        swiglu(gates + row * inner, ups + row * inner, inner, gates + row * inner);
-      }
-    });
-    multiply(gates, batch, inner, {down.to(other)});
-    share_rows(batch, hidden, [&](int64_t first, int64_t last) {
-      const int64_t at = first * hidden;
-      add(y + at, other + at, (last - first) * hidden, y + at);
-    });
+    multiply(room, batch, width, {out.to(y)});
   }
 
  private:
@@ -193,20 +192,6 @@ struct WholeLayer {
     });
   }
 
-  // Buffers that are kept, because a step needs the same ones in each layer.
-  class Rooms {
-   public:
-    float* of(int number, int64_t size) {
-      if (static_cast<int64_t>(rooms_[number].size()) < size) {
-        rooms_[number].resize(size);
-      }
-      return rooms_[number].data();
-    }
-
-   private:
-    std::array<std::vector<float>, 5> rooms_;
-  };
-
   static Angles& angles() {
     thread_local Angles angles;
     return angles;
@@ -232,6 +217,70 @@ struct WholeLayer {
           x + row * dim, angles().cosines.data() + token * pairs,
           angles().sines.data() + token * pairs, pairs, dim, interleaved, x + row * dim);
     }
+  }
+};
+
+// Norm and gated MLP.
+struct Mlp {
+  Linear gate, up, down;  // `y` is not used
+  Norm norm;
+
+  // Floats of temporary memory for each token.
+  int64_t room() const {
+    return down.outputs + 2 * gate.outputs;
+  }
+
+  // x, y: [batch, hidden]; room: [batch * room()].
+  void run(const float* x, int64_t batch, float* y, float* room) const {
+    const int64_t hidden = down.outputs, inner = gate.outputs;
+    float* gates = room + batch * hidden;
+    float* ups = gates + batch * inner;
+    norm.run(x, batch, hidden, room);
+    multiply(room, batch, hidden, {gate.to(gates), up.to(ups)});
+    share_rows(batch, inner, [&](int64_t first, int64_t last) {
+      const int64_t at = first * inner;
+      swiglu(gates + at, ups + at, (last - first) * inner, gates + at);
+    });
+    multiply(gates, batch, inner, {down.to(y)});
+  }
+};
+
+struct WholeLayer {
+  AttentionPart attention;
+  Mlp mlp;
+
+  // x, y: [batch, hidden].
+  void decode(
+      const float* x, int64_t batch, const Held& held, const Step& step, float* y) const {
+    Rooms& rooms = Rooms::own();
+    float* attended = rooms.of(4, batch * mlp.down.outputs);
+    attention.decode(x, batch, held, step, attended);
+    rest(x, batch, attended, y, rooms.of(0, batch * mlp.room()));
+  }
+
+  // Floats of temporary memory for each token of `finish`. width: inputs of the product after
+  // attention.
+  int64_t finish_room(int64_t width) const {
+    return mlp.down.outputs + std::max(width, mlp.room());
+  }
+
+  // The rest of a prefill pass. attended: heads of `dim` elements; room:
+  // [batch * finish_room(q_heads * dim)].
+  void finish(
+      const float* x, int64_t batch, const Heads<const float>& attended, int64_t q_heads,
+      int64_t dim, float* y, float* room) const {
+    float* product = room + batch * std::max(q_heads * dim, mlp.room());
+    attention.finish(batch, attended, q_heads, dim, product, room);
+    rest(x, batch, product, y, room);
+  }
+
+ private:
+  // Residual, MLP and residual; `attended`, [batch, hidden], is overwritten.
+  void rest(const float* x, int64_t batch, float* attended, float* y, float* room) const {
+    const int64_t hidden = mlp.down.outputs;
+    add(x, attended, batch, hidden, y);
+    mlp.run(y, batch, attended, room);
+    add(y, attended, batch, hidden, y);
   }
 };
 
