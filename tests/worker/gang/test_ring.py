@@ -1,4 +1,4 @@
-"""How the ranks wait for each other."""
+"""How the ranks wait for each other, and what they add."""
 
 from __future__ import annotations
 
@@ -23,24 +23,41 @@ ring.thread_count = lambda: processors
 
 class Peers:
     def exchange(self, name, value):
-        return [value, value]
+        return [value] * len(addresses)
 
+def terms(shape):  # one array of each rank
+    ranks = range(len(addresses))
+    return [mx.random.normal(shape, key=mx.random.key(rank)) * 10**rank for rank in ranks]
+
+addresses = sys.argv[3].split(",")
 before = ring._sockets()
-group = ring.join(startup.Place(rank, sys.argv[3].split(","), [], "ring"), Peers())
+group = ring.join(startup.Place(rank, addresses, [], "ring"), Peers())
 opened = ring._sockets() - before
 sums = []
-for count in (1, 100, 300_000, 3_000_000):  # the longer two are sent in both directions
-    x = mx.arange(count) % 100 + rank
-    sums.append(mx.array_equal(mx.distributed.all_sum(x), mx.arange(count) % 100 * 2 + 1).item())
+# MLX's ring sends the longer ones in both directions, unless they are divided.
+for shape in ((), (100,), (7, 1, 900), (40, 1, 900), (2, 400, 900)):
+    expected, *others = terms(shape)
+    for other in others:
+        expected = expected + other
+    got = mx.distributed.all_sum(terms(shape)[rank], group=group)
+    sums.append(got.shape == shape and mx.array_equal(got, expected).item())
+whole = mx.distributed.all_sum(mx.array([2**24 + rank], mx.int32))
+sums.append(whole.item() == len(addresses) * 2**24 + sum(range(len(addresses))))
 print(json.dumps([[*{os.get_blocking(file) for file in opened}], sums]))
 sys.stdout.flush()
 sys.stdin.read()  # the other rank may not have everything yet
 """
 
 
-@pytest.mark.parametrize(("processors", "blocking"), [(7, True), (8, False)])
-def test_ranks_sleep_while_they_wait_unless_there_are_processors_to_spin_on(processors, blocking):
-    addresses = ",".join(free_addresses(2))
+@pytest.mark.parametrize(
+    ("count", "processors", "blocking"),
+    [(2, 7, True), (2, 8, False), (3, 11, True), (3, 12, False)],
+)
+def test_ranks_sleep_while_they_wait_unless_there_are_processors_to_spin_on(
+    count, processors, blocking
+):
+    """Sums are those in the order of the ranks, to the bit, whatever their sizes."""
+    addresses = ",".join(free_addresses(count))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(processors), addresses],
@@ -48,13 +65,13 @@ def test_ranks_sleep_while_they_wait_unless_there_are_processors_to_spin_on(proc
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         found = [json.loads(process.stdout.readline()) for process in ranks]
     finally:
         for process in ranks:
             process.communicate()
-    assert [sums for _, sums in found] == [[True] * 4] * 2
+    assert [sums for _, sums in found] == [[True] * 6] * count
     # A socket that only listened may still be open, and it blocks.
     assert all((False in states) != blocking for states, _ in found)
