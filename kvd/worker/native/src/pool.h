@@ -42,11 +42,14 @@ class Pool {
   }
 
   // Number of working threads, including the caller.
-  int threads() const {
+  int threads() {
+    std::lock_guard<std::mutex> alone(callers_);
     return static_cast<int>(helpers_.size()) + 1;
   }
 
+  // Use so many threads; waits for the end of a loop that runs.
   void resize(int threads) {
+    std::lock_guard<std::mutex> alone(callers_);
     stop();
     for (int i = 1; i < threads; ++i) {
       helpers_.emplace_back([this] { help(); });
@@ -144,8 +147,8 @@ class Pool {
     return !ending_.load();
   }
 
+  // The caller holds `callers_`.
   void stop() {
-    std::lock_guard<std::mutex> alone(callers_);
     ending_.store(true);
     next_.store(((next_.load() >> 32) + 1) << 32);
     {
@@ -162,6 +165,7 @@ class Pool {
   static constexpr int SPIN_US = 50;
 
   std::vector<std::thread> helpers_;
+  // Held during a loop, and while the number of threads is read or changed.
   std::mutex callers_;
   std::mutex bed_;
   std::condition_variable wake_;
