@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -113,15 +115,25 @@ class ProbeFile:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Keep a mark while the block runs, which stays if the process is killed."""
+        """Keep a mark while the block runs, which stays if the process is killed.
+
+        SIGTERM ends the process once Python runs again, and leaves no mark. So the mark stays if
+        the block hangs, because the daemon then sends SIGKILL.
+        """
         lock = self._write_mark()
-        try:
+        if lock is None:
             yield
+            return
+        try:
+            with _before_sigterm(self._remove_mark):
+                yield
         finally:
-            if lock is not None:
-                with suppress(OSError):
-                    self._mark.unlink()
-                os.close(lock)
+            self._remove_mark()
+            os.close(lock)
+
+    def _remove_mark(self) -> None:
+        with suppress(OSError):
+            self._mark.unlink()
 
     def _write_mark(self) -> int | None:
         """Write the mark; return its descriptor, whose lock shows that this process lives.
@@ -153,6 +165,25 @@ class ProbeFile:
                 return recent and file.read() == VERSION.encode() and _is_free(file.fileno())
         except OSError:
             return False
+
+
+@contextmanager
+def _before_sigterm(call: Callable[[], None]) -> Iterator[None]:
+    """Call this before SIGTERM is handled as before, in a main thread; others get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        call()
+        signal.signal(number, before)
+        signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_free(file: int) -> bool:

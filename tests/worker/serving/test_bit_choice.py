@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -238,19 +239,24 @@ def test_a_failed_probe_leaves_one_scheme_for_all(tiny, folder, monkeypatch, err
     assert (ProbeFile(folder, "abc").read() is not None) == kept
 
 
-def test_a_load_after_a_killed_probe_skips_it_for_a_day(tiny, folder, caplog):
-    """The next process would be killed too, for the same reason."""
+def ended_during_a_probe(tiny, number):
+    """Return the status of a process that gets a signal during a unit of the probe."""
     program = (
         "import os, sys; from pathlib import Path\n"
         "from kvd.worker.serving import bit_choice, bit_probe, model_files, seam\n"
         "seam.install()\n"
-        "bit_probe.BitProbe._draw_unit = lambda _self: os.kill(os.getpid(), 9)\n"
+        f"bit_probe.BitProbe._draw_unit = lambda _self: os.kill(os.getpid(), {int(number)})\n"
         "tiny = Path(sys.argv[1])\n"
         "file = bit_choice.ProbeFile.of(model_files.inspect(tiny))\n"
         "bit_choice.Probing(model_files.load(tiny), file, 1 << 28).run(600)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(tiny)], timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    return ended.returncode
+
+
+def test_a_load_after_a_killed_probe_skips_it_for_a_day(tiny, folder, caplog):
+    """The next process would be killed too, for the same reason."""
+    assert ended_during_a_probe(tiny, signal.SIGKILL) == -signal.SIGKILL
     (mark,) = folder.iterdir()
 
     with caplog.at_level(logging.WARNING):
@@ -267,6 +273,27 @@ def test_a_load_after_a_killed_probe_skips_it_for_a_day(tiny, folder, caplog):
     again.probe(model_files.load(tiny), 1 << 28, 600)
     assert again.choice.info.source == "probe"
     assert not mark.exists()
+
+
+def test_a_load_after_an_unload_during_the_probe_runs_it(tiny, folder):
+    """A worker that loads is ended by SIGTERM, because it reads no command."""
+    assert ended_during_a_probe(tiny, signal.SIGTERM) == -signal.SIGTERM
+    assert not [*folder.iterdir()]
+    assert bits_of(tiny).unknown
+
+
+def test_a_mark_is_kept_in_any_thread_and_leaves_the_handler_of_signals(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    file = ProbeFile(folder, "abc")
+
+    def mark():
+        with file.marked():
+            return [*folder.iterdir()]
+
+    with ThreadPoolExecutor() as pool:
+        assert mark() == pool.submit(mark).result() == [folder / "abc.probing"]
+    assert not [*folder.iterdir()]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_mark_of_other_versions_is_ignored(folder):
