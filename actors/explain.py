@@ -44,7 +44,7 @@ class Explainer:
         known = self.status.lookup(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
-        own = known.policy.processes if known else max(1, len(status.ranks)) if status else 1
+        own = known.policy.ranks if known else max(1, len(status.ranks)) if status else 1
         ranks = asked.ranks or own
         if status is None and known is None and not is_source(asked.model):
             raise self.status.unknown_model(asked.model)

@@ -24,7 +24,7 @@ from protocol.embedding import Embed
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.messages import Attach, Event, Generate
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.types import ModelState, ModelStatus, Reclaimable
 from protocol.worker import (
     Grant,
@@ -322,8 +322,9 @@ class LoadModel(Ask[ModelStatus], frozen=True):
 
     source: str
     alias: str | None
-    kv: KVSpec
-    policy: ModelPolicy | None = None
+    kv: KVSpec | None
+    """Absent: as the model is known."""
+    policy: PolicyChange = PolicyChange()
     watcher: Watcher | None = None
 
 

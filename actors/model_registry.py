@@ -98,14 +98,14 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         load = state.named(load)
         name = load.alias or short_name(load.source)
         check_name(name, load)
-        load = state.with_ranks(name, load)
+        wanted = state.wanted(name, load)
         if state.draining:
             raise errors.Draining("the daemon takes no new work")
         entry = state.entries.get(name)
         if entry is None:
-            entry = self._add(name, self._known_for(name, load), patient=False)
-        elif not is_loaded_as(entry.known, load):
-            raise model_exists(name, entry.known, load)
+            entry = self._add(name, wanted, patient=False)
+        elif not is_loaded_as(entry.known, wanted):
+            raise model_exists(name, entry.known, wanted)
         elif entry.evicted:  # it is loaded again after the eviction
             reload: DeferredReply[ModelStatus] = DeferredReply()
             entry.reloads.append((reload, load))
@@ -118,20 +118,13 @@ class ModelRegistry(Actor[mail.RegistryMail]):
                     entry.before = entry.known  # requests that wait do not end if this is refused
                 self._announce_load(entry.name, entry.policy, patient=False)
                 entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
-            if (policy := load.policy) is not None:
-                self._set_policy(name, lambda _: policy)
+            if load.policy.fields:
+                self._set_policy(name, load.policy.applied_to)
             if entry.state == "ready":
                 return state.statuses.model(name)
         reply: DeferredReply[ModelStatus] = DeferredReply()
         entry.load_replies.append((reply, load.watcher))
         return reply
-
-    def _known_for(self, name: str, load: mail.LoadModel) -> KnownModel:
-        before = self._known_models.get(name)
-        policy = load.policy or (before.policy if before is not None else ModelPolicy())
-        listed, found = (before.listed, before.found) if before is not None else (False, False)
-        found = found and before is not None and before.source == load.source
-        return KnownModel(load.source, load.kv, policy, listed, found)
 
     def _add(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
         """Add an entry and start its worker; ``patient``: the load waits until memory is free."""
@@ -327,10 +320,9 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         self._finish_if_empty()
 
     def _reload(self, entry: RegistryEntry) -> None:
-        policies = [load.policy for _, load in entry.reloads if load.policy is not None]
         known = self._known_models[entry.name]
-        if policies:
-            known = dataclasses.replace(known, policy=policies[-1])
+        for _, load in entry.reloads:
+            known = dataclasses.replace(known, policy=load.policy.applied_to(known.policy))
         added = self._add(entry.name, known, patient=not entry.reloads)
         added.load_replies = [(reply, load.watcher) for reply, load in entry.reloads]
         added.texts = entry.texts

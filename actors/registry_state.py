@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -112,19 +113,24 @@ class RegistryState:
         if is_source(load.source):
             return load
         if (known := self.statuses.lookup(load.source)) is not None:
-            kv = known.kv if load.kv == KVSpec() else load.kv
+            kv = load.kv or known.kv
             return replace(load, source=known.source, alias=load.alias or load.source, kv=kv)
         self.statuses.find_model(load.source)  # raises the reason
         if not self.statuses.may_load(load.source):
             raise unknown_source(load.source)
         return load
 
-    def with_ranks(self, name: str, load: mail.LoadModel) -> mail.LoadModel:
-        """Return a load whose policy has the ranks of the known model, unless it names them."""
-        known, policy = self.statuses.known.get(name), load.policy
-        if known is None or policy is None or policy.ranks or known.source != load.source:
-            return load
-        return replace(load, policy=replace(policy, ranks=known.policy.ranks))
+    def wanted(self, name: str, load: mail.LoadModel) -> KnownModel:
+        """Return the model that a load asks for: what it leaves open is as the model is known."""
+        known = self.statuses.known.get(name) or KnownModel(load.source)
+        same = known.source == load.source
+        return dataclasses.replace(
+            known,
+            source=load.source,
+            kv=load.kv or (known.kv if same else KVSpec()),
+            policy=load.policy.applied_to(known.policy),
+            found=known.found and same,
+        )
 
     def check(self) -> None:
         for name, entry in self.entries.items():
@@ -134,23 +140,21 @@ class RegistryState:
         assert not self.closing or self.draining, "shuts down and accepts new work"
 
 
-def is_loaded_as(known: KnownModel, other: KnownModel | mail.LoadModel) -> bool:
-    same_policy = other.policy is None or not _differences(known.policy, other.policy)
-    return (known.source, known.kv) == (other.source, other.kv) and same_policy
+def is_loaded_as(known: KnownModel, other: KnownModel) -> bool:
+    return (known.source, known.kv) == (other.source, other.kv) and not _differences(known, other)
 
 
-def _differences(policy: ModelPolicy, other: ModelPolicy) -> list[str]:
-    """Return the fields of `AT_LOAD` that differ; absent ranks are one."""
-    policy, other = (replace(one, ranks=one.processes) for one in (policy, other))
-    return [field for field in AT_LOAD if getattr(policy, field) != getattr(other, field)]
+def _differences(known: KnownModel, other: KnownModel) -> list[str]:
+    """Return the fields of `AT_LOAD` that differ."""
+    one, two = known.policy, other.policy
+    return [field for field in AT_LOAD if getattr(one, field) != getattr(two, field)]
 
 
-def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:
+def model_exists(name: str, known: KnownModel, wanted: KnownModel) -> ModelExists:
     other = ""
-    if known.source == load.source and known.kv.name == load.kv.name:
-        other = " but different KV settings"
-        if known.kv == load.kv and load.policy is not None:
-            other = f" but different {' and '.join(_differences(known.policy, load.policy))}"
+    if known.source == wanted.source and known.kv.name == wanted.kv.name:
+        differing = _differences(known, wanted) if known.kv == wanted.kv else ["KV settings"]
+        other = f" but different {' and '.join(differing)}"
     return ModelExists(
         f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
         "unload it first, or load under another alias",

@@ -47,7 +47,7 @@ from protocol.embedding import Embed, EmbeddingsMode
 from protocol.kv import BitsMode, KVSpec
 from protocol.messages import Event, EventRecord, Generate, Tokenize, Tokenized
 from protocol.model_source import is_source
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.request_record import RequestRecord
 from protocol.types import DaemonStatus, HostMemory, ModelStatus, Problem, TimeSlicesMode
 from protocol.worker import LoadModel
@@ -314,13 +314,13 @@ class System:
         *,
         alias: str | None = None,
         kv: KVSpec | None = None,
-        policy: ModelPolicy | None = None,
+        policy: PolicyChange | None = None,
     ) -> ModelStatus:
         """Load a model and wait until it is ready; raises the KvdError of a failed load.
 
         A second load of the same model under the same name joins the first.
         """
-        load = mail.LoadModel(model, alias, kv or KVSpec(), policy)
+        load = mail.LoadModel(model, alias, kv, policy or PolicyChange())
         return await self._registry_ref.ask(load)
 
     def keep_loaded(self, model: str, seconds: float) -> None:
@@ -335,7 +335,7 @@ class System:
         known = self._statuses.lookup(name)
         if known is None:
             raise self._statuses.unknown_model(name)
-        return await self.load(known.source, alias=name, kv=known.kv)
+        return await self.load(known.source, alias=name)
 
     async def unload(self, name: str, *, force: bool = False) -> int:
         """Unload a model and return the bytes freed; raises `UnknownModel`.
@@ -459,7 +459,7 @@ class System:
             source=known.source,
             kv=known.kv,
             max_context=known.policy.max_context,
-            ranks=known.policy.processes,
+            ranks=known.policy.ranks,
             prefix_bytes=self._governor.machine.ledger.budget_bytes // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,

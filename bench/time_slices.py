@@ -32,7 +32,7 @@ from typing import Any
 from bench.own import daemon
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.messages import Tokens
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 
 SETTINGS = ("off", "on")
 BESIDE = ("nothing", "prompts", "decoding")
@@ -43,7 +43,7 @@ _seeds = count(1)
 @contextlib.asynccontextmanager
 async def copies(slices: str, options: argparse.Namespace) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
-    policies = {"a": ModelPolicy(), "b": ModelPolicy(weight=options.weight)}
+    policies = {"a": PolicyChange(), "b": PolicyChange(weight=options.weight)}
     async with daemon(f'time_slices = "{slices}"\n') as client:
         loads = [
             await client.load(options.model, alias=name, policy=policy)

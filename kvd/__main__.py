@@ -78,7 +78,7 @@ def serve(
         home=locate(home),
         budget_bytes=budget,
         models=models,
-        kv=kv or KVSpec(),
+        kv=kv,
         attention=attention,
         host=host,
         port=port,

@@ -23,7 +23,7 @@ from protocol.fields import Count, PositiveCount
 from protocol.kv import KVSpec
 from protocol.message_base import EventBase, RequestBase, RequestId
 from protocol.parts import PartStart
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.settings import Changed, Setting
 from protocol.tools import ChatOptions, Grammar
@@ -66,10 +66,10 @@ class Load(RequestBase, tag="load", frozen=True, kw_only=True):
     """Source: an embedded name, a folder's absolute path, or a Hub id."""
     alias: fields.Alias | None = None
     """Name that requests use; absent: the last part of the source."""
-    kv: KVSpec = KVSpec()
-    """Settings of the KV cache."""
-    policy: ModelPolicy | None = None
-    """Policy relative to other models; absent: unchanged for a known model."""
+    kv: KVSpec | None = None
+    """Settings of the KV cache, all of them; absent: as the model is known."""
+    policy: PolicyChange = PolicyChange()
+    """Fields of the policy relative to other models; absent fields stay as the model is known."""
 
 
 class Unload(RequestBase, tag="unload", frozen=True, kw_only=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from protocol.fields import MAX_INT, PositiveSeconds, Priority, Ranks
+
+MaxContext = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Weight = Annotated[float, Meta(ge=0.1, le=10.0)]
 
 
 class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,15 +22,29 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whether the model is never evicted."""
     idle_ttl_s: PositiveSeconds | None = None
     """Seconds without requests after which the model is unloaded; absent: no limit."""
-    max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_context: MaxContext | None = None
     """Maximum tokens of prompt and completion together; absent: the model's own limit."""
-    ranks: Ranks | None = None
-    """Processes that share the model, each with a part of every layer; absent: as the model is
-    known, otherwise 1 (in `config.toml`: always 1)."""
-    weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
+    ranks: Ranks = 1
+    """Processes that share the model, each with a part of every layer; 1: one process."""
+    weight: Weight = 1.0
     """Share of a shared accelerator: twice the weight gives time slices of twice the length."""
 
+
+class PolicyChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a model's policy to change. Absent fields stay; null removes a limit."""
+
+    priority: Priority | UnsetType = UNSET
+    pinned: bool | UnsetType = UNSET
+    idle_ttl_s: PositiveSeconds | UnsetType | None = UNSET
+    max_context: MaxContext | UnsetType | None = UNSET
+    ranks: Ranks | UnsetType = UNSET
+    weight: Weight | UnsetType = UNSET
+
     @property
-    def processes(self) -> int:
-        """Number of processes that share the model."""
-        return self.ranks or 1
+    def fields(self) -> dict[str, Any]:
+        """New values by the name of the field of `ModelPolicy`."""
+        values = msgspec.structs.asdict(self)
+        return {name: value for name, value in values.items() if value is not UNSET}
+
+    def applied_to(self, policy: ModelPolicy) -> ModelPolicy:
+        return msgspec.structs.replace(policy, **self.fields)

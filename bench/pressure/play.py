@@ -17,7 +17,7 @@ from kvd.config.kv import parse_kv
 from kvd.host import memory
 from protocol.errors import KvdError
 from protocol.messages import EventRecord, Tokens
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 
 AMPLE = 1 << 42
 """A budget that is never reached."""
@@ -95,7 +95,7 @@ async def play(
                 source,
                 alias=alias,
                 kv=parse_kv(kv),
-                policy=ModelPolicy(priority=1 if alias == URGENT else 0),
+                policy=PolicyChange(priority=1 if alias == URGENT else 0),
             )
             for alias, source in models.items()
         ]

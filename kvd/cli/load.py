@@ -24,7 +24,7 @@ from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
 from protocol.kv import KVSpec
 from protocol.messages import Loading
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.types import ModelStatus
 from protocol.validation import describe_error
 
@@ -54,7 +54,7 @@ def load(
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
     with common.connected() as client:
         policy = _policy(
-            pinned=pin,
+            pinned=pin or None,
             priority=priority,
             idle_ttl_s=idle_ttl,
             max_context=max_context,
@@ -65,14 +65,12 @@ def load(
         common.print_data(loaded, status_page.model(loaded, stdout_console().width))
 
 
-def _policy(**given: float | None) -> ModelPolicy | None:
-    named = given["priority"] is not None
-    fields = given if named else {**given, "priority": 0}
+def _policy(**given: float | None) -> PolicyChange:
+    fields = {name: value for name, value in given.items() if value is not None}
     try:
-        policy = msgspec.convert(fields, ModelPolicy)
+        return msgspec.convert(fields, PolicyChange)
     except msgspec.ValidationError as error:
-        raise click.BadParameter(describe_error(str(error), ModelPolicy)[1]) from None
-    return None if policy == ModelPolicy() and not named else policy
+        raise click.BadParameter(describe_error(str(error), PolicyChange)[1]) from None
 
 
 def follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:

@@ -25,7 +25,7 @@ from protocol.explain_messages import (
 )
 from protocol.forecast import Forecast
 from protocol.kv import KVSpec
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.types import DaemonStatus
 
@@ -72,12 +72,15 @@ class Calls(ABC, Generic[C, L]):
         *,
         alias: str | None = None,
         kv: KVSpec | None = None,
-        policy: ModelPolicy | None = None,
+        policy: PolicyChange | None = None,
     ) -> L:
-        """Load a model; iterate over the progress, or wait for the result."""
+        """Load a model; iterate over the progress, or wait for the result.
+
+        Without ``kv``, and in fields that ``policy`` leaves open, it is loaded as it is known.
+        """
         number = self._exchange.next_id()
-        spec = kv or KVSpec()
-        await self._send(m.Load(id=number, model=model, alias=alias, kv=spec, policy=policy))
+        change = policy or PolicyChange()
+        await self._send(m.Load(id=number, model=model, alias=alias, kv=kv, policy=change))
         return self._load(number)
 
     async def unload(self, model: str, *, force: bool = False) -> m.Unloaded:

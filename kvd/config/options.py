@@ -23,8 +23,8 @@ class Options(msgspec.Struct, frozen=True):
     budget_bytes: int | None = None
     models: tuple[str, ...] = ()
     """Models to load at start, instead of those of the configuration."""
-    kv: KVSpec = KVSpec()
-    """KV settings of ``models``."""
+    kv: KVSpec | None = None
+    """KV settings of ``models``; None: those of the configuration, or the defaults."""
     attention: Attention | None = None
     host: str | None = None
     """Address of HTTP."""

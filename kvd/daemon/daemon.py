@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,6 @@ from protocol.errors import ConfigError, KvdError
 from protocol.key_file import create_key
 from protocol.kv import KVSpec
 from protocol.model_source import is_source
-from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
     import socket
@@ -70,12 +69,11 @@ and `make` forwards its own copy."""
 
 @dataclass(frozen=True)
 class ModelToLoad:
-    """A model to load when the daemon starts."""
+    """A model to load when the daemon starts; what is not given is as it is configured."""
 
     source: str
     alias: str | None = None
-    kv: KVSpec = field(default_factory=KVSpec)
-    policy: ModelPolicy = field(default_factory=ModelPolicy)
+    kv: KVSpec | None = None
 
 
 def run(options: Options) -> Exit:
@@ -321,9 +319,7 @@ class Daemon:
 
     async def _load(self, model: ModelToLoad) -> ModelStatus | KvdError:
         try:
-            return await self._system.load(
-                model.source, alias=model.alias, kv=model.kv, policy=model.policy
-            )
+            return await self._system.load(model.source, alias=model.alias, kv=model.kv)
         except KvdError as error:
             # Not fatal: other models are served, and `kvctl load` can retry this one.
             self._log.error("model not loaded", model=model.source, reason=error.message)
@@ -411,7 +407,7 @@ class Daemon:
 
 
 def _model_to_load(entry: ModelEntry, root: Path) -> ModelToLoad:
-    return ModelToLoad(absolute(entry.source, root), entry.alias, entry.kv_spec, entry.policy)
+    return ModelToLoad(absolute(entry.source, root), entry.alias)
 
 
 def _is_launchd_service() -> bool:

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvd.host.home import Home
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from tests.process.helpers import Daemon, Reader, alive, wait_for, write_config
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
@@ -33,7 +33,7 @@ def test_requests_of_the_embedded_model_survive_the_loss_of_a_follower(
     try:
         daemon.load("demo", "one")
         with daemon.client() as kvd:
-            loaded = kvd.load("demo", alias="two", policy=ModelPolicy(ranks=2)).result
+            loaded = kvd.load("demo", alias="two", policy=PolicyChange(ranks=2)).result
         first = [it.pid for it in loaded.ranks]
         options = {"max_tokens": 24, "seed": 3}
         expected = Reader(daemon, "one", "Once upon a time", **options).finished(PATIENCE_S)

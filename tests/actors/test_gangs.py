@@ -12,7 +12,7 @@ from actors.readings import FRESH_S
 from protocol.errors import InvalidModel, ModelExists
 from protocol.gang import DIVERGED
 from protocol.memory_bounds import STARTING_BYTES, limit_bytes
-from protocol.policy import ModelPolicy
+from protocol.policy import ModelPolicy, PolicyChange
 from protocol.types import MemoryUse, RankStatus, WorkerStats
 from protocol.worker import LoadModel, Stats
 from tests.actors.governor_simulation import Simulation
@@ -22,7 +22,7 @@ from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
 MIB = 2**20
-THREE = ModelPolicy(ranks=3)
+THREE = PolicyChange(ranks=3)
 
 
 @simulated
@@ -56,14 +56,14 @@ async def test_a_gang_is_one_model_whose_status_shows_its_ranks():
 async def test_a_load_keeps_the_ranks_of_the_model_unless_it_names_others():
     async with world(load=()) as w:
         await w.system.load("demo", policy=THREE)
-        await w.system.load("demo", policy=ModelPolicy(pinned=True))
+        await w.system.load("demo", policy=PolicyChange(pinned=True))
         assert w.model().pinned
         assert len(w.model().ranks) == 3
         with pytest.raises(ModelExists, match="different ranks"):
-            await w.system.load("demo", policy=ModelPolicy(ranks=1))
+            await w.system.load("demo", policy=PolicyChange(ranks=1))
         await w.system.unload("demo")
-        await w.system.load("demo", policy=ModelPolicy(pinned=True))
-        await w.system.load("demo", policy=ModelPolicy(ranks=1))
+        await w.system.load("demo", policy=PolicyChange(pinned=True))
+        await w.system.load("demo", policy=PolicyChange(ranks=1))
         assert w.model().ranks == []
 
 
@@ -131,7 +131,7 @@ async def test_memory_counts_as_free_after_the_last_ranks_exit():
 
 @simulated
 async def test_a_gang_above_its_limit_is_ended():
-    policy = ModelPolicy(ranks=2)
+    policy = PolicyChange(ranks=2)
     async with world({"big": [Script(load_s=300.0)]}, budget=4096 * MIB) as w:
         loading = asyncio.create_task(w.system.load("big", policy=policy))
         await until(lambda: w.spawn.processes["big"])

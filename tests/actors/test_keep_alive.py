@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protocol import messages
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
@@ -84,7 +84,7 @@ async def test_a_limit_without_a_request_counts_from_now_on():
 @simulated
 async def test_a_negative_value_replaces_the_models_own_limit():
     async with world(load=()) as w:
-        await w.system.load("demo", policy=ModelPolicy(idle_ttl_s=60))
+        await w.system.load("demo", policy=PolicyChange(idle_ttl_s=60))
         await asyncio.sleep(50)
         assert 0 < w.model().expires_in_s < 12
         await answered(w, keep_alive_s=-1.0)

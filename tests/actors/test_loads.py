@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
+import msgspec
 import pytest
 
 from actors import mail
+from actors.status import KnownModel
 from protocol import errors, messages
 from protocol.kv import KVSpec
 from protocol.model_source import is_source
+from protocol.policy import ModelPolicy
 from protocol.worker import Grant, LoadModel
 from tests.sim.fakes import SLOW, Script
 from tests.sim.loop import simulated, until
@@ -56,6 +60,45 @@ async def test_loads_of_the_same_model_join():
         await first.ask(messages.Load, model="demo")
 
         assert len(w.spawn.processes["demo"]) == 1
+
+
+CONFIGURED = KnownModel(
+    "demo",
+    KVSpec(4, 4),
+    ModelPolicy(priority=3, idle_ttl_s=60, max_context=320, ranks=2, weight=2.0),
+    listed=True,
+)
+
+
+@simulated
+@pytest.mark.parametrize("loaded", [True, False])
+async def test_a_load_changes_only_what_it_names(loaded):
+    async with world(load=(), known={"demo": CONFIGURED}) as w:
+        if loaded:
+            await w.system.load_known("demo")
+        await w.client().ask(messages.Load, model="demo", policy={"pinned": True})
+
+        policy = msgspec.structs.replace(CONFIGURED.policy, pinned=True)
+        assert w.system._statuses.known["demo"] == dataclasses.replace(CONFIGURED, policy=policy)
+        assert w.system._governor.machine.accounts["demo"].policy == policy
+        load = next(it for it in w.spawn.last("demo").commands if isinstance(it, LoadModel))
+        assert (load.kv, load.max_context, load.ranks) == (KVSpec(4, 4), 320, 2)
+
+
+@simulated
+async def test_a_load_removes_a_limit_only_with_null():
+    async with world(load=(), known={"demo": CONFIGURED}) as w:
+        await w.client().ask(messages.Load, model="demo", policy={"idle_ttl_s": None})
+        expected = msgspec.structs.replace(CONFIGURED.policy, idle_ttl_s=None)
+        assert w.system._statuses.known["demo"].policy == expected
+        assert w.system._governor.machine.accounts["demo"].policy == expected
+
+
+@simulated
+async def test_a_load_of_another_source_has_the_default_settings_of_the_cache():
+    async with world(load=(), known={"demo": CONFIGURED}) as w:
+        await w.client().ask(messages.Load, model="/models/other", alias="demo")
+        assert (w.model().source, w.model().kv) == ("/models/other", KVSpec())
 
 
 @simulated

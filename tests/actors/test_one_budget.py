@@ -8,7 +8,7 @@ import pytest
 
 from actors.status import KnownModel
 from protocol import errors, messages
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.types import Reclaimable, WorkerStats
 from protocol.worker import MemoryRequested, Reclaim, Reclaimed, Stats
 from tests.sim.fakes import Script
@@ -190,7 +190,7 @@ async def test_reclaims_reach_the_worker_and_their_results_the_governor():
 async def test_an_idle_model_is_unloaded_after_its_ttl_unless_pinned():
     async with world(load=()) as w:
         for name, pinned in (("demo", False), ("other", True)):
-            policy = ModelPolicy(idle_ttl_s=60, pinned=pinned)
+            policy = PolicyChange(idle_ttl_s=60, pinned=pinned)
             await w.system.load(name, policy=policy)
         await until(lambda: w.model() is None, 100)
 

@@ -9,7 +9,7 @@ import pytest
 from actors import mail
 from actors.status import KnownModel
 from protocol import errors, messages
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from protocol.types import Reclaimable, WorkerStats
 from protocol.worker import Stats
 from tests.sim.fakes import Script
@@ -117,7 +117,7 @@ async def test_a_pin_during_a_refused_load_is_kept_and_the_policy_of_the_load_is
     async with world(CROWDED, known=known()) as w:
         await busy(w)
         client = w.client()
-        load = await start_load(w, client, policy=ModelPolicy(priority=3))
+        load = await start_load(w, client, policy=PolicyChange(priority=3))
         await client.ask(messages.Pin, model="big")
         assert (await client.end(load)).error.code == "insufficient_memory"
         idle(w)
@@ -132,7 +132,7 @@ async def test_the_policy_of_a_joining_load_is_kept_when_both_are_refused():
         await busy(w)
         one, two = w.client(), w.client()
         load = await start_load(w, one)
-        joined = await start_load(w, two, policy=ModelPolicy(priority=3))
+        joined = await start_load(w, two, policy=PolicyChange(priority=3))
         for client, key in ((one, load), (two, joined)):
             assert (await client.end(key)).error.code == "insufficient_memory"
         idle(w)
@@ -187,7 +187,7 @@ async def test_the_policy_of_a_load_during_an_eviction_is_kept_after_the_reload(
         first = w.spawn.last("big")
         w.system._registry_ref.tell(mail.EvictModel("big", requeue=True))
         load = client.start(
-            messages.Load, model="big", alias="big", policy=ModelPolicy(priority=7, pinned=True)
+            messages.Load, model="big", alias="big", policy=PolicyChange(priority=7, pinned=True)
         )
         await client.end(load)
 

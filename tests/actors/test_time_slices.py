@@ -26,7 +26,7 @@ from actors.status import KnownModel
 from kvd.worker.process.time_slice_gate import TimeSliceGate
 from protocol import messages
 from protocol import worker as wire
-from protocol.policy import ModelPolicy
+from protocol.policy import ModelPolicy, PolicyChange
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
@@ -516,7 +516,7 @@ async def test_slices_go_to_the_processes_that_requested_them():
 async def test_a_model_has_the_weight_of_its_policy():
     known = {"a": KnownModel("a", policy=ModelPolicy(weight=3.0)), "b": KnownModel("b")}
     async with world(load=("b",), known=known) as it:
-        await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
+        await it.client().ask(messages.Load, model="a")
         for name in "ab":
             it.spawn.last(name).report(wire.TimeSliceRequested())
         await asyncio.sleep(0.1)
@@ -530,7 +530,7 @@ async def test_a_new_weight_takes_effect_with_the_next_slice():
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
             process.report(wire.TimeSliceRequested())
-        await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
+        await it.client().ask(messages.Load, model="b", policy=PolicyChange(weight=3.0))
         await asyncio.sleep(0.1)
         time_slice = first.commands[-1]
         first.report(wire.TimeSliceOver(seq=time_slice.seq, used_s=SLICE_S, more=True))

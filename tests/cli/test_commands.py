@@ -6,7 +6,7 @@ import json
 
 from kvd.host.home import Home
 from protocol import messages as m
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from tests.cli.stub import MODEL, daemon_status, stub_daemon, well
 
 
@@ -42,7 +42,7 @@ def test_load_sends_the_source_the_alias_and_the_scheme(kvctl, home: Home, tmp_p
         assert json.loads(kvctl("load", "demo", "--json")[1])["name"] == "demo"
     assert requests[0].model == str(tmp_path / "model")
     assert (requests[0].alias, requests[0].kv.name) == ("small", "k8v4")
-    assert (requests[1].model, requests[1].kv.name) == ("demo", "k8v8")
+    assert (requests[1].model, requests[1].kv) == ("demo", None)
 
 
 def test_a_wrong_scheme_is_a_usage_error(kvctl):
@@ -120,9 +120,9 @@ def test_load_sends_the_policy(kvctl, home: Home):
         code, _, err = kvctl("load", "demo", "--priority", "101")
         assert "ranks must be at most 8" in kvctl("load", "demo", "--ranks", "9")[2]
     policies = [request.policy for request in requests if isinstance(request, m.Load)]
-    expected = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
-    ranks = [ModelPolicy(ranks=2), ModelPolicy(ranks=1), ModelPolicy(pinned=True)]
-    assert policies == [expected, None, ModelPolicy(), *ranks]
+    expected = PolicyChange(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
+    ranks = [PolicyChange(ranks=2), PolicyChange(ranks=1), PolicyChange(pinned=True)]
+    assert policies == [expected, PolicyChange(), PolicyChange(priority=0), *ranks]
     assert (code, "priority must be at most 100" in err) == (2, True)
 
 

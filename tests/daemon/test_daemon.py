@@ -39,7 +39,7 @@ def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkey
         ModelToLoad("org/name"),
         ModelToLoad("/home/someone/x"),
         ModelToLoad(str(home.root / "y")),
-        ModelToLoad(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
+        ModelToLoad(str(home.root.parent / "z"), alias="z"),
     ]
 
 

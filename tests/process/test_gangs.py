@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from tests.process.helpers import Daemon, Reader, alive, source, wait_for, write_config
 
 RANKS = (0, 1, 2)
@@ -17,7 +17,7 @@ RANKS = (0, 1, 2)
 def load(daemon: Daemon, ranks: int = 3, **options: Any) -> list[int]:
     """Load a model over several ranks; return their process ids."""
     with daemon.client() as kvd:
-        kvd.load(source(**options), alias="m", policy=ModelPolicy(ranks=ranks)).result  # noqa: B018
+        kvd.load(source(**options), alias="m", policy=PolicyChange(ranks=ranks)).result  # noqa: B018
     return pids(daemon)
 
 
@@ -90,7 +90,7 @@ def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
     write_config(home, "[watchdog]\nspawning_s = 5\nloading_s = 5\nterminated_s = 0.2")
     daemon = make_daemon().start()
     with daemon.client() as kvd:
-        loading = kvd.load(source(), alias="m", policy=ModelPolicy(ranks=3))
+        loading = kvd.load(source(), alias="m", policy=PolicyChange(ranks=3))
         first = wait_for("the ranks", lambda: daemon.has("m") and pids(daemon))
         assert daemon.model("m").state == "spawning"
         os.kill(first[rank], number)
@@ -102,7 +102,7 @@ def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_that_dies_during_the_load_costs_a_new_start(daemon: Daemon, rank):
     with daemon.client() as kvd:
-        loading = kvd.load(source(load=2), alias="m", policy=ModelPolicy(ranks=3))
+        loading = kvd.load(source(load=2), alias="m", policy=PolicyChange(ranks=3))
         wait_for("the load", lambda: daemon.has("m") and daemon.model("m").state == "loading")
         first = pids(daemon)
         os.kill(first[rank], signal.SIGKILL)

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.host.home import Home
 from protocol.errors import ContextTooLong, InsufficientMemory, UnknownModel
-from protocol.policy import ModelPolicy
+from protocol.policy import PolicyChange
 from tests.process.helpers import source, wait_for
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def test_a_request_that_can_never_fit_is_refused_until_the_budget_is_raised(make
 def test_a_pinned_model_stays_and_the_error_of_the_load_names_it(make_daemon):
     daemon = make_daemon("--budget", "300MiB").start()
     with daemon.client() as client:
-        assert client.load(BIG, alias="a", policy=ModelPolicy(pinned=True)).result.state == "ready"
+        assert client.load(BIG, alias="a", policy=PolicyChange(pinned=True)).result.state == "ready"
         whole = r"of the budget of 300\.0 MiB are free \(a \(pinned\) holds .* MiB\): unpin"
         with pytest.raises(InsufficientMemory, match=whole):
             assert client.load(BIG, alias="b").result.state == "ready"

@@ -14,7 +14,7 @@ from protocol import messages as m
 from protocol.embedding import Embed
 from protocol.explain_messages import Explain, Explained, ExplainedRequests, ExplainRequest
 from protocol.kv import KVSpec
-from protocol.policy import ModelPolicy
+from protocol.policy import ModelPolicy, PolicyChange
 from protocol.prefix_messages import Cache, CacheDrop, CacheDropped, CacheReply
 from protocol.types import Sampling
 from tools.pages.fields import Field, fields, markdown, words
@@ -74,7 +74,7 @@ ORDER = (
 ANCHORS: dict[type, str] = {
     Sampling: "generate-sampling",
     KVSpec: "load-kv",
-    ModelPolicy: "load-policy",
+    PolicyChange: "load-policy",
 }
 """Values that have their own section."""
 ASKED = ("field", "value", "default", "")

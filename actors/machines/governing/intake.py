@@ -176,7 +176,7 @@ def _update_excess(m: GovernorState) -> None:
     m.excess.clear()
     for name, account in m.accounts.items():
         over = account.measured_bytes - m.ledger.grants.get(
-            name, STARTING_BYTES * account.policy.processes
+            name, STARTING_BYTES * account.policy.ranks
         )
         if over > 0:
             m.excess[name] = over

@@ -116,7 +116,7 @@ class GovernorState(msgspec.Struct):
 
     def limit_bytes(self, account: ModelAccount) -> int:
         """Return the bytes above which a model's worker is ended."""
-        return limit_bytes(self.ledger.grants.get(account.name, 0), account.policy.processes)
+        return limit_bytes(self.ledger.grants.get(account.name, 0), account.policy.ranks)
 
     def base(self, account: ModelAccount) -> int:
         """Return the part of a model's grant that its rows cannot give back."""

@@ -45,12 +45,13 @@ def test_threads_can_be_resized_while_another_thread_shares_a_loop(tmp_path: Pat
     source.write_text(PROGRAM)
     folder = Path(build.__file__).parent / "src"
     flags = ["-std=c++17", "-O1", "-fsanitize=thread", "-pthread", f"-I{folder}"]
-    built = subprocess.run([compiler, *flags, source, "-o", program], capture_output=True)
+    command = [compiler, *flags, source, "-o", program]
+    built = subprocess.run(command, check=False, capture_output=True)
     if built.returncode and b"san" in built.stderr:
         pytest.skip("the compiler has no race detector")
     assert built.returncode == 0, built.stderr.decode()
 
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([program], check=False, capture_output=True, text=True, timeout=60)
 
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("the race detector does not run on this kernel")
