@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.matcher import Mask, Matcher, shown
-from kvd.worker.grammar.vocabulary import TokenTable, Vocabulary
+from kvd.worker.grammar.vocabulary import SLICES, TokenTable, Vocabulary
 from protocol.errors import InvalidRequest, KvdError, Overloaded
 
 COMPILE_SECONDS = 10.0
@@ -358,7 +358,8 @@ class Compiler:
                     )
                 self._eos_ids = vocabulary.eos_ids
                 table: Any = TokenTable(vocabulary)
-                self._tokenizer = LLTokenizer(table, eos_token=sorted(vocabulary.eos_ids))
+                ends = sorted(vocabulary.eos_ids)
+                self._tokenizer = LLTokenizer(table, eos_token=ends, slices=SLICES)
             return self._tokenizer
 
 

@@ -9,16 +9,18 @@ import re
 import sys
 import threading
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from kvd.worker.grammar.answers import AnswerContext, write_grammar
 from kvd.worker.grammar.compiler import NICENESS, Compiler
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
-from kvd.worker.grammar.vocabulary import Vocabulary
+from kvd.worker.grammar.vocabulary import TokenTable, Vocabulary
 from kvd.worker.text.text import Text
 from protocol.tools import Grammar
 from protocol.types import Sampling
@@ -62,6 +64,56 @@ def test_a_mask_allows_the_tokens_that_a_matcher_accepts(rows, grammar: Grammar,
             allowed = [token for token in others if bits[token]]
             if allowed:
                 matcher.push(rng.choice(allowed))
+
+
+STRINGS = st.one_of(
+    st.integers(1, 40).map(lambda most: {"type": "string", "maxLength": most}),
+    st.sampled_from([{"type": "string"}, {"enum": ["x" * 30, "y"]}, {"type": "integer"}]),
+)
+LONGER = st.one_of(
+    STRINGS.map(lambda one: Grammar("json_schema", json.dumps({"type": "array", "items": one}))),
+    STRINGS.map(lambda one: Grammar("json_schema", json.dumps({"additionalProperties": one}))),
+    st.sampled_from([r"[a-z ]{3,9}\.", r'"[^"]{0,7}"|[^"]{9}', "(?s:.*)END"]).map(
+        lambda text: Grammar("regex", text)
+    ),
+    st.just(Grammar("lark", 'start: line+\nline: ("+" | "-") /(.*)/ "\\n"')),
+)
+
+
+def long_tokens() -> Vocabulary:
+    """Return a vocabulary with tokens of each length up to 40 characters."""
+    rng = random.Random(0)
+    texts = {bytes([one]): None for one in range(256)}
+    for length in range(2, 41):
+        for alphabet in ("abxy ", "é ü", 'a"\\,:\n[]{}'):
+            chars = rng.choices(alphabet, k=8 * length)
+            texts |= {"".join(chars[at::8]).encode(): None for at in range(8)}
+    ends = frozenset({len(texts)})
+    return Vocabulary([*texts, b"<end>"], ends, ends, lambda _: [], canonical=False)
+
+
+LONG = long_tokens()
+SLICED = Compiler(lambda: LONG)
+WHOLE = LLTokenizer(cast(Any, TokenTable(LONG)), eos_token=[*LONG.eos_ids], slices=[])
+
+
+@settings(max_examples=60, deadline=None)
+@given(grammar=LONGER, seed=st.integers(0, 99))
+def test_slices_change_no_mask(grammar: Grammar, seed: int) -> None:
+    """Masks equal those of llguidance without slices, for tokens of up to 40 characters."""
+    request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
+    whole = LLMatcher(WHOLE, write_grammar(request, AnswerContext(), canonical=False).text)
+    sliced, rng = matcher_of(grammar, SLICED), random.Random(seed)
+    filler = MaskFiller(len(LONG.tokens))
+    for _ in range(12):
+        wanted = np.frombuffer(whole.compute_bitmask(), np.uint8)
+        (mask,) = filler.fill([sliced])
+        assert (mask == wanted[: mask.size]).all()
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if not allowed.size or (token := int(rng.choice(allowed))) in LONG.eos_ids:
+            return
+        sliced.push(token)
+        assert whole.consume_token(token)
 
 
 @settings(max_examples=25, deadline=None)
