@@ -102,10 +102,8 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine, ranks: int = 1) -> Esti
     tensors = model_folder.read_tensors(model_folder.weight_files(folder))
     headers = Weights.of(tensors.values())
     model_folder.check_layers(folder, config, headers)
-    if ranks > 1:  # each rank uses the libraries too, and GPUs run MLX's own operations
-        sharers = machine.sharers + ranks - 1
-        plain = machine.plain_attention or not machine.on_cpu
-        machine = replace(machine, plain_attention=plain, sharers=sharers)
+    if ranks > 1:  # each rank uses the libraries too
+        machine = replace(machine, sharers=machine.sharers + ranks - 1)
     itemsize = 4 if machine.on_cpu else None
     weights = headers.in_memory(itemsize, packed=machine.native)
     weights += (ranks - 1) * _copied(tensors).in_memory(itemsize, packed=machine.native)

@@ -9,8 +9,9 @@ check that failed, or kernels that were slower, may have had another cause, such
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -35,6 +36,9 @@ class Checks:
 
     Without a store, every check runs.
     """
+
+    times_plain: ClassVar[bool] = True
+    """Whether kernels are compared with plain operations by their time."""
 
     def __init__(self, stored: Entries | None = None, key: str = "") -> None:
         self._stored = stored
@@ -84,6 +88,10 @@ class Checks:
     def agrees(self, check: str, run: Callable[[], bool]) -> bool:
         """Return whether a check passed before, or passes now."""
         return self.result(check, run, bool, passed=bool)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let the model's passes need no other process, also if this process shares the model."""
+        return nullcontext()
 
     def keep(self) -> None:
         """Store new results. Call it when the load has succeeded."""

@@ -222,7 +222,7 @@ def _read_weights(
 
     if gang is None:
         return model_files.read_weights(loaded, path, reading, plan.library, plan.checks)
-    return part.read_part(loaded, path, reading, plan.library, gang.group)
+    return part.read_part(loaded, path, reading, plan.library, gang.peers, gang.group)
 
 
 def _serve(

@@ -8,11 +8,13 @@ one rank's failure counts for all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from kvd.worker.artifacts.checks import Checks
+from kvd.worker.gang import sums
 from kvd.worker.gang.control import Peers
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 
@@ -21,6 +23,8 @@ _Found = TypeVar("_Found")
 
 class AgreedChecks(Checks):
     """Checks that run on all ranks at the same time."""
+
+    times_plain: ClassVar[bool] = False  # each rank would decide by its own clock
 
     def __init__(self, peers: Peers, prefix: str = "") -> None:
         super().__init__()
@@ -58,6 +62,13 @@ class AgreedChecks(Checks):
             if not has_passed:
                 return value
         return max(values) if kind in (int, float) else values[0]  # type: ignore[type-var]
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let passes compute with this rank's part of the model only, within the context.
+
+        A check may then end early on one rank, and the others do not wait in a collective.
+        """
+        return sums.own_terms()
 
     def keep(self) -> None:
         """Do nothing: a rank that used a kept result would skip collectives."""

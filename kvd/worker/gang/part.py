@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,16 +21,12 @@ from kvd.worker.gang.control import FollowerPeers, Peers, require_equal
 from kvd.worker.gang.shard import shard
 from kvd.worker.native import activation
 from kvd.worker.process import shortage
-from kvd.worker.serving import calibration, fast_paths, loading, model_files, probe, seam
+from kvd.worker.serving import calibration, loading, model_files, probe, seam
 from kvd.worker.serving.bit_choice import choose_bits
 from kvd.worker.serving.rounding import batch_floor
 from kvd.worker.serving.runner import Runner, on_cpu
 from protocol.errors import UnsupportedModel
-from protocol.types import FusedAttention
 from protocol.worker import LoadModel
-
-NO_KERNELS = "a model over several ranks runs MLX's operations on GPUs"
-"""Why joined products and kernels are not used."""
 
 AT_ONCE = 32 * 1024 * 1024
 """Bytes of a rank's part that are read together: whole tensors are read, and divided then."""
@@ -45,7 +41,7 @@ def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
     mx.set_cache_limit(loading.freed_bytes())
     headers = model_files.inspect(Path(load.path))
     opened = model_files.open_without_tokenizer(headers.path, load.vocab_size)
-    loaded = read_part(opened, headers.path, _ignore_progress, library, group)
+    loaded = read_part(opened, headers.path, _ignore_progress, library, peers, group)
     verdict = calibration.find(headers)
     schemes = calibration.apply_floor(schemes_of(load.command.kv), verdict)
     layers = len(make_prompt_cache(loaded.model))
@@ -70,6 +66,7 @@ def read_part(
     path: Path,
     progress: ReportProgress,
     library: ModuleType | None,
+    peers: Peers,
     group: Any,
 ) -> model_files.LoadedModel:
     """Divide an opened model, and read this rank's part of the weights.
@@ -77,7 +74,8 @@ def read_part(
     Needs memory for the part and the tensors that are read together.
     """
     shard(opened.model, str(opened.config.get("model_type")), group)
-    return model_files.read_weights(opened, path, progress, library, joins=False, at_once=AT_ONCE)
+    checks = AgreedChecks(peers)
+    return model_files.read_weights(opened, path, progress, library, checks, at_once=AT_ONCE)
 
 
 def serve_part(
@@ -91,10 +89,7 @@ def serve_part(
     if on_cpu():  # the probe's batches are padded to it, and a collective needs equal shapes
         require_equal(peers, "the smallest batch", batch_floor(loaded.model))
     checks = AgreedChecks(peers)
-    if on_cpu():
-        served = loading.serve(loaded, settings, library, _ignore_progress, checks)
-    else:
-        served = _serve_without_kernels(settings, loaded, checks)
+    served = loading.serve(loaded, settings, library, _ignore_progress, checks)
     runner = served.runner
     if not isinstance(runner.cache, ModelCache):
         raise UnsupportedModel(
@@ -106,15 +101,6 @@ def serve_part(
     runner.split_head(checks)
     require_equal(peers, "how the model is served", f"{served.name}, {runner.floors}")
     return served
-
-
-def _serve_without_kernels(
-    settings: CacheSettings, loaded: model_files.LoadedModel, checks: AgreedChecks
-) -> probe.Served:
-    found = probe.serve(loaded.model, settings, loaded.vocab_size, checks=checks)
-    fused = FusedAttention(used=False, reason=NO_KERNELS, cause="model")
-    layers = fast_paths.declined("whole layers", "model", NO_KERNELS)
-    return replace(found, layers=layers, fused=fused)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ kernels (`kvd.worker.attention.fused`), the layer becomes ::
     product      of normed inputs, gated                                      `products`
     product      plus the MLP's input                                         `products`
 
+In a layer that is divided among the ranks of a gang, the last product of the attention and that of
+the MLP are terms of sums over all ranks, which MLX computes and adds to the layer's input.
+
 `kvd.worker.decoder_layers` recognizes such layers.
 """
 
@@ -31,7 +34,34 @@ from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.decoder_layers import Parts
 from kvd.worker.gpu import products
-from kvd.worker.gpu.joined_linear import JoinedLinear
+from kvd.worker.gpu.joined_linear import JoinedLinear, JoinedPart
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A product that is added to the layer's input."""
+
+    weight: mx.array
+    """``[outputs, inputs]``."""
+    bias: mx.array | None
+
+    def added(self, x: mx.array, inputs: mx.array) -> mx.array:
+        """Return ``x`` plus the product of ``inputs``, ``[batch, 1, outputs]``; lazy."""
+        (found,) = products.multiply(
+            inputs, self.weight, self.weight.shape[:1], bias=self.bias, residual=x
+        )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class DividedOutput(Output):
+    """An output whose product is a term of a sum over all ranks."""
+
+    part: JoinedPart
+
+    def added(self, x: mx.array, inputs: mx.array) -> mx.array:
+        (product,) = products.multiply(inputs, self.weight, self.weight.shape[:1])
+        return x + self.part.total(product)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +74,10 @@ class Block:
     bias: mx.array | None
     rotary: RotarySettings
     scale: float
-    out: mx.array
-    out_bias: mx.array | None
+    out: Output
     after: products.Norm
     gate_up: mx.array
-    down: mx.array
+    down: Output
 
     def compute(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
         """See `decoder_layers.Block.compute`; for decode steps."""
@@ -63,12 +92,8 @@ class Block:
         )
         queries = fused.rotate(layer, step, qkv, self.rotary)
         attended = fused.attend(queries, layer, self.scale, None)
-        (h,) = products.multiply(
-            attended, self.out, self.out.shape[:1], bias=self.out_bias, residual=x
-        )
-        gated = products.multiply_gated(h, self.gate_up, self.after)
-        (output,) = products.multiply(gated, self.down, self.down.shape[:1], residual=h)
-        return output
+        h = self.out.added(x, attended)
+        return self.down.added(h, products.multiply_gated(h, self.gate_up, self.after))
 
 
 def fuse(model: Any) -> int:
@@ -89,18 +114,18 @@ def _block_of(parts: Parts) -> Block | str:
     """Return a layer's block, or why there is none."""
     attention, mlp = parts.attention, parts.mlp
     qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
-    out = _joined(attention, "o_proj")
-    gate_up, down = _joined(mlp, "gate_proj", "up_proj"), _joined(mlp, "down_proj")
-    if None in (qkv, out, gate_up, down):
+    out, down = _output(attention, "o_proj"), _output(mlp, "down_proj")
+    gate_up = _joined(mlp, "gate_proj", "up_proj")
+    if qkv is None or out is None or gate_up is None or down is None:
         return "its products are not joined dense ones, or have other sizes than the kernels"
     rotary = _rotary_settings(parts, qkv.sizes)
     if rotary is None:
         return f"there is no kernel for its {type(attention['rope']).__name__} or its head norms"
-    if gate_up.bias is not None or down.bias is not None:
+    if gate_up.bias is not None:
         return "its MLP has biases"
     return Block(
-        _norm(parts.before), qkv.stored, qkv.bias, rotary, parts.scale, out.stored, out.bias,
-        _norm(parts.after), gate_up.stored, down.stored,
+        _norm(parts.before), qkv.stored, qkv.bias, rotary, parts.scale, out,
+        _norm(parts.after), gate_up.stored, down,
     )  # fmt: skip
 
 
@@ -108,10 +133,21 @@ def _norm(module: nn.RMSNorm) -> products.Norm:
     return products.Norm(module.weight, float(module.eps))
 
 
-def _joined(parent: Any, *names: str) -> Any:
+def _output(parent: Any, name: str) -> Output | None:
+    """Return a layer of joined weights as an output; None if `_joined` returns None."""
+    part = parent[name]
+    joined = _joined(parent, name, kind=type(part))
+    if joined is None:
+        return None
+    if isinstance(part, JoinedPart):
+        return DividedOutput(joined.stored, None, part)
+    return Output(joined.stored, joined.bias)
+
+
+def _joined(parent: Any, *names: str, kind: type = JoinedLinear) -> Any:
     """Return the joined weights of exactly these layers; None if not joined or not of fit sizes."""
     parts = [parent[name] for name in names]
-    if not all(type(part) is JoinedLinear for part in parts):
+    if not issubclass(kind, JoinedLinear) or any(type(part) is not kind for part in parts):
         return None
     joined = parts[0].joined
     if any(part.joined is not joined for part in parts) or len(joined.sizes) != len(parts):

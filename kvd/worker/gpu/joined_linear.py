@@ -31,14 +31,15 @@ _MOST_VIEWS = 64
 class _Joined:
     """The joined weights of some layers, and the parts of the last product not yet taken."""
 
-    def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
+    def __init__(self, layers: Sequence[Any], product: Product | None) -> None:
         self._product = product
         self.sizes = [layer.weight.shape[0] for layer in layers]
         self.stored = mx.concatenate([layer.weight for layer in layers])
         """``[outputs of all, inputs]``."""
         self.weight = self.stored[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
-        biases = [layer.bias for layer in layers if "bias" in layer]
+        # A bias of a divided sum is not part of the products.
+        biases = [layer.bias for layer in layers if _is_plain(layer) and "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
         self._separate = False
@@ -114,6 +115,27 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
         return self.joined.part(x, self._member)
 
 
+class JoinedPart(JoinedLinear):
+    """`nn.ShardedToAllLinear` over joined weights: one rank's inputs of a divided linear layer.
+
+    Its product is a term of a sum over the ranks of ``group``. The bias is added to the sum.
+    """
+
+    def __init__(self, joined: _Joined, layer: Any) -> None:
+        super().__init__(joined, 0)
+        self.group = layer.group
+        if "bias" in layer:
+            self.bias = layer.bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.total(super().__call__(x))
+
+    def total(self, product: mx.array) -> mx.array:
+        """Return the layer's output, from this rank's product; lazy."""
+        found: mx.array = mx.distributed.all_sum(product, group=self.group)
+        return found + self.bias if "bias" in self else found
+
+
 class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
     """`nn.Embedding` that computes the logits of few rows with kvd's own product."""
 
@@ -134,7 +156,8 @@ def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
     ``product`` replaces MLX's product for few rows. Only layers of exactly MLX's own classes
-    are changed. A layer without a partner becomes a `JoinedLinear` that multiplies alone.
+    are changed. A layer without a partner becomes a `JoinedLinear` that multiplies alone, and a
+    divided layer with a sum over all ranks becomes a `JoinedPart`.
     """
     for module in list(model.modules()):
         if isinstance(module, JoinedLinear):
@@ -146,6 +169,8 @@ def join(model: Any, product: Product | None = None) -> None:
         for name, child in list(module.items()):
             if _is_plain(child):
                 _replace(module, (name,), [child], product)
+            elif type(child) is nn.ShardedToAllLinear:
+                module[name] = JoinedPart(_Joined([child], product), child)
             elif product is not None and type(child) is nn.Embedding:
                 module[name] = TiedEmbedding(child, product)
 
@@ -167,15 +192,16 @@ def joined_arrays(model: Any) -> list[mx.array]:
 
 
 def _is_plain(child: Any) -> bool:
-    return type(child) is nn.Linear
+    """Return whether a layer only multiplies and adds its bias, as one rank's outputs do."""
+    return type(child) in (nn.Linear, nn.AllToShardedLinear)
 
 
-def _layout(layer: nn.Linear) -> tuple[object, ...]:
+def _layout(layer: Any) -> tuple[object, ...]:
     return layer.weight.shape[1], layer.weight.dtype, "bias" in layer
 
 
 def _replace(
-    module: Any, names: Sequence[str], layers: Sequence[nn.Linear], product: Product | None
+    module: Any, names: Sequence[str], layers: Sequence[Any], product: Product | None
 ) -> None:
     joined = _Joined(layers, product)
     for member, name in enumerate(names):

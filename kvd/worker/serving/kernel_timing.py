@@ -47,7 +47,7 @@ class Times:
 
     fused_s: float
     reference_s: float | None
-    """None if plain operations were not timed: the kernels are certainly faster."""
+    """None if plain operations were not timed: the kernels are faster, or used anyway."""
     keys: int
     """Keys of each of the `ROWS` rows; a window may hide some of them."""
 
@@ -56,13 +56,13 @@ def compare(
     stores: Sequence[KVStore],
     backend: FusedBackend,
     variants: Collection[KernelVariant],
-    check_plain: Callable[[], object],
+    check_plain: Callable[[], object] | None,
 ) -> Times | None:
     """Time kernels and plain operations for these layers; None if no variant fits any layer.
 
     ``variants``: the kernels that the model has requested. ``check_plain``: checks plain operations
-    before they are timed, if they are; it may change the stores' products. Uses at most half of the
-    stores' scratch.
+    before they are timed, if they are; it may change the stores' products. Without it, they are not
+    timed. Uses at most half of the stores' scratch.
     """
     fused = dense = reference = 0.0
     layers, keys = 0, KEYS
@@ -73,7 +73,7 @@ def compare(
         layers, keys = layers + step.layers, min(keys, step.keys)
     if not layers:
         return None
-    if fused < DENSE_LIMIT * dense:
+    if check_plain is None or fused < DENSE_LIMIT * dense:
         return Times(fused / layers, None, keys)
     check_plain()
     for step in _steps(stores, None, variants):

@@ -305,34 +305,40 @@ def read_weights(
     library: ModuleType | None,
     checks: Checks | None = None,
     *,
-    joins: bool = True,
     at_once: int | None = None,
 ) -> LoadedModel:
     """Read an opened model's weights, with floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted. With the library
     (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
-    ``joins``: whether layers may be joined on accelerators (`kvd.worker.gpu.joined_linear`).
-    ``at_once``: bytes of weights that are read together, else `READ_BYTES`. ``checks``: kept
-    results.
+    On accelerators, layers are joined (`kvd.worker.gpu.joined_linear`). ``at_once``: bytes of
+    weights that are read together, else `READ_BYTES`. ``checks``: kept results.
     """
-    model, product = opened.model, None
+    model, own_products = opened.model, False
     if library is not None:
         try:
             pack_weights(model, library)
         except RuntimeError as error:
             raise _unreadable(path, error) from error
-    elif joins and mx.default_device().type != mx.DeviceType.cpu:
-        product = products.find(joined_linear.dtype_of(model), checks)
-        joined_linear.join(model, product)
+    else:
+        own_products = _join(model, checks)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress, at_once or READ_BYTES)
     return replace(
         opened,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
-        own_products=product is not None,
+        own_products=own_products,
     )
+
+
+def _join(model: Any, checks: Checks | None) -> bool:
+    """Join a model's layers on accelerators; return whether kvd's own products are used."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return False
+    product = products.find(joined_linear.dtype_of(model), checks)
+    joined_linear.join(model, product)
+    return product is not None
 
 
 def _weights(model: Any) -> list[mx.array]:

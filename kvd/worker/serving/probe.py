@@ -346,8 +346,10 @@ def _try_way(attempt: _Attempt, library: ModuleType | None, kernels: FusedBacken
     def run() -> tuple[FusedAttention, float]:
         nonlocal ran
         ran = True
-        attempt.compile_kernels(kernels)
-        return kernel_check.check_kernels(kernels, attempt.paged, attempt.check_kernels, plain)
+        with attempt.kept.alone():
+            attempt.compile_kernels(kernels)
+            timed = plain if attempt.kept.times_plain else None
+            return kernel_check.check_kernels(kernels, attempt.paged, attempt.check_kernels, timed)
 
     kind = tuple[FusedAttention, float]
     verdict, error = attempt.kept.result("kernels", run, kind, passed=lambda found: found[0].used)

@@ -94,6 +94,38 @@ def test_blocks_give_the_same_results(name: str, config: dict[str, Any], counted
     assert type(model.layers[0]).__mro__[1] is nn.Module
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_divided_layers_are_blocks(
+    name: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of one rank has the layers of a gang.
+
+    `tests.worker.gang.test_kernels` runs them over two ranks.
+    """
+    sums = []
+
+    def add(x: mx.array, *, group: Any) -> mx.array:
+        sums.append(group)
+        return x
+
+    monkeypatch.setattr(mx.distributed, "all_sum", add)
+    model, _ = build(name)
+    model.shard(mx.distributed.init())
+    joined_linear.join(model, counted.plain)
+    count = len(model.layers)
+    plain, kernels = Side(model, None), StandIn()
+    fused = Side(model, kernels.backend())
+    for side in (plain, fused):
+        for length in (3, 64, 200):
+            side.join(length)
+    expected = [plain.step(token) for token in range(3)]
+    assert blocks.fuse(model) == count
+    sums.clear()
+    for token, want in enumerate(expected):
+        assert abs(fused.step(token) - want).max() <= 1e-4 * abs(want).max()
+    assert (kernels.rotated, counted.gated, len(sums)) == (3 * count, 3 * count, 6 * count)
+
+
 def test_compiled_steps_use_blocks(counted: Counted) -> None:
     model, config = joined("qwen3", counted, num_hidden_layers=1)
     kernels = StandIn()

@@ -124,6 +124,28 @@ def test_few_rows_use_the_given_product(*, bias: bool) -> None:
     assert shapes == [(8, 1, 32)]  # down_proj has 48 inputs, which the kernel does not accept
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_divided_layers_add_their_bias_to_the_sum(
+    monkeypatch: pytest.MonkeyPatch, *, bias: bool
+) -> None:
+    plain, divided = Attention(bias=bias), Attention(bias=bias)
+    divided.update(plain.parameters())
+    group = mx.distributed.init()  # of this process alone
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        kind = nn.ShardedToAllLinear if name == "o_proj" else nn.AllToShardedLinear
+        divided[name] = kind.from_linear(divided[name], group=group)
+    assert joined_linear.dtype_of(divided) == mx.float32
+    joined_linear.join(divided)
+    assert divided.q_proj.joined is divided.k_proj.joined is divided.v_proj.joined
+    assert type(divided.o_proj) is joined_linear.JoinedPart
+    x = mx.random.normal((8, 1, 32))
+    *separate, output = plain(x)
+    assert_same(divided(x), [*separate, output])
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 3 * x)
+    added = plain.o_proj.bias if bias else mx.zeros(32)
+    assert_same(divided(x)[3:], [3 * (output - added) + added])
+
+
 def test_compiled_steps_join_too() -> None:
     plain, joined = two(bias=True)
     compiled = mx.compile(joined.layers[0].__call__)

@@ -283,6 +283,27 @@ def test_on_cuda_other_kernels_are_compared_with_plain_operations(
     assert found.fused.reference_ms > 0
 
 
+def test_checks_of_several_processes_use_right_kernels_whatever_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Shared(Checks):
+        times_plain = False
+
+        def under(self, name: str) -> Shared:
+            return self
+
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_timing, "KEYS", 128)
+    model = model_of("qwen3", num_hidden_layers=1)
+    settings, kernels = CacheSettings(SCHEMES[:1]), StandIn().backend()
+    found = probe.serve(model, settings, VOCAB, kernels=kernels, checks=Shared())
+
+    assert found.fused is not None
+    assert found.fused.used
+    assert found.fused.call_ms is not None
+    assert found.fused.reference_ms is None
+
+
 @pytest.mark.parametrize("buffers", [31, 24])
 def test_plain_operations_are_checked_if_kernels_cannot_read_all_levels(
     monkeypatch: pytest.MonkeyPatch, buffers: int
