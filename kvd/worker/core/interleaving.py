@@ -95,7 +95,7 @@ class Interleaving:
         return share
 
     def _measure_step(self, rows: int) -> None:
-        """Wait for the step in flight, and note how long it took.
+        """Wait for the step in flight, and note how long it took. On the CPU, deliver its tokens.
 
         While prompts are read without a pause, no other decode step is measured. Stages would
         depend on a step of fewer rows, and the rows that decode now would delay prompts for longer.
@@ -111,6 +111,8 @@ class Interleaving:
         end = time.monotonic()
         self._waited += end - start
         self._rates.note("decode", 1, end - self._launched)
+        if on_cpu():
+            self.settle()  # otherwise its tokens would wait for the first stage
 
     @property
     def step_seconds(self) -> float:
