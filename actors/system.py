@@ -1,7 +1,6 @@
 """The daemon's actors as one object, which `kvd.daemon` constructs and connects to sockets.
 
-Files, sockets, processes and MLX are behind `actors.ports`. Everything runs on one event loop, and
-all methods must be called on it.
+Files, sockets, processes and MLX are behind `actors.ports`. All methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class Settings:
 
     max_rows: int = 32
     prefill_chunk: int = 256
+    lone_chunk: int | None = None
     attention_scratch: int = 256 * 1024 * 1024
     time_slices: TimeSlicesMode = "auto"
     embeddings: EmbeddingsMode = "auto"
@@ -78,7 +78,6 @@ class Settings:
     """Folder for preempted rows, with one subfolder per model; None disables swapping."""
     swap_bytes: int = 0
     segments_folder: str = ""
-    """Folder of the prefix store."""
     key_file: str | None = None
     prefix_store: StoreLimits = field(default_factory=StoreLimits)
     slow_reader_bytes: int = 4 * 1024 * 1024
@@ -463,6 +462,7 @@ class System:
             prefix_bytes=self._governor.machine.ledger.budget_bytes // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
+            lone_chunk=self._settings.lone_chunk,
             attention_scratch=self._settings.attention_scratch,
             time_slices=self._settings.time_slices,
             embeddings=self._settings.embeddings,

@@ -49,6 +49,8 @@ class LoadModel(CommandBase, tag="load", frozen=True, kw_only=True):
     """Maximum rows in one decode step."""
     prefill_chunk: int = 256
     """Prompt tokens of a chunk, a multiple of 64. Affects outputs (`prefill_order`)."""
+    lone_chunk: int | None = None
+    """Replaces `prefill_chunk` if passes of the model take only one chunk; None: it does not."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None

@@ -170,6 +170,7 @@ class Daemon:
         limits = self._limits = Settings(
             max_rows=settings.max_rows,
             prefill_chunk=settings.chunk,
+            lone_chunk=settings.lone_chunk,
             attention_scratch=settings.attention_scratch(self._budget),
             time_slices=settings.time_slices,
             embeddings=settings.embeddings,

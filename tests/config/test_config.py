@@ -42,12 +42,23 @@ def test_a_file_with_everything(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "chunk"), [(None, 256), (Device(80 * 2**30), 1024), (Device(None), 1024)]
+    ("platform", "device", "chunk", "lone"),
+    [
+        ("linux", None, 64, 256),
+        ("darwin", None, 256, None),
+        ("linux", Device(80 * 2**30), 1024, None),
+        ("linux", Device(None), 1024, None),
+    ],
 )
-def test_the_default_prefill_chunk_depends_on_the_device(monkeypatch, device, chunk):
+def test_the_default_prefill_chunk_depends_on_the_device(
+    monkeypatch, platform, device, chunk, lone
+):
     monkeypatch.setattr("kvd.host.memory.nvidia.first_device", lambda: device)
-    assert Config().chunk == chunk
-    assert parse("prefill_chunk = 320").chunk == 320
+    monkeypatch.setattr("sys.platform", platform)
+    assert (Config().chunk, Config().lone_chunk) == (chunk, lone)
+    for size in (64, 320):
+        chosen = parse(f"prefill_chunk = {size}")
+        assert (chosen.chunk, chosen.lone_chunk) == (size, None)
 
 
 def test_the_scratch_on_cuda_is_a_part_of_the_budget(monkeypatch):

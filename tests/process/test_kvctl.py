@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvd.config.config import Config
 from tests.process.helpers import Daemon, source, wait_for
 
 
@@ -45,7 +46,8 @@ def test_load_status_generate_unload(daemon: Daemon):
 
 
 def test_usage_counts_the_cached_tokens_of_a_prompt(shared: Daemon):
-    for cached in (0, 256):
+    chunk = Config().chunk
+    for cached in (0, 389 // chunk * chunk):
         done = shared.kvctl("generate", "fast", "A beginning. " * 30, "--max-tokens", "2", "--json")
         usage = json.loads(done.stdout.splitlines()[-1])["usage"]
         counts = {"prompt_tokens": 390, "completion_tokens": 2, "cached_tokens": cached}

@@ -80,7 +80,12 @@ class MlxLmSnapshots:
     def __init__(self) -> None:
         self.all: list[MlxLmSnapshot] = []
 
-    def take(self, row: MlxLmRow) -> MlxLmSnapshot:
+    def can_cut(self, length: int, tokens: int) -> bool:
+        return length == tokens
+
+    def take(self, row: MlxLmRow, tokens: int | None = None) -> MlxLmSnapshot:
+        if tokens not in (None, row.length):
+            raise ValueError(f"a row of {row.length} tokens cannot be cut to {tokens}")
         snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length)
         snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
         self.all.append(snapshot)

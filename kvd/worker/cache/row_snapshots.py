@@ -11,10 +11,12 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.dense_start import DenseStart
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 
 
 @dataclass(eq=False)
@@ -36,9 +38,12 @@ class RowSnapshot(Row):
 class RowSnapshots:
     """Takes and drops snapshots. `KVStore.restore` creates rows from them."""
 
-    def __init__(self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart) -> None:
+    def __init__(
+        self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart, kind: Kind
+    ) -> None:
         self.all: list[RowSnapshot] = []
         self._layers = layers
+        self._kind = kind
         self._pages = pages
         self._dense_start = dense_start
 
@@ -46,17 +51,33 @@ class RowSnapshots:
     def nbytes(self) -> int:
         return sum(snapshot.nbytes for snapshot in self.all)
 
-    def take(self, row: Row) -> RowSnapshot:
+    def can_cut(self, length: int, tokens: int) -> bool:
+        """Return whether a row in prefill still holds what it held at an earlier length.
+
+        ``length``: tokens of the row; ``tokens``: its earlier length. In between it must have
+        filled no page, freed none and left no dense start: then only its tail has grown.
+        """
+        low, earlier = (max(0, self._kind.low(at)) // PAGE_TOKENS for at in (length, tokens))
+        level, start = self._dense_start.level, full_pages(tokens)
+        same = full_pages(length) == start and low == earlier and level(length) == level(tokens)
+        return tokens <= length and same
+
+    def take(self, row: Row, tokens: int | None = None) -> RowSnapshot:
         """Return a row's pages by reference and a copy of its tail, evaluated.
 
-        The device must be idle. Full pages are never written again, so sharing them needs no copy.
-        A row that has outgrown the dense start leaves it first, as before a step.
+        ``tokens``: take the row as it was at this length, if `can_cut`; None: all of it. The device
+        must be idle. Full pages are never written again, so sharing them needs no copy. A row that
+        has outgrown the dense start leaves it first, as before a step.
         """
+        length = row.length if tokens is None else tokens
+        if length != row.length and (row.trimmed or not self.can_cut(row.length, length)):
+            raise ValueError(f"a row of {row.length} tokens cannot be cut to {length}")
         self._dense_start.leave([row] if self._dense_start.outgrown(row) else [])
-        tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self._layers]
+        tails = [layer.copy_tail(row.slot, length - row.tail_start) for layer in self._layers]
         mx.eval(tails)
         snapshot = RowSnapshot(tails=tails)
         snapshot.copy_from(row)
+        snapshot.length = length
         self.add(snapshot)
         return snapshot
 

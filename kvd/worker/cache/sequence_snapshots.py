@@ -39,17 +39,29 @@ class SequenceSnapshots:
         self._stores = stores
         self._states = states
 
-    def take(self, sequence: SequenceRow) -> SequenceSnapshot:
+    def can_cut(self, length: int, tokens: int) -> bool:
+        """Return whether a sequence of ``length`` tokens can be taken as it was at ``tokens``.
+
+        See `RowSnapshots.can_cut`. A recurrent state is only that of all tokens.
+        """
+        if length == tokens:
+            return True
+        cut = (store.snapshots.can_cut(length, tokens) for store in self._stores)
+        return not self._states.parts and all(cut)
+
+    def take(self, sequence: SequenceRow, tokens: int | None = None) -> SequenceSnapshot:
         """Return a snapshot: pages and states by reference, tails as copies.
 
-        The device must be idle.
+        ``tokens``: take the sequence as it was at this length, if `can_cut`; None: all of it. The
+        device must be idle.
         """
+        length = sequence.length if tokens is None else tokens
         rows = []
         with ExitStack() as undo:  # if one store's part fails, the other parts are dropped
             for store, row in zip(self._stores, sequence.rows, strict=True):
-                rows.append(store.snapshots.take(row))
+                rows.append(store.snapshots.take(row, length))
                 undo.callback(store.snapshots.drop, rows[-1])
-            snapshot = SequenceSnapshot(rows, self._states.snapshot(sequence), sequence.length)
+            snapshot = SequenceSnapshot(rows, self._states.snapshot(sequence), length)
             undo.pop_all()
         self.all.append(snapshot)
         return snapshot

@@ -86,7 +86,7 @@ class KVStore:
         self.tails = TailSlots(self.layers)
         self.pages = PageStore(self.layers, len(self.schemes), self._holders, self.tables)
         self.dense_start = DenseStart(quantized_start, self.pages)
-        self.snapshots = RowSnapshots(self.layers, self.pages, self.dense_start)
+        self.snapshots = RowSnapshots(self.layers, self.pages, self.dense_start, kind)
         self._flusher = Flusher(self.layers, self.pages, self.dense_start)
 
     def _holders(self) -> list[Row]:

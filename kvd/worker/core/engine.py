@@ -126,6 +126,7 @@ class MLXEngine:
     def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         model = builder.load_model(command, progress, ask_grant, self._gang)
         runner, text = model.runner, model.text
+        command = loading.with_chunk(command, model.serving.served.runner)
         prefix_cache = builder.make_prefix_cache(command, runner.cache)
         admission, costs = builder.make_admission(command, model, prefix_cache, ask_grant)
         self._runner, self._text, self._prefix_cache = runner, text, prefix_cache
@@ -144,8 +145,8 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._scheduler.must_end_pass = lambda rid, end: prefix_cache.wants_checkpoint(
-            batch.requests[rid].tracked, end
+        self._scheduler.must_end_pass = lambda rid, end, next_end: prefix_cache.must_end_pass(
+            batch.requests[rid].tracked, end, next_end
         )
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)

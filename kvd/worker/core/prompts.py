@@ -124,10 +124,11 @@ class Prompts:
         pairs = list(zip(requests, chunks, strict=True))
         for request, chunk in pairs:
             self._count(request, chunk)
+        starts = {request: chunk.start for request, chunk in reversed(pairs)}
         for request, end in {request: chunk.end for request, chunk in pairs}.items():
             if self._batch.holds(request):
                 self._prefix_cache.prefilled(
-                    request.tracked, end, request.row, self._memory.spare_bytes
+                    request.tracked, starts[request], end, request.row, self._memory.spare_bytes
                 )
 
     def _count(self, request: Request, chunk: Chunk) -> None:

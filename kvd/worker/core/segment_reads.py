@@ -278,7 +278,7 @@ class SegmentReads:
         self._batch.prefix_cache.count_read(tokens - read.held)
         self._batch.take_row(request, read.reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
-            request.tracked, tokens, request.row, self._memory.spare_bytes
+            request.tracked, 0, tokens, request.row, self._memory.spare_bytes
         )
         self._batch.reports.append(
             SegmentUsed(

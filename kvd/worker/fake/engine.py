@@ -257,7 +257,7 @@ class FakeEngine:
             row = self._rows[chunk.rid]
             self._computed_tokens += chunk.length
             self._scheduler.mark_prefilled(chunk.rid, chunk.end)
-            self._prefix_cache.prefilled(row.tracked, chunk.end, (row.pages, chunk.end), lambda: 0)
+            self._prefix_cache.prefilled(row.tracked, chunk.start, chunk.end, row.pages, lambda: 0)
         self._evict_excess()
 
     def _has_new_hit(self, rid: str) -> bool:

@@ -35,10 +35,13 @@ class FakePages:
     def hold(self, pages: Pages) -> None:
         self._references.update(pages.names)
 
-    def take(self, sequence: tuple[Pages, int]) -> Pages:
+    def can_cut(self, length: int, tokens: int) -> bool:
+        """Return whether a row of ``length`` tokens can be taken as it was at ``tokens``."""
+        return tokens <= length
+
+    def take(self, sequence: Pages, tokens: int) -> Pages:
         """Return the pages of a row's first tokens, with a reference added."""
-        pages, tokens = sequence
-        snapshot = Pages(pages.names[: tokens // PAGE_TOKENS])
+        snapshot = Pages(sequence.names[: tokens // PAGE_TOKENS])
         self.hold(snapshot)
         return snapshot
 

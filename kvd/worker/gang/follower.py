@@ -179,7 +179,7 @@ class Follower:
             case records.MakeRoom():
                 cache.make_room(record.ticks, Ticks())
             case records.Take():
-                snapshot = cache.snapshots.take(self._rows[record.row])
+                snapshot = cache.snapshots.take(self._rows[record.row], record.tokens)
                 self._snapshots[record.snapshot] = snapshot
             case records.Restore():
                 self._rows[record.row] = cache.restore(self._snapshots[record.snapshot])

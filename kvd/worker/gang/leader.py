@@ -97,9 +97,10 @@ class LeaderSnapshots(Summed):
         super().__init__(cache.snapshots, sender.ranks)
         self._sender = sender
 
-    def take(self, row: SequenceRow) -> SequenceSnapshot:
-        self._sender.send(records.Take(self._sender.coming, self._sender.id_of(row)), [row])
-        snapshot: SequenceSnapshot = self._one.take(row)
+    def take(self, row: SequenceRow, tokens: int | None = None) -> SequenceSnapshot:
+        length = row.length if tokens is None else tokens
+        self._sender.send(records.Take(self._sender.coming, self._sender.id_of(row), length), [row])
+        snapshot: SequenceSnapshot = self._one.take(row, length)
         self._sender.add(snapshot)
         return snapshot
 

@@ -118,7 +118,7 @@ def measure(
     peers: Peers, loaded: model_files.LoadedModel, command: LoadModel, runner: Runner
 ) -> Measured:
     """Measure all ranks, whose caches must have no pages."""
-    base = loading.base_bytes(loaded, command, runner)
+    base = loading.base_bytes(loaded, loading.with_chunk(command, runner), runner)
     found = peers.exchange("measured bytes", (base, loaded.weights_bytes, mx.get_active_memory()))
     return Measured(*(sum(one) for one in zip(*found, strict=True)))
 

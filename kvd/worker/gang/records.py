@@ -49,10 +49,11 @@ class Free(_Record, frozen=True):
 
 
 class Take(_Record, frozen=True):
-    """Take a snapshot of a row."""
+    """Take a snapshot of a row, as it was at a length of ``tokens``."""
 
     snapshot: int
     row: int
+    tokens: int
 
 
 class Drop(_Record, frozen=True):

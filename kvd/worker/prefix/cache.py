@@ -198,11 +198,21 @@ class PrefixCache:
             tree.evictions.find(prompt.path, tree.chunk, hit.tokens),
         )
 
-    def wants_checkpoint(self, prompt: TrackedPrompt, end: int) -> bool:
-        """Return whether a prompt in prefill should leave a checkpoint at ``end`` tokens.
+    def must_end_pass(self, prompt: TrackedPrompt, end: int, next_end: int) -> bool:
+        """Return whether a pass over a prompt's chunks must end at ``end`` to leave a checkpoint.
 
-        A pass with several of its chunks must then end there.
+        ``next_end``: the end of the prompt's next chunk. The last tokens of a prompt often fill no
+        page. Then the checkpoint before them can be left after the pass.
         """
+        tree = self.tree
+        return (
+            tree is not None
+            and self.wants_checkpoint(prompt, end)
+            and not tree.can_cut(next_end, end)
+        )
+
+    def wants_checkpoint(self, prompt: TrackedPrompt, end: int) -> bool:
+        """Return whether a prompt in prefill should leave a checkpoint at ``end`` tokens."""
         tree = self.tree
         if tree is None or prompt.lowered or end % tree.chunk:
             return False
@@ -211,18 +221,37 @@ class PrefixCache:
         return end in prompt.boundaries or diverges
 
     def prefilled(
-        self, prompt: TrackedPrompt, end: int, sequence: Any, spare_bytes: Callable[[], int]
+        self,
+        prompt: TrackedPrompt,
+        start: int,
+        end: int,
+        sequence: Any,
+        spare_bytes: Callable[[], int],
     ) -> None:
-        """Record that ``sequence`` holds a prompt up to ``end``; leave a checkpoint if wanted.
+        """Record that a pass prefilled a prompt from ``start`` to ``end``.
 
-        The device must be idle. ``spare_bytes()``: bytes of the grant that no row may need.
+        Leaves a checkpoint at the last chunk end of the pass, if it is wanted. ``sequence`` holds
+        the prompt. The device must be idle. ``spare_bytes()``: bytes of the grant that no row may
+        need.
         """
         tree = self.tree
         if tree is None:
             return
-        if end % tree.chunk or prompt.lowered:
-            self._set_wanted(prompt, None)  # it ends here, or was stepped down
-            return
+        last = end - end % tree.chunk
+        if start < last and not prompt.lowered and tree.can_cut(end, last):
+            self._leave_checkpoint(tree, prompt, last, sequence, spare_bytes)
+        # The prompt ends inside a chunk, or was stepped down: no checkpoint follows.
+        self._set_wanted(prompt, None if end % tree.chunk or prompt.lowered else end)
+
+    def _leave_checkpoint(
+        self,
+        tree: PrefixTree,
+        prompt: TrackedPrompt,
+        end: int,
+        sequence: Any,
+        spare_bytes: Callable[[], int],
+    ) -> None:
+        """Leave a checkpoint at ``end`` tokens, if it is wanted."""
         if self.wants_checkpoint(prompt, end):
             tokens, charge = prompt.tokens[:end], self._charge(end)
             needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
@@ -232,7 +261,6 @@ class PrefixCache:
             if stored and not prompt.has_checkpoint:
                 prompt.has_checkpoint = True
                 self._filled += 1
-        self._set_wanted(prompt, end)
 
     def _set_wanted(self, prompt: TrackedPrompt, position: int | None) -> None:
         """Update what a prompt needs for checkpoints after ``position``; None: nothing."""

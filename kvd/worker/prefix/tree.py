@@ -38,7 +38,11 @@ Snapshot = Any
 class Snapshotter(Protocol):
     """The operations on snapshots that the tree uses (`SequenceSnapshots`)."""
 
-    def take(self, sequence: Any) -> Snapshot: ...
+    def can_cut(self, length: int, tokens: int) -> bool:
+        """Return whether a sequence of ``length`` tokens can be taken as it was at ``tokens``."""
+
+    def take(self, sequence: Any, tokens: int) -> Snapshot:
+        """Return a snapshot of a sequence as it was at a length of ``tokens``."""
 
     def drop(self, snapshot: Snapshot) -> None: ...
 
@@ -216,18 +220,23 @@ class PrefixTree:
         wanted |= {last, *diverging} | {node.depth for node in known[-1:]}
         return wanted - {node.depth for node in known if node.snapshot is not None} - {0}
 
-    def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
-        """Snapshot a sequence that holds exactly these tokens; return whether it was stored.
+    def can_cut(self, length: int, tokens: int) -> bool:
+        """Return whether a sequence of ``length`` tokens can leave a checkpoint at ``tokens``."""
+        return self._source.can_cut(length, tokens)
 
-        The device must be idle. The sequence is not stored if a checkpoint exists there, if its
-        pages were stepped down, or if it is larger than the cap.
+    def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
+        """Snapshot a sequence as it held exactly these tokens; return whether it was stored.
+
+        The sequence may have grown since, if `can_cut`. The device must be idle. Nothing is stored
+        if a checkpoint exists there, if the sequence's pages were stepped down, or if it is larger
+        than the cap.
         """
         if not tokens or len(tokens) % self.chunk:
             raise ValueError(f"{len(tokens)} tokens are not a multiple of the chunk {self.chunk}")
         for node in list(self._path(tokens, salt, proper=False))[-1:]:
             if node.depth == len(tokens) and node.snapshot is not None and self._is_valid(node):
                 return False
-        snapshot = self._source.take(sequence)
+        snapshot = self._source.take(sequence, len(tokens))
         fits = self._source.held_bytes([snapshot]) <= self.cap_bytes
         if not (fits and self._source.unlowered(snapshot)):
             self._source.drop(snapshot)

@@ -24,7 +24,8 @@ the step's budget: the lead's next chunks, then those of the other requests. In 
 requests that could lead it come before the others. The rest stand in queue order. A chunk that does
 not fit waits for a later pass, and a smaller one may take its room. A prompt that begins with a
 chunk which the pass already has waits too. A request's chunks in a pass end where it must leave a
-checkpoint.
+checkpoint, unless only its last chunk follows and fills no page: that checkpoint is left after the
+pass.
 
 Together, the chunks of a pass and the tails before them have at most the tokens of one chunk that
 fills the pass with the longest tail before it. The memory reserved for the dense keys and values of
@@ -49,6 +50,13 @@ LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 """Most tokens before a chunk that are not in a page."""
 
 
+MustEndPass = Callable[[str, int, int], bool]
+"""Returns whether a request's chunk that ends at the first position is its last one of the pass.
+
+The second position is where its next chunk ends.
+"""
+
+
 class PrefillOrder:
     """Chooses the chunks of passes. ``chunk``: tokens of a chunk; ``budget``: tokens per step.
 
@@ -65,13 +73,12 @@ class PrefillOrder:
         self,
         requests: Iterable[ScheduledRequest],
         decoding: int = 0,
-        must_end_pass: Callable[[str, int], bool] = lambda _rid, _end: False,
+        must_end_pass: MustEndPass = lambda *_: False,
     ) -> tuple[Chunk, ...]:
         """Return the chunks of the next pass, the lead's first.
 
         Every request must have prompt tokens left. ``decoding``: tokens of the step's budget that
-        are already taken. ``must_end_pass(rid, end)``: whether a request's chunk that ends there is
-        its last one of the pass.
+        are already taken.
         """
         ordered = self._by_turn(sorted(requests, key=lambda request: request.queue_key))
         if not self._group:
@@ -98,7 +105,9 @@ class PrefillOrder:
                 room, tails, tail = room - tokens, tails - tail - tokens, 0
                 chunks.append(Chunk(request.rid, start, end))
                 start = end
-                if must_end_pass(request.rid, end):
+                if start < request.prefill_end and must_end_pass(
+                    request.rid, start, self._cut(request, start)
+                ):
                     break
         return tuple(chunks)
 

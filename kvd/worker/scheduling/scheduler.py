@@ -36,7 +36,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvd.worker.scheduling.growth import Growth, MissingPages, value_of
-from kvd.worker.scheduling.prefill_order import PrefillOrder
+from kvd.worker.scheduling.prefill_order import MustEndPass, PrefillOrder
 from kvd.worker.scheduling.queue import RequestQueue
 from kvd.worker.scheduling.request import (
     Chunk,
@@ -114,8 +114,8 @@ class Scheduler:
         self.states = RequestStates(self._queue)
         self.growth = Growth(self.states, self.sizes, ahead)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
-        self.must_end_pass: Callable[[str, int], bool] = lambda _rid, _end: False
-        """Whether a pass may have no chunk of this request beyond this position."""
+        self.must_end_pass: MustEndPass = lambda *_: False
+        """Whether a pass may have no chunk of a request beyond a position."""
         self._decoding = 0
         """Tokens that the planned step decodes."""
         self._planned: dict[str, list[Chunk]] = {}

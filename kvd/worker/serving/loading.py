@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
@@ -199,6 +200,13 @@ def probe_bytes(
     )
     idle = step + memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     return min(idle, checks_bytes(headers, command, packed=packed))
+
+
+def with_chunk(command: LoadModel, runner: Runner) -> LoadModel:
+    """Return the command with the chunk of this model's passes."""
+    if runner.packs or command.lone_chunk is None:
+        return command
+    return msgspec.structs.replace(command, prefill_chunk=command.lone_chunk)
 
 
 def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:

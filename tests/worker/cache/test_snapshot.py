@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -159,6 +160,42 @@ def test_every_setting_continues_bit_for_bit(name: str, how: str) -> None:
     cache = ModelCache(probe.find_layout(model), SETTINGS[how])
     for prompt, decoded in ((128, 3), (448, 0)):
         assert_continues(Runner(model, cache), prompt, decoded)
+
+
+@pytest.mark.parametrize("how", ["plain", "dense at first", "bounded"])
+def test_a_row_that_grew_is_taken_as_it_was(how: str) -> None:
+    """It continues to the bit as if it had been taken then, wherever that is possible."""
+    model, _ = build("qwen3")
+    runner = Runner(model, ModelCache(probe.find_layout(model), SETTINGS[how]))
+    cache, tokens = runner.cache, ids(330)
+    row = cache.new_row()
+    earlier = {0: cache.snapshots.take(row)}
+    ends = [64, 128, 150, 192, 199, 200, 204, 250, 256, 258, 300, 320]
+    cut = set()
+    for start, end in pairwise([0, *ends]):
+        runner.prefill(row, tokens[start:end])
+        for at, snapshot in earlier.items():
+            if not cache.snapshots.can_cut(end, at):
+                with pytest.raises(ValueError, match=f"of {end} tokens cannot be cut to {at}"):
+                    cache.snapshots.take(row, at)
+                continue
+            cut.add((at, end))
+            late = cache.snapshots.take(row, at)
+            rows = [cache.restore(one) for one in (snapshot, late)]
+            for one in rows:
+                runner.prefill(one, tokens[at : at + 10])
+            want, got = decode(runner, rows, ids(3, 2))
+            np.testing.assert_array_equal(got, want)
+            for one in rows:
+                cache.free(one)
+            cache.snapshots.drop(late)
+        earlier[end] = cache.snapshots.take(row)
+    assert {(204, 250)} <= cut
+    pages = {at: [(len(one.pages), one.skipped) for one in was.rows] for at, was in earlier.items()}
+    for at, end in combinations([0, *ends], 2):
+        same = pages[at] == pages[end] and (how != "dense at first" or (at < 200) == (end < 200))
+        # With a window, some pages count as dropped that stay because they are anchored.
+        assert same if (at, end) in cut else not same or how == "bounded", (at, end)
 
 
 def test_a_row_leaves_the_dense_start_without_the_rows_that_share_its_pages() -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 
 from kvd.worker.cache.model_cache import ModelCache
@@ -16,11 +17,13 @@ from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import build as build_native
 from kvd.worker.native.layers import pack_weights
 from kvd.worker.native.step import Library
+from kvd.worker.serving import loading
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout, serve
 from kvd.worker.serving.runner import Row, Runner
 from protocol.kv import KVSpec
 from protocol.types import Sampling
+from protocol.worker import LoadModel
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.invariants import check_cache
@@ -318,7 +321,7 @@ def driver_of(*, packed: bool) -> tuple[Driver, Counted]:
     runner, scheduler = driver.engine._runner, driver.engine._scheduler
     assert runner.packs
     if not packed:
-        scheduler.must_end_pass = lambda _rid, _end: True
+        scheduler.must_end_pass = lambda *_: True
         scheduler._prefill_order._group = False
     model = Counted(runner.model)
     runner.model = model
@@ -358,9 +361,33 @@ def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint() -> None:
     driver.submit("second", second, max_tokens=2)
     driver.run()
 
-    # Two chunks to where the prompts diverge, two to the last chunk's end, and the rest.
+    # Two chunks to where the prompts diverge, and the rest.
     assert model.passes[0] == 128
     assert driver.outcomes["second"].cached == 128
+
+
+def test_the_last_checkpoint_of_a_prompt_takes_no_pass_of_its_own() -> None:
+    """It is cut from the row, which has grown by less than a page."""
+    driver, model = driver_of(packed=True)
+    prompt = prompt_of(250, 1)
+    driver.submit("first", prompt, max_tokens=20)
+    driver.run()
+    assert [tokens for tokens in model.passes if tokens > CHUNK // 2] == [249]
+
+    driver.submit("again", prompt, max_tokens=20)
+    driver.run()
+    assert driver.outcomes["again"].cached == 192
+    assert driver.outcomes["again"].tokens == driver.outcomes["first"].tokens
+
+
+def test_a_model_whose_passes_take_one_chunk_has_a_chunk_of_its_own() -> None:
+    command = LoadModel(source="demo", prefill_chunk=CHUNK, lone_chunk=4 * CHUNK)
+    runner = driver_of(packed=True)[0].engine._runner
+    assert loading.with_chunk(command, runner).prefill_chunk == CHUNK
+    runner.packs = False
+    assert loading.with_chunk(command, runner).prefill_chunk == 4 * CHUNK
+    same = msgspec.structs.replace(command, lone_chunk=None)
+    assert loading.with_chunk(same, runner).prefill_chunk == CHUNK
 
 
 def test_a_row_holds_no_more_pages_in_a_pass_than_it_has_reserved(

@@ -35,7 +35,11 @@ class FakeCache:
     holds: Counter[int] = field(default_factory=Counter)
     """By page, the number of snapshots and running rows that hold it."""
 
-    def take(self, sequence: tuple[int, ...]) -> Kept:
+    def can_cut(self, length: int, tokens: int) -> bool:
+        return length == tokens
+
+    def take(self, sequence: tuple[int, ...], tokens: int) -> Kept:
+        assert len(sequence) == tokens
         self.holds.update(sequence)
         return Kept(sequence)
 
@@ -245,7 +249,7 @@ def test_the_third_prompt_hits_at_the_end_of_a_shared_beginning() -> None:
 
 def test_a_prompt_never_hits_completely() -> None:
     prefixes, _ = tree()
-    prefixes.insert((1, 2, 3, 4), "", (1,))
+    prefixes.insert((1, 2, 3, 4), "", (1, 2, 3, 4))
 
     assert prefixes.match((1, 2, 3, 4)).tokens == 0
     assert prefixes.match((1, 2, 3, 4, 5)).tokens == 4

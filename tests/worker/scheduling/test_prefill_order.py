@@ -121,7 +121,10 @@ def test_an_express_pass_serves_all_short_prompts_before_the_long_one():
 
 
 def test_a_pass_ends_where_a_request_must_end_it():
-    def must_end(rid, end):
+    asked = []
+
+    def must_end(rid, end, next_end):
+        asked.append((rid, end, next_end))
         return rid == "a" and end == 2 * C
 
     chosen = order_of(budget=8 * C, group=True).choose(requests_of(1000, 300), 0, must_end)
@@ -129,6 +132,8 @@ def test_a_pass_ends_where_a_request_must_end_it():
         *(Chunk("a", 0, C), Chunk("a", C, 2 * C)),
         *(Chunk("b", 0, C), Chunk("b", C, 300)),
     )
+    # At the end of b's prompt, no chunk follows.
+    assert asked == [("a", C, 2 * C), ("a", 2 * C, 3 * C), ("b", C, 300)]
 
 
 def test_a_request_joins_a_group_with_its_last_chunk():
