@@ -1,4 +1,5 @@
-// Decode attention over pages and tails, in blocks of 64 tokens, in float32.
+// Attention of decode steps and of prefill chunks over pages and dense tokens, in blocks of 64
+// tokens, in float32.
 //
 // Every block is converted to one form, keys [dim, 64] and values [64, dim], whether it comes from
 // a page of any packing or from a tail, and then goes through the same loops (online softmax,
@@ -11,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "pages.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -19,171 +21,6 @@ namespace kvd {
 constexpr int BLOCK = 64;
 constexpr float UNSEEN = -1.0f;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
-
-// One side (keys or values) of a pool's pages: [pages, heads, a, b], groups along b.
-struct Packed {
-  int bits = 16;
-  int group = 0;
-  int64_t a = 0, b = 0;
-  bool turned = false;  // values that are stored [dim, 64]
-  const uint8_t* words = nullptr;  // or the dense floats
-  const float* scales = nullptr;
-  const float* biases = nullptr;
-
-  int64_t elements() const {
-    return a * b;
-  }
-};
-
-template <typename Word>
-inline uint64_t word(const uint8_t* from) {
-  Word found;
-  std::memcpy(&found, from, sizeof found);
-  return found;
-}
-
-// The bits of eight codes: BITS bytes.
-template <int BITS>
-inline uint64_t eight(const uint8_t* from) {
-  static_assert(BITS >= 2 && BITS <= 6);
-  if constexpr (BITS == 2) {
-    return word<uint16_t>(from);
-  } else if constexpr (BITS == 3) {
-    return word<uint16_t>(from) | word<uint8_t>(from + 2) << 16;
-  } else if constexpr (BITS == 4) {
-    return word<uint32_t>(from);
-  } else if constexpr (BITS == 5) {
-    return word<uint32_t>(from) | word<uint8_t>(from + 4) << 32;
-  } else {
-    return word<uint32_t>(from) | word<uint16_t>(from + 4) << 32;
-  }
-}
-
-template <int BITS>
-inline F8 codes(const uint8_t* from) {
-  if constexpr (BITS == 8) {
-    return widen(from);
-  } else {
-    const uint64_t all = eight<BITS>(from);
-    const auto low = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> (4 * BITS));
-    const U8 both = {low, low, low, low, high, high, high, high};
-    const U8 shifts = {0, BITS, 2 * BITS, 3 * BITS, 0, BITS, 2 * BITS, 3 * BITS};
-    return __builtin_convertvector((I8)((both >> shifts) & ((1u << BITS) - 1)), F8);
-  }
-}
-
-// Sixteen codes: 2 * BITS bytes.
-template <int BITS>
-inline Wide wide_codes(const uint8_t* from) {
-#if defined(__AVX512F__)
-  if constexpr (BITS == 8) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-  } else {
-    const uint64_t left = eight<BITS>(from), right = eight<BITS>(from + BITS);
-    const __m128i fours = _mm_setr_epi32(
-        static_cast<int>(left), static_cast<int>(left >> (4 * BITS)), static_cast<int>(right),
-        static_cast<int>(right >> (4 * BITS)));
-    const __m512i words = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-        _mm512_castsi128_si512(fours));
-    const __m512i shifts =
-        _mm512_broadcast_i32x4(_mm_setr_epi32(0, BITS, 2 * BITS, 3 * BITS));
-    const __m512i found =
-        _mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32((1 << BITS) - 1));
-    return (Wide)_mm512_cvtepi32_ps(found);
-  }
-#else
-  return {codes<BITS>(from), codes<BITS>(from + BITS)};
-#endif
-}
-
-// Floats, [rows, columns], from which loops read 16 columns of a row at once.
-struct Dense {
-  const float* data;
-  int64_t columns;
-
-  Wide at(int64_t row, int64_t column) const {
-    return load<Wide>(data + row * columns + column);
-  }
-};
-
-// Like `Dense`, over a page's codes. Dequantizes like MLX: a product and a sum, each rounded.
-template <int BITS>
-struct Codes {
-  const uint8_t* words;
-  const float* scales;
-  const float* biases;
-  int64_t pitch, groups;  // bytes and groups of a row
-  int shift;              // a group has 2^shift elements
-
-  Codes(const Packed& side, int64_t page)
-      : words(side.words + page * side.elements() / 8 * BITS),
-        scales(side.scales + page * side.elements() / side.group),
-        biases(side.biases + page * side.elements() / side.group), pitch(side.b / 8 * BITS),
-        groups(side.b / side.group), shift(__builtin_ctz(side.group)) {}
-
-  Wide at(int64_t row, int64_t column) const {
-    const int64_t group = row * groups + (column >> shift);
-    return wide_codes<BITS>(words + row * pitch + (column >> 3) * BITS) *
-        splat_wide(scales[group]) + splat_wide(biases[group]);
-  }
-};
-
-// Call work(source) with a page's numbers, [a, b].
-template <typename Work>
-inline void visit(const Packed& side, int64_t page, Work&& work) {
-  switch (side.bits) {
-    case 2: return work(Codes<2>(side, page));
-    case 3: return work(Codes<3>(side, page));
-    case 4: return work(Codes<4>(side, page));
-    case 5: return work(Codes<5>(side, page));
-    case 6: return work(Codes<6>(side, page));
-    case 8: return work(Codes<8>(side, page));
-    default:
-      return work(Dense{
-          reinterpret_cast<const float*>(side.words) + page * side.elements(), side.b});
-  }
-}
-
-// Transposes an 8 x 8 block.
-inline void transpose_lanes(const float* from, int64_t pitch, float* to, int64_t to_pitch) {
-  F8 r[LANES], s[LANES];
-  for (int i = 0; i < LANES; ++i) {
-    r[i] = load(from + i * pitch);
-  }
-  for (int i = 0; i < LANES; i += 2) {
-    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < LANES; i += 4) {
-    for (int j = i; j < i + 2; ++j) {
-      r[j] = __builtin_shufflevector(s[j], s[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      r[j + 2] = __builtin_shufflevector(s[j], s[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  }
-  for (int j = 0; j < 4; ++j) {
-    store(to + j * to_pitch, __builtin_shufflevector(r[j], r[j + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-    store(
-        to + (j + 4) * to_pitch,
-        __builtin_shufflevector(r[j], r[j + 4], 4, 5, 6, 7, 12, 13, 14, 15));
-  }
-}
-
-// [rows, columns] to [columns, rows], whose rows begin every `pitch` elements.
-inline void transpose(const float* from, int64_t rows, int64_t columns, int64_t pitch, float* to) {
-  const int64_t whole_rows = rows / LANES * LANES, whole_columns = columns / LANES * LANES;
-  for (int64_t r = 0; r < whole_rows; r += LANES) {
-    for (int64_t c = 0; c < whole_columns; c += LANES) {
-      transpose_lanes(from + r * columns + c, columns, to + c * pitch + r, pitch);
-    }
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) {
-      to[c * pitch + r] = from[r * columns + c];
-    }
-  }
-}
 
 // The keys and values that heads attend to; all arrays are contiguous.
 struct Held {
@@ -205,9 +42,16 @@ struct Line {
   int64_t low, last;
 };
 
-// Queries and columns whose sums are in registers at once.
-constexpr int LINES_AT_ONCE = WIDE_REGISTERS == 32 ? 4 : 2;
-constexpr int ACROSS = WIDE_REGISTERS == 32 ? 4 : 2;
+// Most queries whose sums are in registers at once.
+constexpr int LINES_AT_ONCE = 6;
+
+// Vectors of 16 sums for each of them.
+constexpr int across(int lines) {
+  return WIDE_REGISTERS == 32 || lines == 1 ? 4 : lines <= 3 ? 2 : 1;
+}
+
+// Most queries for which codes are converted in the loop that multiplies.
+constexpr int LINES_OF_CODES = WIDE_REGISTERS == 32 ? 4 : 2;
 
 // Queries of one row that share a KV head: its query heads, times the tokens of a chunk. An object
 // is used again for other heads and rows, because its buffers cost more than a short row.
@@ -219,34 +63,33 @@ class HeadAttention {
     return attention;
   }
 
-  // Forget all queries.
-  void begin(const Held& held) {
+  // Forget all queries; at most `lines` follow.
+  void begin(const Held& held, int64_t lines) {
     held_ = &held;
     lines_.clear();
-    queries_.clear();
-    top_.clear();
-    total_.clear();
-    output_.clear();
+    lines_.reserve(lines);
+    queries_.resize(lines * held.k_dim);
+    weights_.resize(lines * BLOCK);
+    output_.resize(lines * held.v_dim);
+    std::fill_n(output_.data(), lines * held.v_dim, 0.0f);
+    top_.resize(lines);
+    total_.resize(lines);
+    fades_.resize(lines);
   }
 
   // Add a query; element d is at query[d * stride].
   void add(const float* query, int64_t stride, Line line, const float* sink) {
-    const size_t at = queries_.size();
-    queries_.resize(at + held_->k_dim);
-    float* to = queries_.data() + at;
-    const int64_t size = held_->k_dim;
+    const int64_t number = lines(), size = held_->k_dim;
+    float* to = queries_.data() + number * size;
     const float scale = held_->scale;
     for (int64_t d = 0; d < size; ++d) {
       to[d] = query[d * stride] * scale;
     }
+    top_.data()[number] = sink ? *sink : NEVER;
+    total_.data()[number] = sink ? 1.0f : 0.0f;
+    low_ = number ? std::min(low_, line.low) : line.low;
+    last_ = number ? std::max(last_, line.last) : line.last;
     lines_.push_back(line);
-    top_.push_back(sink ? *sink : NEVER);
-    total_.push_back(sink ? 1.0f : 0.0f);
-    output_.resize(lines_.size() * held_->v_dim, 0.0f);
-    fades_.resize(lines_.size());
-    weights_.resize(lines_.size() * BLOCK);
-    low_ = lines_.size() == 1 ? line.low : std::min(low_, line.low);
-    last_ = lines_.size() == 1 ? line.last : std::max(last_, line.last);
   }
 
   // Attend to pages [first, end) of the list.
@@ -259,7 +102,7 @@ class HeadAttention {
       const Packed& keys = held_->keys[about[0]];
       const Packed& values = held_->values[about[0]];
       const int64_t page = about[1] * held_->kv_heads + head;
-      read(keys, page, keys_, [&](const auto& source) { score(source); });
+      read(keys, page, keys_, [&](const auto& source) { score(source, about[2]); });
       weigh(BLOCK, about[2]);
       if (!values.turned && whole(BLOCK, about[2])) {
         read(values, page, values_, [&](const auto& source) { gather(source, BLOCK, about[2]); });
@@ -267,9 +110,9 @@ class HeadAttention {
       }
       const float* v = dense(values, page, values_);
       if (values.turned) {
-        spare_.resize(held_->v_dim * BLOCK);
-        transpose(v, held_->v_dim, BLOCK, held_->v_dim, spare_.data());
-        v = spare_.data();
+        turned_.resize(held_->v_dim * BLOCK);
+        transpose(v, held_->v_dim, BLOCK, held_->v_dim, turned_.data());
+        v = turned_.data();
       }
       gather(Dense{v, held_->v_dim}, BLOCK, about[2]);
     }
@@ -287,7 +130,7 @@ class HeadAttention {
       transpose(
           held_->dense_keys + (at + first) * held_->k_dim, some, held_->k_dim, BLOCK,
           keys_.data());
-      score(Dense{keys_.data(), BLOCK});
+      score(Dense{keys_.data(), BLOCK}, position + first);
       weigh(some, position + first);
       const float* values = held_->dense_values + (at + first) * held_->v_dim;
       gather(Dense{values, held_->v_dim}, some, position + first);
@@ -298,7 +141,7 @@ class HeadAttention {
   void result(int64_t line, float* to) const {
     const int64_t size = held_->v_dim;
     const float* from = output_.data() + line * size;
-    const float total = total_[line];
+    const float total = total_.data()[line];
     int64_t d = 0;
     for (; d + LANES <= size; d += LANES) {
       store(to + d, load(from + d) / splat(total));
@@ -310,18 +153,14 @@ class HeadAttention {
 
  private:
   // Return a page's [a, b] floats: in `room`, or in place.
-  static const float* dense(const Packed& side, int64_t page, std::vector<float>& room) {
+  static const float* dense(const Packed& side, int64_t page, Floats& room) {
     const float* found = nullptr;
     visit(side, page, [&](const auto& source) {
       if constexpr (std::is_same_v<decltype(source), const Dense&>) {
         found = source.data;
       } else {
         room.resize(side.elements());
-        for (int64_t row = 0; row < side.a; ++row) {
-          for (int64_t column = 0; column < side.b; column += WIDE) {
-            store(room.data() + row * side.b + column, source.at(row, column));
-          }
-        }
+        source.unpack(side.elements() / side.group, room.data());
         found = room.data();
       }
     });
@@ -331,12 +170,18 @@ class HeadAttention {
   // Call work(source) with a page's numbers. Where few queries read them, codes are converted in
   // the loop that multiplies; otherwise once, to `room`.
   template <typename Work>
-  void read(const Packed& side, int64_t page, std::vector<float>& room, Work&& work) const {
-    if (lines() <= LINES_AT_ONCE) {
+  void read(const Packed& side, int64_t page, Floats& room, Work&& work) const {
+    if (lines() <= LINES_OF_CODES) {
       visit(side, page, work);
     } else {
       work(Dense{dense(side, page, room), side.b});
     }
+  }
+
+  // Queries whose sums are in registers at once.
+  template <typename Source>
+  static constexpr int at_once() {
+    return std::is_same_v<Source, Dense> ? LINES_AT_ONCE : LINES_OF_CODES;
   }
 
   int64_t lines() const {
@@ -371,11 +216,16 @@ class HeadAttention {
     return position > line.last || (position < line.low && position >= held_->keep);
   }
 
-  // Scores of all queries with a block's keys, [k_dim, 64].
+  // Scores of the queries with a block's keys, [k_dim, 64]. A chunk's first queries see nothing of
+  // its last blocks, and have no scores there.
   template <typename Source>
-  void score(const Source& keys) {
-    for (int64_t first = 0; first < lines(); first += LINES_AT_ONCE) {
-      score_some<LINES_AT_ONCE>(lines() - first, keys, first);
+  void score(const Source& keys, int64_t position) {
+    constexpr int AT_ONCE = at_once<Source>();
+    for (int64_t first = 0; first < lines(); ++first) {
+      if (lines_[first].last >= position) {
+        score_some<AT_ONCE>(lines() - first, keys, first);
+        first += AT_ONCE - 1;
+      }
     }
   }
 
@@ -392,31 +242,39 @@ class HeadAttention {
   // Each score is summed over the channels one after another.
   template <int LINES, typename Source>
   [[gnu::noinline]] void score_lines(const Source& keys, int64_t first) {
-    const float* queries = queries_.data() + first * held_->k_dim;
+    constexpr int ACROSS = across(LINES);
+    const int64_t size = held_->k_dim;
+    const float* queries = queries_.data() + first * size;
+    float* scores = weights_.data() + first * BLOCK;
     for (int part = 0; part < BLOCK; part += ACROSS * WIDE) {
       Wide sums[LINES][ACROSS];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int l = 0; l < LINES; ++l) {
 #pragma GCC unroll 4
         for (int i = 0; i < ACROSS; ++i) {
           sums[l][i] = splat_wide(0.0f);
         }
       }
-      for (int64_t d = 0; d < held_->k_dim; ++d) {
+      for (int64_t d = 0; d < size; ++d) {
+        Wide some[ACROSS];
 #pragma GCC unroll 4
         for (int i = 0; i < ACROSS; ++i) {
-          const Wide key = keys.at(d, part + i * WIDE);
+          some[i] = in_register(keys.at(d, part + i * WIDE));
+        }
+#pragma GCC unroll 6
+        for (int l = 0; l < LINES; ++l) {
+          const Wide query = splat_wide(queries[l * size + d]);
 #pragma GCC unroll 4
-          for (int l = 0; l < LINES; ++l) {
-            sums[l][i] = fma(splat_wide(queries[l * held_->k_dim + d]), key, sums[l][i]);
+          for (int i = 0; i < ACROSS; ++i) {
+            sums[l][i] = fma(query, some[i], sums[l][i]);
           }
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int l = 0; l < LINES; ++l) {
 #pragma GCC unroll 4
         for (int i = 0; i < ACROSS; ++i) {
-          store(weights_.data() + (first + l) * BLOCK + part + i * WIDE, sums[l][i]);
+          store(scores + l * BLOCK + part + i * WIDE, sums[l][i]);
         }
       }
     }
@@ -424,15 +282,74 @@ class HeadAttention {
 
   // Convert the scores of a block's first `count` tokens, from `position` on, to weights.
   void weigh(int64_t count, int64_t position) {
-    for (int64_t line = 0; line < lines(); ++line) {
-      float* weights = weights_.data() + line * BLOCK;
-      if (!whole(lines_[line], count, position)) {
-        for (int64_t t = 0; t < BLOCK; ++t) {
-          weights[t] = t >= count || hidden(lines_[line], position + t) ? NEVER : weights[t];
-        }
+    for (int64_t number = 0; number < lines(); ++number) {
+      const Line& line = lines_[number];
+      if (whole(line, count, position)) {
+        continue;
       }
-      fades_[line] = soften(line, weights);
+      float* weights = weights_.data() + number * BLOCK;
+      if (const int64_t seen = seen_first(number, count, position); seen >= 0) {
+        std::fill(weights + seen, weights + BLOCK, NEVER);
+        continue;
+      }
+      for (int64_t t = 0; t < BLOCK; ++t) {
+        weights[t] = t >= count || hidden(line, position + t) ? NEVER : weights[t];
+      }
     }
+    int64_t line = 0;
+    while (line < lines()) {
+      const bool eight = line + LANES <= lines();
+      if (eight && soften_eight(line)) {
+        line += LANES;
+        continue;
+      }
+      for (const int64_t end = eight ? line + LANES : lines(); line < end; ++line) {
+        fades_.data()[line] = soften(line, weights_.data() + line * BLOCK);
+      }
+    }
+  }
+
+  // Like `soften` for eight queries that all see some of the block; false, without any change, if
+  // one may not. Maxima and sums of eight queries are found together, in the same order.
+  bool soften_eight(int64_t first) {
+    float* weights = weights_.data() + first * BLOCK;
+    F8 most[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      Wide found = load<Wide>(weights + l * BLOCK);
+      for (int i = WIDE; i < BLOCK; i += WIDE) {
+        found = max(found, load<Wide>(weights + l * BLOCK + i));
+      }
+      most[l] = max(lower(found), upper(found));
+    }
+    transpose_lanes(most);
+    F8 tops = most[0];
+    for (int l = 1; l < LANES; ++l) {
+      tops = max(tops, most[l]);
+    }
+    if (any(~(I8)(tops > splat(NEVER)))) {
+      return false;
+    }
+    const F8 before = load(top_.data() + first);
+    tops = max(before, tops);
+    F8 sums[LANES];
+    for (int l = 0; l < LANES; ++l) {
+      const Wide top = splat_wide(tops[l]);
+      sums[l] = splat(0.0f);
+      for (int i = 0; i < BLOCK; i += WIDE) {
+        float* at = weights + l * BLOCK + i;
+        const Wide weight = exp(load<Wide>(at) - top);
+        store(at, weight);
+        sums[l] = (sums[l] + lower(weight)) + upper(weight);
+      }
+    }
+    transpose_lanes(sums);
+    const F8 sum = ((sums[0] + sums[4]) + (sums[2] + sums[6])) +
+        ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    const F8 fades = exp(before - tops);  // 0 for the first block
+    store(total_.data() + first, load(total_.data() + first) * fades + sum);
+    store(top_.data() + first, tops);
+    store(fades_.data() + first, fades);
+    return true;
   }
 
   // Convert scores to weights relative to the largest score so far. Return the factor for the
@@ -448,16 +365,18 @@ class HeadAttention {
     if (!some) {
       return UNSEEN;
     }
-    const float top = std::max(top_[line], greatest(max(lower(most), upper(most))));
+    const float before = top_.data()[line];
+    const float top = std::max(before, greatest(max(lower(most), upper(most))));
     F8 sums = splat(0.0f);
     for (int i = 0; i < BLOCK; i += WIDE) {
       const Wide weight = exp(load<Wide>(weights + i) - splat_wide(top));
       store(weights + i, weight);
       sums = (sums + lower(weight)) + upper(weight);
     }
-    const float fade = top_[line] > NEVER ? exp(splat(top_[line] - top))[0] : 0.0f;
-    total_[line] = total_[line] * fade + sum(sums);
-    top_[line] = top;
+    const float fade = before > NEVER ? exp(splat(before - top))[0] : 0.0f;
+    float& total = total_.data()[line];
+    total = total * fade + sum(sums);
+    top_.data()[line] = top;
     return fade;
   }
 
@@ -465,14 +384,22 @@ class HeadAttention {
   template <typename Source>
   void gather(const Source& values, int64_t count, int64_t position) {
     for (int64_t first = 0; first < lines();) {
-      const int64_t seen = fades_[first] == UNSEEN ? 0 : seen_first(first, count, position);
+      const int64_t seen = seen_now(first, count, position);
       int64_t end = first + 1;
-      while (end < lines() && end < first + LINES_AT_ONCE && fades_[end] != UNSEEN &&
-             seen_first(end, count, position) == seen) {
+      while (end < lines() && end < first + at_once<Source>() &&
+             seen_now(end, count, position) >= seen) {
         ++end;
       }
       if (seen > 0) {
-        gather_some<LINES_AT_ONCE>(end - first, values, first, seen);
+        gather_some<at_once<Source>()>(end - first, values, first, 0, seen);
+        if constexpr (std::is_same_v<Source, Dense>) {  // a causal diagonal: each sees one more
+          for (int64_t line = first + 1; line < end; ++line) {
+            const int64_t rest = seen_now(line, count, position);
+            if (rest > seen) {
+              gather_some<1>(1, values, line, seen, rest);
+            }
+          }
+        }
         first = end;
         continue;
       }
@@ -485,65 +412,83 @@ class HeadAttention {
     }
   }
 
+  // Like `seen_first`, after `weigh`.
+  int64_t seen_now(int64_t line, int64_t count, int64_t position) const {
+    return fades_.data()[line] == UNSEEN ? 0 : seen_first(line, count, position);
+  }
+
+  // Add the tokens [from, to) for `some` queries, at most LINES.
   template <int LINES, typename Source>
-  void gather_some(int64_t some, const Source& values, int64_t first, int64_t seen) {
+  void gather_some(int64_t some, const Source& values, int64_t first, int64_t from, int64_t to) {
     if constexpr (LINES > 1) {
       if (some < LINES) {
-        return gather_some<LINES - 1>(some, values, first, seen);
+        return gather_some<LINES - 1>(some, values, first, from, to);
       }
     }
+    constexpr int ACROSS = across(LINES);
     int64_t d = 0;
     for (; d + ACROSS * WIDE <= held_->v_dim; d += ACROSS * WIDE) {
-      gather_columns<LINES, ACROSS>(values, first, seen, d);
+      gather_columns<LINES, ACROSS>(values, first, from, to, d);
     }
     for (; d + WIDE <= held_->v_dim; d += WIDE) {
-      gather_columns<LINES, 1>(values, first, seen, d);
+      gather_columns<LINES, 1>(values, first, from, to, d);
     }
     if constexpr (std::is_same_v<Source, Dense>) {
       for (int64_t line = first; line < first + LINES; ++line) {
-        gather_rest(line, values.data, seen, d);
+        gather_rest(line, values.data, from, to, d);
       }
     }
   }
 
+  // Earlier results fade with a block's first token.
   template <int LINES, int WIDTH, typename Source>
-  [[gnu::noinline]] void gather_columns(const Source& values, int64_t first, int64_t seen, int64_t d) {
+  [[gnu::noinline]] void gather_columns(
+      const Source& values, int64_t first, int64_t from, int64_t to, int64_t d) {
+    const int64_t size = held_->v_dim;
     const float* weights = weights_.data() + first * BLOCK;
-    float* out = output_.data() + first * held_->v_dim + d;
+    const float* fades = fades_.data() + first;
+    float* out = output_.data() + first * size + d;
     Wide sums[LINES][WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int l = 0; l < LINES; ++l) {
+      const Wide fade = splat_wide(from ? 1.0f : fades[l]);
 #pragma GCC unroll 4
       for (int i = 0; i < WIDTH; ++i) {
-        sums[l][i] = load<Wide>(out + l * held_->v_dim + i * WIDE) * splat_wide(fades_[first + l]);
+        sums[l][i] = load<Wide>(out + l * size + i * WIDE) * fade;
       }
     }
-    for (int64_t t = 0; t < seen; ++t) {
+    for (int64_t t = from; t < to; ++t) {
+      Wide some[WIDTH];
 #pragma GCC unroll 4
       for (int i = 0; i < WIDTH; ++i) {
-        const Wide value = values.at(t, d + i * WIDE);
+        some[i] = in_register(values.at(t, d + i * WIDE));
+      }
+#pragma GCC unroll 6
+      for (int l = 0; l < LINES; ++l) {
+        const Wide weight = splat_wide(weights[l * BLOCK + t]);
 #pragma GCC unroll 4
-        for (int l = 0; l < LINES; ++l) {
-          sums[l][i] = fma(splat_wide(weights[l * BLOCK + t]), value, sums[l][i]);
+        for (int i = 0; i < WIDTH; ++i) {
+          sums[l][i] = fma(weight, some[i], sums[l][i]);
         }
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int l = 0; l < LINES; ++l) {
 #pragma GCC unroll 4
       for (int i = 0; i < WIDTH; ++i) {
-        store(out + l * held_->v_dim + i * WIDE, sums[l][i]);
+        store(out + l * size + i * WIDE, sums[l][i]);
       }
     }
   }
 
   // The channels from `first` on, which fill no vector.
-  void gather_rest(int64_t line, const float* values, int64_t seen, int64_t first) {
+  void gather_rest(int64_t line, const float* values, int64_t from, int64_t to, int64_t first) {
     const float* weights = weights_.data() + line * BLOCK;
+    const float fade = from ? 1.0f : fades_.data()[line];
     float* out = output_.data() + line * held_->v_dim;
     for (int64_t d = first; d < held_->v_dim; ++d) {
-      float one = out[d] * fades_[line];
-      for (int64_t t = 0; t < seen; ++t) {
+      float one = out[d] * fade;
+      for (int64_t t = from; t < to; ++t) {
         one = std::fma(weights[t], values[t * held_->v_dim + d], one);
       }
       out[d] = one;
@@ -555,13 +500,14 @@ class HeadAttention {
   void gather_seen(int64_t line, const float* values, int64_t count, int64_t position) {
     const float* weights = weights_.data() + line * BLOCK;
     float* out = output_.data() + line * held_->v_dim;
-    const F8 fade = splat(fades_[line]);
+    const float fading = fades_.data()[line];
+    const F8 fade = splat(fading);
     int64_t d = 0;
     for (; d + LANES <= held_->v_dim; d += LANES) {
       store(out + d, load(out + d) * fade);
     }
     for (; d < held_->v_dim; ++d) {
-      out[d] *= fades_[line];
+      out[d] *= fading;
     }
     for (int64_t t = 0; t < count; ++t) {
       if (hidden(lines_[line], position + t)) {
@@ -580,7 +526,7 @@ class HeadAttention {
   const Held* held_ = nullptr;
   int64_t low_ = 0, last_ = 0;  // least `low` and greatest `last` of the lines
   std::vector<Line> lines_;
-  std::vector<float> keys_, values_, spare_, queries_, output_, top_, total_, fades_, weights_;
+  Floats keys_, values_, turned_, queries_, output_, top_, total_, fades_, weights_;
 };
 
 // Queries of a decode step, one for each row and head; distances in elements.
@@ -600,7 +546,7 @@ inline void attend_rows(
     for (int one = first; one < last; ++one) {
       const int64_t row = one / held.kv_heads, head = one % held.kv_heads;
       const int32_t* about = rows + row * 6;
-      attention.begin(held);
+      attention.begin(held, repeats);
       for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
         attention.add(
             queries.data + row * queries.per_row + q * queries.per_head, queries.per_channel,
@@ -624,6 +570,61 @@ inline void attend_rows(
     some(0, heads);
   } else {
     Pool::shared().share(heads, 1, some);
+  }
+}
+
+// A chunk of one row.
+struct ChunkPlace {
+  int64_t count;  // tokens
+  int64_t pages;  // of the list
+  int64_t offset;  // position of its first token
+  int64_t start;  // position of the first dense token, which is in no page
+  const int32_t* lows;  // first position that each query sees, besides `keep`
+};
+
+// Causal attention of a chunk's queries, one "row" for each token. y: [q_heads, count, v_dim].
+inline void attend_chunk(
+    const Held& held, const Queries& queries, const ChunkPlace& chunk, float* y) {
+  const int64_t repeats = held.q_heads / held.kv_heads;
+  const int threads = Pool::shared().threads();
+  const int64_t lines = chunk.count * held.q_heads;
+  // Queries that share a block while it is in the cache. With four pieces for each thread, none
+  // waits long for the last one.
+  const int64_t most = std::clamp<int64_t>(lines / (4 * threads), 24, 128);
+  const int64_t nearly = (chunk.count * repeats + most - 1) / most;
+  const int64_t at_once = (chunk.count + nearly - 1) / nearly;  // tokens
+  const int64_t parts = (chunk.count + at_once - 1) / at_once;
+  auto some = [&](int first, int last) {
+    HeadAttention& attention = HeadAttention::own();
+    for (int one = first; one < last; ++one) {
+      // The last tokens see most, so free threads take the long pieces first.
+      const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
+      const int64_t from = part * at_once;
+      const int64_t to = std::min(chunk.count, from + at_once);
+      attention.begin(held, repeats * (to - from));
+      for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+        for (int64_t t = from; t < to; ++t) {
+          attention.add(
+              queries.data + t * queries.per_row + q * queries.per_head, queries.per_channel,
+              {chunk.lows[t], chunk.offset + t}, held.sinks ? held.sinks + q : nullptr);
+        }
+      }
+      attention.pages(0, chunk.pages, head);
+      attention.tokens(0, chunk.offset + to - chunk.start, chunk.start, head);
+      int64_t line = 0;
+      for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+        for (int64_t t = from; t < to; ++t) {
+          attention.result(line++, y + (q * chunk.count + t) * held.v_dim);
+        }
+      }
+    }
+  };
+  const int pieces = static_cast<int>(parts * held.kv_heads);
+  const int64_t tokens = chunk.offset - chunk.start + chunk.count / 2 + chunk.pages * BLOCK;
+  if (threads == 1 || lines * tokens * (held.k_dim + held.v_dim) < SHARED_WORK) {
+    some(0, pieces);
+  } else {
+    Pool::shared().share(pieces, 1, some);
   }
 }
 

@@ -714,45 +714,16 @@ class Prefill : public Attention {
     mx::array& out = outputs[0];
     make(out);
     const mx::array& queries = inputs[0];
-    run([held = held(inputs), x = queries.data<float>(),
-         heads = int64_t{queries.strides(1)}, tokens = int64_t{queries.strides(2)},
-         each = int64_t{queries.strides(3)}, lows = inputs[4].data<int32_t>(),
-         count = int64_t{queries.shape(2)}, pages = pages_, offset = offset_, start = start_,
-         y = out.data<float>()] {
-      const int64_t repeats = held.q_heads / held.kv_heads;
-      const int64_t at_once = std::max<int64_t>(1, MOST_LINES / repeats);
-      const int64_t parts = (count + at_once - 1) / at_once;
-      auto some = [&](int first, int last) {
-        kvd::HeadAttention& attention = kvd::HeadAttention::own();
-        for (int one = first; one < last; ++one) {
-          // The last tokens see most, so free threads take the long pieces first.
-          const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
-          const int64_t from = part * at_once, to = std::min(count, from + at_once);
-          attention.begin(held);
-          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
-            for (int64_t t = from; t < to; ++t) {
-              attention.add(
-                  x + q * heads + t * tokens, each, {lows[t], offset + t},
-                  held.sinks ? held.sinks + q : nullptr);
-            }
-          }
-          attention.pages(0, pages, head);
-          attention.tokens(0, offset + to - start, start, head);
-          int64_t line = 0;
-          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
-            for (int64_t t = from; t < to; ++t) {
-              attention.result(line++, y + (q * count + t) * held.v_dim);
-            }
-          }
-        }
-      };
-      kvd::Pool::shared().share(static_cast<int>(parts * held.kv_heads), 1, some);
+    const kvd::Queries from{
+        queries.data<float>(), queries.strides(2), queries.strides(1), queries.strides(3)};
+    const kvd::ChunkPlace chunk{
+        queries.shape(2), pages_, offset_, start_, inputs[4].data<int32_t>()};
+    run([held = held(inputs), from, chunk, y = out.data<float>()] {
+      kvd::attend_chunk(held, from, chunk, y);
     });
   }
 
  private:
-  static constexpr int64_t MOST_LINES = 64;  // queries that share a block while it is in the cache
-
   int pages_, offset_, start_;
 };
 

@@ -44,14 +44,15 @@ struct Tile {
     if (columns - panel * PANEL >= PANEL) {
       store(to, biases ? found + load<Wide>(biases) : found);
     } else {
-      put_some(to, found, biases, columns - panel * PANEL);
+      float some[PANEL];
+      store(some, found);
+      put_some(to, some, biases, columns - panel * PANEL);
     }
   }
 
+  // Takes memory: a pair of vectors as an argument would be in memory during all products.
   [[gnu::noinline]] static void put_some(
-      float* to, Wide found, const float* biases, int64_t count) {
-    float some[PANEL];
-    store(some, found);
+      float* to, const float* some, const float* biases, int64_t count) {
     for (int64_t c = 0; c < count; ++c) {
       to[c] = biases ? some[c] + biases[c] : some[c];
     }
