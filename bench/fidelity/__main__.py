@@ -27,11 +27,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from bench.fidelity import chosen as chosen_module
 from bench.fidelity import entries
 from bench.fidelity import recipes as recipes_module
+from bench.fidelity.chosen import ChosenBits
 from bench.fidelity.flow import CHUNK, DECODED, Score, run
 from bench.fidelity.recipes import parse
 from bench.fidelity.texts import file_texts, recall_texts
+from kvd.host.home import locate
 from kvd.worker.serving import model_files, seam
 
 OUTLIER = 16
@@ -80,7 +83,8 @@ SETS = {
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.fidelity",
-        description=f"{__doc__}{(recipes_module.__doc__ or '').partition('order:')[2]}",
+        description=f"{__doc__}{(recipes_module.__doc__ or '').partition('order:')[2]}\n"
+        f"{chosen_module.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -99,16 +103,13 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="demo model only: first remove the outlier channels that its export gave the keys",
     )
+    add("--home", type=Path, help="where calibrations are (default: KVD_HOME, else ~/.kvd)")
     add("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.lengths, arguments.prompts = arguments.lengths or [1024], 2
         arguments.set = ["quick"]
-    names = arguments.recipes or [name for one in arguments.set for name in SETS[one]]
-    try:
-        arguments.recipes = [parse(name) for name in dict.fromkeys(names)]
-    except ValueError as wrong:
-        parser.error(str(wrong))
+    arguments.recipes = arguments.recipes or [name for one in arguments.set for name in SETS[one]]
     arguments.lengths = arguments.lengths or list(LENGTHS)
     return arguments
 
@@ -166,6 +167,10 @@ def measure(
             arguments.json.write_text(entries.compact(found))
 
 
+def _quiet(_stage: str, _fraction: float | None) -> None:
+    """Report no progress."""
+
+
 def _device() -> str:
     if mx.default_device() == mx.Device(mx.cpu):
         return f"CPU, {platform.system()} {platform.machine()}"
@@ -177,7 +182,16 @@ def main() -> None:
     arguments = _arguments()
     seam.install()
     mx.set_cache_limit(4 * 1024**3)  # growing caches never reuse the sizes that they freed
-    loaded = model_files.load(model_files.resolve(arguments.model))
+    headers = model_files.inspect(model_files.resolve(arguments.model))
+    opened = model_files.open_model(headers.path)
+    # Kernels for joined layers have no float32.
+    loaded = model_files.read_weights(opened, headers.path, _quiet, None, joins=False)
+    chosen = ChosenBits(loaded, headers, locate(arguments.home).calibration)
+    try:
+        names = dict.fromkeys(map(chosen.name, arguments.recipes))
+        arguments.recipes = [parse(name) for name in names]
+    except ValueError as wrong:
+        raise SystemExit(f"bench.fidelity: {wrong}") from wrong
     if arguments.dtype != "stored":
         loaded.model.set_dtype(getattr(mx, arguments.dtype))
     if arguments.flat_keys:
@@ -191,6 +205,7 @@ def main() -> None:
         "decoded": DECODED,
         "device": _device(),
         "mlx": mx.__version__,
+        "chosen": chosen.sources,
         "command": shlex.join(["python", "-m", "bench.fidelity", *sys.argv[1:]]),
     }
     measure(arguments, loaded, found)

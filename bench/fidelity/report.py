@@ -86,6 +86,14 @@ OTHERS = (
     ("mlx-lm, 8 bits, flat keys", "flat-keys", "k8v8:mlx-lm"),
     ("mlx-lm, 4 bits, flat keys", "flat-keys", "k4v4:mlx-lm"),
 )
+TRAINED = (
+    ("K8V8 in all layers", "k8v8"),
+    ("K8V4 in all layers", "k8v4"),
+    ("K8V4's size, from the probe", "k8v4:probe"),
+    ("K4V4 in all layers", "k4v4"),
+    ("K5V3 in all layers", "k5v3"),
+    ("K4V4's size, from the probe", "k4v4:probe"),
+)
 CPU_RUNS = ("bits", "flat-keys", "llama")
 
 
@@ -219,6 +227,13 @@ def by_layer(run: Run) -> str:
     return _table(_row_head("bits"), [run.row(*one) for one in BY_LAYER])
 
 
+def trained(run: Run) -> str:
+    """Tabulate a larger model; recipes with chosen bits are found by the names they were given."""
+    names = {given: name for name, given in run.found["chosen"].items()}
+    rows = [run.row(title, names.get(recipe, recipe)) for title, recipe in TRAINED]
+    return _table(_row_head("bits"), rows)
+
+
 def others(runs: dict[str, Run]) -> str:
     """Tabulate kvd's pages beside the caches of mlx-lm and llama.cpp."""
     rows = [runs[name].row(title, recipe) for title, name, recipe in OTHERS]
@@ -283,6 +298,7 @@ def main() -> None:
         "layers": layers(runs["mixes"]),
         "by layer": by_layer(on_cpu["bits"]),
         "others": others(on_cpu),
+        "trained": trained(Run.read("h200", "trained")),
     }
     page = PAGE.read_text()
     for name, block in blocks.items():
