@@ -44,8 +44,8 @@ TEXT_TOKENS = 512
 """Length of the text of which the probe reads the beginning."""
 WIDTHS = (3, 4, 5, 6, 8)
 """Bits that the probe gives. With 2 bits, errors are too large for its estimate."""
-KERNEL_WIDTHS = (4, 8)
-"""Bits that kernels on accelerators are known to read at full speed. Others are not measured."""
+METAL_WIDTHS = (4, 8)
+"""Bits that layers get on Metal. The speed of its kernels with others is not measured."""
 UNIFORM = {(4, 4): (5, 3)}
 """Bits of keys and values that cost less quality than others of the same size, without any estimate
 (`docs/fidelity.md`)."""
@@ -254,8 +254,8 @@ def _even(schemes: Sequence[Scheme], layers: int, *, fits: bool) -> list[tuple[S
 
 
 def fast_widths() -> tuple[int, ...]:
-    """Return the bits that attention on this device reads at full speed."""
-    return WIDTHS if on_cpu() else KERNEL_WIDTHS
+    """Return the bits that attention on this device is known to read at about full speed."""
+    return METAL_WIDTHS if mx.metal.is_available() and not on_cpu() else WIDTHS
 
 
 class Probing:

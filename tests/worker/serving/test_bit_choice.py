@@ -110,8 +110,10 @@ def test_it_can_be_switched_off():
     assert (found.info.source, found.info.reason) == ("uniform", "switched off")
 
 
-def test_on_a_device_with_kernels_for_few_widths_only_those_are_used(monkeypatch):
+def test_on_metal_only_the_widths_with_known_speed_are_used(monkeypatch):
     monkeypatch.setattr(bit_choice, "on_cpu", lambda: False)
+    assert choose().mixes[2] is not None  # CUDA
+    monkeypatch.setattr(bit_choice.mx.metal, "is_available", lambda: True)
     top, middle, low = choose().mixes
     assert {scheme.k_bits for scheme in middle} | {scheme.v_bits for scheme in middle} <= {4, 8}
     assert middle[1].k_bits == 8
