@@ -1,14 +1,16 @@
 r"""Shows what an engine does from the arrival of several requests on: first tokens, gaps, CPU time.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
-    python -m bench.timeline [--rows 8] [--prompt 200] [--shared 0] [--new 128] [--chunk 256]
-                             [--rounds 3] [--steps]
+    python -m bench.timeline [--model demo] [--rows 8] [--prompt 200] [--shared 0] [--new 128]
+                             [--chunk 256] [--rounds 3] [--steps] [--whole-passes] [--json FILE]
 
 The engine runs in this process, without a daemon. All requests arrive at once. A time is taken when
 a report leaves the engine. The prompts have ``--prompt`` tokens. All begin with the same
 ``--shared`` tokens, which the prefix cache has from the second round on. ``--steps`` prints each
 step of the last round: its phases, the tokens that it prefilled and delivered, its duration, and
 the CPU time of each thread. ``--profile FILE`` writes a cProfile of the main thread.
+``--whole-passes`` runs no decode steps between the stages of a pass. ``--json FILE`` writes the
+summaries, and the steps of all rounds.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import json
 import os
 import statistics
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,9 +76,9 @@ class Step:
 
 
 class Timeline:
-    """One engine with the embedded model."""
+    """One engine with a model."""
 
-    def __init__(self, kv: str, chunk: int) -> None:
+    def __init__(self, model: str, kv: str, chunk: int, *, whole_passes: bool) -> None:
         self.engine = MLXEngine()
         self._total = 0
         self._seq = 0
@@ -83,8 +86,10 @@ class Timeline:
         self.arrivals: dict[str, list[float]] = {}
         self.steps: list[Step] = []
         self._thread_times = ThreadTimes()
-        command = LoadModel(source="demo", kv=parse_kv(kv), prefill_chunk=chunk)
+        command = LoadModel(source=model, kv=parse_kv(kv), prefill_chunk=chunk)
         self.engine.load(command, lambda *_: None, self._ask)
+        if whole_passes:
+            self.engine._prompts._runner.interleaves = False  # noqa: SLF001
         self.engine.watch(self._note_phase, self._take)
 
     def _ask(self, total: int, _: str) -> Grant:
@@ -168,6 +173,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--model", default="demo", help="demo, or a model's folder")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=200)
     parser.add_argument("--shared", type=int, default=0)
@@ -177,16 +183,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--whole-passes", action="store_true")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    timeline = Timeline(options.kv, options.chunk)
+    timeline = Timeline(options.model, options.kv, options.chunk, whole_passes=options.whole_passes)
     timeline.play(1, 40, 8, 99)
     profile = cProfile.Profile()
+    rounds = []
     for round_ in range(options.rounds):
         if options.profile:
             profile.enable()
         timeline.play(options.rows, options.prompt, options.new, round_, options.shared)
         profile.disable()
-        print(timeline.summary())
+        print(timeline.summary(), flush=True)
+        steps = [asdict(step) for step in timeline.steps]
+        rounds.append({"summary": timeline.summary(), "steps": steps})
+        if options.json:
+            options.json.write_text(json.dumps({"rounds": rounds}, indent=1) + "\n")
     if options.steps:
         print(*timeline.steps, sep="\n")
     if options.profile:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import shlex
 import statistics
@@ -43,7 +44,7 @@ from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from bench.retrace import retrace
 from kvd.config.kv import parse_kv
-from kvd.worker.cache.scheme import schemes_of
+from kvd.worker.cache.scheme import Scheme, schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.serving import kernel_choice, probe, seam
@@ -85,8 +86,7 @@ class Bench:
     def _serve(self, kv: str) -> tuple[Runner, Attentions]:
         """Return kvd's runner over pages of a scheme; the first call probes it."""
         if kv not in self._served:
-            settings = CacheSettings(schemes=tuple(schemes_of(parse_kv(kv))))
-            served = self._probed(settings)
+            served = self._probed(self._settings(kv))
             shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
             how = "compiled steps" if served.runner.compile() else "plain steps"
             fused = "" if served.fused is None else f"; {describe_verdict(served.fused)}"
@@ -96,6 +96,16 @@ class Bench:
             gc.collect()  # as the engine does after a load
             gc.freeze()
         return self._served[kv]
+
+    def _settings(self, kv: str) -> CacheSettings:
+        """Return the settings of ``k4v4``, or ``k4v4:k3v3-k8v5``: bits of layers in turn."""
+        name, _, turns = kv.partition(":")
+        schemes = tuple(schemes_of(parse_kv(name)))
+        if not turns:
+            return CacheSettings(schemes=schemes)
+        cycle = itertools.cycle([Scheme.parse(one) for one in turns.split("-")])
+        mix = tuple(itertools.islice(cycle, len(self._ours.layers)))
+        return CacheSettings(schemes=schemes, mixes=(mix,))
 
     def _probed(self, settings: CacheSettings) -> probe.Served:
         """Choose how to serve a scheme, as the engine does."""
@@ -121,7 +131,8 @@ class Bench:
             try:
                 for name in self._options.attention:
                     attentions.use(name)
-                    yield filled | {"attention": name} | self._decode(loop, tokens, kv)
+                    which = {"attention": name, "kv": kv}
+                    yield filled | which | self._decode(loop, tokens, kv)
             finally:
                 attentions.use(CHOSEN)
 
@@ -406,7 +417,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--prefill", type=int, default=0, help="tokens of one long prompt")
     parser.add_argument("--runs", type=int, default=2, help="repeats of the long prefill")
-    parser.add_argument("--kv", nargs="+", default=["k8v8", "k4v4"], help="schemes of kvd's pages")
+    parser.add_argument(
+        "--kv",
+        nargs="+",
+        default=["k8v8", "k4v4"],
+        help="schemes of kvd's pages; k4v4:k3v3-k8v5: bits of layers, in turn",
+    )
     parser.add_argument(
         "--attention",
         nargs="+",

@@ -46,6 +46,27 @@ def fidelity(report: Report) -> list[Report]:
     return [bar.as_dict() for bar in bars]
 
 
+TURNS = "k4v4:k3v3-k4v3-k8v5-k3v3-k4v3-k5v4"
+"""Bits of layers in turn, of K4V4's size and as a probe mixes them."""
+LEAST_DECODE = 0.9
+"""Limit of the decode speed with bits by layer, relative to K4V4 in all layers."""
+
+
+def decode_speed(report: Report) -> list[Report]:
+    """Return the bar of bits by layer for a report of `bench.gpu`, for each length."""
+    speeds = {(row["kv"], row["tokens"]): row["tok_s"] for row in report["decode"]}
+    return [
+        Bar(
+            f"decode with bits by layer relative to k4v4, {tokens} tokens",
+            speed / speeds["k4v4", tokens],
+            LEAST_DECODE,
+            at_least=True,
+        ).as_dict()
+        for (kv, tokens), speed in speeds.items()
+        if kv == TURNS
+    ]
+
+
 def _filled(text: str, folders: dict[str, str]) -> str:
     """Replace the names of folders. Other braces remain, such as those of JSON."""
     for name, path in folders.items():
@@ -115,8 +136,9 @@ def _correctness() -> list[Measurement]:
             "bench.gpu.device_tests",
             {"--tests": "tests/worker/kernels/test_device.py tests/worker/gpu", "--processes": "6"},
             {"--tests": "tests/worker/gpu/test_products.py", "--processes": "0"},
-            150,
+            300,
             packages=("mlx", "pytest", "hypothesis", "xdist"),
+            environment={"MLX_ENABLE_TF32": "0"},
         ),
         Measurement(
             "starts",
@@ -132,7 +154,30 @@ def _correctness() -> list[Measurement]:
             {"--path": "native", "--parts": "bits", "--schemes": "k4v4 k5v3", "--small": ""},
             60,
         ),
+        _decode_bits(),
     ]
+
+
+def _decode_bits() -> Measurement:
+    tiny = {"--shape": "tiny", "--attention": "reference", "--steps": "4", "--chunk": "64"}
+    return Measurement(
+        "decode-bits",
+        "bench.gpu",
+        {
+            "--shape": SMALL,
+            "--only": "kvd",
+            "--attention": "fused",
+            "--kv": f"k4v4 {TURNS}",
+            "--rows": "8",
+            "--tokens": "4096 16384",
+            "--chunk": "2048",
+            "--steps": "128",
+        },
+        tiny | {"--rows": "2", "--tokens": "100"},
+        90,
+        packages=("mlx", "mlx_lm"),
+        bars=decode_speed,
+    )
 
 
 def _servers() -> list[Measurement]:
@@ -194,6 +239,8 @@ def _engines() -> list[Measurement]:
             {"--shape": "demo", "--pairs": "1", "--tokens": "8"},
             70,
         ),
+        _timeline("timeline", {}),
+        _timeline("timeline-whole-passes", {"--whole-passes": ""}),
         _pressure(SMALL, streams=32, estimate_s=110),
         _pressure(LARGE, streams=16, estimate_s=200),
         Measurement(
@@ -227,6 +274,25 @@ def _engines() -> list[Measurement]:
             30,
         ),
     ]
+
+
+def _timeline(name: str, more: dict[str, str]) -> Measurement:
+    """Eight short prompts that arrive together, with each step's phases."""
+    return Measurement(
+        name,
+        "bench.timeline",
+        {
+            "--model": "{model}",
+            "--rows": "8",
+            "--new": "128",
+            "--chunk": "1024",
+            "--rounds": "4",
+            **more,
+        },
+        {"--chunk": "256", "--rounds": "1", "--rows": "2", "--new": "4"},
+        25,
+        model=SMALL,
+    )
 
 
 def _pressure(shape: str, *, streams: int, estimate_s: float) -> Measurement:
@@ -277,7 +343,8 @@ def _training(minutes: float) -> list[Measurement]:
                 "--lengths": "2048 8192",
                 "--prompts": "16",
                 "--batch": "8",
-                "--recipes": "k8v8 k8v4 k6v4 k5v3 k4v8 k4v8:token k4v4 k4v4:token",
+                "--recipes": "k8v8 k8v4 k5v3 k4v8 k4v8:token k4v4 k4v4:token "
+                "k8v4:probe k4v4:probe k4v4:probe48 k8v8:mlx-lm k4v4:mlx-lm",
             },
             {"--model": "demo", "--lengths": "512", "--prompts": "1", "--batch": "1"},
             130,
