@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.pages import PageId
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption
@@ -155,14 +156,23 @@ class Reclaiming:
                 batch.admission.step_down(request.rid, level)
 
     def _choose(self, level: int, wanted_bytes: int) -> list[Request]:
+        """Return the requests to step down, each with all that share pages with it.
+
+        A shared page is converted once, so its other requests are at the lower level too.
+        """
         batch, chosen = self._batch, []
-        for rid in batch.scheduler.victims():
+        admitted = batch.scheduler.victims()
+        groups = sharing(batch.requests.values())
+        for first in admitted:
             if wanted_bytes <= 0:
                 break
-            if batch.scheduler.find(rid).level < level:
-                saved_pages = batch.scheduler.step_down_savings(rid, level)
-                wanted_bytes -= saved_pages * batch.admission.budget.page_bytes
-                chosen.append(batch.requests[rid])
+            for request in groups[first]:
+                if request in chosen or batch.scheduler.find(request.rid).level >= level:
+                    continue
+                chosen.append(request)
+                if request.rid in admitted:
+                    saved_pages = batch.scheduler.step_down_savings(request.rid, level)
+                    wanted_bytes -= saved_pages * batch.admission.budget.page_bytes
         return chosen
 
     def _rows_above(self, cache: Any, level: int, requests: list[Request]) -> list[Any]:
@@ -200,3 +210,28 @@ class Reclaiming:
         places = self._batch.scheduler.reserved_rows
         excess = held.pages > self._memory.needed_pages or held.rows > places
         return excess and admission.spare_pages(held) < wanted
+
+
+def sharing(requests: Iterable[Request]) -> dict[str, list[Request]]:
+    """Return the requests that share pages with each one, directly or through others.
+
+    The key is a request's id; each list has the request itself.
+    """
+    groups: list[tuple[set[tuple[int, PageId]], list[Request]]] = []
+    for request in requests:
+        pages, members, others = _pages_of(request), [request], []
+        for group in groups:
+            if pages.isdisjoint(group[0]):
+                others.append(group)
+            else:
+                pages, members = pages | group[0], group[1] + members
+        groups = [*others, (pages, members)]
+    return {request.rid: members for _, members in groups for request in members}
+
+
+def _pages_of(request: Request) -> set[tuple[int, PageId]]:
+    """Return the pages of a request's rows, and of those that are kept, by store and page."""
+    kept = [row for owner in request.owners for row in (owner.row, owner.snapshot) if row]
+    return {
+        (store, page) for row in kept for store, one in enumerate(row.rows) for page in one.pages
+    }

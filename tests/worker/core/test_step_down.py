@@ -93,6 +93,27 @@ def test_a_lowered_request_continues_and_others_are_not_affected(stepping: Drive
     assert stepped["lowered"][:6] == whole["lowered"][:6]
 
 
+def test_requests_that_share_pages_step_down_together(stepping: Driver) -> None:
+    """Their shared pages are converted once, so the tokens of both change."""
+    stepping.outcomes.clear()
+    stepping.engine.start_level(StartLevel(level=0))
+    shared = periodic_prompt(512, 11)
+    stepping.submit("alone", periodic_prompt(600, 12), max_tokens=60)
+    for rid, own in (("first", 13), ("second", 14)):
+        stepping.submit(rid, [*shared, *periodic_prompt(90, own)], max_tokens=60, ignore_eos=True)
+        stepping.run(until=lambda rid=rid: len(stepping.outcomes[rid].tokens) > 2)
+    rows = [stepping.engine._batch.requests[rid].completions[0].row for rid in ("first", "second")]
+    assert set(rows[0].rows[0].pages) & set(rows[1].rows[0].pages), "they share pages"
+    reclaim(stepping, "precision", 1, level=2)
+    stepping.run(until=lambda: not stepping.engine._reclaiming.active)
+    scheduler = stepping.engine._batch.scheduler
+    assert [scheduler.find(rid).level for rid in ("alone", "first", "second")] == [0, 2, 2]
+    stepping.run()
+    levels = {rid: outcome.usage.levels for rid, outcome in stepping.outcomes.items()}
+    assert levels == {"alone": [0], "first": [0, 2], "second": [0, 2]}
+    stepping.outcomes.clear()
+
+
 def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver) -> None:
     stepping.submit("short", periodic_prompt(700, 3), max_tokens=3)
     stepping.run(until=lambda: bool(stepping.outcomes["short"].tokens))
