@@ -1,13 +1,18 @@
 """Kill and stop a model's worker at random times during many streams, and compare the streams.
 
-A real daemon serves the embedded model under two names. The worker of ``struck`` repeatedly gets
-``SIGKILL``, or ``SIGSTOP``, after which the watchdog ends it. The worker of ``spared`` is left
-alone. Every stream must have the tokens and the text of an undisturbed run, and a stream of
-``spared`` must have no event that the kills and stops caused.
+A real daemon serves one model, by default the embedded one, under two names. The worker of
+``struck`` repeatedly gets ``SIGKILL``, or ``SIGSTOP``, after which the watchdog ends it. The worker
+of ``spared`` is left alone. Every stream must have the tokens and the text of an undisturbed run,
+and a stream of ``spared`` must have no event that the kills and stops caused. No process may
+remain.
 
     python -m bench.chaos --kills 30 --stops 6 --out bench/results/chaos-linux-cpu.json
+    python -m bench.chaos --ranks 2 --kills 50 --stops 50 --streams 4 --spared 0 --tokens 100
 
-The seed determines the times; what the worker does at these times depends on the machine.
+With ``--ranks``, ``struck`` is a gang, and each signal goes to one of its ranks; ``spared`` is one
+process. Half of the signals come soon after the one before, often while the model starts or loads.
+The seed determines the times and the ranks; what the worker does at these times depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from bench.report import machine, publish
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.errors import NotRunning
 from protocol.messages import Event, Tokens
+from protocol.policy import PolicyChange
 from protocol.types import ModelStatus
 
 WATCHDOG = """[watchdog]
@@ -43,16 +49,23 @@ decode_s = 6
 flush_s = 6
 pools_s = 6
 idle_s = 12
-loading_s = 60
+spawning_s = 15
+loading_s = 15
 terminated_s = 0.3
 """
 """Deadlines that are ample for the embedded model on two busy cores, and short for a test."""
 WORDS = "To open a file, call open() with its name. The garden was quiet, and the"
 START_S = 60.0
+BACK_S = 120.0
+"""Most seconds from a kill or stop to the model's next token."""
+END_S = 10.0
+"""Most seconds from the end of a model to the exit of all its processes."""
 GAP_S = 2.0
 """Most seconds from a model's return to the next kill or stop."""
 ON_ITS_WAY_S = 0.2
 """Seconds after a kill or stop in which arriving tokens still count as generated before it."""
+UNSEEN = 2
+"""Most kills and stops without a token in between: a model is given up after three crashes."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +80,54 @@ class Asked:
 
 
 @dataclass
+class Blow:
+    """A kill or stop of one process of the model."""
+
+    kind: str
+    """``kill`` or ``stop``."""
+    rank: int
+    state: str
+    """State of the model before it, such as ``spawning``, ``loading`` or ``ready``."""
+    back_s: float | None = None
+    """Seconds to the model's next token; None: the next kill or stop came before it."""
+
+    def __str__(self) -> str:
+        back = "-" if self.back_s is None else f"{self.back_s} s"
+        return f"{self.kind} rank {self.rank}, {self.state}: {back}"
+
+
+@dataclass
 class Found:
     """What the run counted."""
 
-    kills: int = 0
-    stops: int = 0
+    blows: list[Blow] = field(default_factory=list)
     streams: int = 0
     """Streams of the struck model that ended."""
     tokens: int = 0
     spared_streams: int = 0
     wrong: list[str] = field(default_factory=list)
     """Differences from the undisturbed run."""
-    back_s: list[float] = field(default_factory=list)
-    """Seconds from each kill or stop to the model's next token."""
     restarts: int = 0
+    remaining: list[int] = field(default_factory=list)
+    """Process ids that were alive after their model had been unloaded."""
+
+    def count(self, kind: str) -> int:
+        return sum(blow.kind == kind for blow in self.blows)
+
+    def back(self) -> dict[str, dict[str, float]]:
+        """Return the median and the longest time to the next token, by kind and state."""
+        times: dict[str, list[float]] = {}
+        for blow in self.blows:
+            if blow.back_s is not None:
+                times.setdefault(f"{blow.kind}, {blow.state}", []).append(blow.back_s)
+        return {
+            name: {
+                "blows": len(each),
+                "median_s": round(statistics.median(each), 2),
+                "longest_s": max(each),
+            }
+            for name, each in sorted(times.items())
+        }
 
 
 def requests(count: int, tokens: int, seed: int) -> list[Asked]:
@@ -150,6 +197,8 @@ class Storm:
         self.found = Found()
         self.over = False
         self._last_token = 0.0
+        self._unseen = 0
+        """Kills and stops since the model's last token."""
 
     async def undisturbed(self) -> None:
         """Record the results of all requests, run at the same time on ``spared``."""
@@ -174,8 +223,8 @@ class Storm:
         blows = ["kill"] * kills + ["stop"] * stops
         self.rng.shuffle(blows)
         try:
-            for blow in blows:
-                await self._strike(blow)
+            for number, blow in enumerate(blows, 1):
+                await self._strike(blow, is_last=number == len(blows))
         finally:
             self.over = True
             await asyncio.gather(*playing)
@@ -208,49 +257,87 @@ class Storm:
                 self._last_token = time.monotonic()
         return completion, events
 
-    async def _strike(self, blow: str) -> None:
+    async def _strike(self, kind: str, *, is_last: bool) -> None:
         await asyncio.sleep(self.rng.uniform(0.1, GAP_S))
-        pid = None
-        while pid is None:
-            model = await self._model()
-            # Only ready workers are stopped: the watchdog ends a loading one after 60 s only.
-            pid = model.worker_pid if blow == "kill" or model.state == "ready" else None
-            await asyncio.sleep(0.01)
+        while not (pids := _pids(model := await self._model())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # polled, because 10 ms is exact enough
+        blow = Blow(kind, self.rng.randrange(len(pids)), model.state)
         struck = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
-        if blow == "kill":
-            self.found.kills += 1
-        else:  # the watchdog ends it
-            self.found.stops += 1
+            os.kill(pids[blow.rank], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        self.found.blows.append(blow)
         seen = struck + ON_ITS_WAY_S
         # With the short patience, the next kill or stop may come before the model is back.
-        patience = struck + self.rng.choice([1.0, START_S])
+        self._unseen += 1
+        is_short = self.rng.random() < 0.5 and self._unseen < UNSEEN and not is_last
+        patience = struck + (1.0 if is_short else BACK_S)
         while self._last_token < seen and time.monotonic() < patience:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # polled, because 10 ms is exact enough
+            await asyncio.sleep(0.01)
         if self._last_token >= seen:
-            self.found.back_s.append(round(self._last_token - struck, 2))
+            self._unseen = 0
+            blow.back_s = round(self._last_token - struck, 2)
+
+    async def unload(self) -> None:
+        """Unload both models and record the processes of the daemon that remain."""
+        for name in ("struck", "spared"):
+            await self.client.unload(name)
+        group = (await self.client.hello()).pid
+        end = time.monotonic() + END_S
+        while (left := _children(group)) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        self.found.remaining = left
 
     async def _model(self) -> ModelStatus:
         status = await self.client.status()
         return next(model for model in status.models if model.name == "struck")
 
 
+def _pids(model: ModelStatus) -> list[int]:
+    """Return the process ids of the model's ranks, or that of its only process."""
+    if model.ranks:
+        return [rank.pid for rank in model.ranks]
+    return [] if model.worker_pid is None else [model.worker_pid]
+
+
+def _children(group: int) -> list[int]:
+    """Return the processes in the daemon's group, except the daemon itself and ended ones."""
+    command = ["ps", "-A", "-o", "pid=,pgid=,stat="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = (line.split() for line in listed.splitlines())
+    return [
+        int(pid)
+        for pid, own, state in rows
+        if int(own) == group != int(pid) and not state.startswith("Z")
+    ]
+
+
 _ORDINARY = {"Accepted", "ChoiceFinished", "Done", "PrefillStarted", "Queued", "Tokens"}
 
 
 async def storm(
-    *, kills: int, stops: int, streams: int, spared: int, kinds: int, tokens: int, seed: int
+    *,
+    kills: int,
+    stops: int,
+    streams: int,
+    spared: int,
+    kinds: int,
+    tokens: int,
+    seed: int,
+    ranks: int = 1,
+    model: str = "demo",
 ) -> Found:
     """Start a daemon, load both models, make the undisturbed run, then the disturbed one."""
     with daemon() as home:
         client = await connected(home)
         try:
-            for name in ("struck", "spared"):
-                await (await client.load("demo", alias=name)).result()
+            for name, processes in (("struck", ranks), ("spared", 1)):
+                policy = PolicyChange(ranks=processes)
+                await (await client.load(model, alias=name, policy=policy)).result()
             run = Storm(client, requests(kinds, tokens, seed), seed)
             await run.undisturbed()
-            return await run.run(kills, stops, streams, spared)
+            found = await run.run(kills, stops, streams, spared)
+            await run.unload()
+            return found
         finally:
             await client.close()
 
@@ -258,6 +345,8 @@ async def storm(
 def main() -> int:
     """Run with the command line's options; return 1 if any stream was wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos")
+    parser.add_argument("--model", default="demo", help="embedded name or absolute folder")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--stops", type=int, default=6)
     parser.add_argument("--streams", type=int, default=16)
@@ -274,11 +363,14 @@ def main() -> int:
         "asked": asked,
         "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
-        "median_back_s": statistics.median(found.back_s) if found.back_s else None,
+        "kills": found.count("kill"),
+        "stops": found.count("stop"),
+        "back": found.back(),
         **asdict(found),
+        "blows": [str(blow) for blow in found.blows],
     }
     publish(report, given.out)
-    return 1 if found.wrong else 0
+    return 1 if found.wrong or found.remaining else 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.policy import PolicyChange
+from tests.process.first_start import Hold
 from tests.process.helpers import Daemon, Reader, alive, source, wait_for, write_config
 
 RANKS = (0, 1, 2)
@@ -85,14 +86,15 @@ def test_a_rank_that_is_stopped_does_not_outlive_the_others(daemon: Daemon, rank
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
-    home, make_daemon, rank, number
+    home, make_daemon, tmp_path, monkeypatch, rank, number
 ):
-    write_config(home, "[watchdog]\nspawning_s = 5\nloading_s = 5\nterminated_s = 0.2")
+    hold = Hold(tmp_path, monkeypatch, rank)
+    write_config(home, "[watchdog]\nspawning_s = 5\nterminated_s = 0.2")
     daemon = make_daemon().start()
     with daemon.client() as kvd:
         loading = kvd.load(source(), alias="m", policy=PolicyChange(ranks=3))
-        first = wait_for("the ranks", lambda: daemon.has("m") and pids(daemon))
-        assert daemon.model("m").state == "spawning"
+        wait_for("the rank", lambda: hold.holds)
+        first = pids(daemon)
         os.kill(first[rank], number)
         assert loading.result.state == "ready"
     assert gone(first)

@@ -1,10 +1,14 @@
-"""Compares a gang with one process over many random requests, and kills ranks at random moments.
+"""Compares gangs with one process over many random requests, models and settings.
 
 ::
 
-    python -m tests.worker.gang.campaign --requests 500 --kills 50 [--ranks 2] [--source demo]
+    python -m tests.worker.gang.campaign --requests 500 [--ranks 2] [--models demo llama] \\
+        [--json FILE]
 
-Prints one line of JSON. It fails if a token differs, or if a process remains.
+Both serve the same requests, in waves that start at different precision levels. In the gang, memory
+is reclaimed by all methods and requests are cancelled in between. Without ``--models``: the
+embedded model, unless there are three ranks (it has two heads of keys), and one model with random
+weights of each architecture that mlx-lm can divide. Fails if a token differs.
 """
 
 from __future__ import annotations
@@ -12,158 +16,143 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
+import shutil
+import sys
+import tempfile
 import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
-from protocol.gang import PEER_LOST
-from protocol.tools import Grammar
-from protocol.types import Sampling
-from protocol.worker import LoadModel, Reclaim, Reclaimed, RowPreempted, RowTokens, Submit
-from tests.worker.gang.gang import GangProcesses, tokens_of
-from tests.worker.process.peer import Process, alive
+from bench.report import machine, publish
+from protocol.kv import KVSpec, schemes_of
+from tests.worker.gang.gang import GangProcesses
+from tests.worker.gang.models import FAMILIES, save
+from tests.worker.gang.traffic import Answer, Traffic, difference, random_request
+from tests.worker.process.peer import Process
 
-AT_ONCE = 12
-METHODS = ("spare", "prefixes", "preempt")
-"""Methods of reclaims that change no token."""
+WAVE = 25
+"""Requests that start at the same precision level."""
+LEVELS = (0, 0, 2, 0, 1)
+"""These levels, one after another."""
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kv": KVSpec(v_bits=4, prefix_every=64)},
+    {"kv": KVSpec(max_kv_size=256), "prefill_chunk": 64},
+    {"kv": KVSpec(quantized_kv_start=128), "max_rows": 4},
+    {"kv": KVSpec(k_bits=16, v_bits=16), "prefill_chunk": 128},
+    {"kv": KVSpec(group_size=32, floors={0: "k16v16"})},
+)
+"""Settings of a load."""
 
 
 class Single(Process):
     deadline_s = GangProcesses.deadline_s
 
 
-def random_request(chance: random.Random, number: int) -> Submit:
-    """Return a request with random settings; many share the beginning of their prompts."""
-    shared = [7 + 3 * place % 900 for place in range(chance.choice([0, 64, 256, 320]))]
-    own = [chance.randrange(5, 1000) for _ in range(chance.choice([1, 3, 40, 130]))]
-    sampling = Sampling(
-        temperature=chance.choice([0.0, 0.7, 1.0]),
-        top_p=chance.choice([1.0, 0.9]),
-        top_k=chance.choice([0, 20]),
-        repetition_penalty=chance.choice([1.0, 1.2]),
-        seed=number,
-    )
-    grammar = Grammar("regex", "[a-d]{2,12}") if chance.random() < 0.1 else None
-    return Submit(
-        rid=f"r{number}",
-        tokens=shared + own,
-        sampling=sampling,
-        max_tokens=chance.choice([1, 2, 8, 20, 70]),
-        n=chance.choice([1, 1, 1, 2, 3]),
-        ignore_eos=chance.random() < 0.8,
-        grammar=grammar,
-        priority=chance.choice([0, 0, 1]),
-        logprobs=chance.choice([None, None, 0, 2]),
-        prompt_logprobs=0 if chance.random() < 0.1 else None,
-    )
-
-
-def serve(worker, requests: list[Submit], chance: random.Random, *, disturbed: bool) -> dict:
-    """Return the tokens and the end of each request; ``disturbed``: reclaim memory in between."""
-    found, waiting = {}, list(reversed(requests))
-    running: set[str] = set()
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            request = waiting.pop()
-            running.add(request.rid)
-            worker.send(request)
-        if disturbed and chance.random() < 0.3:
-            before, method = len(worker.of(Reclaimed)), chance.choice(METHODS)
-            worker.send(Reclaim(seq=9, method=method, wanted_bytes=1 << chance.randrange(20, 31)))
-            worker.wait_for(lambda before=before: len(worker.of(Reclaimed)) > before)
-        worker.wait_for(lambda: {end.rid for end in worker.ends()} & running)
-        for end in worker.ends():
-            if end.rid in running:
-                running.discard(end.rid)
-                reason = getattr(end, "reason", None) or end.error.code
-                found[end.rid] = (tokens_of(worker, end.rid), reason)
-        worker._ends.clear()
-    return found
-
-
-def compare(source: str, ranks: int, count: int, seed: int) -> dict:
+def compare(source: str, ranks: int, count: int, seed: int, settings: dict[str, Any]) -> dict:
     """Serve the same requests by one process and by a gang; return what was compared."""
-    requests = [random_request(random.Random(seed + number), number) for number in range(count)]
     single, gang = Single("mlx"), GangProcesses(ranks)
     try:
-        single.load(source)
-        gang.load(source, ranks=ranks)
-        expected = serve(single, requests, random.Random(seed), disturbed=False)
-        start = time.monotonic()
-        found = serve(gang, requests, random.Random(seed), disturbed=True)
-        seconds = time.monotonic() - start
-        different = [rid for rid, answer in expected.items() if found[rid] != answer]
-        counts = {"reclaims": len(gang.of(Reclaimed)), "preemptions": len(gang.of(RowPreempted))}
+        single.load(source, embeddings="any", **settings)
+        info = gang.load(source, ranks=ranks, embeddings="any", **settings)
+        levels = len(schemes_of(settings.get("kv", KVSpec())))
+        alone, together = Traffic(single), Traffic(gang, random.Random(seed), levels)
+        counts: Counter[str] = Counter()
+        different = []
+        for wave, begin in enumerate(range(0, count, WAVE)):
+            numbers = range(seed + begin, seed + min(begin + WAVE, count))
+            requests = [random_request(random.Random(number), number) for number in numbers]
+            level = min(LEVELS[wave % len(LEVELS)], levels - 1)
+            expected, start = alone.run(requests, level), time.monotonic()
+            found = together.run(requests, level)
+            counts["seconds"] += time.monotonic() - start
+            for rid, answer in found.items():
+                counts.update(counted(answer, level))
+                if why := difference(expected[rid], answer, level):
+                    different.append(f"{rid} at level {level}: {why}")
     finally:
         single.close()
         gang.close()
-    tokens = sum(len(one) for answer, _ in found.values() for one in answer.values())
+    counts["seconds"] = round(counts["seconds"], 1)
+    return {"path": [part.path for part in info.kv], **counts, "different": different}
+
+
+def counted(answer: Answer, level: int) -> dict[str, int]:
     return {
-        "requests": count,
-        "tokens": tokens,
-        "different": different,
-        "seconds": round(seconds, 1),
-        **counts,
+        "requests": 1,
+        "tokens": sum(map(len, answer.tokens.values())),
+        "tokens compared": sum(answer.trusted(choice, level) for choice in answer.tokens),
+        "requests of several choices": len(answer.tokens) > 1,
+        "requests that stepped down": answer.has_stepped_down(level),
+        "requests that started at a lower level": level > 0,
+        "preemptions": answer.preemptions,
+        "prompts from a checkpoint": answer.reused_tokens > 0,
+        "cancelled": answer.is_cancelled,
+        "embeddings": bool(answer.vector),
     }
 
 
-def kill(source: str, ranks: int, count: int, seed: int) -> dict:
-    """Kill or stop a random rank at random moments; return how long the others lived."""
-    chance, lived = random.Random(seed), []
-    for number in range(count):
-        gang = GangProcesses(ranks)
-        try:
-            gang.send(LoadModel(source=source, ranks=ranks))
-            for index in range(4):
-                gang.send(random_request(random.Random(seed + number), index))
-            wait_for_moment(gang, chance)
-            rank = chance.randrange(ranks)
-            if chance.random() < 0.5:
-                gang.signal(rank, signal.SIGSTOP)
-            gang.signal(rank, signal.SIGKILL)
-            start = time.monotonic()
-            statuses = gang.wait()
-            lived.append(time.monotonic() - start)
-            assert statuses[rank] == -signal.SIGKILL, statuses
-            assert {one for at, one in enumerate(statuses) if at != rank} <= {0, PEER_LOST}
-            assert not any(alive(process.pid) for process in gang.processes)
-        finally:
-            gang.close()
-    lived.sort()
-    return {
-        "kills": count,
-        "others ended within s": {
-            "median": round(lived[len(lived) // 2], 3),
-            "most": round(lived[-1], 3),
-        },
-    }
+def campaign(names: list[str], ranks: int, count: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Compare each model with several settings; return the results by model and settings."""
+    found = {}
+    for number, name in enumerate(names):
+        source = name if name == "demo" else str(save(folder / name, name, ranks=ranks))
+        chosen = SETTINGS if name == "demo" else (SETTINGS[0], SETTINGS[1 + number % 5])
+        for settings in chosen:
+            share = -(-count // len(chosen))
+            result = compare(source, ranks, share, seed + share * len(found), settings)
+            label = ", ".join(f"{key} {_short(value)}" for key, value in settings.items())
+            found[f"{name}, {label or 'default'}"] = result
+    return found
 
 
-def wait_for_moment(gang: GangProcesses, chance: random.Random) -> None:
-    """Read reports until a random number of them, or tokens, has arrived."""
-    if chance.random() < 0.5:
-        reports = chance.randrange(2, 8)
-        gang.wait_for(lambda: len(gang.reports) >= reports)
-    else:
-        steps = chance.randrange(1, 30)
-        gang.wait_for(lambda: len(gang.of(RowTokens)) >= steps or len(gang.ends()) == 4)
+def _short(value: Any) -> str:
+    """Return a setting as text; of KV settings, only those that are not the default."""
+    if not isinstance(value, KVSpec):
+        return str(value)
+    return json.dumps(
+        {
+            key: own
+            for key in value.__struct_fields__
+            if (own := getattr(value, key)) != getattr(KVSpec(), key)
+        }
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", default="demo", help="model to load")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=50)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--ranks", type=int, default=2, choices=[2, 3])
+    parser.add_argument("--requests", type=int, default=500, help="of each model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    result = {"source": given.source, "ranks": given.ranks, "seed": given.seed}
-    if given.requests:
-        result |= compare(given.source, given.ranks, given.requests, given.seed)
-    if given.kills:
-        result |= kill(given.source, given.ranks, given.kills, given.seed)
-    print(json.dumps(result))  # noqa: T201 - the result
-    assert not result.get("different"), "tokens differ from those of one process"
+    names = given.models or [*(["demo"] if given.ranks == 2 else []), *FAMILIES]
+    folder = Path(tempfile.mkdtemp(prefix="kvd-gang-"))
+    try:
+        found = campaign(names, given.ranks, given.requests, given.seed, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    total: Counter[str] = Counter()
+    for result in found.values():
+        total.update(
+            {key: value for key, value in result.items() if isinstance(value, int | float)}
+        )
+    different = sum(len(result["different"]) for result in found.values())
+    report = {
+        "ranks": given.ranks,
+        "seed": given.seed,
+        "machine": machine(),
+        "models": len(names),
+        "total": {**total, "different": different},
+        "by model and settings": found,
+    }
+    publish(report, given.json)
+    return 1 if different else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
