@@ -236,6 +236,11 @@ class LayerStore:
         first = mx.arange(tokens)
         return mx.take(self.tail_keys[slot], first, 1), mx.take(self.tail_values[slot], first, 1)
 
+    def no_tail(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of an empty tail, ``[heads, 0, dim]``."""
+        shape, g = (self.geometry.kv_heads, 0), self.geometry
+        return mx.zeros((*shape, g.k_dim), self.dtype), mx.zeros((*shape, g.v_dim), self.dtype)
+
     def fill_tail(self, slot: int, keys: mx.array, values: mx.array) -> None:
         """Put tokens, ``[heads, tokens, dim]``, at the front of a tail; evaluates."""
         fill_tails([self], slot, [(keys, values)])

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -22,6 +22,8 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 class MlxLmRow:
     """One request's caches."""
 
+    is_placed: ClassVar[bool] = True
+    """Interface of `kvd.worker.cache.rows.SequenceRow`."""
     caches: list[Any]
     length: int = 0
     alive: bool = True

@@ -125,7 +125,8 @@ class ModelCache:
     def tail_slots(self) -> int:
         """Number of sequences for which tails or states are allocated."""
         tails = (store.tails.count for store in self.stores)
-        return max(len(self.sequences), self.states.places, *tails)
+        placed = sum(sequence.is_placed for sequence in self.sequences)
+        return max(placed, self.states.places, *tails)
 
     @property
     def snapshot_charge(self) -> int:
@@ -175,7 +176,8 @@ class ModelCache:
         sequence.alive = False
         for store, row in zip(self.stores, sequence.rows, strict=True):
             store.free(row, clean=clean)
-        self.states.remove(sequence)
+        if sequence.is_placed:
+            self.states.remove(sequence)
         self.sequences.remove(sequence)
 
     def discard(self) -> None:

@@ -76,7 +76,11 @@ class StateStore:
         return list(dict.fromkeys(self._block_of.values()))
 
     def add(self, name: Any) -> None:
-        self.restore(name, [[None] * len(part.shapes) for part in self.parts])
+        self.restore(name, self.empty())
+
+    def empty(self) -> State:
+        """Return the state before the first token."""
+        return [[None] * len(part.shapes) for part in self.parts]
 
     def complete(self, name: Any) -> bool:
         """Return whether a sequence's state has its full shape, so that it can be batched."""

@@ -24,10 +24,7 @@ class RowSnapshot(Row):
     """One row of one store, with a copy of its tail and nothing written ahead."""
 
     is_snapshot: ClassVar[bool] = True
-    slot: int = -1  # no place in the tail arrays
-    tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
-    """Keys and values of the tail in each layer, ``[heads, tail_length, dim]``."""
-
+    slot: int = -1
     nbytes: int = field(init=False)
     """Bytes of the tail in all layers, without the pages."""
 
@@ -66,15 +63,19 @@ class RowSnapshots:
         """Return a row's pages by reference and a copy of its tail, evaluated.
 
         ``tokens``: take the row as it was at this length, if `can_cut`; None: all of it. The device
-        must be idle. Full pages are never written again, so sharing them needs no copy. A row that
+        must be idle, unless the row has no slot: then it is taken whole, and its tail needs no
+        copy. Full pages are never written again, so sharing them needs no copy either. A row that
         has outgrown the dense start leaves it first, as before a step.
         """
         length = row.length if tokens is None else tokens
-        if length != row.length and (row.trimmed or not self.can_cut(row.length, length)):
+        cut = row.is_placed and not row.trimmed and self.can_cut(row.length, length)
+        if length != row.length and not cut:
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {length}")
         self._dense_start.leave([row] if self._dense_start.outgrown(row) else [])
-        tails = [layer.copy_tail(row.slot, length - row.tail_start) for layer in self._layers]
-        mx.eval(tails)
+        tails = list(row.tails)
+        if row.is_placed:
+            tails = [layer.copy_tail(row.slot, length - row.tail_start) for layer in self._layers]
+            mx.eval(tails)
         snapshot = RowSnapshot(tails=tails)
         snapshot.copy_from(row)
         snapshot.length = length

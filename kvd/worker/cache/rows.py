@@ -1,11 +1,14 @@
-"""One sequence's place in the cache: integers only."""
+"""One sequence's place in the cache: integers, and the tail while it has no slot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import mlx.core as mx
+
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from protocol.pages import TAIL_TOKENS
 
@@ -28,6 +31,7 @@ class Row:
     is_snapshot: ClassVar[bool] = False
     """True for `kvd.worker.cache.row_snapshots.RowSnapshot`, which takes no more tokens."""
     slot: int
+    """Place in the tail arrays; -1: the row has none yet (`is_placed`)."""
     level: int = 0
     """Precision level of the pages that the row fills next. Older pages may be on another level."""
     length: int = 0
@@ -42,9 +46,17 @@ class Row:
     """Whether tokens were removed (`KVStore.trim`). More tokens than `full_pages` says may then be
     quantized."""
     alive: bool = True
+    tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """Keys and values of the tail in each layer, ``[heads, tail_length, dim]``, while the row has
+    no slot. The arrays are never written to."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the tail has a slot. A row without one takes part in no step."""
+        return self.slot >= 0
 
     def copy_from(self, other: Row) -> None:
-        """Take over another row's content, except its slot and the page written ahead."""
+        """Take over another row's content, except its tail and the page written ahead."""
         self.level, self.length, self.pages = other.level, other.length, list(other.pages)
         self.anchored, self.skipped, self.trimmed = other.anchored, other.skipped, other.trimmed
 
@@ -79,7 +91,7 @@ class Row:
         """Whether a flush should write the next page."""
         # Not for a tail of exactly 64 tokens: between two chunks of a prompt every tail has 64, and
         # the next chunk writes that page itself.
-        return not self.written_ahead and self.tail_length > PAGE_TOKENS
+        return self.is_placed and not self.written_ahead and self.tail_length > PAGE_TOKENS
 
     def commit_page(self) -> None:
         self.pages.append(self.written_ahead.pop())
@@ -105,3 +117,10 @@ class SequenceRow:
     rows: list[Row]
     length: int = 0
     alive: bool = True
+    state: State | None = None
+    """Recurrent states while the sequence has no slots; None: it has (`is_placed`)."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its tails and states have places, so that it can take part in steps."""
+        return self.state is None

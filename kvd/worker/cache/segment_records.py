@@ -137,9 +137,9 @@ class SegmentReader:
     """Extends a sequence to the end of a segment, from the records of that segment and its bases.
 
     ``segments``: the records of each, the last segment first, then its base, and so on.
-    ``sequence`` holds the prompt's beginning, or nothing, and must run no step before the last
-    record. Call `forget` if a record is missing or damaged: it frees the sequence. A record is used
-    until `run` yields.
+    ``sequence`` holds the prompt's beginning, or nothing, and has no slots before the last record
+    (`unplaced_rows`). Call `forget` if a record is missing or damaged: it frees the sequence. A
+    record is used until `run` yields.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
     they may be empty. ``growth``: grows the pools; None: it is this reader's own.
     """
@@ -159,7 +159,7 @@ class SegmentReader:
         self.reading = 0
         """Index of the segment that is being read."""
         self._growth = growth or growth_for(cache)
-        self.needs_idle_device = self._growth.needs_idle_device
+        self.needs_idle_device = False
         """Whether no step may be in flight while `run` continues."""
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
@@ -182,7 +182,6 @@ class SegmentReader:
                 yield from self._make_room(outline)
                 self._extend(outline, iter(arrays))
                 self._skip(index, self._unneeded(outline))
-                # Pages of no other row are copied from here on.
                 self.needs_idle_device = needs_idle_device()
             yield from self._read_pages(outline, records)
             if self._is_complete:
@@ -229,19 +228,26 @@ class SegmentReader:
         return unneeded
 
     def _make_room(self, outline: SegmentOutline) -> Iterator[float]:
-        """Grow pools for the pages that the sequence lacks. At the end, the device is idle."""
+        """Grow pools for the pages that the sequence lacks."""
         (sequence,) = self.sequences
-        for store, row, target in zip(self._cache.stores, sequence.rows, outline.rows, strict=True):
-            if not 0 <= target.level < len(store.pages.allocators):
-                raise DamagedFile(f"there is no level {target.level}")
-            held = _held(row, target.level)
-            missing = [n for n in _numbers(row, target, outline.length) if n not in held]
-            for seconds in self._growth.make_room_for(store, target.level, len(missing)):
-                self.needs_idle_device = self._growth.needs_idle_device
-                yield seconds
-        if not self.needs_idle_device:
-            self.needs_idle_device = True
-            yield 0.0
+        parts = list(zip(self._cache.stores, sequence.rows, outline.rows, strict=True))
+        lacking = True
+        while lacking:  # other rows may take pages of one store while another one grows
+            lacking = False
+            for store, row, target in parts:
+                if not 0 <= target.level < len(store.pages.allocators):
+                    raise DamagedFile(f"there is no level {target.level}")
+                held = _held(row, target.level)
+                missing = [n for n in _numbers(row, target, outline.length) if n not in held]
+                if store.pages.allocators[target.level].can_take(len(missing)):
+                    continue
+                lacking = True
+                if self._growth.needs_idle_device:
+                    self.needs_idle_device = True
+                    yield 0.0
+                for seconds in self._growth.make_room_for(store, target.level, len(missing)):
+                    self.needs_idle_device = self._growth.needs_idle_device
+                    yield seconds
 
     def _extend(self, outline: SegmentOutline, arrays: Iterator[mx.array]) -> None:
         (sequence,) = self.sequences
@@ -251,7 +257,7 @@ class SegmentReader:
         state = [
             [None if shape is None else next(arrays) for shape in part] for part in outline.states
         ]
-        self._cache.states.restore(sequence, state)
+        sequence.state = state
         sequence.length = outline.length
 
     def _read_rest(self, outline: SegmentOutline, record: Record) -> list[mx.array]:
@@ -305,7 +311,7 @@ def _extend(
     taken = dict(zip(missing, store.pages.take(target.level, len(missing)), strict=True))
     held = _held(row, target.level)  # `take` may have moved the row's pages
     pages = [taken[number] if number in taken else held[number] for number in numbers]
-    content = Row(row.slot, target.level, length, pages, anchored=row.anchored)
+    content = Row(-1, target.level, length, pages, anchored=row.anchored)
     content.skipped = target.skipped
     store.replace_content(row, content, tails)
     return set(missing)

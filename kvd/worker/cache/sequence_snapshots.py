@@ -53,7 +53,7 @@ class SequenceSnapshots:
         """Return a snapshot: pages and states by reference, tails as copies.
 
         ``tokens``: take the sequence as it was at this length, if `can_cut`; None: all of it. The
-        device must be idle.
+        device must be idle, unless the sequence has no slots (`unplaced_rows`).
         """
         length = sequence.length if tokens is None else tokens
         rows = []
@@ -61,7 +61,10 @@ class SequenceSnapshots:
             for store, row in zip(self._stores, sequence.rows, strict=True):
                 rows.append(store.snapshots.take(row, length))
                 undo.callback(store.snapshots.drop, rows[-1])
-            snapshot = SequenceSnapshot(rows, self._states.snapshot(sequence), length)
+            state = sequence.state
+            if state is None:
+                state = self._states.snapshot(sequence)
+            snapshot = SequenceSnapshot(rows, state, length)
             undo.pop_all()
         self.all.append(snapshot)
         return snapshot

@@ -275,9 +275,10 @@ def bytes_of(arrays: Sequence[mx.array]) -> bytes:
 
 
 def arrays_of(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-    """Return a record as arrays of these shapes and dtypes, evaluated.
+    """Return a record as arrays of these shapes and dtypes; they do not refer to its memory.
 
-    Raises `DamagedFile` if it has another length.
+    They are views of evaluated copies, which are lazy: an evaluation would wait for the step in
+    flight. Raises `DamagedFile` if it has another length.
     """
     sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
     expect_bytes(record, sum(sizes))
@@ -285,7 +286,6 @@ def arrays_of(record: Record, like: Sequence[tuple[tuple[int, ...], mx.Dtype]]) 
     for (shape, dtype), size in zip(like, sizes, strict=True):
         arrays.append(_array_of(view[start : start + size], shape, dtype))
         start += size
-    mx.eval(arrays)
     return arrays
 
 

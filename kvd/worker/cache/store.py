@@ -120,17 +120,39 @@ class KVStore:
 
     def restore(self, snapshot: RowSnapshot) -> Row:
         """Return a new row that equals the snapshot bit for bit. The device must be idle."""
-        if not snapshot.alive:
-            raise ValueError("the snapshot was dropped")
-        row = self.new_row()
+        row = self.unplaced_row(snapshot)
         try:
-            fill_tails(self.layers, row.slot, snapshot.tails)
+            self.place(row)
         except BaseException:
             self.free(row, clean=False)
             raise
-        row.copy_from(snapshot)
-        self.pages.retain(row.pages)
         return row
+
+    def unplaced_row(self, snapshot: RowSnapshot | None, level: int = 0) -> Row:
+        """Return a row without a slot: an empty one, or one with a snapshot's content.
+
+        It takes part in no step before `place`. Steps may be in flight.
+        """
+        row = Row(-1, level, anchored=self.kind.anchored_pages)
+        row.tails = [layer.no_tail() for layer in self.layers]
+        if snapshot is not None:
+            if not snapshot.alive:
+                raise ValueError("the snapshot was dropped")
+            row.copy_from(snapshot)
+            row.tails = list(snapshot.tails)
+            self.pages.retain(row.pages)
+        self.rows.append(row)
+        return row
+
+    def place(self, row: Row) -> None:
+        """Give a row its slot, and copy its tail there. The device must be idle."""
+        slot = self.tails.take()
+        try:
+            fill_tails(self.layers, slot, row.tails)
+        except BaseException:
+            self.tails.free(slot, clean=False)
+            raise
+        row.slot, row.tails = slot, []
 
     def replace_content(
         self,
@@ -138,17 +160,15 @@ class KVStore:
         content: Row,
         tails: Sequence[tuple[mx.array, mx.array]],
     ) -> None:
-        """Give a row the length, level and pages of ``content``, and these tails.
+        """Give a row without a slot the length, level and pages of ``content``, and these tails.
 
-        The row takes over the references to pages that it does not hold yet. The device must be
-        idle.
+        The row takes over the references to pages that it does not hold yet. Steps may be in
+        flight.
         """
-        fill_tails(self.layers, row.slot, tails)
         gone = set(row.held).difference(content.pages)
-        row.written_ahead = []
         row.copy_from(content)
+        row.tails = list(tails)
         self.pages.release(gone)
-        self.tables.invalidate([row])
 
     def fork(self, row: Row) -> Row:
         snapshot = self.snapshots.take(row)
@@ -195,7 +215,8 @@ class KVStore:
         if not row.alive:
             raise ValueError("the row is already free")
         row.alive = False
-        self.tails.free(row.slot, clean=clean)
+        if row.is_placed:
+            self.tails.free(row.slot, clean=clean)
         self.pages.release(row.held)
         self.rows.remove(row)
         self.tables.invalidate([row])
@@ -353,7 +374,7 @@ class KVStore:
     # Giving memory back, while the device is idle.
 
     def cut_tails(self) -> None:
-        if self.tails.cut(self.rows):
+        if self.tails.cut([row for row in self.rows if row.is_placed]):
             self.tables.invalidate()
 
     def shrink(self, pages: int = 0) -> None:

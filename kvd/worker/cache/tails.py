@@ -51,7 +51,7 @@ class TailSlots:
         self._free.sort()
 
     def cut(self, rows: Sequence[Row]) -> bool:
-        """Free the tails that no row uses. ``rows`` are all running rows; their slots may change.
+        """Free the tails that no row uses. ``rows`` are all rows with slots, which may change.
 
         The device must be idle. Returns whether any tail was free.
         """

@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
+from kvd.worker.cache.unplaced_rows import place
 from kvd.worker.core.decode_step import DecodeStep, step_inputs
 from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, restart_sampling
@@ -151,6 +152,12 @@ class Batch:
             request.started = True
             self.reports += report_cached(request, tokens, self.text)
 
+    def place_row(self, request: Request) -> None:
+        """Give the row of a prompt its slots, if it was read from segments and has none yet."""
+        if request.row is not None and not request.row.is_placed:
+            self.synchronize()
+            place(self.cache, request.row)
+
     # Decode steps.
 
     def decode(self, rids: Sequence[str]) -> bool:
@@ -201,9 +208,20 @@ class Batch:
         self.max_rows = max(self.max_rows, len(rows))
         return step
 
+    def must_flush(self, rids: Sequence[str]) -> bool:
+        """Return whether the next decode step of these requests must write pages first."""
+        rows = [
+            completion.row
+            for request in (self.requests[rid] for rid in rids if rid in self.requests)
+            for completion in request.live
+            if completion.row is not None and completion.launched < request.max_new
+        ]
+        return bool(self.cache.needs_flush(rows))
+
     def _fork(self, request: Request) -> None:
         """Turn the row with the prompt into one row for each completion."""
         request.begun = True
+        self.place_row(request)
         row, request.row = request.row, None
         first, *others = request.completions
         if others:

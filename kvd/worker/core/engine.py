@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -321,7 +321,7 @@ class MLXEngine:
             self._enter_phase("prefill")
             self._deliver()
             self._prompts.prefill_next(decode, start)
-        self._work_on_pools(decodes=bool(decode))
+        self._work_on_pools(decode)
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
@@ -331,27 +331,36 @@ class MLXEngine:
         if not (decode or plan.group or self._batch.in_flight):
             self._submissions.wait()
 
-    def _work_on_pools(self, *, decodes: bool) -> None:
+    def _work_on_pools(self, decode: Sequence[str]) -> None:
         """Return memory, grow pools, continue transfers or write segments: the first that is due.
 
-        ``decodes``: whether rows decode in this step.
+        The tokens of the step are sent before, so this work delays those of the next step.
+        ``decode``: the requests that decode.
         """
-        seconds = self._pace.seconds(decodes=decodes, writes_pages=self._enter_phase.flushed)
+        seconds = self._pace.seconds(decodes=bool(decode))
         if self._reclaiming.active:
             self._enter_pools()
             self._reclaiming.advance()
-        elif seconds is None:
-            return
         elif self._runner.cache.lacks_room:  # before transfers: the next flush would wait
             self._enter_pools()
             self._runner.cache.make_room(seconds, time.monotonic)
-        elif self._preemption.ready:
+        else:
+            self._continue_transfers(seconds, decode)
+
+    def _continue_transfers(self, seconds: float, decode: Sequence[str]) -> None:
+        """Continue transfers or write segments, unless the next step takes longer already."""
+        reads, store = self._preemption.ready, self._segments
+        if not (reads or (store is not None and store.has_work)):
+            return
+        if self._batch.must_flush(decode):
+            return
+        if reads:
             self._enter_phase("pools")
             self._deliver()
             self._preemption.work(seconds)
-        elif self._segments is not None and self._segments.has_work:
+        elif store is not None:
             self._enter_pools()
-            self._segments.work(seconds)
+            store.work(seconds)
 
     def _enter_pools(self) -> None:
         self._enter_phase("pools")

@@ -16,8 +16,7 @@ _NEWEST_WEIGHT = 0.1
 class Pace:
     """Averages the duration of usual decode steps, and derives the time for transfers from it.
 
-    A usual step prefills nothing and writes no pages. A step that writes pages takes longer
-    already, so no transfer continues in it.
+    A usual step prefills nothing and writes no pages.
     """
 
     _usual_s: float | None = None
@@ -28,14 +27,9 @@ class Pace:
         mean = seconds if self._usual_s is None else self._usual_s
         self._usual_s = mean + _NEWEST_WEIGHT * (seconds - mean)
 
-    def seconds(self, *, decodes: bool, writes_pages: bool) -> float | None:
-        """Return the time for transfers in a step; None: none may continue.
-
-        ``decodes``: whether rows decode in the step. ``writes_pages``: whether it writes pages.
-        """
+    def seconds(self, *, decodes: bool) -> float:
+        """Return the time for transfers in a step; ``decodes``: whether rows decode in it."""
         if not decodes:
             return MOST_SECONDS
-        if writes_pages:
-            return None
         usual_s = MOST_SECONDS if self._usual_s is None else self._usual_s
         return min(MOST_SECONDS, STEP_SHARE * usual_s)

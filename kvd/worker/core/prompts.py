@@ -80,10 +80,10 @@ class Prompts:
         """Give a request its row; return the number of prompt tokens that the row holds."""
         request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
-        if hit.tokens:
-            self._batch.synchronize()  # the row gets tails and pages
         if self.segments is not None and (tokens := self.segments.restore(request, hit)):
             return tokens
+        if hit.tokens:
+            self._batch.synchronize()  # the row gets tails and pages
         self._batch.take_row(request, self._batch.new_row(request, hit), hit.tokens)
         return hit.tokens
 
@@ -108,6 +108,7 @@ class Prompts:
         for request in requests:
             if request.row is None:  # the request lost its row before a chunk ran
                 self._batch.open_row(request)
+            self._batch.place_row(request)
         plain = [
             (request, chunk)
             for request, chunk in zip(requests, chunks, strict=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvd.worker.cache.segment_records import SegmentReader, growth_for
+from kvd.worker.cache.unplaced_rows import unplaced_row
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption, Steps
@@ -117,7 +118,7 @@ class SegmentReads:
             self._rates.recover("read")
             request.tracked.unread = Unread(chain[0].tokens, "slower")
             return 0
-        row = self._batch.new_row(request, hit)
+        row = unplaced_row(self._batch.cache, hit.snapshot, request.level)
         reading = self._files.read(chain)
         reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip, self._growth)
         read = _Read(request, hit.tokens, chain, reading, reader, limit_s)
@@ -263,7 +264,6 @@ class SegmentReads:
         self, read: _Read, cause: UnreadCause, problem: str, *, retries: bool = False
     ) -> None:
         """Begin the prompt again; ``retries``: with segments, if there are others."""
-        self._batch.synchronize()
         read.request.tracked.unread = Unread(read.chain[0].tokens, cause)
         _log.warning("a stored prefix is not used: %s", problem)
         read.request.tracked.reads_store = retries
@@ -272,7 +272,7 @@ class SegmentReads:
         self._resume(read)
 
     def _finish(self, read: _Read) -> None:
-        self._batch.synchronize()
+        """Give the request its row, without slots: the prefill of the rest places it."""
         request, tokens = read.request, read.chain[0].tokens
         self._rates.note("read", read.reading.nbytes, read.seconds)
         self._batch.prefix_cache.count_read(tokens - read.held)

@@ -65,7 +65,10 @@ def check_store(store: KVStore) -> None:
     assert store.nbytes == sum(layer.nbytes for layer in store.layers) + store.snapshots.nbytes
     for row, locations in store.tables._locations.items():
         assert np.array_equal(locations, page_locations(row)), "a table has stale pages"
-    slots = [row.slot for row in store.rows] + store.tails._free
+    for row in store.rows:
+        lengths = [keys.shape[1] for keys, _ in row.tails]
+        assert lengths == ([] if row.is_placed else [row.tail_length] * len(store.layers))
+    slots = [row.slot for row in store.rows if row.is_placed] + store.tails._free
     assert sorted(slots) == list(range(store.tails.count)), "a tail is lost or shared"
 
 
@@ -80,5 +83,6 @@ def check_cache(cache: ModelCache | MlxLmCache) -> None:
         assert store.snapshots.all == [snapshot.rows[index] for snapshot in cache.snapshots.all]
     for sequence in cache.sequences:
         assert all(row.length == sequence.length for row in sequence.rows)
+        assert all(row.is_placed == sequence.is_placed for row in sequence.rows)
     for snapshot in cache.snapshots.all:
         assert all(row.alive and row.length == snapshot.length for row in snapshot.rows)

@@ -12,6 +12,8 @@ import pytest
 from kvd.worker.cache import segment_records
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
+from kvd.worker.cache.unplaced_rows import place, unplaced_row
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from protocol.record_file import DamagedFile
@@ -50,6 +52,15 @@ def runner_of(name: str, how: str) -> Runner:
 def prefill(runner: Runner, row: Row, start: int, end: int) -> None:
     for at in range(start, end, CHUNK):
         runner.prefill(row, PROMPT[at : at + CHUNK])
+
+
+def snapshot_of(runner: Runner, length: int) -> SequenceSnapshot:
+    """Return a snapshot of the prompt's first tokens."""
+    row = runner.cache.new_row()
+    prefill(runner, row, 0, length)
+    snapshot = runner.cache.snapshots.take(row)
+    runner.cache.free(row)
+    return snapshot
 
 
 @functools.cache
@@ -105,9 +116,8 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
     runner = runner_of(name, how)
     cache = runner.cache
     files, bases, want = written(runner)
-    row = cache.new_row()
-    prefill(runner, row, 0, held)
-    snapshot = cache.snapshots.take(row)  # shares the row's pages, and must not change
+    snapshot = snapshot_of(runner, held)  # shares the row's pages, and must not change
+    row = unplaced_row(cache, snapshot)
     stranger, lent = cache.new_row(), Lent()
     segments = [lent.records(records) for records in chain(files, bases, ENDS[-1])]
     reader = SegmentReader(cache, row, segments)
@@ -118,6 +128,7 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
             check_cache(cache)
     cache.free(stranger)
     disturb(runner)
+    place(cache, row)
 
     count = len(MORE) if held == 192 else SOME
     (found,) = decode(runner, [row], MORE[:count])
@@ -140,7 +151,7 @@ def test_pages_may_move_between_two_records(name: str, how: str) -> None:
     cache = runner.cache
     files, bases, want = written(runner)
     for records in range(2, max(map(len, files.values())) + 1):
-        stranger, row = cache.new_row(), cache.new_row()
+        stranger, row = cache.new_row(), unplaced_row(cache)
         prefill(runner, stranger, 0, 640)
         reader = SegmentReader(cache, row, list(chain(files, bases, ENDS[-1])))
         for count, _ in enumerate(reader.run()):
@@ -150,6 +161,7 @@ def test_pages_may_move_between_two_records(name: str, how: str) -> None:
                 check_cache(cache)
         if stranger.alive:
             cache.free(stranger)
+        place(cache, row)
         (found,) = decode(runner, [row], MORE[:SOME])
         np.testing.assert_array_equal(found, want[:SOME])
         cache.free(row)
@@ -173,10 +185,11 @@ def test_a_row_within_a_longer_segment_takes_its_pages(name: str, how: str) -> N
     cache.free(row)
     disturb(runner)
 
-    row = cache.new_row()
+    row = unplaced_row(cache)
     chain_of = [iter(inside), *chain(files, bases, ENDS[-1] if base else None)]
     for _ in SegmentReader(cache, row, chain_of).run():
         check_cache(cache)
+    place(cache, row)
     (found,) = decode(runner, [row], MORE[:SOME])
     np.testing.assert_array_equal(found, want)
     cache.free(row)
@@ -205,10 +218,11 @@ def test_the_rests_of_bases_are_skipped(name: str, how: str) -> None:
     runner = runner_of(name, how)
     cache = runner.cache
     files, bases, want = written(runner)
-    row = cache.new_row()
+    row = unplaced_row(cache)
     segments = Skipping(chain(files, bases, ENDS[-1]))
     for _ in SegmentReader(cache, row, segments.segments, segments.skip).run():
         pass
+    place(cache, row)
     (found,) = decode(runner, [row], MORE[:SOME])
     np.testing.assert_array_equal(found, want[:SOME])
     cache.free(row)
@@ -228,7 +242,6 @@ def test_slices_without_a_missing_page_are_skipped(
     runner = runner_of(name, how)
     cache = runner.cache
     files = []
-    row = cache.new_row()
     for length, base in [(end, 704), (704, 0)][end == 704 :]:
         source = cache.new_row()
         prefill(runner, source, 0, length)
@@ -238,10 +251,13 @@ def test_slices_without_a_missing_page_are_skipped(
         if length == end:
             (want,) = decode(runner, [source], MORE[:SOME])
         cache.free(source)
-    prefill(runner, row, 0, held)
+    snapshot = snapshot_of(runner, held)
+    row = unplaced_row(cache, snapshot)
     segments = Skipping(map(iter, files))
     for _ in SegmentReader(cache, row, segments.segments, segments.skip).run():
         pass
+    place(cache, row)
+    cache.snapshots.drop(snapshot)
     (found,) = decode(runner, [row], MORE[:SOME])
     np.testing.assert_array_equal(found, want)
     cache.free(row)
@@ -258,7 +274,7 @@ def test_missing_records_are_found(cut: int) -> None:
     files, bases, _ = written(runner)
     files = {end: list(records) for end, records in files.items()}
     files[ENDS[-1 - cut % 3]].pop(cut % len(files[ENDS[0]]))
-    reader = SegmentReader(cache, cache.new_row(), list(chain(files, bases, ENDS[-1])))
+    reader = SegmentReader(cache, unplaced_row(cache), list(chain(files, bases, ENDS[-1])))
 
     with pytest.raises(DamagedFile):
         list(reader.run())
@@ -270,7 +286,7 @@ def test_missing_records_are_found(cut: int) -> None:
 def test_a_base_that_is_not_given_is_found() -> None:
     runner = runner_of("qwen3", "plain")
     files, _, _ = written(runner)
-    reader = SegmentReader(runner.cache, runner.cache.new_row(), [iter(files[ENDS[-1]])])
+    reader = SegmentReader(runner.cache, unplaced_row(runner.cache), [iter(files[ENDS[-1]])])
 
     with pytest.raises(DamagedFile, match="lack pages"):
         list(reader.run())

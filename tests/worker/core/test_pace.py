@@ -10,11 +10,7 @@ from kvd.worker.core.pace import MOST_SECONDS, STEP_SHARE, Pace
 def test_a_step_without_rows_has_the_most_time() -> None:
     pace = Pace()
     pace.note_usual(0.001)
-    assert pace.seconds(decodes=False, writes_pages=False) == MOST_SECONDS
-
-
-def test_a_step_that_writes_pages_has_none() -> None:
-    assert Pace().seconds(decodes=True, writes_pages=True) is None
+    assert pace.seconds(decodes=False) == MOST_SECONDS
 
 
 @pytest.mark.parametrize(("step_s", "expected"), [(0.008, STEP_SHARE * 0.008), (1.0, MOST_SECONDS)])
@@ -22,7 +18,7 @@ def test_a_step_gives_a_share_of_the_usual_one(step_s: float, expected: float) -
     pace = Pace()
     for _ in range(5):
         pace.note_usual(step_s)
-    assert pace.seconds(decodes=True, writes_pages=False) == pytest.approx(expected)
+    assert pace.seconds(decodes=True) == pytest.approx(expected)
 
 
 def test_one_long_step_changes_little() -> None:
@@ -30,6 +26,5 @@ def test_one_long_step_changes_little() -> None:
     for _ in range(50):
         pace.note_usual(0.004)
     pace.note_usual(0.008)
-    found = pace.seconds(decodes=True, writes_pages=False)
-    assert found is not None
+    found = pace.seconds(decodes=True)
     assert 0.004 < found / STEP_SHARE < 0.0045
