@@ -59,6 +59,8 @@ _TOKEN_STATES = 4
 token's inputs to the recurrence are smaller than the state (measured: 2)."""
 _EXPANDED_STATES = 8
 """Replaces `_TOKEN_STATES` where the inputs are as large as the state."""
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+"""Names of the number of query heads in mlx-lm's models and their settings."""
 
 
 class SideCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,10 +222,15 @@ class BitProbe:
 
     def _needed(self, unit: int) -> int:
         """Return an upper estimate of the bytes of a probe with such units; a first one is read."""
-        model, attention = self._model, self._attention()
+        model, kept = self._model, len(self._attention())
+        attention = kept
+        if kept == len(self._caches):
+            # Layers that read the keys and values of others have no cache, and own gradients.
+            attention = max(kept, len(getattr(model, "layers", ())))
         # The text's own, those of a unit with the queries', the gradients, and copies of heads.
-        held = _KEPT * self._text_bytes() + 4 * _EXPANDED * TOKENS * _expanded(model)
-        token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * _heads(model, len(attention))
+        held = _KEPT * self._text_bytes() * attention // kept
+        held += 4 * _EXPANDED * TOKENS * _expanded(model)
+        token = 4 * _BACKWARD * _outputs(model) + 12 * TOKENS * attention * _heads(model)
         states = self._state_bytes()
         held += (_STATES + QUERIES // unit) * states
         if not _expands_states(model):
@@ -387,9 +394,18 @@ def _expands_states(model: Any) -> bool:
     return any(one is not None and sum(size > 1 for size in one.shape) > 1 for one in decays)
 
 
-def _heads(model: Any, layers: int) -> int:
-    """Return the number of query heads in so many layers."""
-    return layers * int(getattr(getattr(model, "args", None), "num_attention_heads", None) or 64)
+def _heads(model: Any) -> int:
+    """Return the number of query heads of a layer, at most.
+
+    Models name it differently, some only in a part of the model or in its attention.
+    """
+    found = [
+        getattr(holder, name, None)
+        for _, module in model.named_modules()
+        for holder in (module, getattr(module, "args", None), getattr(module, "config", None))
+        for name in _HEADS
+    ]
+    return max((one for one in found if isinstance(one, int)), default=64)
 
 
 def _number(scalar: mx.array) -> float:

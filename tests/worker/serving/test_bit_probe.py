@@ -179,6 +179,32 @@ def test_models_with_states_or_latents_stay_within_the_memory(name: str, larger:
         assert memory < 2.2 * taken
 
 
+@pytest.mark.parametrize("unit", [64, 4])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptj",
+        "gpt_bigcode",
+        "minimax_m3_vl",  # its number of heads is in a part of the settings
+        "step3p5",  # layers with twice as many heads
+        "afm7",  # layers that read the keys and values of others
+        "nemotron_h",  # layers without attention
+    ],
+)
+def test_the_estimate_of_the_memory_is_near_what_a_model_takes(name: str, unit: int):
+    model, _ = build(name)
+    found = BitProbe(model, tokens(bit_probe.TOKENS).tolist(), unit=unit, memory=MEMORY)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found.advance()
+    needed = found._needed(unit)
+    while found.units:
+        found.advance()
+    taken = mx.get_peak_memory() - before
+    assert taken < needed < 5 * taken
+
+
 @pytest.mark.parametrize("name", ["jamba", "qwen3_next", "gemma"])
 def test_the_memory_between_units_is_known_after_the_first_one(name: str):
     larger = {"jamba": {"mamba_d_state": 64}, "qwen3_next": WIDE_STATES}.get(name, {})
