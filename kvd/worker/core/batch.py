@@ -258,10 +258,12 @@ class Batch:
     def discard_step(self) -> None:
         """Drop the step in flight after a failure, and release completions that have ended."""
         self._step, self._last = None, []
-        self._masks.discard()
-        for request in list(self.requests.values()):
-            for completion in request.completions:
-                completion.forget_draw()
+        requests = list(self.requests.values())
+        live = [one for request in requests for one in request.live]
+        self._masks.discard(live)
+        for completion in live:
+            completion.forget_draw()
+        for request in requests:
             for completion in [one for one in request.completions if one.ended]:
                 self._release(request, completion)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from kvd.worker.core.request import Completion, Key
+from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row
 from kvd.worker.serving.step_inputs import KNOWN, StepInputs
@@ -114,6 +115,15 @@ class DecodeStep:
     def has_grammars(self) -> bool:
         """Whether a row's next token depends on the text of the previous one."""
         return any(one.matcher is not None for one in self.drawing)
+
+    @property
+    def lent(self) -> list[Matcher]:
+        """Matchers of rows to be drawn that threads advance. Ended rows need no mask."""
+        return [
+            one.matcher
+            for one in self.drawing
+            if one.matcher is not None and one.matcher.lent and not one.ended
+        ]
 
     def includes(self, completion: Completion) -> bool:
         return completion.key in self.positions or completion in self.passing

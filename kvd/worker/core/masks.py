@@ -139,17 +139,24 @@ class StepMasks:
         """
         lent = (one.matcher for one in completions if one.matcher is not None and one.is_lent)
         if (matcher := next(lent, None)) is not None:
-            batch = next(one for one in self._batches if one.lends(matcher))
-            batch.wait_for(matcher, seconds)
+            self._wait_for(matcher, seconds)
         self.take_back()
 
-    def discard(self) -> None:
-        """Wait for all threads, and forget late rows, after a failed step."""
+    def _wait_for(self, matcher: Matcher, seconds: float = -1) -> None:
+        batch = next(one for one in self._batches if one.lends(matcher))
+        batch.wait_for(matcher, seconds)
+
+    def discard(self, completions: Iterable[Completion]) -> None:
+        """Forget late rows and the batches, after a failed step.
+
+        Wait until the matchers of these completions have advanced. Threads may still advance those
+        of others, which have ended.
+        """
         self.late = []
-        for batch in self._batches:
-            batch.wait()
-            with suppress(Exception):  # the step's own failure is reported
-                batch.take_back()
+        for completion in completions:
+            if (matcher := completion.matcher) is not None and matcher.lent:
+                with suppress(Exception):  # the step's own failure is reported
+                    self._wait_for(matcher)
         self._batches, self._awaited = [], []
 
     # Rows are drawn.
@@ -175,7 +182,7 @@ class StepMasks:
         error. Their draw is ignored, unless the matcher is optional: then it had no mask.
         """
         self._wait(step, idle=idle)
-        late = [at for at, one in enumerate(step.drawing) if one.is_lent]
+        late = [at for at, one in enumerate(step.drawing) if one.is_lent and not one.ended]
         step.replace_late(late, self._take_ready())
         self.late += step.late
         if not step.drawing:
@@ -214,8 +221,11 @@ class StepMasks:
         for batch in awaited:
             if not batch.wait(HELP_SECONDS):
                 self._threads.run(batch, batch.unclaimed)
-                batch.wait(max(0.0, end - time.monotonic()) if self._draws_late else -1)
+                if self._draws_late and any(map(batch.lends, step.lent)):
+                    batch.wait(max(0.0, end - time.monotonic()))
         self.take_back()
+        while not self._draws_late and (lent := step.lent):
+            self._wait_for(lent[0])
         if step.has_grammars and all(batch.taken_back for batch in awaited):
             self._recent.append(time.monotonic() - self._begun)
 

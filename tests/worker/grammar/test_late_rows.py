@@ -12,8 +12,10 @@ import pytest
 from kvd.worker.core import batch as batch_module
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.out_of_memory import CALM_STEPS
+from kvd.worker.core.request import Completion
 from kvd.worker.gang.leader import LeaderRunner
 from kvd.worker.grammar.mask_threads import MaskBatch
+from kvd.worker.grammar.matcher import Matcher
 from kvd.worker.serving.runner import Runner
 from protocol.tools import Grammar
 from protocol.types import Sampling
@@ -157,31 +159,58 @@ def test_a_prompt_does_not_delay_the_last_token_before_it(
     assert demo.outcomes["short"].reason == "length"
 
 
+def open_at_a_wait(monkeypatch: pytest.MonkeyPatch, gated: Gated, gate: threading.Event) -> None:
+    """Open the gate when something waits for the gated matcher, without a limit."""
+    wait, wait_for = MaskBatch.wait, MaskBatch.wait_for
+
+    def wait_and_open(batch: MaskBatch, seconds: float = -1) -> bool:
+        if seconds < 0:
+            gate.set()
+        return wait(batch, seconds)
+
+    def wait_for_and_open(batch: MaskBatch, matcher: Matcher, seconds: float = -1) -> None:
+        if seconds < 0 and matcher.grammar is gated:
+            gate.set()
+        wait_for(batch, matcher, seconds)
+
+    monkeypatch.setattr(MaskBatch, "wait", wait_and_open)
+    monkeypatch.setattr(MaskBatch, "wait_for", wait_for_and_open)
+
+
+def test_a_gang_does_not_wait_for_the_mask_of_a_cancelled_request(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.engine._batch._masks, "_draws_late", False)
+    wanted = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    for rid, grammar in (("gone", PERSON), ("kept", DIGITS)):
+        demo.submit(rid, WORDS, WARM, grammar=grammar, max_tokens=60)
+    slow, gate = gated(demo, "gone", lambda count: count == 3)
+    demo.run(until=lambda: len(demo.outcomes["gone"].tokens) == 2)
+    demo.engine._batch.finish_step()  # before a prompt: starts to advance by the third token
+    assert slow.stopped.wait(60)
+    demo.engine.cancel("gone")
+    open_at_a_wait(monkeypatch, slow, gate)
+    demo.run()
+
+    assert not gate.is_set()
+    assert demo.outcomes["kept"] == wanted
+
+
 def test_a_gang_waits_for_slow_masks(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other ranks know at the launch of a step how many tokens it draws."""
     assert (Runner.draws_late, LeaderRunner.draws_late) == (True, False)
     masks = demo.engine._batch._masks
     monkeypatch.setattr(masks, "_draws_late", False)
-    waits: list[float] = []
-    gate = threading.Event()
-    plain = MaskBatch.wait
-
-    def wait(batch: MaskBatch, seconds: float = -1) -> bool:
-        waits.append(seconds)
-        if seconds < 0:
-            gate.set()
-        return plain(batch, seconds)
-
     demo.submit("free", WORDS, WARM, max_tokens=40, ignore_eos=True)
     demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
-    grammar, _ = gated(demo, "slow", lambda count: count == 3, gate)
-    monkeypatch.setattr(MaskBatch, "wait", wait)
+    grammar, gate = gated(demo, "slow", lambda count: count == 3)
+    open_at_a_wait(monkeypatch, grammar, gate)
     while demo.engine.has_work:
         demo.step()
         assert not late_keys(demo)
 
     assert grammar.stopped.is_set()
-    assert -1 in waits
+    assert gate.is_set()
     assert demo.outcomes["slow"] == demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200)
 
 
@@ -242,9 +271,9 @@ def test_a_failed_step_with_a_late_row_changes_no_answer(
     demo.step()
     plain = StepMasks.discard
 
-    def discard(masks: StepMasks) -> None:  # waits for the thread
+    def discard(masks: StepMasks, live: list[Completion]) -> None:  # waits for the thread
         gate.set()
-        plain(masks)
+        plain(masks, live)
 
     monkeypatch.setattr(StepMasks, "discard", discard)
     with memory_runs_out(range(1, 1 + tries).__contains__, fault) as seen:
@@ -253,6 +282,25 @@ def test_a_failed_step_with_a_late_row_changes_no_answer(
     assert seen.failed == tries
     assert gate.is_set()
     assert demo.outcomes == wanted
+
+
+def test_a_failed_step_does_not_wait_for_the_mask_of_a_cancelled_request(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    demo.submit("gone", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    demo.submit("kept", WORDS, WARM, grammar=DIGITS, max_tokens=60)
+    demo.engine._out_of_memory.calm_steps = CALM_STEPS
+    grammar, gate = gated(demo, "gone", lambda count: count == 3)
+    until_late(demo, "gone", grammar)
+    demo.engine.cancel("gone")
+    open_at_a_wait(monkeypatch, grammar, gate)
+    with memory_runs_out({1}.__contains__, LATE) as seen:
+        demo.run()
+
+    assert seen.failed == 1
+    assert not gate.is_set()
+    assert demo.outcomes["kept"] == wanted
 
 
 @pytest.mark.parametrize("lost", [False, True])
