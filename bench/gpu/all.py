@@ -46,6 +46,8 @@ _KILL_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 _TAIL = 1500
 """Characters of a failed measurement's log in the summary."""
+_MOST_WRITING = 0.5
+"""Most of a measurement's expected time that writing its model's weights is expected to take."""
 _DONE, _FAILED, _SKIPPED = "done", "failed", "skipped"
 
 
@@ -95,6 +97,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
+
+
+class _NoTimeError(Exception):
+    """The rest of the call is too short for a measurement."""
 
 
 class Summary:
@@ -179,12 +185,17 @@ class Runner:
                 outcome: dict[str, Any] = {"status": _SKIPPED, "reason": reason}
             else:
                 print(f"{one.name}: expected to take {one.estimate_s:.0f} s", flush=True)
-                outcome = self._measure(one)
+                try:
+                    outcome = self._measure(one)
+                except _NoTimeError:
+                    left_out.append(one.name)
+                    continue
             self._summary.note(one.name, outcome)
             print("\n".join(described(one.name, outcome)), flush=True)
         return left_out
 
     def _measure(self, one: Measurement) -> dict[str, Any]:
+        """Return the outcome; raises `_NoTimeError` if writing weights took too long."""
         out: Path = self._options.out
         dry = self._options.dry
         file, log = out / f"{one.name}.json", out / f"{one.name}.log"
@@ -195,6 +206,9 @@ class Runner:
             model = self._model(one.dry_model if dry else one.model, log) if one.model else ""
         except RuntimeError as error:
             return _failure(str(error), start, log)
+        written_s = min(time.monotonic() - start, _MOST_WRITING * one.estimate_s)
+        if not dry and one.estimate_s - written_s > self.rest_s:
+            raise _NoTimeError
         folders = self._folders | {"model": model}
         command = ["-m", one.module, *one.arguments(folders, str(file), dry=dry)]
         limit_s = DRY_LIMIT_S if dry else min(one.limit_s, self.rest_s - _KILL_S)
@@ -217,6 +231,8 @@ class Runner:
                 new = Path(name, shape)
                 command = ["-m", "bench.gpu", "--shape", shape, "--folder", str(new)]
                 ended = run([sys.executable, *command], log, max(1.0, self.rest_s), {})
+                if ended.status is None:
+                    raise _NoTimeError
                 if ended.status != 0:
                     raise RuntimeError(f"the model of shape {shape} was not written")
                 new.rename(folder)

@@ -9,8 +9,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +201,33 @@ def test_what_takes_too_long_is_ended_with_its_children(
     assert found["reason"] == "took more than 3 s"
     child = int((tmp_path / "slow").read_text())
     assert not alive(child)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_measurement_is_not_started_if_writing_weights_took_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    cut: bool,
+) -> None:
+    """``cut``: whether the weights are not written by the end of the call."""
+    real, start = runner.run, time.monotonic()
+
+    def write(command: Sequence[str], log: Path, limit_s: float, _: dict[str, str]) -> runner.Ended:
+        assert "--shape" in command
+        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: start + 900))
+        log.touch()
+        Path(command[-1]).mkdir()
+        monkeypatch.setattr(runner, "run", real)
+        return runner.Ended(None if cut else 0, 900)
+
+    monkeypatch.setattr(runner, "run", write)
+    some = [made("one", 900, model="tiny"), made("two", 30)]
+    assert run(monkeypatch, tmp_path, some, "--seconds", "1000") == 0
+    assert {name: one["status"] for name, one in outcomes(tmp_path).items()} == {"two": "done"}
+    assert "no time for one" in capsys.readouterr().out
+    assert (tmp_path / "kvd-tiny").exists() != cut
 
 
 def test_results_of_dry_runs_are_kept_apart(
