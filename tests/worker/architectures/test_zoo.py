@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.worker.serving.split_head import SplitHead
@@ -148,3 +149,12 @@ def test_the_caches_are_described(case):
     described = leaves(case.model)
     assert described
     assert all("Cache" in text for text in described)
+
+
+def test_a_model_is_the_same_whatever_other_random_numbers_were_drawn():
+    mx.random.seed(1)
+    first = dict(tree_flatten(build("qwen2")[0].parameters()))
+    mx.random.seed(2)
+    second = dict(tree_flatten(build("qwen2")[0].parameters()))
+    assert any(path.endswith(".bias") for path in first)
+    assert all(mx.array_equal(one, second[path]) for path, one in first.items())

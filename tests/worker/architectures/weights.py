@@ -51,6 +51,8 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
         return 1 + 0.1 * _normal(old, key)
     if old.ndim >= 2 and not norm:
         return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
+    if path.endswith(".bias"):  # mlx draws those of linear layers, by its own random state
+        return 0.1 * _normal(old, key)
     return old.astype(mx.float32) + 0.1 * _normal(old, key)
 
 
