@@ -103,7 +103,7 @@ def bench(
     seconds: float | None,
     make_room: bool,
 ) -> None:
-    """Measure a model's speed in the running daemon, and of other servers beside it."""
+    """Measure a model's speed in the running daemon and in other servers."""
     with common.connected() as client:
         bench_sides.check(against)
         status = client.status() if model is None else status_with(client, absolute(model))
