@@ -99,8 +99,7 @@ def test_a_silent_stranger_on_a_port_of_the_ring_costs_a_new_start_and_not_the_l
     daemon.start()
     with daemon.client() as kvd:
         loading = kvd.load("demo", alias="two", policy=PolicyChange(ranks=2))
-        wait_for("the rank", lambda: hold.holds, PATIENCE_S)
-        first = pids(daemon)
+        first = wait_for("the ranks", lambda: hold.holds and pids(daemon), PATIENCE_S)
         leader, _ = addresses(first[0])
         with connected(leader) as stranger:
             hold.release()  # the real rank comes too late

@@ -93,8 +93,7 @@ def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
     daemon = make_daemon().start()
     with daemon.client() as kvd:
         loading = kvd.load(source(), alias="m", policy=PolicyChange(ranks=3))
-        wait_for("the rank", lambda: hold.holds)
-        first = pids(daemon)
+        first = wait_for("the ranks", lambda: hold.holds and pids(daemon))
         os.kill(first[rank], number)
         assert loading.result.state == "ready"
     assert gone(first)
