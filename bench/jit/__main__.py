@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,19 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {5: 1.0}},
 }
 """Sampling settings of the requests, in their order."""
+TOGETHER = "prompts together"
+"""The phase of prompts that share a beginning and arrive one after the other, while others decode.
+
+Their rows join running ones, and several write pages at once, to places that do not follow each
+other.
+"""
 MORE: dict[str, dict[str, Any]] = {"bias": {"min_tokens": 4, "logprobs": 2}}
 """Other settings of requests."""
+
+
+def _words(seed: int) -> str:
+    words, draw = PROMPT.split(), random.Random(seed)
+    return " ".join(draw.choice(words) for _ in range(40))
 
 
 def measure(kv: str) -> Keys:
@@ -68,6 +80,18 @@ def measure(kv: str) -> Keys:
                     more = MORE.get(request, {})
                     driver.submit(request, PROMPT, sampling, max_tokens=TOKENS, **more)
                     driver.run()
+            with recorder.phase(TOGETHER):
+                for number in range(8):
+                    driver.submit(
+                        f"{TOGETHER} {number}",
+                        f"{PROMPT}{PROMPT}{_words(number)}",
+                        Sampling(temperature=0.7 * (number % 3), seed=number),
+                        max_tokens=TOKENS,
+                        ignore_eos=True,
+                    )
+                    driver.step()
+                    driver.step()
+                driver.run()
     return recorder.found
 
 

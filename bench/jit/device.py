@@ -15,6 +15,7 @@ import mlx.core as mx
 from bench.jit.recorder import Recorder
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.language import CUDA
+from kvd.worker.cache import pool
 from kvd.worker.gpu import products
 from kvd.worker.sampling import sampler
 from kvd.worker.serving import (
@@ -43,6 +44,7 @@ PHASES: list[tuple[Any, str, str]] = [
     (Runner, "pack", "packed prefill"),
     (Runner, "split_head", "split head"),
     (sampler, "compile_modules", "sampling"),
+    (pool, "compile_modules", "writes of pages"),
 ]
 """Functions of a load, and the names of their phases."""
 

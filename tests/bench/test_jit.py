@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from bench.jit.__main__ import REQUESTS
+from bench.jit.__main__ import REQUESTS, TOGETHER
 from bench.jit.recorder import Recorder, keys_of
 
 pytestmark = pytest.mark.mlx
@@ -20,6 +20,8 @@ NEEDED = [
     "gather_uint32_int32_1",
 ]
 """A gated MLP, an embedding and reading pages, which every prompt needs."""
+REQUEST_PHASES = [*REQUESTS, TOGETHER]
+WRITES = ["scatter_bfloat16_int32_Assign_1", "scatter_uint32_int32_Assign_1"]
 SAMPLING = ["gather_axis_float32_int32", "scatter_float32_int32_Sum_2"]
 
 
@@ -32,16 +34,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return modules
 
 
-def test_a_load_needs_only_the_modules_of_prompts_and_of_sampling(
+def test_a_load_needs_only_the_modules_of_prompts_sampling_and_pages(
     found: dict[str, list[str]],
 ) -> None:
-    needed = [key for phase in found if phase not in REQUESTS for key in found[phase]]
-    assert sorted(needed) == sorted(NEEDED + SAMPLING)
+    needed = [key for phase in found if phase not in REQUEST_PHASES for key in found[phase]]
+    assert sorted(needed) == sorted(NEEDED + SAMPLING + WRITES)
     assert sorted(found["sampling"]) == SAMPLING
+    assert sorted(found["writes of pages"]) == WRITES
 
 
 def test_no_request_needs_a_module_that_the_load_has_not(found: dict[str, list[str]]) -> None:
-    assert {request: found[request] for request in REQUESTS} == {name: [] for name in REQUESTS}
+    assert {name: found[name] for name in REQUEST_PHASES} == {name: [] for name in REQUEST_PHASES}
 
 
 def test_every_phase_of_a_load_with_kernels_is_seen(found: dict[str, list[str]]) -> None:

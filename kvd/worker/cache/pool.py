@@ -7,7 +7,7 @@ that reads the buffer references it, and then the update silently copies the who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -190,3 +190,15 @@ class PagePool:
             self.keys = new
         else:
             self.values = new
+
+
+def compile_modules(dtypes: Iterable[mx.Dtype]) -> None:
+    """Let MLX compile what `PagePool.write` needs on CUDA for slots that do not follow each other.
+
+    ``dtypes``: those of the pools' arrays. A module takes several seconds, and the first such write
+    may come long after the load, while rows wait for it.
+    """
+    for dtype in set(dtypes):
+        target = mx.zeros((3, 1), dtype)
+        target[mx.array([0, 2])] = mx.ones((2, 1), dtype)
+        mx.eval(target)

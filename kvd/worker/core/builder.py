@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvd.worker import lean_imports
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
+from kvd.worker.cache import pool
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
@@ -254,6 +255,8 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.split_head(checks)
     if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available():
         sampler.compile_modules()
+        layers = [layer for store in served.runner.cache.stores for layer in store.layers]
+        pool.compile_modules(array.dtype for layer in layers for array in layer.arrays())
     if (kept := modules.current()) is not None:
         kept.keep()
     return checks

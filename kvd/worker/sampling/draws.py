@@ -157,7 +157,7 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     tokens = draws[0] if len(draws) == 1 else mx.concatenate(draws)
     tokens = tokens.astype(mx.int32)
     if batch.slots is not None:
-        tokens = tokens[batch.slots]
+        tokens = pick(tokens, batch.slots)
     if batch.sampled is None:
         return tokens
     return mx.where(batch.sampled, tokens, mx.argmax(logits, axis=-1).astype(mx.int32))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvd.worker.sampling.largest import pick
+
 KNOWN = -1
 """Place of an input that is a known token."""
 
@@ -37,4 +39,5 @@ class StepInputs:
         if self.places == list(range(size)):
             return drawn
         index = [size + at if place == KNOWN else place for at, place in enumerate(self.places)]
-        return mx.concatenate([drawn, known])[mx.array(index)]
+        tokens: mx.array = pick(mx.concatenate([drawn, known]), mx.array(index))
+        return tokens
