@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvd.worker.cache.layer import LayerStore
@@ -21,6 +22,8 @@ class Parts:
     first_copies_s: float = 0.0
     """The first copy into each layer. With CUDA it may move the layer's pool."""
     other_copies: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    """Waits for the end of copies that a device makes."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parts for the JSON file."""
@@ -30,6 +33,7 @@ class Parts:
             "first_copies_s": self.first_copies_s,
             "other_copies": len(others),
             "other_copies_s": sum(others),
+            "wait_s": self.wait_s,
             "median_copy_s": others[len(others) // 2] if others else None,
         }
 
@@ -49,13 +53,17 @@ def measured() -> Iterator[Parts]:
                 return
             yield found
 
-    def write(layer: LayerStore, level: int, slots: Sequence[int | None], record: Any) -> None:
-        seconds, _ = _timed(lambda: write_record(layer, level, slots, record))
+    def write(layer: LayerStore, level: int, slots: Sequence[int | None], record: Any) -> Any:
+        seconds, wait = _timed(lambda: write_record(layer, level, slots, record))
         if id(layer) in seen:
             parts.other_copies.append(seconds)
         else:
             seen.add(id(layer))
             parts.first_copies_s += seconds
+        return None if wait is None else partial(waited, wait)
+
+    def waited(wait: Callable[[], None]) -> None:
+        parts.wait_s += _timed(wait)[0]
 
     GrowthBehindSteps.make_room_for = grow  # type: ignore[method-assign]
     LayerStore.write_record = write  # type: ignore[method-assign]

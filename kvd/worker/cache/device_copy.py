@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -74,24 +74,25 @@ def is_used() -> bool:
     return any(_prepared.values())
 
 
-def copy(arrays: Sequence[mx.array], slots: Sequence[int | None], record: _Bytes) -> bool:
-    """Copy a record to ``slots`` of the arrays' first axes, and wait for that.
+def copy(
+    arrays: Sequence[mx.array], slots: Sequence[int | None], record: _Bytes
+) -> Callable[[], None] | None:
+    """Begin to copy a record to ``slots`` of the arrays' first axes; return what waits for that.
 
-    Slots that are None are left out. Returns False, and does nothing, if the record is not in
+    Slots that are None are left out. Returns None, and does nothing, if the record is not in
     page-locked memory or no kernel is prepared for these arrays.
     """
     if not _prepared or not _prepared.get(shape := PageShape.of(arrays)):
-        return False
+        return None
     address = cuda_driver.device_address(record.__array_interface__["data"][0], record.nbytes)
     if address is None or address % WORD_BYTES:
-        return False
-    _run(shape, arrays, slots, address)
-    return True
+        return None
+    return _run(shape, arrays, slots, address)
 
 
 def _run(
     shape: PageShape, arrays: Sequence[mx.array], slots: Sequence[int | None], address: int
-) -> None:
+) -> Callable[[], None]:
     filled = [array for array in arrays if array.size]
     (done,) = _kernel(shape)(
         inputs=[_place(address), _slots(tuple(slots)), *filled],
@@ -101,7 +102,8 @@ def _run(
         output_dtypes=[mx.uint32],
         stream=_stream(),
     )
-    mx.eval(done)
+    mx.async_eval(done)  # type: ignore[no-untyped-call]
+    return partial(mx.eval, done)
 
 
 def source_of(shape: PageShape) -> str:
@@ -140,7 +142,7 @@ def is_right(shape: PageShape) -> bool:
         if address is None:
             return False
         mx.eval(arrays)
-        _run(shape, arrays, slots, address)
+        _run(shape, arrays, slots, address)()
     finally:
         unlock()
     return all(

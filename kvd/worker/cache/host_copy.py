@@ -11,7 +11,7 @@ while the driver copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,20 +22,27 @@ from kvd.worker.cache import cuda_driver, device_copy
 from protocol.record_file import DamagedFile
 
 Record = bytes | bytearray | memoryview
+COPIED_TOGETHER = 4
+"""Copies that are under way together at most, where a device makes them. To wait for one record at
+a time takes 0.2 ms for each of 2.2 MB, and the bus needs 0.04 ms for it (H200)."""
 _Bytes = NDArray[np.uint8]
 
 
-def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: Record) -> None:
+def copy_pages(
+    arrays: Sequence[mx.array], slots: Sequence[int | None], record: Record
+) -> Callable[[], None] | None:
     """Copy a record of pages to ``slots`` of the arrays' first axes, in place.
 
     The record holds one page for each slot: those of the first array, of the second one, and so on.
-    None: the page is not copied. Raises `DamagedFile` if the record has another length.
+    None: the page is not copied. Returns what waits for the end of the copy, before which the
+    record's memory must not be used again; None: it has ended. Raises `DamagedFile` if the record
+    has another length.
     """
     sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
     expect_bytes(record, len(slots) * sum(sizes))
     source = np.frombuffer(record, np.uint8)
-    if device_copy.copy(arrays, slots, source):
-        return
+    if (wait := device_copy.copy(arrays, slots, source)) is not None:
+        return wait
     if cuda_driver.is_usable():
         mx.synchronize()  # the first view of an array may move its memory
     # Views of the arrays end with this call: MLX may write or free the arrays after it.
@@ -52,6 +59,7 @@ def copy_pages(arrays: Sequence[mx.array], slots: Sequence[int | None], record: 
     if not cuda_driver.copy([(_address(to), _address(part), part.nbytes) for to, part in copies]):
         for to, part in copies:
             to[:] = part
+    return None
 
 
 def put_entries(array: mx.array, slots: Sequence[int], source: mx.array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -212,12 +212,15 @@ class LayerStore:
         pool.write(slots, keys, values)
         mx.eval(pool.arrays())
 
-    def write_record(self, level: int, slots: Sequence[int | None], record: Record) -> None:
+    def write_record(
+        self, level: int, slots: Sequence[int | None], record: Record
+    ) -> Callable[[], None] | None:
         """Copy a record of packed pages to ``slots`` of a level's pool; None: it is not needed.
 
-        The device must be idle. Raises `DamagedFile` if the record has another length.
+        The device must be idle if `host_copy.needs_idle_device`. Returns and raises what
+        `host_copy.copy_pages` does.
         """
-        copy_pages(self.pools[level].arrays(), slots, record)
+        return copy_pages(self.pools[level].arrays(), slots, record)
 
     def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
         """Convert pages to another level, or move them to other slots of their level; evaluates."""

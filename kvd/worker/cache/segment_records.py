@@ -24,7 +24,7 @@ import mlx.core as mx
 import msgspec
 
 from kvd.worker.cache import device_copy
-from kvd.worker.cache.host_copy import Record, needs_idle_device
+from kvd.worker.cache.host_copy import COPIED_TOGETHER, Record, needs_idle_device
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
@@ -139,7 +139,7 @@ class SegmentReader:
     ``segments``: the records of each, the last segment first, then its base, and so on.
     ``sequence`` holds the prompt's beginning, or nothing, and has no slots before the last record
     (`unplaced_rows`). Call `forget` if a record is missing or damaged: it frees the sequence. A
-    record is used until `run` yields.
+    record is used until `run` yields, and at most until `COPIED_TOGETHER` others are taken.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
     they may be empty. ``growth``: grows the pools; None: it is this reader's own.
     """
@@ -161,6 +161,8 @@ class SegmentReader:
         self._growth = growth or growth_for(cache)
         self.needs_idle_device = False
         """Whether no step may be in flight while `run` continues."""
+        self._copies: list[Callable[[], None]] = []
+        """Wait for the copies that were begun since `run` last yielded."""
         self._missing: list[set[int]] = []
         """For each store, the numbers of pages whose content is not read yet."""
 
@@ -183,7 +185,10 @@ class SegmentReader:
                 self._extend(outline, iter(arrays))
                 self._skip(index, self._unneeded(outline))
                 self.needs_idle_device = needs_idle_device()
-            yield from self._read_pages(outline, records)
+            try:
+                yield from self._read_pages(outline, records)
+            finally:
+                self._end_copies()
             if self._is_complete:
                 return  # the rest is of a longer prefix
             while (record := next(records, b"")) is None:
@@ -286,15 +291,25 @@ class SegmentReader:
                 if self._is_complete:
                     return
                 for layer in store.layers:
-                    record = yield from _next(records)
+                    record = yield from _next(records, self._end_copies)
                     if missing.intersection(some):
                         slots = [  # pages may move at each yield
                             row.pages[row.index_of(number)].slot if number in missing else None
                             for number in some
                         ]
-                        layer.write_record(found.level, slots, record)
-                        yield 0.0
+                        wait = layer.write_record(found.level, slots, record)
+                        self._copies += [] if wait is None else [wait]
+                        if wait is None or len(self._copies) == COPIED_TOGETHER:
+                            self._end_copies()
+                            yield 0.0
+                    else:
+                        self._end_copies()  # records that follow use their memory again
                 missing.difference_update(some)
+
+    def _end_copies(self) -> None:
+        """Wait for the copies that were begun: the memory of their records is used again."""
+        while self._copies:
+            self._copies.pop()()
 
 
 def _extend(
@@ -337,10 +352,13 @@ def _slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         yield numbers[start : start + SLICE_PAGES]
 
 
-def _next(records: Records) -> Generator[float, None, Record]:
+def _next(
+    records: Records, before_yield: Callable[[], None] = lambda: None
+) -> Generator[float, None, Record]:
     """Return the next record; yield while it is not read yet."""
     try:
         while (record := next(records)) is None:
+            before_yield()
             yield 0.0
     except StopIteration:
         raise DamagedFile("a record is missing") from None

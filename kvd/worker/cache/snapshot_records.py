@@ -240,7 +240,9 @@ class SnapshotReader:
 
     def _write(self, piece: _Piece, pages: _PageIndex) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]
-        layer.write_record(piece.level, pages.slots(piece), self._next())
+        wait = layer.write_record(piece.level, pages.slots(piece), self._next())
+        if wait is not None:
+            wait()
 
 
 def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:

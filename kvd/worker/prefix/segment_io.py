@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
+from kvd.worker.cache.host_copy import COPIED_TOGETHER
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.staging import Place, Staging
 from protocol.record_file import DamagedFile, RecordReader, UnreadRecord
@@ -28,8 +29,8 @@ STAGING_BYTES = 8 * 1024 * 1024
 """Limit of the records between the engine and a thread that writes. A larger record is staged
 alone."""
 STAGED_RECORDS = 8
-"""Records of pages that fit at least into the memory of a read: one that is copied, one that each
-thread reads, and others that are read ahead."""
+"""Records of pages that fit at least into the memory of a read: `COPIED_TOGETHER`, one that each
+thread reads, and one that is read ahead."""
 READERS = min(3, max(1, (os.cpu_count() or 1) // 2))
 """Threads that read and check records of one prefix at the same time. One thread reaches 6 GB/s
 from the page cache (H200 host), which is slower than the copies to some devices."""
@@ -189,7 +190,9 @@ class BackgroundReader:
         self._folder = folder
         self._keys = tuple(keys)
         self._open = open_records
-        self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(memory.nbytes, memory)
+        self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(
+            memory.nbytes, memory, COPIED_TOGETHER
+        )
         self._skipped: dict[bytes, Container[int]] = {}
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
@@ -211,8 +214,8 @@ class BackgroundReader:
     def next_record(self) -> SegmentRecord | Failed | Signal:
         """Return the next record, `NOT_YET`, `END` after the last one, or `Failed`.
 
-        The record is valid and counts as staged until the next call, or that of `ready`. `END` and
-        `Failed` are final.
+        The record is valid and counts as staged until `COPIED_TOGETHER` others are returned, or
+        until `ready` is called. `END` and `Failed` are final.
         """
         while self._last is None:
             item = self._staging.poll()
@@ -232,7 +235,7 @@ class BackgroundReader:
     def ready(self) -> bool:
         """Whether `next_record` may return something other than `NOT_YET`.
 
-        The last record's bytes count no longer as staged, so that there is room for the next one.
+        Records that were returned count no longer as staged, so that there is room for others.
         """
         return self._last is not None or self._staging.release()
 

@@ -28,24 +28,27 @@ class Staging(Generic[T]):
 
     A place can be reserved before its item exists. The items behind it wait for that one.
 
-    An item counts until the next one is taken, because its taker still uses it. An item above the
-    limit is accepted only while nothing else counts, and an item without bytes always. The engine
-    calls the methods that return at once (`offer`, `poll`, `release`, `close`) or after some time
-    (`wait_for_item`), threads those that wait (`reserve`, `take`). No method holds the lock while
-    it waits, and none does I/O.
+    An item counts until ``in_use`` others are taken or `release` is called, because its taker still
+    uses it. An item above the limit is accepted only while nothing else counts, and an item without
+    bytes always. The engine calls the methods that return at once (`offer`, `poll`, `release`,
+    `close`) or after some time (`wait_for_item`), threads those that wait (`reserve`, `take`). No
+    method holds the lock while it waits, and none does I/O.
 
     ``memory``: gives each reserved place its bytes, which are valid as long as the item counts. An
     item that is larger than all of it has none.
     """
 
-    def __init__(self, limit_bytes: int, memory: RecordMemory | None = None) -> None:
+    def __init__(
+        self, limit_bytes: int, memory: RecordMemory | None = None, in_use: int = 1
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._memory = memory
         self._places: deque[Place[T]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._taken: Place[T] | None = None
-        """The item that was taken last, if it still counts."""
+        self._in_use = in_use
+        self._taken: deque[Place[T]] = deque()
+        """The items that were taken and still count, the oldest first."""
         self.held_bytes = 0
         """Bytes of all items that count."""
 
@@ -75,8 +78,12 @@ class Staging(Generic[T]):
             self._changed.notify_all()
 
     def wait_for_item(self, seconds: float) -> None:
-        """Wait until `poll` would return an item, the queue is closed, or the time is over."""
+        """Wait until `poll` would return an item, the queue is closed, or the time is over.
+
+        Items that were taken count no longer, as after `release`.
+        """
         with self._changed:
+            self._release(0)
             self._changed.wait_for(lambda: self._closed or self._has_item, seconds)
 
     def poll(self) -> T | None:
@@ -87,7 +94,7 @@ class Staging(Generic[T]):
     def take(self) -> T | None:
         """Wait for the next item and take it; None: the queue is closed."""
         with self._changed:
-            self._release()
+            self._release(0)
             self._changed.wait_for(lambda: self._closed or self._has_item)
             return self._take()
 
@@ -100,14 +107,14 @@ class Staging(Generic[T]):
         with self._changed:
             self._closed = True
             self._places.clear()
-            self._taken = None
+            self._taken.clear()
             self.held_bytes = 0
             self._changed.notify_all()
 
     def release(self) -> bool:
-        """Stop counting the item that was taken last; return whether `poll` would return one."""
+        """Stop counting the items that were taken; return whether `poll` would return one."""
         with self._changed:
-            self._release()
+            self._release(0)
             return self._has_item
 
     def fits(self, nbytes: int) -> bool:
@@ -136,19 +143,19 @@ class Staging(Generic[T]):
         """Return the memory of an item of this size; None: it has none."""
         return self._memory if self._memory and 0 < nbytes <= self._memory.nbytes else None
 
-    def _release(self) -> None:
-        if (taken := self._taken) is None:
-            return
-        self._taken = None
-        self.held_bytes -= taken.nbytes
-        if self._memory is not None and taken.memory is not None:
-            self._memory.free_oldest()
-        self._changed.notify_all()
+    def _release(self, kept: int) -> None:
+        """Stop counting taken items, the oldest first, except so many of the newest."""
+        while len(self._taken) > kept:
+            taken = self._taken.popleft()
+            self.held_bytes -= taken.nbytes
+            if self._memory is not None and taken.memory is not None:
+                self._memory.free_oldest()
+            self._changed.notify_all()
 
     def _take(self) -> T | None:
-        self._release()
+        self._release(self._in_use - 1)
         if not self._has_item:
             return None
         place = self._places.popleft()
-        self._taken = place
+        self._taken.append(place)
         return place.item

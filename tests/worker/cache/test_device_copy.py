@@ -121,8 +121,11 @@ def test_copies_equal_those_of_the_host(kernels: Compiled, scheme: Scheme) -> No
         place = memory.take(len(record))
         place[:] = record
 
-        copy_pages(pool.arrays(), slots, place)
-        copy_pages(other.arrays(), slots, record)  # ordinary memory: without the kernel
+        wait = copy_pages(pool.arrays(), slots, place)
+        assert wait is not None
+        wait()
+        # Ordinary memory: without the kernel.
+        assert copy_pages(other.arrays(), slots, record) is None
 
         assert bytes_of(pool.arrays()) == bytes_of(other.arrays())
     assert kernels.launches - checks == 4
@@ -173,6 +176,7 @@ def with_memory(pool: PagePool) -> None:
     record = record_of(pool, 3)
     place = memory.take(len(record))
     place[:] = record
-    copy_pages(pool.arrays(), [4, 5, 9], place)
+    if (wait := copy_pages(pool.arrays(), [4, 5, 9], place)) is not None:
+        wait()
     found = pool.copy(mx.array([4, 5, 9]))
     assert bytes_of([array for side in found for array in side]) == record

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvd.worker.cache import segment_records
+from kvd.worker.cache import device_copy, segment_records
+from kvd.worker.cache.host_copy import COPIED_TOGETHER, copy_pages
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.segment_records import SegmentReader, SegmentRecords, can_extend
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
@@ -93,20 +96,27 @@ def chain(files: dict[int, list[bytes]], bases: dict[int, int | None], end: int 
 
 
 class Lent:
-    """Records that are valid until the reader yields, like those in the memory of records."""
+    """Records that are valid until the reader yields, like those in the memory of records.
+
+    At most `COPIED_TOGETHER` are valid, as the memory may be needed for others.
+    """
 
     def __init__(self) -> None:
         self._lent: list[bytearray] = []
 
     def records(self, content: Iterable[bytes]) -> Iterator[memoryview]:
         for record in content:
+            self._take_back(COPIED_TOGETHER - 1)
             self._lent.append(bytearray(record))
             yield memoryview(self._lent[-1])
 
     def take_back(self) -> None:
-        for record in self._lent:
+        self._take_back(0)
+
+    def _take_back(self, kept: int) -> None:
+        while len(self._lent) > kept:
+            record = self._lent.pop(0)
             record[:] = b"\xff" * len(record)
-        self._lent.clear()
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
@@ -142,6 +152,81 @@ def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> No
     cache.free(again)
     cache.shrink()
     assert cache.nbytes == 0
+
+
+class Device:
+    """Copies records only when the reader waits for that, as late as a device may."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.most = 0
+        self._waits = False
+
+    def copy(
+        self, arrays: Sequence[mx.array], slots: Sequence[int | None], record: NDArray[np.uint8]
+    ) -> Callable[[], None] | None:
+        if self._waits:
+            return None  # the copy is made on the host
+        self.pending += 1
+        self.most = max(self.most, self.pending)
+
+        def wait() -> None:
+            self._waits = True
+            copy_pages(arrays, slots, record.data)
+            self._waits = False
+            self.pending -= 1
+
+        return wait
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(device_copy, "copy", made.copy)
+    return made
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize("held", [0, 192])
+def test_a_device_copies_several_records_together(
+    name: str, how: str, held: int, device: Device
+) -> None:
+    """The memory of a record is used again only after its copy has ended."""
+    runner = runner_of(name, how)
+    cache = runner.cache
+    files, bases, want = written(runner)
+    snapshot = snapshot_of(runner, held)
+    row, lent = unplaced_row(cache, snapshot), Lent()
+    segments = [lent.records(records) for records in chain(files, bases, ENDS[-1])]
+    for _ in SegmentReader(cache, row, segments).run():
+        assert not device.pending
+        lent.take_back()
+    assert not device.pending
+    place(cache, row)
+    (found,) = decode(runner, [row], MORE[:SOME])
+    np.testing.assert_array_equal(found, want[:SOME])
+    cache.free(row)
+    cache.snapshots.drop(snapshot)
+    assert device.most <= COPIED_TOGETHER
+    assert device.most > 1 or name != "qwen3", "other models have few records in a slice"
+
+
+def test_copies_under_way_end_before_a_read_that_fails(device: Device) -> None:
+    runner = runner_of("qwen3", "plain")
+    files, bases, _ = written(runner)
+    records = [list(one) for one in chain(files, bases, ENDS[-1])]
+    for count in range(2, len(records[0])):
+        row = unplaced_row(runner.cache)
+        device.most = 0
+        reader = SegmentReader(
+            runner.cache, row, [iter(records[0][:count]), *map(iter, records[1:])]
+        )
+        with pytest.raises(DamagedFile):
+            list(reader.run())
+        assert not device.pending
+        reader.forget()
+    assert device.most
+    runner.cache.shrink()
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.worker.cache.host_copy import COPIED_TOGETHER
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import (
     END,
@@ -370,6 +371,25 @@ def test_reading_ahead_is_bounded(tmp_path: Path) -> None:
     assert [content[:1] for content in contents] == [b"a", b"b", b"c", b"d", b"e"]
     assert max(count for count in held if count != 2000) <= 1000
     assert 2000 in held, "a larger record is staged alone"
+
+
+def test_records_stay_valid_while_others_are_taken(tmp_path: Path) -> None:
+    """Until `COPIED_TOGETHER` others are: a device may copy as many at once."""
+    content = [bytes([letter]) * 900 for letter in range(10)]
+    write(tmp_path, KEYS[0], content)
+    space = (COPIED_TOGETHER + 1) * 1024
+    reader = BackgroundReader(tmp_path, KEYS[:1], open_plain, memory(space))
+    until(lambda: reader._staging.held_bytes == (COPIED_TOGETHER + 1) * 900)
+    taken = []
+    for number in range(COPIED_TOGETHER + 1):
+        item = reader.next_record()
+        assert isinstance(item, SegmentRecord)
+        taken.append(item.content)
+        valid = range(max(0, number - COPIED_TOGETHER + 1), number + 1)
+        assert [bytes(taken[at]) for at in valid] == [content[at] for at in valid]
+    until(lambda: bytes(taken[0]) == content[COPIED_TOGETHER + 1])  # its memory is used again
+    assert bytes(taken[1]) == content[1]
+    assert [record for _, record in read(reader)[0]] == content[COPIED_TOGETHER + 1 :]
 
 
 def test_a_reader_that_waits_for_room_gets_ready(tmp_path: Path) -> None:
