@@ -2,11 +2,12 @@
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
     python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--no-masks]
-                            [--json FILE]
+                            [--threads-read] [--json FILE]
 
 Runs with and without grammars alternate, and each pair gives a ratio; on a machine that does other
 work, the ratio of CPU time is the steadier one. ``--shape``: a model with random weights, with a
-tokenizer as large as its vocabulary. Validity has a campaign of its own:
+tokenizer as large as its vocabulary. ``--threads-read`` also measures an accelerator whose threads
+wait for the tokens of a step, as on the CPU, instead of the calling one. Validity has a campaign of its own:
 `tests.worker.grammar.valid_campaign`.
 """
 
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--no-masks", action="store_true", help="measure only the speed of rows")
+    parser.add_argument("--threads-read", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     report: dict[str, Any] = {
@@ -125,6 +127,9 @@ def main() -> None:
         if not asked.no_masks:
             report["forced"] = forced.measure(driver.engine._batch.text.vocabulary())  # noqa: SLF001
         report["speed"] = compare(driver, asked.pairs, asked.tokens)
+        if asked.threads_read:
+            driver.engine._batch._masks._reads_in_thread = True  # noqa: SLF001
+            report["speed_if_threads_read"] = compare(driver, asked.pairs, asked.tokens)
     bar = Bar("speed with grammars", report["speed"]["ratio"], LEAST_RATIO, at_least=True)
     publish(report | {"bars": [bar.as_dict()]}, asked.json)
 

@@ -235,7 +235,13 @@ def _engines() -> list[Measurement]:
         Measurement(
             "grammar",
             "bench.grammar",
-            {"--shape": SMALL, "--pairs": "7", "--tokens": "192", "--no-masks": ""},
+            {
+                "--shape": SMALL,
+                "--pairs": "7",
+                "--tokens": "192",
+                "--no-masks": "",
+                "--threads-read": "",
+            },
             {"--shape": "demo", "--pairs": "1", "--tokens": "8"},
             70,
         ),
