@@ -7,8 +7,8 @@
 Runs with and without grammars alternate, and each pair gives a ratio; on a machine that does other
 work, the ratio of CPU time is the steadier one. ``--shape``: a model with random weights, with a
 tokenizer as large as its vocabulary. ``--threads-read`` also measures an accelerator whose threads
-wait for the tokens of a step, as on the CPU, instead of the calling one. Validity has a campaign of its own:
-`tests.worker.grammar.valid_campaign`.
+wait for the tokens of a step, as on the CPU, instead of the calling one. Validity has a campaign of
+its own: `tests.worker.grammar.valid_campaign`.
 """
 
 from __future__ import annotations

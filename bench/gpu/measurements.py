@@ -352,7 +352,13 @@ def _training(minutes: float) -> list[Measurement]:
                 "--recipes": "k8v8 k8v4 k5v3 k4v8 k4v8:token k4v4 k4v4:token "
                 "k8v4:probe k4v4:probe k4v4:probe48 k8v8:mlx-lm k4v4:mlx-lm",
             },
-            {"--model": "demo", "--lengths": "512", "--prompts": "1", "--batch": "1"},
+            {
+                "--model": "demo",
+                "--lengths": "512",
+                "--prompts": "1",
+                "--batch": "1",
+                "--recipes": "k8v8 k4v4:probe",
+            },
             130,
             needs={"--model": "model.safetensors"},
             environment={"MLX_ENABLE_TF32": "0"},
