@@ -46,7 +46,7 @@ def run(request, home: Home, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "spec"),
     [
-        ("", KVSpec()),
+        ("", None),
         ("--kv k8v4", KVSpec(8, 4)),
         ("--kv K4V4G32", KVSpec(4, 4, group_size=32)),
         ("--max-kv-size 512", KVSpec(max_kv_size=512)),
@@ -67,7 +67,7 @@ def run(request, home: Home, monkeypatch):
         ),
     ],
 )
-def test_options_become_settings(run, options: str, spec: KVSpec):
+def test_options_become_settings(run, options: str, spec: KVSpec | None):
     code, out, specs = run(options)
     assert (code, specs) == (0, [spec]), out
 
