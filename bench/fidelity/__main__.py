@@ -36,6 +36,7 @@ from bench.fidelity.recipes import parse
 from bench.fidelity.texts import file_texts, recall_texts
 from kvd.host.home import locate
 from kvd.worker.serving import model_files, seam
+from kvd.worker.serving.runner import on_cpu
 
 OUTLIER = 16
 """Copy of the constant in demo_training/export.py, which needs torch and so is not imported."""
@@ -167,12 +168,8 @@ def measure(
             arguments.json.write_text(entries.compact(found))
 
 
-def _quiet(_stage: str, _fraction: float | None) -> None:
-    """Report no progress."""
-
-
 def _device() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         return f"CPU, {platform.system()} {platform.machine()}"
     return str(mx.device_info().get("device_name", "GPU"))
 
@@ -183,9 +180,8 @@ def main() -> None:
     seam.install()
     mx.set_cache_limit(4 * 1024**3)  # growing caches never reuse the sizes that they freed
     headers = model_files.inspect(model_files.resolve(arguments.model))
-    opened = model_files.open_model(headers.path)
-    # Kernels for joined layers have no float32.
-    loaded = model_files.read_weights(opened, headers.path, _quiet, None, joins=False)
+    # On accelerators, `load` joins layers, for kernels that have no float32.
+    loaded = (model_files.load if on_cpu() else model_files.open_model)(headers.path)
     chosen = ChosenBits(loaded, headers, locate(arguments.home).calibration)
     try:
         names = dict.fromkeys(map(chosen.name, arguments.recipes))

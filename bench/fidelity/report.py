@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,13 @@ TRAINED = (
     ("K4V4 in all layers", "k4v4"),
     ("K5V3 in all layers", "k5v3"),
     ("K4V4's size, from the probe", "k4v4:probe"),
+)
+TRAINED_OTHERS = (
+    ("kvd K8V8", "k8v8"),
+    ("mlx-lm, 8 bits", "k8v8:mlx-lm"),
+    ("kvd K4V4 in all layers", "k4v4"),
+    ("kvd K4V4, from the probe", "k4v4:probe"),
+    ("mlx-lm, 4 bits", "k4v4:mlx-lm"),
 )
 CPU_RUNS = ("bits", "flat-keys", "llama")
 
@@ -227,11 +235,11 @@ def by_layer(run: Run) -> str:
     return _table(_row_head("bits"), [run.row(*one) for one in BY_LAYER])
 
 
-def trained(run: Run) -> str:
+def trained(run: Run, first: str, recipes: Sequence[tuple[str, str]]) -> str:
     """Tabulate a larger model; recipes with chosen bits are found by the names they were given."""
     names = {given: name for name, given in run.found["chosen"].items()}
-    rows = [run.row(title, names.get(recipe, recipe)) for title, recipe in TRAINED]
-    return _table(_row_head("bits"), rows)
+    rows = [run.row(title, names.get(recipe, recipe)) for title, recipe in recipes]
+    return _table(_row_head(first), rows)
 
 
 def others(runs: dict[str, Run]) -> str:
@@ -298,7 +306,8 @@ def main() -> None:
         "layers": layers(runs["mixes"]),
         "by layer": by_layer(on_cpu["bits"]),
         "others": others(on_cpu),
-        "trained": trained(Run.read("h200", "trained")),
+        "trained": trained(Run.read("h200", "trained"), "bits", TRAINED),
+        "trained, others": trained(Run.read("linux-cpu", "trained"), "cache", TRAINED_OTHERS),
     }
     page = PAGE.read_text()
     for name, block in blocks.items():
