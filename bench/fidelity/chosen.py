@@ -16,7 +16,7 @@ from kvd.worker.serving.bit_probe import BitProbe
 from kvd.worker.serving.model_files import Headers, LoadedModel
 from kvd.worker.serving.runner import on_cpu
 
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+LEVELS = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 WIDTHS = {"probe": bit_choice.WIDTHS, "probe48": (4, 8)}
 PROBE_BYTES = 64 * 1024**3
 """Memory that the probe may take."""
@@ -36,13 +36,13 @@ class ChosenBits:
     def name(self, given: str) -> str:
         """Return the recipe's name with bits by layer; other names are returned as they are.
 
-        Raises ``ValueError`` for a level that the ladder lacks, and if there is no calibration.
+        Raises ``ValueError`` for a level that `LEVELS` lacks, and if there is no calibration.
         """
         scheme, *options = given.split(":")
         asked = [one for one in options if one in {*WIDTHS, "calibrated"}]
         if not asked:
             return given
-        names = [one.name for one in LADDER]
+        names = [one.name for one in LEVELS]
         if scheme not in names:
             raise ValueError(f"{given}: bits by layer are chosen for {', '.join(names)}")
         level = names.index(scheme)
@@ -61,7 +61,7 @@ class ChosenBits:
         result = calibration.find(self._headers, self._folder)
         if result is None:
             raise ValueError(f"no calibration of this model in {self._folder}: run kvctl calibrate")
-        return calibration.mixes_of(LADDER, result, self._layers())
+        return calibration.mixes_of(LEVELS, result, self._layers())
 
     def _probed(self, widths: str) -> Sequence[tuple[Scheme, ...] | None]:
         if self._sides is None:
@@ -71,4 +71,4 @@ class ChosenBits:
             while probe.units:
                 probe.advance()
             self._sides = [one.sides() for one in probe.costs()]
-        return bit_mix.mix_bits(self._sides, self._layers(), LADDER, WIDTHS[widths])
+        return bit_mix.mix_bits(self._sides, self._layers(), LEVELS, WIDTHS[widths])

@@ -98,12 +98,12 @@ class Bench:
         return self._served[kv]
 
     def _settings(self, kv: str) -> CacheSettings:
-        """Return the settings of ``k4v4``, or ``k4v4:k3v3-k8v5``: bits of layers in turn."""
-        name, _, turns = kv.partition(":")
+        """Return the settings of ``k4v4``, or ``k4v4:k3v3-k8v5``: bits of layers, repeated."""
+        name, _, pattern = kv.partition(":")
         schemes = tuple(schemes_of(parse_kv(name)))
-        if not turns:
+        if not pattern:
             return CacheSettings(schemes=schemes)
-        cycle = itertools.cycle([Scheme.parse(one) for one in turns.split("-")])
+        cycle = itertools.cycle([Scheme.parse(one) for one in pattern.split("-")])
         mix = tuple(itertools.islice(cycle, len(self._ours.layers)))
         return CacheSettings(schemes=schemes, mixes=(mix,))
 
@@ -421,7 +421,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--kv",
         nargs="+",
         default=["k8v8", "k4v4"],
-        help="schemes of kvd's pages; k4v4:k3v3-k8v5: bits of layers, in turn",
+        help="schemes of kvd's pages; k4v4:k3v3-k8v5: bits of layers, repeated",
     )
     parser.add_argument(
         "--attention",

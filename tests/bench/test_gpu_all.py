@@ -22,8 +22,8 @@ pytest.importorskip("mlx.core")
 from bench.gpu import all as runner
 from bench.gpu import train
 from bench.gpu.measurements import (
+    MIXED_BITS,
     TRACES,
-    TURNS,
     Measurement,
     decode_speed,
     fidelity,
@@ -120,7 +120,12 @@ def test_the_training_has_these_options(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_bar_of_bits_by_layer_compares_rows_of_the_same_length() -> None:
-    rows = [("k4v4", 100, 50.0), ("k4v4", 200, 40.0), (TURNS, 100, 45.0), (TURNS, 200, 32.0)]
+    rows = [
+        ("k4v4", 100, 50.0),
+        ("k4v4", 200, 40.0),
+        (MIXED_BITS, 100, 45.0),
+        (MIXED_BITS, 200, 32.0),
+    ]
     report = {"decode": [{"kv": kv, "tokens": n, "tok_s": speed} for kv, n, speed in rows]}
     assert [(bar["value"], bar["passed"]) for bar in decode_speed(report)] == [
         (0.9, True),

@@ -29,7 +29,7 @@ class Case:
     queries: mx.array
     """``[1, q_heads, count, k_dim]``."""
     keys: mx.array
-    """Of the tail and the chunk: ``[kv_heads, tail + count, k_dim]``."""
+    """Keys of the tail and the chunk: ``[kv_heads, tail + count, k_dim]``."""
     values: mx.array
     pools: list[mx.array]
     packing: tuple[int, int, bool]

@@ -1,0 +1,62 @@
+"""Times `kvctl calibrate`, with empty caches of compiled kernels and with full ones.
+
+    python -m bench.calibrate [--model demo] [--limit 180] [--json FILE]
+
+``--limit``: most seconds that a calibration may take, with empty caches too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.bars import Bar
+from bench.report import machine, publish
+
+STATES = ("empty", "full")
+
+
+def calibrate(model: str, folder: Path) -> dict[str, Any]:
+    """Calibrate in a process with its own caches; return seconds, and the levels."""
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "KVD_HOME": str(folder / "home"),
+    }
+    command = [sys.executable, "-m", "kvd.cli", "calibrate", model, "--json"]
+    start = time.perf_counter()
+    ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return {
+        "seconds": round(time.perf_counter() - start, 1),
+        "levels": json.loads(ended.stdout)["levels"],
+    }
+
+
+def main(given: list[str] | None = None) -> None:
+    """Calibrate twice, and print the seconds."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="demo, or a model's folder")
+    parser.add_argument("--limit", type=float, default=180.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(given)
+    report: dict[str, Any] = {"machine": machine(), "model": Path(options.model).name, "runs": {}}
+    bars = []
+    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        for state in STATES:
+            report["runs"][state] = run = calibrate(options.model, Path(name))
+            print(f"{state} caches: {run['seconds']} s", flush=True)
+            what = f"seconds of a calibration, {state} caches"
+            bars.append(Bar(what, run["seconds"], options.limit).as_dict())
+    publish(report | {"bars": bars}, options.json)
+
+
+if __name__ == "__main__":
+    main()
