@@ -128,7 +128,7 @@ class Batch:
         request.tracked.lowered = level > 0 or request.submit.embed is not None
 
     def step_down(self, request: Request, level: int) -> None:
-        if request.begun or request.row is not None:
+        if request.begun or request.kept:
             request.mixed_levels = True
             if request.prompt_level is None:
                 request.prompt_level = request.level

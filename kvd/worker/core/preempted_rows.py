@@ -35,11 +35,21 @@ class PreemptedRows:
             request.snapshot = self._cache.snapshots.take(request.row)
             self._cache.free(request.row, clean=False)
             request.row = None
-        charge_of = self._cache.snapshots.charge_of
-        kept = sum(charge_of(owner.snapshot) for owner in request.preempted_owners)
-        request.kept_pages = -(-kept // self._admission.budget.page_bytes)
+        request.kept_pages = self._pages_of(request)
         self._batch.prefix_cache.release_place(request.tracked)
         self._admission.preempt(request.rid, request.kept_pages)
+
+    def _pages_of(self, request: Request) -> int:
+        """Return the pages of the budget that a request's snapshots take."""
+        charge_of = self._cache.snapshots.charge_of
+        kept: int = sum(charge_of(owner.snapshot) for owner in request.preempted_owners)
+        return -(-kept // self._admission.budget.page_bytes)
+
+    def recount(self, request: Request) -> None:
+        """Lower what a preempted request keeps, after its snapshots were stepped down."""
+        if request.kept_pages:
+            request.kept_pages = self._pages_of(request)
+            self._admission.reduce_kept(request.rid, request.kept_pages)
 
     def restore(self, request: Request) -> None:
         """Turn a request's snapshots into rows: all of them, or none if memory is short."""

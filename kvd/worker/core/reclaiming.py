@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -154,15 +154,21 @@ class Reclaiming:
         for request in chosen:
             if batch.holds(request):
                 batch.admission.step_down(request.rid, level)
+                self._preemption.rows.recount(request)
 
     def _choose(self, level: int, wanted_bytes: int) -> list[Request]:
         """Return the requests to step down, each with all that share pages with it.
 
-        A shared page is converted once, so its other requests are at the lower level too.
+        A shared page is converted once, so its other requests are at the lower level too, also
+        those that are preempted, and those whose read from the prefix store has not begun.
         """
         batch, chosen = self._batch, []
         admitted = batch.scheduler.victims()
-        groups = sharing(batch.requests.values())
+        reading = batch.transfers.reading
+        groups = sharing(
+            (request, [*request.kept, *(reading[rid].sequences if rid in reading else ())])
+            for rid, request in batch.requests.items()
+        )
         for first in admitted:
             if wanted_bytes <= 0:
                 break
@@ -176,13 +182,13 @@ class Reclaiming:
         return chosen
 
     def _rows_above(self, cache: Any, level: int, requests: list[Request]) -> list[Any]:
-        """Return the requests' rows with a tail or a page above a precision level."""
+        """Return the requests' rows and snapshots with a tail or a page above a precision level."""
         lowest = cache.settings.store_level(level)
         present = [request for request in requests if self._batch.holds(request)]
-        rows = [owner.row for request in present for owner in request.owners if owner.row]
         return [
             row
-            for row in rows
+            for request in present
+            for row in request.kept
             if any(part.level < lowest for one in row.rows for part in (one, *one.pages))
         ]
 
@@ -212,26 +218,21 @@ class Reclaiming:
         return excess and admission.spare_pages(held) < wanted
 
 
-def sharing(requests: Iterable[Request]) -> dict[str, list[Request]]:
+def sharing(held: Iterable[tuple[Request, Sequence[Any]]]) -> dict[str, list[Request]]:
     """Return the requests that share pages with each one, directly or through others.
 
-    The key is a request's id; each list has the request itself.
+    ``held``: requests with their rows and snapshots. The key is a request's id; each list has the
+    request itself.
     """
-    groups: list[tuple[set[tuple[int, PageId]], list[Request]]] = []
-    for request in requests:
-        pages, members, others = _pages_of(request), [request], []
-        for group in groups:
-            if pages.isdisjoint(group[0]):
-                others.append(group)
-            else:
-                pages, members = pages | group[0], group[1] + members
-        groups = [*others, (pages, members)]
-    return {request.rid: members for _, members in groups for request in members}
-
-
-def _pages_of(request: Request) -> set[tuple[int, PageId]]:
-    """Return the pages of a request's rows, and of those that are kept, by store and page."""
-    kept = [row for owner in request.owners for row in (owner.row, owner.snapshot) if row]
-    return {
-        (store, page) for row in kept for store, one in enumerate(row.rows) for page in one.pages
-    }
+    groups: dict[str, list[Request]] = {}
+    holders: dict[tuple[int, PageId], str] = {}
+    for request, rows in held:
+        groups[request.rid] = mine = [request]
+        parts = [(store, part) for row in rows for store, part in enumerate(row.rows)]
+        for page in {(store, page) for store, part in parts for page in part.pages}:
+            other = groups[holders.setdefault(page, request.rid)]
+            if other is not mine:
+                other += mine
+                groups.update((member.rid, other) for member in mine)
+                mine = other
+    return groups

@@ -159,5 +159,10 @@ class Request:
         return [self, *self.completions]
 
     @property
+    def kept(self) -> list[Any]:
+        """Its rows, and their snapshots while it is preempted."""
+        return [kept for owner in self.owners for kept in (owner.row, owner.snapshot) if kept]
+
+    @property
     def preempted_owners(self) -> list[Request | Completion]:
         return [owner for owner in self.owners if owner.snapshot is not None]

@@ -106,10 +106,10 @@ class Follower:
                 return list(self._cache.sequences)
             case records.Score() | records.Take():
                 return [self._rows[record.row]]
-            case (
-                records.Decode() | records.Prefill() | records.PrefillHidden() | records.StepDown()
-            ):
+            case records.Decode() | records.Prefill() | records.PrefillHidden():
                 return [self._rows[row] for row in record.rows]
+            case records.StepDown():
+                return [self._rows[row] for row in record.rows if row in self._rows]
         raise Diverged(f"a record of type {type(record).__name__} has a digest")
 
     def _wait(self) -> None:
@@ -160,8 +160,10 @@ class Follower:
             case records.GiveBack():
                 shortage.give_back()
             case records.StepDown():
-                rows = [self._rows[row] for row in record.rows]
-                self._work = self._runner.step_down(rows, record.level)
+                held = self._rows | self._snapshots
+                self._work = self._runner.step_down(
+                    [held[number] for number in record.rows], record.level
+                )
             case records.TrimPools():
                 self._work = self._runner.trim_pools()
             case records.Work() if self._work is not None:

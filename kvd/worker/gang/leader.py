@@ -8,7 +8,7 @@ sums of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Sender:
     def id_of(self, item: SequenceRow | SequenceSnapshot) -> int:
         return self._ids[item]
 
-    def ids_of(self, rows: list[SequenceRow]) -> list[int]:
+    def ids_of(self, rows: Sequence[SequenceRow | SequenceSnapshot]) -> list[int]:
         return [self._ids[row] for row in rows]
 
     def forget(self, item: SequenceRow | SequenceSnapshot) -> None:
@@ -268,8 +268,9 @@ class LeaderRunner:
 
     # Giving memory back.
 
-    def step_down(self, rows: list[Row], level: int) -> _Work:
-        self._sender.send(records.StepDown(self._sender.ids_of(rows), level), rows)
+    def step_down(self, rows: list[Row | SequenceSnapshot], level: int) -> _Work:
+        running = [row for row in rows if isinstance(row, SequenceRow)]
+        self._sender.send(records.StepDown(self._sender.ids_of(rows), level), running)
         return _Work(self._runner.step_down(rows, level), self._sender)
 
     def trim_pools(self) -> _Work:

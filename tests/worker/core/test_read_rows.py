@@ -9,6 +9,7 @@ import pytest
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.tails import TailSlots
 from kvd.worker.core import pace
+from protocol.worker import Reclaim, StartLevel
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.faulty_disk.disk import settle
@@ -139,3 +140,28 @@ def test_tails_are_cut_around_a_row_without_slots(engine: Engine, wanted: Outcom
     engine.check()
     engine.run()
     assert engine.outcomes["r"] == wanted
+
+
+def test_a_read_that_has_not_begun_steps_down_with_what_shares_its_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row already has the pages of a checkpoint that a running request shares."""
+    batch, scheduler = engine.engine._batch, engine.engine._scheduler
+    shares = [*PROMPT[:768], *OTHER[:5]]
+    engine.submit("shares", shares, max_tokens=200, ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes["shares"].tokens) > 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "must_flush", lambda _decode: True)
+        engine.submit("r", PROMPT, max_tokens=12, priority=1)
+        engine.run(until=lambda: "r" in batch.transfers.reading)
+        (row,) = batch.transfers.reading["r"].sequences
+        assert row.length == 768
+        engine.engine.reclaim(Reclaim(seq=1, method="precision", wanted_bytes=1, level=2))
+        engine.run(until=lambda: not engine.engine._reclaiming.active)
+    engine.run(until=lambda: batch.requests["r"].begun)
+    levels = {page.level for page in batch.requests["r"].completions[0].row.rows[0].pages}
+    assert levels == {scheduler.find("r").level} == {2}
+    engine.engine.cancel("shares")
+    engine.run()
+    assert engine.outcomes["r"].usage.levels == [2]
+    engine.engine.start_level(StartLevel(level=0))

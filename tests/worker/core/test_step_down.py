@@ -114,6 +114,39 @@ def test_requests_that_share_pages_step_down_together(stepping: Driver) -> None:
     stepping.outcomes.clear()
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["it decodes", "its prompt is prefilled"])
+def test_a_preempted_request_that_shares_pages_steps_down_too(
+    stepping: Driver, begun: bool
+) -> None:
+    """Its later pages are at the level at which they are reserved."""
+    stepping.outcomes.clear()
+    stepping.engine.start_level(StartLevel(level=0))
+    batch = stepping.engine._batch
+    shared = periodic_prompt(512, 21)
+    stepping.submit("first", [*shared, *periodic_prompt(90, 22)], max_tokens=90, ignore_eos=True)
+    stepping.run(until=lambda: len(stepping.outcomes["first"].tokens) > 2)
+    stepping.submit("kept", [*shared, *periodic_prompt(900, 23)], max_tokens=90, ignore_eos=True)
+    stepping.run(until=lambda: batch.requests["kept"].row is not None)
+    request = batch.requests["kept"]
+    if begun:
+        stepping.run(until=lambda: len(stepping.outcomes["kept"].tokens) > 2)
+    stepping.preempt("kept")
+    before = request.kept_pages
+    reclaim(stepping, "precision", 1, level=2)
+    stepping.run(until=lambda: not stepping.engine._reclaiming.active)
+    scheduled = batch.scheduler.find("kept")
+    assert scheduled.kept_pages == request.kept_pages < before
+    stepping.requeue("kept")
+    stepping.run(until=lambda: len(stepping.outcomes["kept"].tokens) > 80)
+
+    (row,) = request.completions[0].row.rows
+    assert {row.level, *(page.level for page in row.pages)} == {scheduled.level} == {2}
+    stepping.run()
+    levels = {rid: outcome.usage.levels for rid, outcome in stepping.outcomes.items()}
+    assert levels == {"first": [0, 2], "kept": [0, 2]}
+    stepping.outcomes.clear()
+
+
 def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver) -> None:
     stepping.submit("short", periodic_prompt(700, 3), max_tokens=3)
     stepping.run(until=lambda: bool(stepping.outcomes["short"].tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import kvd.worker.core
 from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshots
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.core import reclaiming
@@ -88,7 +90,8 @@ class Peers:
 def leader() -> LeaderRunner:
     """Return the leader of a gang whose follower is in this process."""
     model = build("llama")[0]
-    runners = [Runner(model, ModelCache(find_layout(model), CacheSettings())) for _ in range(2)]
+    settings = CacheSettings(schemes=(Scheme(8, 8, 32, 32), Scheme(4, 4, 32, 32)))
+    runners = [Runner(model, ModelCache(find_layout(model), settings)) for _ in range(2)]
     gang: Any = SimpleNamespace(peers=Peers(Follower(runners[1], None)), group=None)
     return LeaderRunner(runners[0], gang)
 
@@ -112,6 +115,23 @@ def test_a_reclaim_gives_back_on_all_ranks(
     demo.reclaim(method, 1 << 20)
 
     assert given == [demo.engine._runner.cache]
+
+
+def test_rows_and_snapshots_step_down_on_all_ranks(leader: LeaderRunner):
+    follower = leader._sender._peers._follower
+    caches = leader.cache, follower._cache
+    row = leader.cache.new_row()
+    leader.prefill(row, list(range(200)))
+    snapshot = leader.cache.snapshots.take(row)
+    leader.prefill(row, list(range(100)))
+    work = leader.step_down([row, snapshot], 1)
+    while not work.over:
+        work.advance(1.0, time.monotonic)
+
+    for cache in caches:
+        (running,), (kept,) = cache.sequences, cache.snapshots.all
+        for one in (*running.rows, *kept.rows):
+            assert {one.level, *(page.level for page in one.pages)} == {1}
 
 
 def test_freed_buffers_are_given_back():
