@@ -121,15 +121,21 @@ class RegistryState:
         return load
 
     def wanted(self, name: str, load: mail.LoadModel) -> KnownModel:
-        """Return the model that a load asks for: what it leaves open is as the model is known."""
+        """Return the model that a load asks for: what it leaves open is as the model is known.
+
+        Of a model with another source, only how it is treated relative to others is kept.
+        """
         known = self.statuses.known.get(name) or KnownModel(load.source)
-        same = known.source == load.source
+        kv, policy, found = known.kv, known.policy, known.found
+        if known.source != load.source:
+            kv, found = KVSpec(), False
+            policy = replace(policy, **{field: getattr(ModelPolicy(), field) for field in AT_LOAD})
         return dataclasses.replace(
             known,
             source=load.source,
-            kv=load.kv or (known.kv if same else KVSpec()),
-            policy=load.policy.applied_to(known.policy),
-            found=known.found and same,
+            kv=load.kv or kv,
+            policy=load.policy.applied_to(policy),
+            found=found,
         )
 
     def check(self) -> None:

@@ -95,10 +95,12 @@ async def test_a_load_removes_a_limit_only_with_null():
 
 
 @simulated
-async def test_a_load_of_another_source_has_the_default_settings_of_the_cache():
+async def test_a_load_of_another_source_has_the_defaults_of_what_describes_a_model():
     async with world(load=(), known={"demo": CONFIGURED}) as w:
         await w.client().ask(messages.Load, model="/models/other", alias="demo")
         assert (w.model().source, w.model().kv) == ("/models/other", KVSpec())
+        policy = msgspec.structs.replace(CONFIGURED.policy, max_context=None, ranks=1)
+        assert w.system._governor.machine.accounts["demo"].policy == policy
 
 
 @simulated
