@@ -17,6 +17,7 @@ from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache import pool
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -255,8 +256,9 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.split_head(checks)
     if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available():
         sampler.compile_modules()
-        layers = [layer for store in served.runner.cache.stores for layer in store.layers]
-        pool.compile_modules(array.dtype for layer in layers for array in layer.arrays())
+        if isinstance(cache := served.runner.cache, ModelCache):
+            layers = [layer for store in cache.stores for layer in store.layers]
+            pool.compile_modules(array.dtype for layer in layers for array in layer.arrays())
     if (kept := modules.current()) is not None:
         kept.keep()
     return checks
