@@ -123,7 +123,7 @@ class RegistryState:
     def wanted(self, name: str, load: mail.LoadModel) -> KnownModel:
         """Return the model that a load asks for: what it leaves open is as the model is known.
 
-        Of a model with another source, only how it is treated relative to others is kept.
+        Fields that describe a model (`AT_LOAD`) are not taken over from one with another source.
         """
         known = self.statuses.known.get(name) or KnownModel(load.source)
         kv, policy, found = known.kv, known.policy, known.found

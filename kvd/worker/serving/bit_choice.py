@@ -179,7 +179,8 @@ def _before_sigterm(call: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, before)
         signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.getsignal(signal.SIGTERM)  # known before `end` can be called
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
