@@ -20,7 +20,7 @@ read. A row whose mask takes too long is drawn by a later step (`kvd.worker.core
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -181,13 +181,10 @@ class Batch:
         return previous is not None
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
-        live: list[Completion] = []
         for rid in rids:
-            request = self.requests[rid]
-            if not request.begun:
-                self._fork(request)
-            live += [one for one in request.live if one.launched < request.max_new]
-        live = self._masks.without_late(live)
+            if not self.requests[rid].begun:
+                self._fork(self.requests[rid])
+        live = self._live(rids)
         if not live:
             return DecodeStep([], [], None, [], []) if self._masks.late else None
         rows = [completion.row for completion in live]
@@ -210,13 +207,17 @@ class Batch:
 
     def must_flush(self, rids: Sequence[str]) -> bool:
         """Return whether the next decode step of these requests must write pages first."""
-        rows = [
-            completion.row
-            for request in (self.requests[rid] for rid in rids if rid in self.requests)
-            for completion in request.live
-            if completion.row is not None and completion.launched < request.max_new
-        ]
+        live = self._live(rid for rid in rids if rid in self.requests)
+        rows = [completion.row for completion in live if completion.row is not None]
         return bool(self.cache.needs_flush(rows))
+
+    def _live(self, rids: Iterable[str]) -> list[Completion]:
+        """Return the completions of these requests that take part in the next decode step."""
+        requests = [self.requests[rid] for rid in rids]
+        live = [
+            one for request in requests for one in request.live if one.launched < request.max_new
+        ]
+        return self._masks.without_late(live)
 
     def _fork(self, request: Request) -> None:
         """Turn the row with the prompt into one row for each completion."""

@@ -128,6 +128,20 @@ def test_a_step_with_a_slow_row_waits_for_it_once(demo: Driver) -> None:
     demo.run()
 
 
+def test_a_late_row_writes_no_page(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers pause before a step that writes pages, and would wait for its mask."""
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    demo.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True)
+    grammar, gate = gated(demo, "slow", lambda count: count == 3)
+    until_late(demo, "slow", grammar)
+    batch = demo.engine._batch
+    with monkeypatch.context() as patch:
+        patch.setattr(batch.cache, "needs_flush", lambda rows, _steps=1: bool(rows))
+        assert [batch.must_flush([rid]) for rid in ("slow", "free", "gone")] == [False, True, False]
+    gate.set()
+    demo.run()
+
+
 def test_the_last_token_of_a_slow_grammar_delays_no_other_row(demo: Driver) -> None:
     """Whether the answer is complete is known only after its last token."""
     whole = demo.alone(WORDS, WARM, grammar=DIGITS, max_tokens=60)
