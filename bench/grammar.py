@@ -2,13 +2,14 @@
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
     python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--no-masks]
-                            [--threads-read] [--json FILE]
+                            [--orders] [--json FILE]
 
 Runs with and without grammars alternate, and each pair gives a ratio; on a machine that does other
-work, the ratio of CPU time is the steadier one. ``--shape``: a model with random weights, with a
-tokenizer as large as its vocabulary. ``--threads-read`` also measures an accelerator whose threads
-wait for the tokens of a step, as on the CPU, instead of the calling one. Validity has a campaign of
-its own: `tests.worker.grammar.valid_campaign`.
+work, the ratio of CPU time is the steadier one. ``steps`` has means of the steps of both kinds.
+``--shape``: a model with random weights, with a tokenizer as large as its vocabulary. ``--orders``
+also measures each order of reading tokens and launching passes alone, instead of the one that the
+engine chooses (`kvd.worker.core.read_order`). Validity has a campaign of its own:
+`tests.worker.grammar.valid_campaign`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ import mlx.core as mx
 from bench import forced
 from bench.bars import Bar
 from bench.gpu import shapes
+from bench.grammar_steps import StepWatch
 from bench.masks import LONG, measure, pieces
 from bench.report import machine, publish
 from kvd import demo
+from kvd.worker.core.read_order import ReadOrder
 from protocol.tools import Grammar
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
@@ -40,7 +43,20 @@ LEAST_RATIO = 0.95
 """Limit of the speed with grammars, relative to that without."""
 
 
-def run(driver: Driver, grammar: Grammar | None, tokens: int) -> tuple[float, float]:
+class FixedOrder(ReadOrder):
+    """An order that no trial changes."""
+
+    def __init__(self, *, reads_first: bool) -> None:
+        super().__init__()
+        self.reads_first = reads_first
+
+    def note(self, seconds: float) -> None:
+        pass
+
+
+def run(
+    driver: Driver, grammar: Grammar | None, tokens: int, watch: StepWatch
+) -> tuple[float, float]:
     """Return wall and CPU seconds per token of `ROWS` rows."""
     for row in range(ROWS):
         sampling = Sampling(temperature=1.0, seed=row)
@@ -50,6 +66,7 @@ def run(driver: Driver, grammar: Grammar | None, tokens: int) -> tuple[float, fl
     while any(not one.tokens for one in driver.outcomes.values()):  # grammars are compiled
         driver.take(driver.engine.step())
     before = batch.generated_tokens
+    watch.start()
     wall, cpu = time.perf_counter(), time.process_time()
     while driver.engine.has_work:
         driver.take(driver.engine.step())
@@ -59,13 +76,17 @@ def run(driver: Driver, grammar: Grammar | None, tokens: int) -> tuple[float, fl
     return wall / count, cpu / count
 
 
-def compare(driver: Driver, pairs: int, tokens: int) -> dict[str, Any]:
-    run(driver, LONG, tokens)
+def compare(driver: Driver, pairs: int, tokens: int, watch: StepWatch) -> dict[str, Any]:
+    run(driver, LONG, tokens, watch)
     found: list[tuple[float, float]] = []
     speeds: list[tuple[float, float]] = []
+    seconds: dict[bool, tuple[float, float]] = {}
+    steps: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     for number in range(pairs):
         order = (None, LONG) if number % 2 else (LONG, None)
-        seconds = {grammar is None: run(driver, grammar, tokens) for grammar in order}
+        for grammar in order:
+            seconds[grammar is None] = run(driver, grammar, tokens, watch)
+            steps["without" if grammar is None else "with"].append(watch.report())
         plain, bound = seconds[True], seconds[False]
         found.append((plain[0] / bound[0], plain[1] / bound[1]))
         speeds.append((1 / plain[0], 1 / bound[0]))
@@ -78,7 +99,13 @@ def compare(driver: Driver, pairs: int, tokens: int) -> dict[str, Any]:
         "ratios": [round(one, 3) for one in wall],
         "cpu_ratio": round(statistics.median(cpu), 3),
         "cpu_ratios": [round(one, 3) for one in cpu],
+        "steps": {kind: _medians(found) for kind, found in steps.items()},
     }
+
+
+def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for report in reports for name in report)
+    return {name: statistics.median(one.get(name, 0.0) for one in reports) for name in names}
 
 
 @contextmanager
@@ -112,7 +139,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--no-masks", action="store_true", help="measure only the speed of rows")
-    parser.add_argument("--threads-read", action="store_true")
+    parser.add_argument("--orders", action="store_true", help="measure each order alone as well")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     report: dict[str, Any] = {
@@ -126,10 +153,13 @@ def main() -> None:
         driver = Driver(source, budget=1 << 40)
         if not asked.no_masks:
             report["forced"] = forced.measure(driver.engine._batch.text.vocabulary())  # noqa: SLF001
-        report["speed"] = compare(driver, asked.pairs, asked.tokens)
-        if asked.threads_read:
-            driver.engine._batch._masks._reads_in_thread = True  # noqa: SLF001
-            report["speed_if_threads_read"] = compare(driver, asked.pairs, asked.tokens)
+        masks = driver.engine._batch._masks  # noqa: SLF001
+        watch = StepWatch(masks)
+        report["speed"] = compare(driver, asked.pairs, asked.tokens, watch)
+        for name, reads_first in (("launch", False), ("read", True)) if asked.orders else ():
+            masks._order = FixedOrder(reads_first=reads_first)  # noqa: SLF001
+            again = compare(driver, asked.pairs, asked.tokens, watch)
+            report[f"speed_if_{name}_first"] = again
     bar = Bar("speed with grammars", report["speed"]["ratio"], LEAST_RATIO, at_least=True)
     publish(report | {"bars": [bar.as_dict()]}, asked.json)
 

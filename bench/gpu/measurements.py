@@ -241,7 +241,7 @@ def _engines() -> list[Measurement]:
                 "--pairs": "7",
                 "--tokens": "192",
                 "--no-masks": "",
-                "--threads-read": "",
+                "--orders": "",
             },
             {"--shape": "demo", "--pairs": "1", "--tokens": "8"},
             70,

@@ -8,7 +8,8 @@ draws the late one. Until then, it takes part in no step. So no grammar delays o
 than about the time of a step. The tokens of a row do not depend on when they are drawn.
 
 MLX evaluates a forward pass on the CPU while `mx.async_eval` blocks. There, a thread also waits for
-the previous tokens. On accelerators the call returns early, and the calling thread waits for them.
+the previous tokens. On accelerators the call returns early, and the calling thread waits for them,
+before or after the call (`kvd.worker.core.read_order`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.core.decode_step import DecodeStep, LateRow
+from kvd.worker.core.read_order import ReadOrder
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.grammar.mask_threads import HELPED_SECONDS, MaskBatch, MaskThreads, Work
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
@@ -62,6 +64,10 @@ class StepMasks:
         self._draws_late = draws_late
         self._reads_in_thread = on_cpu()
         """Whether a thread waits for the tokens of a step, instead of the calling one."""
+        self._order = ReadOrder()
+        self._waited: float | None = None
+        """Seconds that the calling thread has waited for the tokens before a step; None: it read
+        none."""
         self.late: list[LateRow] = []
         """Rows that were launched and not drawn, the longest waiting first."""
         self._relieve = relieve
@@ -85,15 +91,19 @@ class StepMasks:
         ``previous``: the step whose tokens are its input. ``others``: arrays to evaluate with it.
         """
         self._begun = time.monotonic()
-        if self._reads_in_thread:
+        begins_first = self._reads_in_thread or self._order.reads_first
+        if begins_first:
             self._begin(previous, step)
         mx.async_eval(step.arrays, others)  # type: ignore[no-untyped-call]
-        if not self._reads_in_thread:
+        if not begins_first:
             self._begin(previous, step)
 
     def _begin(self, previous: DecodeStep | None, step: DecodeStep) -> None:
+        self._waited = None
         if previous is not None:
+            start, reads = time.monotonic(), previous.has_grammars and not previous.advanced
             self.advance(previous)
+            self._waited = time.monotonic() - start if reads else None
         if step.has_grammars:
             matchers = [one.matcher for one in step.drawing if one.matcher is not None]
             missing = [one for one in matchers if one.mask is None and not one.lent]
@@ -215,6 +225,7 @@ class StepMasks:
             late = [row.completion for row in self.late]
             self.wait(late, IDLE_SECONDS if idle else 0.0)
             return
+        start = time.monotonic()
         awaited, self._awaited = self._awaited, []
         usual = min(self._recent, default=FIRST_SECONDS)
         end = self._begun + 2 * usual + SPARE_SECONDS
@@ -226,8 +237,11 @@ class StepMasks:
         self.take_back()
         while not self._draws_late and (lent := step.lent):
             self._wait_for(lent[0])
+        now = time.monotonic()
         if step.has_grammars and all(batch.taken_back for batch in awaited):
-            self._recent.append(time.monotonic() - self._begun)
+            self._recent.append(now - self._begun)
+        if self._waited is not None and not self._reads_in_thread:
+            self._order.note(self._waited + now - start)
 
     def _take_ready(self) -> list[LateRow]:
         """Return the late rows whose masks are ready; they are late no longer."""
