@@ -57,6 +57,15 @@ def test_every_field_of_a_request_is_described():
     assert {"role", "content"} <= {f.encode_name for f in fields(Message)}
 
 
+def test_the_tests_that_the_tables_name_exist():
+    named = set(re.findall(r"`(?:\S+::)?(test_[a-z0-9_]+)`", PAGE))
+    folder = Path(__file__).parents[1]
+    texts = [file.read_text() for file in folder.rglob("test_*.py")]
+    found = {name for text in texts for name in re.findall(r"def (test_[a-z0-9_]+)\(", text)}
+    assert len(named) > 30
+    assert named <= found, named - found
+
+
 def test_every_field_of_a_response_request_is_described():
     assert rows(section("Responses API")) == {f.encode_name for f in fields(ResponsesRequest)}
 
