@@ -1,6 +1,7 @@
 """Times `kvctl calibrate`, with empty caches of compiled kernels and with full ones.
 
-    python -m bench.calibrate [--model demo] [--limit 180] [--json FILE]
+    python -m bench.calibrate [--model demo] [--prompts 4] [--tokens 1024] [--limit 180]
+                              [--json FILE]
 
 ``--limit``: most seconds that a calibration may take, with empty caches too.
 """
@@ -23,13 +24,14 @@ from bench.report import machine, publish
 STATES = ("empty", "full")
 
 
-def calibrate(model: str, folder: Path) -> dict[str, Any]:
+def calibrate(model: str, folder: Path, prompts: int, tokens: int) -> dict[str, Any]:
     """Calibrate in a process with its own caches; return seconds, and the levels."""
     environment = os.environ | {
         "XDG_CACHE_HOME": str(folder / "cache"),
         "KVD_HOME": str(folder / "home"),
     }
-    command = [sys.executable, "-m", "kvd.cli", "calibrate", model, "--json"]
+    texts = [f"--prompts={prompts}", f"--tokens={tokens}"]
+    command = [sys.executable, "-m", "kvd.cli", "calibrate", model, *texts, "--json"]
     start = time.perf_counter()
     ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return {
@@ -44,6 +46,8 @@ def main(given: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="demo", help="demo, or a model's folder")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024, help="length of each text")
     parser.add_argument("--limit", type=float, default=180.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(given)
@@ -51,7 +55,9 @@ def main(given: list[str] | None = None) -> None:
     bars = []
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
         for state in STATES:
-            report["runs"][state] = run = calibrate(options.model, Path(name))
+            report["runs"][state] = run = calibrate(
+                options.model, Path(name), options.prompts, options.tokens
+            )
             print(f"{state} caches: {run['seconds']} s", flush=True)
             what = f"seconds of a calibration, {state} caches"
             bars.append(Bar(what, run["seconds"], options.limit).as_dict())

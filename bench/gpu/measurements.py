@@ -155,7 +155,14 @@ def _correctness() -> list[Measurement]:
             60,
         ),
         _decode_bits(),
-        Measurement("calibrate", "bench.calibrate", {"--model": "{model}"}, {}, 200, model=SMALL),
+        Measurement(
+            "calibrate",
+            "bench.calibrate",
+            {"--model": "{model}"},
+            {"--prompts": "1", "--tokens": "384"},
+            200,
+            model=SMALL,
+        ),
     ]
 
 

@@ -139,9 +139,9 @@ async def test_the_async_client_streams(live: Live):
 @pytest.mark.slow
 def test_a_call_continues_after_the_death_of_its_worker(live: Live, ai: openai.OpenAI):
     """The kill is in the middle of a call's arguments; the stream continues to the byte."""
-    live.load(source(tps=60), "mortal")
+    live.load(source(tps=60), "mortal-responses")
     text = "call weather " + '{"city": "' + "Paris and " * 40 + '"}'
-    asked: Any = {**ASKED, "model": "mortal", "input": text}
+    asked: Any = {**ASKED, "model": "mortal-responses", "input": text}
     undisturbed = ai.responses.create(**asked).output[-1].arguments
     arguments, killed = "", False
     for event in ai.responses.create(**asked, stream=True):
@@ -149,7 +149,7 @@ def test_a_call_continues_after_the_death_of_its_worker(live: Live, ai: openai.O
             arguments += event.delta
             if len(arguments) > 50 and not killed:
                 killed = True
-                os.kill(live.worker_pid("mortal"), signal.SIGKILL)
+                os.kill(live.worker_pid("mortal-responses"), signal.SIGKILL)
     assert killed
     assert arguments == undisturbed
     assert event.type == "response.completed"
