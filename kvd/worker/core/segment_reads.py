@@ -2,8 +2,8 @@
 
 A read is a transfer (`kvd.worker.core.preemption`): its records are written into the pools between
 steps, and a thread reads ahead. The request is suspended meanwhile and other rows decode. If a file
-is damaged or missing, if the disk hangs, or if reading takes longer than prefill was estimated to
-take, the prompt is prefilled.
+is damaged or missing, if the disk hangs, or if reading has taken longer than prefill was estimated
+to take and is not nearly done, the prompt is prefilled.
 
 Prompts that share what is being read wait for it (`kvd.worker.scheduling.shared_prompts`). While
 memory is reclaimed, no read begins, and those that have begun end after `RECLAIM_SECONDS`: their
@@ -12,6 +12,7 @@ prompts begin again, a few times.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -63,8 +64,12 @@ class _Read:
     chain: list[SegmentInfo]
     reading: Reading
     reader: SegmentReader
+    nbytes: int
+    """About how many bytes it reads."""
+    prefill_s: float
+    """Estimated seconds of prefill instead."""
     limit_s: float
-    """Seconds of steps that it may take."""
+    """Seconds of steps that it may take; twice as many if its rest takes less time than prefill."""
     records: Iterator[float] = field(init=False)
     started_at: float = 0.0
     copy_s: float = 0.0
@@ -113,15 +118,17 @@ class SegmentReads:
         if not chain:
             return 0
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
-        limit_s = self._limit(chain, prefill_s)
+        nbytes = _bytes_to_read(chain, hit.tokens)
+        limit_s = self._limit(nbytes, prefill_s)
         if not limit_s:
             self._rates.recover("read")
             request.tracked.unread = Unread(chain[0].tokens, "slower")
             return 0
+        chain = [segment for segment in chain if segment.tokens > hit.tokens]
         row = unplaced_row(self._batch.cache, hit.snapshot, request.level)
         reading = self._files.read(chain)
         reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip, self._growth)
-        read = _Read(request, hit.tokens, chain, reading, reader, limit_s)
+        read = _Read(request, hit.tokens, chain, reading, reader, nbytes, prefill_s, limit_s)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)
         self._preemption.start(
@@ -145,19 +152,22 @@ class SegmentReads:
         tracked.prefetched = True
         held = self._batch.prefix_cache.peek(tracked.tokens, tracked.salt).tokens
         chain = self._find(request, held)
-        if chain and self._limit(chain, self._rates.seconds("prefill", chain[0].tokens - held)):
-            self._files.prefetch(chain)
+        if not chain:
+            return
+        prefill_s = self._rates.seconds("prefill", chain[0].tokens - held)
+        if self._limit(_bytes_to_read(chain, held), prefill_s):
+            self._files.prefetch([segment for segment in chain if segment.tokens > held])
 
     def _find(self, request: Request, held: int) -> list[SegmentInfo]:
         """Return the segments of the longest stored beginning that is longer than ``held`` tokens.
 
-        Empty if there is none, or if they must not or cannot be read.
+        The last one first, then its bases, also those within ``held``. Empty if there is none, or
+        if they must not or cannot be read.
         """
         tracked = request.tracked
         if tracked.lowered or tracked.full_prefill or not tracked.reads_store:
             return []
         chain = self._index.find(tracked.path, above=held)
-        chain = [segment for segment in chain if segment.tokens > held]
         if chain and not self._staging.charged:
             tracked.unread = Unread(chain[0].tokens, "memory")
             return []
@@ -166,9 +176,9 @@ class SegmentReads:
             return []
         return chain
 
-    def _limit(self, chain: Sequence[SegmentInfo], prefill_s: float) -> float:
-        """Return the seconds that a read may take; 0: prefill is better."""
-        if READ_MARGIN * self._rates.seconds("read", _bytes_to_read(chain)) < prefill_s:
+    def _limit(self, nbytes: int, prefill_s: float) -> float:
+        """Return the seconds that a read of ``nbytes`` may take; 0: prefill is better."""
+        if READ_MARGIN * self._rates.seconds("read", nbytes) < prefill_s:
             return max(LEAST_READ_SECONDS, prefill_s)
         if prefill_s >= FIRST_READ_SECONDS and not self._rates.is_measured("read"):
             return FIRST_READ_SHARE * prefill_s
@@ -187,10 +197,15 @@ class SegmentReads:
         return self._batch.transfers.reading.get(read.request.rid) is read.reader
 
     def _is_slow(self, read: _Read) -> bool:
-        """Whether the disk hangs, or prefill would probably have ended by now."""
+        """Whether the disk hangs, or prefill is better, although the read has begun."""
         if read.reading.hangs or not read.reading.started:
             return read.reading.hangs
-        return self._clock() > read.started_at + read.limit_s
+        seconds = self._clock() - read.started_at
+        if not read.limit_s < seconds <= 2 * read.limit_s:
+            return seconds > read.limit_s
+        # What is read would be lost. At the rate so far, its rest may take less than prefill.
+        done = read.reading.nbytes
+        return seconds * (read.nbytes - done) > read.prefill_s * done
 
     def _is_interrupted(self, read: _Read) -> bool:
         """Whether a reclaim has waited long enough for a read."""
@@ -296,7 +311,15 @@ class SegmentReads:
         self._batch.scheduler.resume(read.request.rid)
 
 
-def _bytes_to_read(chain: Sequence[SegmentInfo]) -> int:
-    """Return about how many bytes of these segments the first one's prefix needs."""
-    tokens = chain[0].tokens
-    return sum(one.nbytes * min(tokens, one.tokens) // one.tokens for one in chain)
+def _bytes_to_read(chain: Sequence[SegmentInfo], held: int) -> int:
+    """Return about how many bytes of these segments the first one's prefix needs.
+
+    ``chain``: a segment and all its bases. ``held``: tokens of the prefix that are in memory.
+    """
+    tokens, nbytes = chain[0].tokens, 0
+    for one, base in itertools.zip_longest(chain, chain[1:]):
+        # With a longer base, or without one, its pages begin with the prompt.
+        start = base.tokens if base is not None and base.tokens < one.tokens else 0
+        needed = min(tokens, one.tokens) - max(held, start)
+        nbytes += one.nbytes * max(0, needed) // (one.tokens - start)
+    return nbytes

@@ -17,6 +17,7 @@ from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core import pace
+from kvd.worker.core.segment_reads import _bytes_to_read
 from kvd.worker.engine import ignore_phase
 from kvd.worker.prefix import segment_files, segment_index
 from kvd.worker.prefix.record_memory import RecordMemory
@@ -24,7 +25,7 @@ from kvd.worker.prefix.segment_io import NOT_YET, BackgroundReader
 from protocol import segment_file
 from protocol.key_file import create_key
 from protocol.record_format import PLAIN
-from protocol.segments import segment_path
+from protocol.segments import SegmentInfo, segment_path
 from protocol.worker import RowTokens
 from tests.worker.core.driver import Driver
 from tests.worker.core.faulty_disk.disk import settle
@@ -141,6 +142,37 @@ def test_half_of_a_segment_is_read_if_memory_has_the_other_half(
     (used,) = store.used
     assert used.tokens == 1024
     assert used.nbytes < 0.4 * segment.nbytes
+
+
+def test_what_memory_has_counts_as_no_byte_to_read(
+    engine: Engine, store: Store, plain: Driver
+) -> None:
+    """Reading all of the segment would take twice as long as prefilling what memory lacks."""
+    prompt = prompt_of(4700, 5)
+    kept(engine, prompt)
+    (segment,) = store.segments.values()
+    engine.alone(prompt[:3700], max_tokens=2)  # leaves a checkpoint at 3584
+    del store.used[:]
+    rates = engine.engine._rates
+    lacking_s = rates.seconds("prefill", segment.tokens - 3584)
+    rates._measured["read"] = segment.nbytes / (2 * lacking_s)
+    found = engine.alone(prompt, max_tokens=12, logprobs=2)
+    rates._measured.clear()
+    assert found == alone(plain, prompt)
+    assert [one.tokens for one in store.used] == [segment.tokens - 3584]
+
+
+@pytest.mark.parametrize(
+    ("held", "nbytes"),
+    [(0, 500 + 1000), (512, 500), (768, 500 / 2), (900, 500 * 124 / 512)],
+)
+def test_bytes_that_a_prefix_needs_of_its_segments(held: int, nbytes: float) -> None:
+    base = SegmentInfo(key=b"base", base=None, tokens=512, nbytes=1000)
+    leaf = SegmentInfo(key=b"leaf", base=b"base", tokens=1024, nbytes=500)
+    assert _bytes_to_read([leaf, base], held) == int(nbytes)
+    longer = SegmentInfo(key=b"longer", base=None, tokens=2048, nbytes=4000)
+    tail = SegmentInfo(key=b"tail", base=b"longer", tokens=1024, nbytes=0)
+    assert _bytes_to_read([tail, longer], held) == 4000 * (1024 - held) // 2048
 
 
 def test_each_byte_is_copied_once_from_memory_that_all_records_share(

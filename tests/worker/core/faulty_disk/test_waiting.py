@@ -9,7 +9,7 @@ import pytest
 from kvd.worker.core.segment_reads import READ_MARGIN
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.read_ahead import PIECE_BYTES
-from kvd.worker.prefix.segment_files import SegmentFiles
+from kvd.worker.prefix.segment_files import Reading, SegmentFiles
 from kvd.worker.prefix.segment_io import BackgroundReader
 from protocol.segments import SegmentInfo
 from protocol.worker import Reclaim
@@ -220,6 +220,43 @@ def test_one_read_that_took_long_does_not_end_all_reads(
     for _ in range(25):
         rates.recover("read")
     assert alone(engine, PROMPT).cached == STORED
+
+
+@pytest.mark.parametrize(
+    ("share", "late_s", "cached"), [(0.2, 1.5, 0), (0.85, 1.5, STORED), (0.85, 2.5, 0)]
+)
+def test_a_late_read_ends_unless_its_rest_takes_less_than_prefill(
+    engine: Engine,
+    wanted: Outcome,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    late_s: float,
+    cached: int,
+) -> None:
+    """``share`` of the bytes are read after ``late_s``; all should be after a second."""
+    clock, reads = engine.engine._clock, engine.engine._prompts.segments
+    monkeypatch.setattr(engine.engine._pace, "seconds", lambda decodes: 0.0)  # a record per step
+    readings, read = [], reads._files.read
+
+    def note(segments: Sequence[SegmentInfo]) -> Reading:
+        readings.append(read(segments))
+        return readings[-1]
+
+    monkeypatch.setattr(reads._files, "read", note)
+    submit(engine)
+    (segment,) = engine.store.segments.values()
+    engine.run(until=lambda: readings and readings[0].nbytes >= share * segment.nbytes)
+    assert readings[0].nbytes < segment.nbytes
+    with monkeypatch.context() as patch:
+        plan = engine.engine._plan
+        patch.setattr(
+            engine.engine, "_plan", lambda: (setattr(clock, "now", clock.now + late_s), plan())[1]
+        )
+        engine.step()
+    engine.run()
+    assert engine.outcomes["r"] == wanted
+    assert engine.outcomes["r"].cached == cached
+    assert unread(engine, "r") == (None if cached else (STORED, "slow"))
 
 
 def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(
