@@ -9,6 +9,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from kvd.worker.serving import seam
+from tests.worker.architectures import zoo
 from tests.worker.text.tokenizers_zoo import byte_level, wrap
 
 CONFIG = {
@@ -53,6 +54,22 @@ def save(folder, *, dtype=mx.bfloat16, shards=1, quantized=False):
     if shards > 1:
         index = {"metadata": {}, "weight_map": names}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return save_files(folder, config)
+
+
+def save_zoo(folder, name, **changes):
+    """Write a model of the architectures' zoo, with a changed configuration; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes |= {"vocab_size": CONFIG["vocab_size"], "eos_token_id": CONFIG["eos_token_id"]}
+    model, config = zoo.build(name, config=zoo.ZOO[name].config | changes)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    # transformers warns of some keys even if they have no value
+    return save_files(folder, {key: value for key, value in config.items() if value is not None})
+
+
+def save_files(folder, config):
+    """Write what a folder has besides weights; return it."""
     (folder / "config.json").write_text(json.dumps(config))
     wrap(byte_level())._tokenizer.save_pretrained(folder)
     return folder
