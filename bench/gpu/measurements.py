@@ -220,6 +220,20 @@ def _servers() -> list[Measurement]:
             100,
             model=SMALL,
         ),
+        Measurement(  # prefixes could end at multiples of 256 if this costs little
+            "packed-256",
+            "bench.packed",
+            {
+                "--model": "{model}",
+                "--prompts": "32x1650 1x16384",
+                "--passes": "4096",
+                "--chunk": "256",
+                "--rounds": "2",
+            },
+            {"--prompts": "2x200", "--passes": "512", "--chunk": "64", "--rounds": "1"},
+            60,
+            model=SMALL,
+        ),
     ]
 
 
