@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from actors.machines.forecast import Question, forecast
+from actors.machines.governors import devices_of
 from protocol.kv import KVSpec
 from protocol.model_source import is_source
+from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
-    from actors.machines.governor import Governor
+    from actors.machines.governors import Governors
     from actors.ports import EstimateModel
     from actors.status import StatusTable
     from protocol.explain_messages import Explain
@@ -31,7 +33,7 @@ class Explainer:
     """Answers `Explain` messages."""
 
     status: StatusTable
-    governor: Governor
+    governors: Governors
     estimate_model: EstimateModel
     max_rows: int
     """Rows that a worker runs at once."""
@@ -56,9 +58,18 @@ class Explainer:
             costs, schemes, longest = estimate.costs, estimate.schemes, estimate.context_length
         if known is not None and known.policy.max_context is not None:
             longest = min(longest, known.policy.max_context)
+        own_policy = known.policy if known is not None else ModelPolicy()
+        device = own_policy.device if asked.device is None else asked.device
+        placed = replace(own_policy, ranks=ranks, device=device)
+        if (missing := self.status.missing_device(asked.model, placed)) is not None:
+            raise missing
+        places = devices_of(placed, self.status.devices)
+        governor = min(
+            (self.governors.devices[it] for it in places), key=lambda it: it.available_bytes
+        )
         question = Question(
             asked.model,
-            costs,
+            costs.divided(len(places)),
             schemes,
             rows=min(asked.rows, self.max_rows),
             context=min(asked.context or longest, longest),
@@ -66,7 +77,7 @@ class Explainer:
         )
         found = forecast(
             question,
-            self.governor,
+            governor,
             asyncio.get_running_loop().time(),
             source=source,
             state=status.state if status else "comes on demand" if known else "not loaded",

@@ -1,4 +1,4 @@
-"""The actor of the governor: carries messages between workers, users and the state machine.
+"""The actor of the governors: carries messages between workers, users and the state machine.
 
 The machine's invariants are checked after every event, in production as in tests. A violation is
 counted and recorded as an error in the log and in the events. The daemon continues.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.event_log import EventLog
-    from actors.machines.governor import Governor
+    from actors.machines.governors import Governors
     from actors.mail import GovernorMail, WorkerMail
     from actors.runtime.actor import Ref
 
@@ -34,7 +34,7 @@ ROUTINE = frozenset({"reclaimed", "start_level", "first"})
 class GovernorActorState:
     """What survives a restart of the actor, and what it needs."""
 
-    machine: Governor
+    machine: Governors
     events: EventLog
     evict: Callable[[str, bool], None] = lambda _model, _requeue: None
     """Tell the registry to unload a model. The next request loads it again."""
@@ -78,8 +78,8 @@ class GovernorActor(Actor["GovernorMail"]):
             case mail.BudgetRequest(total_bytes=total):
                 if total is not None:
                     self._apply(governor_events.BudgetChanged(total))
-                ledger = self._state.machine.ledger
-                return ledger.budget_bytes, ledger.granted_bytes
+                machine = self._state.machine
+                return machine.budget_bytes, machine.most_granted_bytes
             case mail.AlarmFired():
                 self._apply(governor_events.AlarmFired())
                 self._report_waiting_loads()
@@ -111,7 +111,7 @@ class GovernorActor(Actor["GovernorMail"]):
             limit = state.machine.limit_of(model)
             if state.limits.get(model, limit) != limit:
                 state.limits[model] = limit
-                held = state.machine.ledger.grants.get(model, 0)
+                held = state.machine.granted_to(model)
                 grant = wire.Grant(seq=0, total_bytes=held, granted=True, limit_bytes=limit)
                 self._send(model, grant)
 
@@ -160,7 +160,7 @@ class GovernorActor(Actor["GovernorMail"]):
             granted=decision.granted,
             available_bytes=decision.available_bytes,
             limit_bytes=limit,
-            budget_bytes=state.machine.ledger.budget_bytes,
+            budget_bytes=state.machine.budget_of(model),
             reason=decision.reason,
         )
         self._send(model, grant)
@@ -172,10 +172,8 @@ class GovernorActor(Actor["GovernorMail"]):
 
     def _report_waiting_loads(self) -> None:
         """Tell workers that wait for a grant to load, so that their silence is not a hang."""
-        machine = self._state.machine
-        for request in machine.ledger.queue:
-            known = self._state.workers.get(request.model)
-            if known is not None and machine.accounts[request.model].state == "loading":
+        for model in self._state.machine.waiting_loads():
+            if (known := self._state.workers.get(model)) is not None:
                 worker, life = known
                 worker.tell(mail.GrantPending(life))
 
@@ -186,8 +184,8 @@ class GovernorActor(Actor["GovernorMail"]):
         except AssertionError as error:
             state.violations += 1
             numbers = {
-                "granted_bytes": state.machine.ledger.granted_bytes,
-                "budget_bytes": state.machine.ledger.budget_bytes,
+                "granted_bytes": state.machine.granted_bytes,
+                "budget_bytes": state.machine.budget_bytes,
                 "violations": state.violations,
             }
             state.events.record("violation", None, str(error), level="error", numbers=numbers)

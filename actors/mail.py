@@ -259,6 +259,7 @@ class RequestTimeSlice(_Message, frozen=True):
     life: int
     weight: float
     step_s: float | None
+    device: int = 0
 
 
 class TimeSliceEnded(_Message, frozen=True):

@@ -157,11 +157,14 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         if name in state.entries:
             return  # the router knows the model already
         known = state.statuses.lookup(name)
-        if known is not None and not state.closing:
+        if known is None:
+            error: errors.ModelError | None = state.statuses.unknown_model(name)
+        else:
+            error = state.statuses.missing_device(name, known.policy)
+        if error is None and known is not None and not state.closing:
             self._add(name, known, patient=True)
             return
-        error = state.statuses.unknown_model(name).info() if known is None else None
-        self._tell_router(admission_events.ModelRemoved(name, error))
+        self._tell_router(admission_events.ModelRemoved(name, error.info() if error else None))
 
     # -- policy and configuration -----------------------------------------------------------------
 

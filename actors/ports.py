@@ -54,6 +54,7 @@ class WorkerProcess(Protocol):
 class SpawnWorker(Protocol):
     """Starts the worker of the model called `name`, as this many processes.
 
+    They use `device` and the ones after it, if the machine has several.
     Calls `on_report` and `on_exit` on the event loop: all reports that the processes wrote, then
     one exit after all of them have exited, then nothing. Followers report only `Started`. Calls may
     come before this coroutine returns. Raises OSError or KvdError if a process cannot be started,
@@ -65,6 +66,7 @@ class SpawnWorker(Protocol):
         name: str,
         *,
         ranks: int = 1,
+        device: int = 0,
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> WorkerProcess: ...

@@ -20,7 +20,7 @@ from protocol.model_source import is_source, unknown_source
 from protocol.policy import ModelPolicy
 from protocol.types import ModelState, ModelStatus
 
-AT_LOAD = ("max_context", "ranks")
+AT_LOAD = ("max_context", "ranks", "device")
 """Fields of `ModelPolicy` that apply only when the model is loaded."""
 
 
@@ -124,17 +124,21 @@ class RegistryState:
         """Return the model that a load asks for: what it leaves open is as the model is known.
 
         Fields that describe a model (`AT_LOAD`) are not taken over from one with another source.
+        Raises `UnsupportedModel` if this machine does not have the devices that it asks for.
         """
         known = self.statuses.known.get(name) or KnownModel(load.source)
         kv, policy, found = known.kv, known.policy, known.found
         if known.source != load.source:
             kv, found = KVSpec(), False
             policy = replace(policy, **{field: getattr(ModelPolicy(), field) for field in AT_LOAD})
+        policy = load.policy.applied_to(policy)
+        if (error := self.statuses.missing_device(name, policy)) is not None:
+            raise error
         return dataclasses.replace(
             known,
             source=load.source,
             kv=load.kv or kv,
-            policy=load.policy.applied_to(policy),
+            policy=policy,
             found=found,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from protocol.errors import ModelError, UnknownModel
+from protocol.errors import ModelError, UnknownModel, UnsupportedModel
 from protocol.kv import KVSpec
 from protocol.model_source import is_source, unknown_model
 from protocol.policy import ModelPolicy
@@ -58,6 +58,8 @@ class StatusTable:
     """Returns paused requests by model, from the router."""
     expires_in: Callable[[str], float | None] = lambda _model: None
     """Returns the seconds until a model's idle limit, from the governor."""
+    devices: int = 1
+    """Devices with a budget of their own."""
 
     def lookup(self, name: str) -> KnownModel | None:
         """Return how a model is known; names that are new are looked up in the models folder."""
@@ -89,6 +91,17 @@ class StatusTable:
         except ModelError as error:
             return UnknownModel(f"model {name!r} cannot be loaded: {error.message}", model=name)
         return unknown_model(name, self.models, self.known.keys() - self.models.keys())
+
+    def missing_device(self, name: str, policy: ModelPolicy) -> UnsupportedModel | None:
+        """Return the error for a model on devices that this machine does not have."""
+        last = policy.device + (policy.ranks if self.devices > 1 else 1) - 1
+        if last < self.devices:
+            return None
+        has = "only device 0" if self.devices == 1 else f"devices 0 to {self.devices - 1}"
+        return UnsupportedModel(
+            f"{name} needs device {last}, and this machine has {has}: change device or ranks",
+            model=name,
+        )
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
         known, status = self.known.get(name), self.models[name]

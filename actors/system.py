@@ -23,8 +23,7 @@ from actors.explain import Explainer
 from actors.governor import GovernorActor, GovernorActorState
 from actors.machines import admission_events
 from actors.machines.admission import Admission
-from actors.machines.governor import Governor
-from actors.machines.ledger import Ledger
+from actors.machines.governors import Governors
 from actors.machines.lifecycle import Lifecycle
 from actors.machines.prefix_store_events import LimitsChanged, StoreLimits
 from actors.machines.watchdog import WatchdogTimeouts
@@ -142,6 +141,7 @@ class System:
         memory: ports.MemoryReader,
         *,
         budget_bytes: int,
+        devices: int = 1,
         identity: Identity,
         settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
@@ -165,9 +165,10 @@ class System:
         self._estimate_model = estimate_model
         self._find_problems = find_problems
         self._statuses = StatusTable(dict(known or {}), find_model=find_model, may_load=may_load)
+        self._statuses.devices = devices
         self.events = EventLog(notify, observe)
         self._outcomes = CacheOutcomes(self.events)
-        self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self.events)
+        self._governor = GovernorActorState(Governors.create(budget_bytes, devices), self.events)
         self._router = RouterState(
             Admission(self._settings.max_queue, self._settings.max_queue_bytes),
             draw_seed,
@@ -179,7 +180,7 @@ class System:
             self._outcomes,
         )
         self._statuses.expires_in = self._expires_in
-        self._time_slices = TimeSlicesState()
+        self._time_slices = TimeSlicesState(devices)
         self.prefix_store = PrefixStoreState(
             notify,
             self.events,
@@ -396,8 +397,9 @@ class System:
             uptime_s=asyncio.get_running_loop().time() - self._started_at,
             home=identity.home,
             state="draining" if self._registry.draining else "serving",
-            budget_bytes=governor.machine.ledger.budget_bytes,
-            granted_bytes=governor.machine.ledger.granted_bytes,
+            budget_bytes=self._statuses.devices * governor.machine.budget_bytes,
+            granted_bytes=governor.machine.granted_bytes,
+            devices=governor.machine.statuses() if self._statuses.devices > 1 else [],
             violations=governor.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
             host=host,
@@ -412,15 +414,13 @@ class System:
         )
 
     def _expires_in(self, model: str) -> float | None:
-        account = self._governor.machine.accounts.get(model)
-        now = asyncio.get_running_loop().time()
+        account, now = self._governor.machine.account(model), asyncio.get_running_loop().time()
         return None if account is None else account.expires_in(now)
 
     def problems(self, host: HostMemory | None = None) -> list[Problem]:
         """Return the problems of the start and of the budget in effect."""
-        budget = self._governor.machine.ledger.budget_bytes
-        found = self._find_problems(budget, host or self._memory.host())
-        return [*found, *self.prefix_store.problems()]
+        budget, host = self._governor.machine.budget_bytes, host or self._memory.host()
+        return [*self._find_problems(budget, host), *self.prefix_store.problems()]
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""
@@ -453,13 +453,13 @@ class System:
             actor.check()
 
     def _start_worker(self, name: str, known: KnownModel) -> Ref[mail.WorkerMail]:
-        swap = self._settings.swap_folder
+        swap, policy = self._settings.swap_folder, known.policy
         load = LoadModel(
             source=known.source,
             kv=known.kv,
-            max_context=known.policy.max_context,
-            ranks=known.policy.ranks,
-            prefix_bytes=self._governor.machine.ledger.budget_bytes // PREFIX_PARTS,
+            max_context=policy.max_context,
+            ranks=policy.ranks,
+            prefix_bytes=self._governor.machine.budget_for(policy) // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             lone_chunk=self._settings.lone_chunk,
@@ -474,8 +474,8 @@ class System:
             prefix_store_on=self.prefix_store.is_configured,
             key_file=self._settings.key_file,
         )
-        machine = Lifecycle(name, self._settings.patience)
-        state = WorkerState(name, load, self._worker_services, machine, weight=known.policy.weight)
+        machine, services = Lifecycle(name, self._settings.patience), self._worker_services
+        state = WorkerState(name, load, services, machine, policy.weight, policy.device)
         # Each failure ends the process, whose own restart limit is reached before ten failures.
         return self._tree.start(Child(f"worker-{name}", lambda: Worker(state), max_failures=10))
 

@@ -57,6 +57,8 @@ class WorkerState:
     services: WorkerServices
     machine: lifecycle.Lifecycle
     weight: float = 1.0
+    device: int = 0
+    """Number of the GPU of the model, or of its first rank."""
     process: WorkerProcess | None = None
     life: int = 0
     """Number of the process."""
@@ -217,7 +219,11 @@ class Worker(Actor[mail.WorkerMail]):
 
         self.pipe(
             self._services.spawn(
-                state.name, ranks=state.load.ranks, on_report=on_report, on_exit=on_exit
+                state.name,
+                ranks=state.load.ranks,
+                device=state.device,
+                on_report=on_report,
+                on_exit=on_exit,
             ),
             done,
             lambda error: ref.tell(mail.SpawnFailed(error), beyond_limit=True),
@@ -300,9 +306,7 @@ class Worker(Actor[mail.WorkerMail]):
             case wire.Stats(stats=stats):
                 self._on_stats(stats)
             case wire.TimeSliceRequested(step_s=step_s):
-                services.time_slices.tell(
-                    mail.RequestTimeSlice(state.name, self.ref, state.life, state.weight, step_s)
-                )
+                self._request_time_slice(step_s)
             case wire.TimeSliceOver():
                 self._handle_event(lifecycle_events.SignOfLife())
                 services.time_slices.tell(mail.TimeSliceEnded(state.name, report))
@@ -313,6 +317,12 @@ class Worker(Actor[mail.WorkerMail]):
                 )
             case _:
                 assert_never(report)
+
+    def _request_time_slice(self, step_s: float | None) -> None:
+        it = self._state
+        self._services.time_slices.tell(
+            mail.RequestTimeSlice(it.name, self.ref, it.life, it.weight, step_s, it.device)
+        )
 
     def _on_started(self, report: wire.Started) -> None:
         """Start the load once all ranks run, so that the deadline of the start covers each."""
@@ -448,6 +458,7 @@ class Worker(Actor[mail.WorkerMail]):
             state=state.model_state,
             worker_pid=state.machine.pid,
             ranks=state.ranks,
+            device=state.device if self._services.statuses.devices > 1 else None,
             restarts=state.machine.restarts,
             kv=state.load.kv,
             granted_bytes=state.granted_bytes,

@@ -8,6 +8,7 @@ budget.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.pages import PAGE_TOKENS, max_pages
 
@@ -64,6 +65,28 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Costs by kind of layer."""
     own_token_bytes: int = 0
     """Bytes of a token in all layers, for models that keep mlx-lm's own caches."""
+
+    def divided(self, parts: int) -> Costs:
+        """Return the costs on one of ``parts`` devices whose ranks have equal parts of a model."""
+        if parts == 1:
+            return self
+        kinds = [
+            replace(
+                kind,
+                page_bytes=tuple(it // parts for it in kind.page_bytes),
+                charges=tuple(it // parts for it in kind.charges),
+            )
+            for kind in self.kinds
+        ]
+        return replace(
+            self,
+            weights_bytes=self.weights_bytes // parts,
+            base_bytes=self.base_bytes // parts,
+            unit_bytes=self.unit_bytes // parts,
+            row_bytes=self.row_bytes // parts,
+            own_token_bytes=self.own_token_bytes // parts,
+            kinds=kinds,
+        )
 
     def pages_bytes(self, length: int, level: int = 0) -> int:
         """Return the maximum bytes charged for a row's pages while it grows to this length."""

@@ -132,7 +132,7 @@ class InvalidModel(ModelError, code="invalid_model"):
 
 
 class UnsupportedModel(ModelError, code="unsupported_model"):
-    """The model is intact, but this version cannot serve it correctly."""
+    """The model is intact, but this version, or this machine, cannot serve it correctly."""
 
 
 class ModelFailed(ModelError, code="model_failed"):

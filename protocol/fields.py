@@ -31,6 +31,7 @@ Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)
 
 MAX_CHOICES = 16
 MAX_RANKS = 8
+MAX_DEVICES = 64
 MAX_LOGPROBS = 20
 """Most likely tokens reported per position; OpenAI's limit."""
 MAX_LOGIT_BIASES = 1024
@@ -43,6 +44,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 """OpenAI's range; negative values favour tokens that occurred."""
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Device = Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
 """Position of a choice among those of its request."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

@@ -49,7 +49,11 @@ class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole forecast. Bytes are counted as in the budget."""
+    """The whole forecast. Bytes are counted as in the budget.
+
+    With several GPUs, they are those of one GPU; of a model over several of them, of the one that
+    has least room.
+    """
 
     model: str
     source: str
@@ -71,6 +75,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Costs by precision level, from level 0 down."""
     level: int = 0
     """Precision level of new rows now."""
+    device: int | None = None
+    """Number of that GPU; absent with less than two."""
     budget_bytes: int
     available_bytes: int
     """Bytes of the budget that are not granted."""

@@ -164,7 +164,8 @@ class Configure(RequestBase, tag="config", frozen=True, kw_only=True):
     """Change settings until the daemon ends or reloads its file; no fields: return the budget."""
 
     budget_bytes: Annotated[int, Meta(ge=1, le=fields.MAX_BYTES)] | None = None
-    """New memory budget. A lower budget ends no requests; memory is reclaimed over time."""
+    """New memory budget; with several GPUs, of each. A lower budget ends no requests; memory is
+    reclaimed over time."""
     settings: dict[str, Any] = {}
     """New values by key, applied all or none; ``null`` restores the file's value."""
     table: bool = False
@@ -378,8 +379,10 @@ class Configured(EventBase, tag="config", frozen=True, kw_only=True):
     """Answers ``config`` and ``reload``."""
 
     budget_bytes: int
+    """Memory budget; with several GPUs, that of each."""
     granted_bytes: int
-    """Bytes granted. After the budget was lowered, they exceed it until memory is reclaimed."""
+    """Bytes granted; with several GPUs, on the one that has granted most. After the budget was
+    lowered, they exceed it until memory is reclaimed."""
     settings: list[Setting] = []
     """Every setting, if requested."""
     changes: list[Changed] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from protocol.fields import MAX_INT, PositiveSeconds, Priority, Ranks
+from protocol.fields import MAX_INT, Device, PositiveSeconds, Priority, Ranks
 
 MaxContext = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Weight = Annotated[float, Meta(ge=0.1, le=10.0)]
@@ -26,6 +26,9 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Maximum tokens of prompt and completion together; absent: the model's own limit."""
     ranks: Ranks = 1
     """Processes that share the model, each with a part of every layer; 1: one process."""
+    device: Device = 0
+    """With several GPUs: number of the GPU that has the model, or its first rank. The other ranks
+    have the next ones."""
     weight: Weight = 1.0
     """Share of a shared accelerator: twice the weight gives time slices of twice the length."""
 
@@ -38,6 +41,7 @@ class PolicyChange(msgspec.Struct, frozen=True, kw_only=True):
     idle_ttl_s: PositiveSeconds | UnsetType | None = UNSET
     max_context: MaxContext | UnsetType | None = UNSET
     ranks: Ranks | UnsetType = UNSET
+    device: Device | UnsetType = UNSET
     weight: Weight | UnsetType = UNSET
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.costs import Costs
+from protocol.device import DeviceStatus
 from protocol.embedding import EmbeddingInfo
 from protocol.errors import ErrorInfo
 from protocol.fields import Count, LogitBias, Penalty, TokenId
@@ -405,6 +406,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker_pid: int | None = None
     ranks: list[RankStatus] = []
     """Processes of a model over several ranks, the first of which is `worker_pid`; else empty."""
+    device: int | None = None
+    """Number of the GPU that has the model, or its first rank; absent with less than two GPUs."""
     restarts: int = 0
     kv: KVSpec = KVSpec()
     granted_bytes: int = 0
@@ -432,7 +435,9 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     available: int
     accelerator_limit: int | None = None
-    """Metal's recommended working set on Apple silicon, or the memory of the first CUDA device."""
+    """Metal's recommended working set on Apple silicon, or memory of the smallest CUDA device."""
+    devices: int = 1
+    """Number of CUDA devices that the daemon may use; 1 if there is none."""
     accelerator_hidden: bool = False
     """Whether there is a CUDA device whose memory the driver does not report."""
     pressure: Literal["normal", "warning", "critical"] = "normal"
@@ -471,6 +476,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["serving", "draining"]
     budget_bytes: int
     granted_bytes: int
+    devices: list[DeviceStatus] = []
+    """Each GPU, by its number, whose sum is above; empty with less than two."""
     violations: int = 0
     """Times that an invariant of the budget was violated: a bug in kvd, reported in its log."""
     footprint_bytes: int

@@ -93,6 +93,7 @@ def forecast(
         idle_bytes=costs.total_bytes(0, question.context),
         levels=levels,
         level=level,
+        device=governor.device,
         budget_bytes=ledger.budget_bytes,
         available_bytes=ledger.available_bytes,
         held_bytes=held,

@@ -1,4 +1,4 @@
-"""The governor: decides which model gives memory back, how, and when. Pure.
+"""The governor of one device: which model gives memory back, how, and when. Pure.
 
 On every event, in this order:
 
@@ -42,8 +42,11 @@ class Governor(GovernorState):
     """The governor's state machine."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        commands = intake.apply(self, event, now)
-        commands += fairness.note_protected(self, now)
+        return [*intake.apply(self, event, now), *self.react(now)]
+
+    def react(self, now: float) -> list[Command]:
+        """Act on what has changed: in this device's accounts, or at another device of a model."""
+        commands = fairness.note_protected(self, now)
         reclaiming.forget_overdue(self, now)
         commands += reclaiming.evict_expired(self, now)  # (1)
         commands += reclaiming.requeue_stranded(self)
@@ -61,7 +64,7 @@ class Governor(GovernorState):
         for name, account in self.accounts.items():
             assert account.name == name, "an account under another name"
             assert account.open is None or account.state != "loading", "a loading model reclaims"
-            assert not account.held or self.held_for not in {None, name}, "held for no other model"
+        assert not self.held or self.held_for not in {None, *self.held}, "held for no other model"
         assert set(self.ledger.grants) <= set(self.accounts), "a grant without an account"
         assert set(self.ledger.waiting) <= set(self.accounts), "a request without an account"
 

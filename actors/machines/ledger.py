@@ -1,4 +1,4 @@
-"""The ledger of one memory budget: which model may hold how many bytes. Pure.
+"""The ledger of one device's memory budget: which model may hold how many bytes. Pure.
 
 Grants come before growth: a worker requests memory before it uses it, and the sum of all grants
 never exceeds the budget. A grant ends when the process exits, or when its worker requests less. A
@@ -7,6 +7,10 @@ request that does not fit waits, and is granted when other models give back enou
 Waiting requests are granted oldest first, and a small one may overtake a large one. That ends when
 the governor makes one of them `first`: no other model grows before it. If the budget is lowered
 below the grants, the grants only shrink until they fit.
+
+A model over several devices holds the same number of bytes on each. Their ledgers know each other
+by its name (`Ledger.peers`), and all of them grant a request, or none does: a part that is granted
+alone would be kept from other models without use.
 """
 
 from __future__ import annotations
@@ -57,24 +61,33 @@ class Ledger(msgspec.Struct):
     first: str | None = None
     """The model whose request is granted before any other model grows."""
     exempt: set[str] = msgspec.field(default_factory=set)
-    """Models that may grow before the first request: a load stopped halfway helps no model."""
+    """Models that may grow before the first request: a load stopped halfway helps no model. One set
+    for the ledgers of all devices."""
     protected: set[str] = msgspec.field(default_factory=set)
     """Models whose running rows may grow before the first request is granted."""
     excess_bytes: int = 0
     """Bytes that workers use beyond their grants, as measured. They are not available."""
     ceiling_bytes: int = 0
     """Limit of the grants while they are above a lowered budget."""
+    peers: dict[str, tuple[Ledger, ...]] = msgspec.field(default_factory=dict)
+    """By model over several devices, the ledgers of its other devices."""
 
     def handle(self, event: Event, now: float) -> list[GrantDecision]:
         match event:
             case MemoryRequest():
                 decisions = self._request(event, now)
             case WorkerExited(model=model):
-                self.grants.pop(model, None)
+                for ledger in self.of(model):
+                    ledger.grants.pop(model, None)
                 self.withdraw(model)
-                decisions = self.grant_waiting()
-        self.ceiling_bytes = max(self.budget_bytes, min(self.ceiling_bytes, self.granted_bytes))
+                decisions = self.grant_waiting_beside(model)
+        for it in self.of(event.model):
+            it.ceiling_bytes = max(it.budget_bytes, min(it.ceiling_bytes, it.granted_bytes))
         return decisions
+
+    def of(self, model: str) -> tuple[Ledger, ...]:
+        """Return the ledgers of the model's devices."""
+        return self, *self.peers.get(model, ())
 
     @property
     def granted_bytes(self) -> int:
@@ -108,9 +121,10 @@ class Ledger(msgspec.Struct):
         return self.grant_waiting()
 
     def withdraw(self, model: str) -> None:
-        self.waiting.pop(model, None)
-        if self.first == model:
-            self.first = None
+        for ledger in self.of(model):
+            ledger.waiting.pop(model, None)
+            if ledger.first == model:
+                ledger.first = None
 
     def check(self) -> None:
         limit = max(self.budget_bytes, self.ceiling_bytes)
@@ -122,32 +136,39 @@ class Ledger(msgspec.Struct):
 
     def grant_waiting(self) -> list[GrantDecision]:
         """Grant the waiting requests that fit, oldest first."""
-        decisions: list[GrantDecision] = []
         for request in self.queue:
             if self._fits(request):
                 self.withdraw(request.model)
-                decisions.append(self._grant(request))
-        # Once the first request is granted, older ones that it kept back may be granted as well.
-        return decisions + self.grant_waiting() if decisions else decisions
+                # If it was the first request, older ones that it kept back may be granted as well.
+                return [self._grant(request), *self.grant_waiting_beside(request.model)]
+        return []
+
+    def grant_waiting_beside(self, model: str) -> list[GrantDecision]:
+        """Grant the waiting requests that fit on the devices of this model."""
+        return [decision for it in self.of(model) for decision in it.grant_waiting()]
 
     def _request(self, request: MemoryRequest, now: float) -> list[GrantDecision]:
         model = request.model
-        before = self.waiting.pop(model, None)  # a newer request replaces it
+        before = self.waiting.get(model)  # a newer request replaces it
         if not self._fits(request):
             known = [it.since for it in (before, request) if it and it.since is not None]
             since = min(known, default=now)
-            self.waiting[model] = msgspec.structs.replace(request, since=since)
+            for ledger in self.of(model):
+                ledger.waiting[model] = msgspec.structs.replace(request, since=since)
             return [self.decision(request, granted=False)]
-        if self.first == model:
-            self.first = None
-        return [self._grant(request), *self.grant_waiting()]
+        self.withdraw(model)
+        return [self._grant(request), *self.grant_waiting_beside(model)]
 
     def _fits(self, request: MemoryRequest) -> bool:
-        growth, kept_back = self.growth(request), self.keeps_back(request)
         if request.total_bytes < 0:
             return False
-        return growth <= 0 or (not kept_back and growth <= self.available_bytes)
+        room = (it._has_room(request) for it in self.of(request.model))  # noqa: SLF001 - its own
+        return self.growth(request) <= 0 or all(room)
+
+    def _has_room(self, request: MemoryRequest) -> bool:
+        return not self.keeps_back(request) and self.growth(request) <= self.available_bytes
 
     def _grant(self, request: MemoryRequest) -> GrantDecision:
-        self.grants[request.model] = request.total_bytes
+        for ledger in self.of(request.model):
+            ledger.grants[request.model] = request.total_bytes
         return self.decision(request, granted=True)

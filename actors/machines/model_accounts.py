@@ -55,6 +55,8 @@ class ModelAccount(msgspec.Struct):
     """None while the model has requests or is not ready."""
     serving: bool = False
     """The daemon has given the process requests that are not over."""
+    reclaims: int = 0
+    """Number of the last `Reclaim`."""
     open: OpenReclaim | None = None
     barren: dict[str, float] = msgspec.field(default_factory=dict)
     """By method that gave too little or nothing, the time before which it is not tried again."""
@@ -67,7 +69,6 @@ class ModelAccount(msgspec.Struct):
     measured_bytes: int = 0
     over_limit: int = 0
     """Measurements in a row that were above the limit of the worker's memory."""
-    held: bool = False
     evicting: bool = False
     """The governor evicts the model, after it has finished its running requests."""
 

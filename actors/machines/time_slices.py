@@ -1,4 +1,4 @@
-"""Which worker computes now: time slices on the one accelerator, by weight. Pure.
+"""Which worker computes now: time slices on one accelerator, by weight. Pure.
 
 Processes that compute at the same time share an accelerator badly. Each launch waits for everything
 that other processes have launched before, so a decode step waits for whole chunks of another

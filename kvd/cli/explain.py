@@ -16,7 +16,7 @@ from kvd.cli.tables import fixed_column, grid, headed, number_column, text_colum
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes, format_duration
 from protocol.explain_messages import MAX_FORECAST_ROWS
-from protocol.fields import MAX_RANKS
+from protocol.fields import MAX_DEVICES, MAX_RANKS
 from protocol.forecast import Forecast, ReclaimStep
 from protocol.kv import KVSpec
 
@@ -55,6 +55,12 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
     "Processes that would share the model (default: as it is known, otherwise 1).",
     type=click.IntRange(1, MAX_RANKS),
 )
+@option(
+    "--device",
+    "N",
+    "GPU of the model, or of its first rank (default: as it is known, otherwise 0).",
+    type=click.IntRange(0, MAX_DEVICES - 1),
+)
 @kv_options()
 @common_options()
 def explain(
@@ -65,6 +71,7 @@ def explain(
     context: int | None,
     rows: int,
     ranks: int | None,
+    device: int | None,
     kv: KVSpec | None,
 ) -> None:
     """Show the memory that rows of a model would need, and what would make room for them.
@@ -77,7 +84,9 @@ def explain(
     if model is None:
         raise click.UsageError("give MODEL, or --request to explain a request's prompt")
     with common.connected() as client:
-        forecast = client.explain(absolute(model), rows=rows, context=context, kv=kv, ranks=ranks)
+        forecast = client.explain(
+            absolute(model), rows=rows, context=context, kv=kv, ranks=ranks, device=device
+        )
         common.print_data(forecast, page(forecast, context, rows))
 
 
@@ -115,13 +124,17 @@ def _limits(forecast: Forecast, context: int | None, rows: int) -> Iterator[Text
         yield Text(limit, style="yellow")
 
 
+def _of_device(number: int | None) -> str:
+    return "" if number is None else f"of GPU {number}; all numbers are those of one GPU"
+
+
 def _memory(forecast: Forecast) -> Table:
     table = grid(fixed_column(style="dim"), number_column(), text_column(style="dim"))
     lines = [
         ("weights", forecast.weights_bytes, ""),
         ("base", forecast.base_bytes, "weights, interpreter and scratch while it is loaded"),
         ("idle", forecast.idle_bytes, "base and the first pages"),
-        ("budget", forecast.budget_bytes, ""),
+        ("budget", forecast.budget_bytes, _of_device(forecast.device)),
         ("free", forecast.available_bytes, "not granted"),
     ]
     if start_bytes := forecast.levels[forecast.level].start_bytes:

@@ -37,6 +37,7 @@ from protocol.validation import describe_error
 @option("--idle-ttl", "SECONDS", "Unload it after this time without requests.", type=float)
 @option("--max-context", "TOKENS", "Maximum tokens of prompt and completion.", type=Tokens())
 @option("--ranks", "N", "Processes that share the model (tensor parallelism).", type=int)
+@option("--device", "N", "GPU of the model, or of its first rank.", type=int)
 @kv_options()
 @common_options()
 def load(
@@ -49,6 +50,7 @@ def load(
     idle_ttl: float | None,
     max_context: int | None,
     ranks: int | None,
+    device: int | None,
     kv: KVSpec | None,
 ) -> None:
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
@@ -59,6 +61,7 @@ def load(
             idle_ttl_s=idle_ttl,
             max_context=max_context,
             ranks=ranks,
+            device=device,
         )
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
         loaded = follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])

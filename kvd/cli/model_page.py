@@ -40,7 +40,7 @@ def page(value: ModelStatus) -> RenderableType:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
     lines.append(("memory", _memory(value.stats.memory, value.granted_bytes)))
-    lines += _ranks(value.ranks)
+    lines += [*_gpus(value), *_ranks(value.ranks)]
     lines.append(("rows", _rows(value)))
     lines.append(("pages", _pages(value)))
     if value.kv.prefix_cache != 0 and info:
@@ -147,6 +147,13 @@ def _memory(use: MemoryUse, granted: int) -> str:
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
     total = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
     return f"{total}: {text}" if text else total
+
+
+def _gpus(value: ModelStatus) -> list[tuple[str, str]]:
+    if value.device is None:
+        return []
+    last = value.device + max(1, len(value.ranks)) - 1
+    return [("GPU", str(last) if last == value.device else f"{value.device} to {last}")]
 
 
 def _ranks(ranks: list[RankStatus]) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ _TIGHT, _FULL = 0.85, 0.95
 
 
 def status(value: DaemonStatus, width: int) -> RenderableType:
-    parts: list[RenderableType] = [daemon(value), budget(value, width)]
+    parts: list[RenderableType] = [daemon(value), budget(value, width), *devices(value, width)]
     if addresses := [address for address in value.http if address.startswith("http:")]:
         parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
     if value.prefix_store is not None:
@@ -109,6 +109,17 @@ def daemon(value: DaemonStatus) -> Text:
         (value.state, color),
         f"  pid {value.pid}  up {format_duration(value.uptime_s)}  {value.home}",
     )
+
+
+def devices(value: DaemonStatus, width: int) -> Iterator[Text]:
+    """Yield a line for each GPU, if there are several."""
+    cells = max(8, _BAR_PERCENT * width // 100)
+    for number, one in enumerate(value.devices):
+        share = one.granted_bytes / one.budget_bytes if one.budget_bytes else 0.0
+        style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
+        line = Text.assemble(f"GPU {number:<2} ", bar(min(1.0, share), cells, style))
+        line.append(f" {format_bytes(one.granted_bytes)} of {format_bytes(one.budget_bytes)}")
+        yield line
 
 
 def budget(value: DaemonStatus, width: int) -> Text:

@@ -232,10 +232,19 @@ class Calls(ABC, Generic[C, L]):
         context: int | None = None,
         kv: KVSpec | None = None,
         ranks: int | None = None,
+        device: int | None = None,
     ) -> Forecast:
         """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
         number = self._exchange.next_id()
-        request = Explain(id=number, model=model, rows=rows, context=context, kv=kv, ranks=ranks)
+        request = Explain(
+            id=number,
+            model=model,
+            rows=rows,
+            context=context,
+            kv=kv,
+            ranks=ranks,
+            device=device,
+        )
         return (await self._call(request, Explained)).forecast
 
     async def explain_requests(self, request: str | None = None) -> list[RequestOutcome]:

@@ -86,6 +86,7 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
             idle_ttl_s=self.idle_ttl_s,
             max_context=self.max_context,
             ranks=self.ranks,
+            device=self.device,
             weight=self.weight,
         )
 
@@ -129,7 +130,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
     """Bytes for all models together, at least 64 MiB. Default: three quarters of the memory that
-    Metal recommends, of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
+    Metal recommends, of the CUDA device's memory, or of RAM (or the cgroup's limit). With several
+    CUDA devices, it is the budget of each, and the default follows from the smallest one."""
     models: list[Source | ModelEntry] = []
     """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
     models_dir: Annotated[str, Meta(max_length=4096, pattern=TEXT_PATTERN)] = "./models"

@@ -130,6 +130,7 @@ class Daemon:
         self._manager = manager or Notifier()
         self._log = structlog.get_logger("kvd.daemon.daemon")
         self._memory = memory.reader()
+        self._devices = max(1, len(self._memory.devices))
         budget = settings.budget_bytes if options.budget_bytes is None else options.budget_bytes
         self._budget = self._default_budget() if budget is None else budget
         self._blas = blas.choose(settings.blas)
@@ -189,9 +190,11 @@ class Daemon:
                 native=settings.native,
                 attention=attention,
                 calibration=options.home.calibration,
+                devices=self._memory.devices if self._devices > 1 else (),
             ),
             self._memory,
             budget_bytes=self._budget,
+            devices=self._devices,
             identity=Identity(
                 version=kvd.__version__,
                 home=str(options.home.root),

@@ -40,7 +40,10 @@ class Spawner:
         native: str = "auto",
         attention: str = "auto",
         calibration: Path | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
+        """``devices``: names of the CUDA devices, if there are several."""
+        self._devices = devices
         self._fake = fake
         self._environment = environment(blas) | {"KVD_NATIVE": native, "KVD_ATTENTION": attention}
         if calibration is not None:
@@ -53,6 +56,7 @@ class Spawner:
         name: str,
         *,
         ranks: int = 1,
+        device: int = 0,
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> Worker:
@@ -60,7 +64,7 @@ class Spawner:
         try:
             with contextlib.closing(Wiring(ranks)) as wiring:
                 while len(started) < ranks:
-                    started.append(await self._start(name, len(started), wiring))
+                    started.append(await self._start(name, len(started), wiring, device))
         except BaseException:
             for process in started:
                 process.abandon()
@@ -73,7 +77,7 @@ class Spawner:
         watcher.add_done_callback(self._watchers.discard)
         return worker
 
-    async def _start(self, name: str, rank: int, wiring: Wiring) -> RankProcess:
+    async def _start(self, name: str, rank: int, wiring: Wiring, device: int) -> RankProcess:
         daemon_end, worker_end = socket.socketpair()
         output, worker_output = os.pipe()
         with contextlib.closing(worker_end), os.fdopen(worker_output, "wb") as sink:
@@ -84,7 +88,7 @@ class Spawner:
                     stdout=sink,
                     stderr=sink,
                     pass_fds=(worker_end.fileno(), *wiring.controls(rank)),
-                    env=self._environment,
+                    env=self._environment | self._visible(device, wiring.ranks),
                 )
             except BaseException:
                 daemon_end.close()
@@ -92,6 +96,14 @@ class Spawner:
                 raise
         number = rank if wiring.ranks > 1 else None
         return RankProcess(name, number, process, daemon_end, output)
+
+    def _visible(self, first: int, count: int) -> dict[str, str]:
+        """Return the variables that show a worker's processes its devices, and no others."""
+        if not self._devices:
+            return {}
+        shown = ",".join(self._devices[first : first + count])
+        # kvd numbers devices as NVIDIA's driver does. CUDA would number the fastest one 0.
+        return {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def _arguments(self, fd: int, gang: Sequence[str]) -> list[str]:
         # -P: do not import modules from the daemon's working folder.

@@ -53,7 +53,7 @@ def host_memory(scene: Scene) -> Finding:
     }
     observed = (
         f"{format_bytes(host.total)}, {format_bytes(host.available)} free, budget "
-        f"{format_bytes(budget)}"
+        f"{format_bytes(budget)}" + (f" on each of {host.devices} GPUs" if host.devices > 1 else "")
     )
     for problem in compare_with_machine(budget, host):
         verdict = warn if host.accelerator_hidden else fail

@@ -63,8 +63,8 @@ def available(scene: Scene) -> int:
     if memory.reader().separate and limit is not None:
         free = limit
     if isinstance(status, DaemonStatus):
-        held = sum(model.granted_bytes for model in status.models)
-        return max(0, free - max(0, status.budget_bytes - held))
+        one = status.devices[0] if status.devices else status  # MLX computes on the first GPU
+        return max(0, free - max(0, one.budget_bytes - one.granted_bytes))
     return min(free, scene.served.budget_bytes or memory.default_budget(host))
 
 

@@ -30,13 +30,23 @@ MODEL = ("model",)
 
 BUDGET = Metric(
     "kvd_budget_bytes", "gauge", (),
-    "Memory budget for all models together",
+    "Memory budget for all models together, on all GPUs",
     "The limit for the sum of all grants",
 )  # fmt: skip
 GRANTED = Metric(
     "kvd_granted_bytes", "gauge", (),
     "Sum of all grants: memory that workers may hold",
     "Near the budget, the next load or long request makes the governor reclaim memory",
+)  # fmt: skip
+DEVICE_BUDGET = Metric(
+    "kvd_device_budget_bytes", "gauge", ("device",),
+    "Memory budget of a GPU; absent with less than two GPUs",
+    "The limit for the sum of grants on that GPU",
+)  # fmt: skip
+DEVICE_GRANTED = Metric(
+    "kvd_device_granted_bytes", "gauge", ("device",),
+    "Memory of a GPU that workers may hold; absent with less than two GPUs",
+    "If one GPU is full and another is not, load a model with another `device`",
 )  # fmt: skip
 VIOLATIONS = Metric(
     "kvd_budget_violations_total", "counter", (),
@@ -406,7 +416,8 @@ STARTED = Metric(
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Memory": (
-        BUDGET, GRANTED, VIOLATIONS, MODEL_GRANTED, MODEL_FOOTPRINT, RANK_FOOTPRINT, MODEL_MEMORY,
+        BUDGET, GRANTED, DEVICE_BUDGET, DEVICE_GRANTED, VIOLATIONS,
+        MODEL_GRANTED, MODEL_FOOTPRINT, RANK_FOOTPRINT, MODEL_MEMORY,
         KV_LEVEL, KV_PAGES, START_LEVEL, RECLAIMABLE, ALLOCATOR_ACTIVE, ALLOCATOR_PEAK, HOST_MEMORY,
         HOST_AVAILABLE, ACCELERATOR_LIMIT, HOST_PRESSURE, ACTIONS,
     ),

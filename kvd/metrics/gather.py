@@ -58,6 +58,9 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     status, process = it.status, it.process
     to.put(c.BUDGET, status.budget_bytes)
     to.put(c.GRANTED, status.granted_bytes)
+    for number, device in enumerate(status.devices):
+        to.put(c.DEVICE_BUDGET, device.budget_bytes, str(number))
+        to.put(c.DEVICE_GRANTED, device.granted_bytes, str(number))
     to.put(c.VIOLATIONS, status.violations)
     to.put(c.UNLOADED, len(status.unloaded))
     to.put(c.BUILD, 1, status.version, _PYTHON)

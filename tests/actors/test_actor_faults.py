@@ -13,13 +13,13 @@ from tests.sim.world import world
 @simulated
 async def test_an_inconsistent_core_actor_ends_the_system_and_its_workers():
     async with world(faults=True) as w:
-        w.system._governor.machine.ledger.grants["ghost"] = 5000
+        w.system._governor.machine.devices[0].ledger.grants["ghost"] = 5000
         w.system._worker_services.governor.tell("nonsense")
         with pytest.raises(SystemFault, match="above the budget"):
             await w.system.finished
 
         assert w.spawn.last("demo").signals == ["kill"]
-        w.system._governor.machine.ledger.grants.clear()
+        w.system._governor.machine.devices[0].ledger.grants.clear()
 
 
 @simulated

@@ -43,7 +43,7 @@ async def test_a_gang_is_one_model_whose_status_shows_its_ranks():
             for place, pid in enumerate(process.pids)
         ]
         assert (model.worker_pid, model.stats.memory.footprint) == (process.pid, 33 * MIB)
-        assert w.system._governor.machine.accounts["demo"].measured_bytes == 33 * MIB
+        assert w.system._governor.machine.devices[0].accounts["demo"].measured_bytes == 33 * MIB
         load = next(it for it in process.commands if isinstance(it, LoadModel))
         assert load.ranks == 3
         text = await w.metrics.text()

@@ -37,7 +37,7 @@ async def test_the_given_policy_fields_of_a_loaded_model_change() -> None:
         found = known(w)
         assert found is not None
         assert found.policy == ModelPolicy(pinned=True, priority=3, weight=2.0)
-        assert w.system._governor.machine.accounts["demo"].policy == found.policy
+        assert w.system._governor.machine.devices[0].accounts["demo"].policy == found.policy
         assert w.system._registry.entries["demo"].known == found
 
 

@@ -80,7 +80,7 @@ async def test_a_load_changes_only_what_it_names(loaded):
 
         policy = msgspec.structs.replace(CONFIGURED.policy, pinned=True)
         assert w.system._statuses.known["demo"] == dataclasses.replace(CONFIGURED, policy=policy)
-        assert w.system._governor.machine.accounts["demo"].policy == policy
+        assert w.system._governor.machine.devices[0].accounts["demo"].policy == policy
         load = next(it for it in w.spawn.last("demo").commands if isinstance(it, LoadModel))
         assert (load.kv, load.max_context, load.ranks) == (KVSpec(4, 4), 320, 2)
 
@@ -91,7 +91,7 @@ async def test_a_load_removes_a_limit_only_with_null():
         await w.client().ask(messages.Load, model="demo", policy={"idle_ttl_s": None})
         expected = msgspec.structs.replace(CONFIGURED.policy, idle_ttl_s=None)
         assert w.system._statuses.known["demo"].policy == expected
-        assert w.system._governor.machine.accounts["demo"].policy == expected
+        assert w.system._governor.machine.devices[0].accounts["demo"].policy == expected
 
 
 @simulated
@@ -100,7 +100,7 @@ async def test_a_load_of_another_source_has_the_defaults_of_what_describes_a_mod
         await w.client().ask(messages.Load, model="/models/other", alias="demo")
         assert (w.model().source, w.model().kv) == ("/models/other", KVSpec())
         policy = msgspec.structs.replace(CONFIGURED.policy, max_context=None, ranks=1)
-        assert w.system._governor.machine.accounts["demo"].policy == policy
+        assert w.system._governor.machine.devices[0].accounts["demo"].policy == policy
 
 
 @simulated

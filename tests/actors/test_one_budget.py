@@ -73,7 +73,7 @@ async def busy(w, name: str) -> None:
     w.spawn.last(name).report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
-    await until(lambda: w.system._governor.machine.accounts[name].idle_since is None, 1)
+    await until(lambda: w.system._governor.machine.devices[0].accounts[name].idle_since is None, 1)
 
 
 @simulated
@@ -267,15 +267,15 @@ async def test_a_disconnected_follower_is_removed():
 @simulated
 async def test_a_violation_is_counted_and_recorded_as_an_error():
     async with world() as w:
-        w.system._governor.machine.ledger.grants["demo"] = 5000
+        w.system._governor.machine.devices[0].ledger.grants["demo"] = 5000
         await w.client().ask(messages.Configure, budget_bytes=1001)
-        w.system._governor.machine.ledger.ceiling_bytes = 0
+        w.system._governor.machine.devices[0].ledger.ceiling_bytes = 0
         w.spawn.last("demo").report(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
         await until(lambda: recorded(w, "violation"), 5)
 
         assert w.system.status().violations >= 1
         assert w.notices_of("governor_violation")[0].level == "error"
-        w.system._governor.machine.ledger.grants["demo"] = 100
+        w.system._governor.machine.devices[0].ledger.grants["demo"] = 100
         w.system._governor.violations = 0
         w.system._governor.history = type(w.system._governor.history)(w.system._governor.machine)
 

@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def measured_bytes(it: World, model: str) -> int:
-    return it.system._governor.machine.accounts[model].measured_bytes
+    return it.system._governor.machine.devices[0].accounts[model].measured_bytes
 
 
 def send_memory(it: World, model: str, **memory: int) -> None:
@@ -82,7 +82,7 @@ async def test_memory_pressure_is_reported_at_once():
         it.system._memory.pressure = "critical"
         await asyncio.sleep(CALM_S + INTERVAL_S)
 
-        assert it.system._governor.machine.gauge.pressure == "critical"
+        assert it.system._governor.machine.devices[0].gauge.pressure == "critical"
 
 
 @simulated

@@ -31,7 +31,9 @@ async def busy(w: World) -> None:
     w.spawn.last("demo").report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
-    await until(lambda: w.system._governor.machine.accounts["demo"].idle_since is None, 1)
+    await until(
+        lambda: w.system._governor.machine.devices[0].accounts["demo"].idle_since is None, 1
+    )
 
 
 def idle(w: World) -> None:

@@ -384,10 +384,10 @@ async def test_a_rank_that_cannot_be_started_ends_those_that_were(failing, monke
     before, pids = open_files(), []
     start = Spawner._start
 
-    async def sometimes(self, name, rank, wiring):
+    async def sometimes(self, name, rank, wiring, device):
         if rank == failing:
             raise OSError("no more processes")
-        process = await start(self, name, rank, wiring)
+        process = await start(self, name, rank, wiring, device)
         pids.append(process.pid)
         return process
 
@@ -406,11 +406,11 @@ async def test_a_spawn_that_is_cancelled_leaves_no_rank(monkeypatch):
     before, pids, reached = open_files(), [], asyncio.Event()
     start = Spawner._start
 
-    async def slow(self, name, rank, wiring):
+    async def slow(self, name, rank, wiring, device):
         if rank == 2:
             reached.set()
             await asyncio.Event().wait()
-        process = await start(self, name, rank, wiring)
+        process = await start(self, name, rank, wiring, device)
         pids.append(process.pid)
         return process
 

@@ -140,17 +140,25 @@ def test_a_terminal_gets_lines_for_people(monkeypatch, capsys, restored_logging)
 
 
 class FakeNvml:
-    """NVIDIA's driver library (NVML) with one device of this size."""
+    """NVIDIA's driver library (NVML) with devices of these sizes."""
 
-    def __init__(self, total: int, failing: str = "") -> None:
-        self._total, self._failing = total, failing
+    def __init__(self, *totals: int, failing: str = "") -> None:
+        self._totals, self._failing = totals, failing
 
     def __getattr__(self, name: str):
         def call(*arguments):
             if name == self._failing:
                 return 999
+            if name == "nvmlDeviceGetCount_v2":
+                arguments[0]._obj.value = len(self._totals)
+            if name == "nvmlDeviceGetHandleByIndex_v2":
+                number, handle = arguments
+                handle._obj.value = number + 1
+                return 0 if number < len(self._totals) else 2
+            if name == "nvmlDeviceGetHandleByUUID":
+                arguments[1]._obj.value = int(arguments[0][-1:]) + 1
             if name == "nvmlDeviceGetMemoryInfo":
-                arguments[1]._obj.total = self._total
+                arguments[1]._obj.total = self._totals[arguments[0].value - 1]
             return 0
 
         return call
@@ -176,7 +184,7 @@ def test_without_nvml_the_devices_file_shows_whether_there_is_one(monkeypatch, c
     def load(name):
         if failing == "library":
             raise OSError(name)
-        return FakeNvml(1, failing)
+        return FakeNvml(1, failing=failing)
 
     monkeypatch.setattr(nvidia.ctypes, "CDLL", load)
     assert nvidia.first_device() is None
@@ -185,13 +193,34 @@ def test_without_nvml_the_devices_file_shows_whether_there_is_one(monkeypatch, c
 
 
 def test_without_a_device_there_is_no_accelerator(monkeypatch, cuda_build):
-    nvml = FakeNvml(1, "nvmlDeviceGetHandleByIndex_v2")
+    nvml = FakeNvml(1, failing="nvmlDeviceGetHandleByIndex_v2")
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: nvml)
     assert nvidia.first_device() is None
 
 
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, [("0", 10), ("1", 20), ("2", 30)]),
+        ("2, 0", [("2", 30), ("0", 10)]),
+        ("GPU-1", [("GPU-1", 20)]),
+        ("1,7,0", [("1", 20)]),
+        ("", []),
+    ],
+)
+def test_devices_are_those_that_the_process_may_use(monkeypatch, cuda_build, allowed, expected):
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(10, 20, 30))
+    if allowed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    assert [(it.name, it.total_bytes) for it in nvidia.devices()] == expected
+    reader = LinuxMemory()
+    assert reader.devices == [name for name, _ in expected]
+    assert reader.host().accelerator_limit == min((size for _, size in expected), default=None)
+    assert reader.host().devices == max(1, len(expected))
+
+
 def test_a_default_budget_for_a_device_of_unknown_memory_is_a_problem(monkeypatch, cuda_build):
-    nvml = FakeNvml(1, "nvmlDeviceGetMemoryInfo")
+    nvml = FakeNvml(1, failing="nvmlDeviceGetMemoryInfo")
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: nvml)
     reader = LinuxMemory()
     host = reader.host()

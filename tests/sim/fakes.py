@@ -127,8 +127,10 @@ class FakeProcess:
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
         ranks: int = 1,
+        device: int = 0,
     ) -> None:
         self.pid = pid
+        self.device = device
         self.pids = tuple(range(pid, pid + ranks))
         self.script = script
         self.commands: list[Command] = []
@@ -337,6 +339,7 @@ class FakeSpawn:
         name: str,
         *,
         ranks: int = 1,
+        device: int = 0,
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> FakeProcess:
@@ -347,7 +350,7 @@ class FakeSpawn:
         if script.spawn_error is not None:
             raise script.spawn_error
         self.pids += 1
-        process = FakeProcess(self.pids, script, on_report, on_exit, ranks)
+        process = FakeProcess(self.pids, script, on_report, on_exit, ranks, device)
         self.pids += ranks - 1
         self.processes[name].append(process)
         if script.early:

@@ -129,6 +129,7 @@ class LoopSpawn:
         name: str,
         *,
         ranks: int = 1,
+        device: int = 0,
         on_report: Callable[[wire.Report], None],
         on_exit: Callable[[Exit], None],
     ) -> LoopProcess:

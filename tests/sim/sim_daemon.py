@@ -160,7 +160,7 @@ class SimDaemon:
         """Check the daemon's invariants, and that its workers hold what they were granted."""
         self.world.check()
         assert not self.world.system.finished.done(), "the daemon ended"
-        ledger = self.world.system._governor.machine.ledger
+        ledger = self.world.system._governor.machine.devices[0].ledger
         most = max(ledger.budget_bytes, ledger.ceiling_bytes)
         granted = 0
         for process in self.spawn.alive():

@@ -42,6 +42,22 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
         assert counts[f"event {kind}"] > 0, f"no event {kind}"
 
 
+def test_weeks_on_two_devices() -> None:
+    """Three models on each device: one of them is over both."""
+    counts: Counter[str] = Counter()
+    for seed in range(1, 6):
+        week = Week(seed, devices=2)
+        try:
+            week.run()
+        except AssertionError as error:
+            error.add_note(f"run again: Week({seed}, devices=2)")
+            raise
+        assert week.counts["finished"] > 0.95 * len(week.requests)
+        counts.update(week.counts)
+    for event in ("reclaim precision", "reclaim preempt", "evicted", "held", "start level"):
+        assert counts[event] > 0, f"no {event}"
+
+
 def test_a_seed_always_gives_the_same_week() -> None:
     first, second = Week(3), Week(3)
     first.run()

@@ -4,7 +4,7 @@ Workers keep the governor's contract (`tests.sim.sim_worker`). The simulation do
 daemon's work: it forwards requests to workers, loads on demand, evicts, holds requests and replays
 requests after a crash. Messages take time both ways, users pin models and change the budget, the
 system reports memory pressure, and workers use more than they were granted. Every promise is
-asserted after every event.
+asserted after every event. With two devices, each has a model or two, and one model is over both.
 
 A seed always gives the same week. ``python -m tests.sim.week SEED`` runs one, and ``FIRST LAST``
 a range of seeds; both print counts as JSON. With names of such JSON files it prints their sums.
@@ -20,13 +20,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from actors.machines import governor_events
-from actors.machines.governor import Governor
-from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
+from actors.machines.governors import Governors
+from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
 from protocol.policy import ModelPolicy
 from tests.sim.sim_worker import AHEAD, MIN_TOKENS, SimModel, SimRequest, SimWorker
 
@@ -41,6 +41,8 @@ MODELS = (
     SimModel("wide", 3200, (150, 110, 76), 45, 20),
     SimModel("talk", 1500, (50, 50, 30), 12, 60),
 )
+PLACES = {"chat": (0, 1), "code": (1, 1), "tiny": (0, 1), "wide": (0, 2), "talk": (1, 1)}
+"""Device and ranks of each model, with two devices."""
 LONGEST_S = 4 * HOUR
 """Limit on the seconds from a request's arrival to its end."""
 MAX_COMMANDS = 6
@@ -63,12 +65,14 @@ class ModelEntry:
     priority: int = 0
     reporting: bool = False
     serving: bool = False
+    device: int = 0
+    ranks: int = 1
 
 
 class Week:
     """One seeded week. `counts` has the number of each kind of event."""
 
-    def __init__(self, seed: int, request_count: int = 170) -> None:
+    def __init__(self, seed: int, request_count: int = 170, devices: int = 1) -> None:
         self.draw = random.Random(seed)
         self.now = 0.0
         self.steps = 0
@@ -76,18 +80,31 @@ class Week:
         self.longest = 0.0
         """Most seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
-        self.governor = Governor(Ledger(BUDGET))
+        self.governors = Governors.create(BUDGET, devices)
         self.entries = {model.name: ModelEntry(model) for model in MODELS}
+        if devices == 2:
+            self._place_on_two_devices()
         self.requests: list[SimRequest] = []
         self.request_count = request_count
         self.resized = False
-        self.ceiling: int | None = None
-        """Limit on the sum of grants while it is above a lowered budget."""
+        self.ceilings: list[int | None] = [None] * devices
+        """By device, the limit on the sum of grants while it is above a lowered budget."""
         self.changes = 0
         """Number of things that users and the system did, except requests and crashes."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._alarm_at: float | None = None
+
+    def _place_on_two_devices(self) -> None:
+        for name, (device, ranks) in PLACES.items():
+            one = self.entries[name].model
+            both = replace(  # each device has as much of it as the only one has otherwise
+                one,
+                base=ranks * one.base,
+                first=ranks * one.first,
+                per_1000=tuple(ranks * size for size in one.per_1000),
+            )
+            self.entries[name] = ModelEntry(both, device=device, ranks=ranks)
 
     # Time.
 
@@ -108,7 +125,7 @@ class Week:
 
     def _stuck(self) -> str:
         left = [(it.number, it.model.name, it.started) for it in self.requests if not it.ended]
-        return f"{left[:9]} {self.governor.ledger}"
+        return f"{left[:9]} {[it.ledger for it in self.governors.devices]}"
 
     def _fill(self) -> None:
         draw = self.draw
@@ -176,7 +193,13 @@ class Week:
         self._apply(governor_events.PolicyChanged(entry.model.name, self._policy(entry)))
 
     def _policy(self, entry: ModelEntry) -> ModelPolicy:
-        return ModelPolicy(priority=entry.priority, pinned=entry.pinned, idle_ttl_s=entry.ttl_s)
+        return ModelPolicy(
+            priority=entry.priority,
+            pinned=entry.pinned,
+            idle_ttl_s=entry.ttl_s,
+            device=entry.device,
+            ranks=entry.ranks,
+        )
 
     def _exceed_grant(self) -> None:
         """Measure for a minute that a worker uses more than its grant."""
@@ -185,7 +208,7 @@ class Week:
         if not alive:
             return
         name = self.draw.choice(alive).model.name
-        held = self.governor.ledger.grants.get(name, 0)
+        held = self.governors.granted_to(name)
         self._apply(governor_events.MemoryMeasured({name: held + self.draw.randint(0, 400)}))
         self.later(60, lambda: self._apply(governor_events.MemoryMeasured({name: 0})))
 
@@ -312,7 +335,7 @@ class Week:
     def _refused(self, request: SimRequest) -> None:
         model = request.model
         least = model.base + model.first
-        assert least > self.governor.limit_of(model.name), "refused although it could be granted"
+        assert least > self.governors.limit_of(model.name), "refused although it could be granted"
         request.ended = "refused"
 
     # Between daemon and worker.
@@ -356,14 +379,14 @@ class Week:
     def _apply(self, event: governor_events.Event) -> None:
         """Apply an event to the governor, and perform its commands."""
         self.steps += 1
-        commands = self.governor.handle(event, self.now)
+        commands = self.governors.handle(event, self.now)
         self._check(commands)
         for command in commands:
             self._perform(command)
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        due = self.governor.deadline
+        due = self.governors.deadline
         if due is not None and (self._alarm_at is None or due < self._alarm_at):
             self._alarm_at = due
             self.at(due, self._alarm_fired)
@@ -371,7 +394,7 @@ class Week:
     def _alarm_fired(self) -> None:
         if self._alarm_at is not None and self.now >= self._alarm_at:
             self._alarm_at = None
-            due = self.governor.deadline
+            due = self.governors.deadline
             if due is not None and due <= self.now:
                 self._apply(governor_events.AlarmFired())
             else:
@@ -380,7 +403,7 @@ class Week:
     def _perform(self, command: governor_events.Command) -> None:
         match command:
             case GrantDecision():
-                entry, budget = self.entries[command.model], self.governor.limit_of(command.model)
+                entry, budget = self.entries[command.model], self.governors.limit_of(command.model)
                 life = entry.life
                 self.later(LATENCY_S, lambda: self._answer(entry, life, command, budget))
             case governor_events.Reclaim():
@@ -421,7 +444,7 @@ class Week:
             return
         while (head := worker.hopeless()) is not None:
             least = head.model.base + head.worst_case(2)
-            assert least > self.governor.limit_of(head.model.name) or self.counts["event budget"]
+            assert least > self.governors.limit_of(head.model.name) or self.counts["event budget"]
             worker.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
@@ -533,38 +556,51 @@ class Week:
     # Promises.
 
     def _check(self, commands: list[governor_events.Command]) -> None:
-        ledger = self.governor.ledger
-        self.governor.check()
-        most = max(ledger.budget_bytes, ledger.ceiling_bytes)
-        assert ledger.granted_bytes <= most, "grants above the budget"
-        assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, (
-            "grants grew above the budget"
-        )
-        over = ledger.granted_bytes > ledger.budget_bytes
-        assert not over or self.resized, "the budget was exceeded"
-        self.ceiling = ledger.granted_bytes if over else None
-        self.most_granted = max(self.most_granted, ledger.granted_bytes / ledger.budget_bytes)
+        self.governors.check()
+        for device, governor in enumerate(self.governors.devices):
+            ledger, ceiling = governor.ledger, self.ceilings[device]
+            most = max(ledger.budget_bytes, ledger.ceiling_bytes)
+            assert ledger.granted_bytes <= most, "grants above the budget"
+            assert ceiling is None or ledger.granted_bytes <= ceiling, (
+                "grants grew above the budget"
+            )
+            over = ledger.granted_bytes > ledger.budget_bytes
+            assert not over or self.resized, "the budget was exceeded"
+            self.ceilings[device] = ledger.granted_bytes if over else None
+            self.most_granted = max(self.most_granted, ledger.granted_bytes / ledger.budget_bytes)
         for name, entry in self.entries.items():
             if entry.worker is not None and entry.state != "loading":
                 assert entry.worker.held <= entry.worker.grant, "more held than granted"
-                assert entry.worker.grant <= ledger.grants[name], (
+                assert entry.worker.grant <= self.governors.granted_to(name), (
                     "the worker's grant is above the ledger's"
                 )
         for command in commands:
             match command:
-                case governor_events.RecordEvent(kind=kind) if kind.startswith("reclaim_"):
-                    self._check_order(command)
+                case governor_events.RecordEvent(kind=kind):
+                    self._check_devices(command)
+                    if kind.startswith("reclaim_"):
+                        self._check_order(command)
+
+    def _check_devices(self, event: governor_events.RecordEvent) -> None:
+        """Check that only models on the device that is short give memory back."""
+        device = event.numbers.get("device", 0)
+        for name in (event.model, event.requester):
+            if name:
+                entry = self.entries[name]
+                places = range(entry.device, entry.device + entry.ranks)
+                assert device in places, f"{event.kind} of {name} for device {device}"
 
     def _check_order(self, event: governor_events.RecordEvent) -> None:
         """Check that no cheaper method could have freed memory of a model without open reclaim."""
         method = event.kind.removeprefix("reclaim_")
-        least = self.governor.view(self.now).min_bytes
+        governor = self.governors.devices[event.numbers.get("device", 0)]
+        least = governor.view(self.now).min_bytes
         missing = event.numbers["missing_bytes"]
-        found = [account.reclaimable for account in self.governor.accounts.values()]
+        found = [account.reclaimable for account in governor.accounts.values()]
         evicts_any = missing > sum(
             it.spare + it.prefixes + sum(it.levels) + it.preempt for it in found
         )
-        for account in self.governor.accounts.values():
+        for account in governor.accounts.values():
             if account.state != "ready" or account.open is not None:
                 continue
             barren, reclaimable = account.barren, account.reclaimable

@@ -107,6 +107,7 @@ class World:
         spawn: Any = None,
         notify: Notify | None = None,
         segment_disk: SegmentDisk | None = None,
+        devices: int = 1,
     ) -> None:
         self.spawn = FakeSpawn(scripts) if spawn is None else spawn
         self.memory = FakeMemory()
@@ -118,6 +119,7 @@ class World:
             self.spawn,
             self.memory,
             budget_bytes=budget,
+            devices=devices,
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
@@ -198,6 +200,7 @@ async def world(
     faults: bool = False,
     saved_requests: SavedRequests | None = None,
     segment_disk: SegmentDisk | None = None,
+    devices: int = 1,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded. ``faults``: actors may fail."""
     it = World(
@@ -208,6 +211,7 @@ async def world(
         known,
         estimate_model,
         segment_disk=segment_disk,
+        devices=devices,
     )
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))

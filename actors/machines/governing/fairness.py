@@ -47,18 +47,20 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
     if now - (request.since or 0.0) < m.times.hold_s:
         return []
     missing = ledger.growth(request) - ledger.available_bytes - m.pending_bytes()
-    missing -= sum(_yield_bytes(m, it) for it in m.accounts.values() if it.held)
+    missing -= sum(_yield_bytes(m, m.accounts[name]) for name in m.held)
     commands: list[Command] = []
     busy = [
         it
         for name, it in m.accounts.items()
-        if name != request.model and it.state == "ready" and not it.is_idle and not it.held
+        if name != request.model and it.state == "ready" and not it.is_idle and name not in m.held
     ]
     for account in sorted(busy, key=lambda it: it.worth(ledger.grants.get(it.name, 0), now)):
         if missing <= 0:
             break
         missing -= _yield_bytes(m, account)
-        account.held = True
+        m.held.add(account.name)
+        if any(account.name in it.held for it in m.of(account.name) if it is not m):
+            continue  # for another device already
         reason = f"finishes its requests and gets no new ones: {request.model} waits for memory"
         commands += [
             m.record("hold", account.name, reason, requester=request.model),
@@ -76,11 +78,11 @@ def _yield_bytes(m: GovernorState, account: ModelAccount) -> int:
 def _release(m: GovernorState) -> list[Command]:
     m.held_for = m.ledger.first
     commands: list[Command] = []
-    for account in m.accounts.values():
-        if account.held:
-            account.held = False
-            event = m.record(
-                "let_go", account.name, "the request that waited was granted or has ended"
-            )
-            commands += [event, HoldRequests(account.name, held=False)]
+    released = [name for name in m.accounts if name in m.held]
+    m.held.clear()
+    for name in released:
+        if any(name in it.held for it in m.of(name)):
+            continue  # another device needs it
+        event = m.record("let_go", name, "the request that waited was granted or has ended")
+        commands += [event, HoldRequests(name, held=False)]
     return commands

@@ -32,9 +32,11 @@ def apply(m: GovernorState, event: ev.Event, now: float) -> list[ev.Command]:
             m.ledger.exempt.discard(model)
             if (removed := m.accounts.get(model)) is not None:
                 removed.measured_bytes = 0  # else its excess would keep back what fits now
-                _update_excess(m)
+                _update_excess(m, model)
             commands: list[ev.Command] = [*m.ledger.handle(WorkerExited(model), now)]
-            m.accounts.pop(model, None)
+            for governor in m.of(model):
+                governor.accounts.pop(model, None)
+                governor.held.discard(model)
             return commands
         case ev.MemoryMeasured():
             return _measured(m, event)
@@ -76,7 +78,7 @@ def _apply_to_account(
             account.reset()
             account.load_started_at = now
             m.ledger.exempt.discard(event.model)
-            _update_excess(m)
+            _update_excess(m, event.model)
             return [*m.ledger.handle(event, now)]
         case ev.ReclaimableReported(reclaimable=reclaimable):
             account.update(reclaimable, now)
@@ -168,16 +170,18 @@ def _end_above_limit(m: GovernorState, account: ModelAccount, pid: int | None) -
     ]
 
 
-def _update_excess(m: GovernorState) -> None:
+def _update_excess(m: GovernorState, model: str = "") -> None:
     """Record the bytes that workers use beyond their grants, so that no other model gets them.
 
-    A loading worker without a grant counts from `STARTING_BYTES` for each process on.
+    A loading worker without a grant counts from `STARTING_BYTES` for each process on. With
+    ``model``, on all devices of that model.
     """
-    m.excess.clear()
-    for name, account in m.accounts.items():
-        over = account.measured_bytes - m.ledger.grants.get(
-            name, STARTING_BYTES * account.policy.ranks
-        )
-        if over > 0:
-            m.excess[name] = over
-    m.ledger.excess_bytes = sum(m.excess.values())
+    for governor in m.of(model):
+        governor.excess.clear()
+        for name, account in governor.accounts.items():
+            over = account.measured_bytes - governor.ledger.grants.get(
+                name, STARTING_BYTES * account.policy.ranks
+            )
+            if over > 0:
+                governor.excess[name] = over
+        governor.ledger.excess_bytes = sum(governor.excess.values())

@@ -34,7 +34,7 @@ def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Comman
     shortfall = shortfalls.of_request(m, request, now)
     pending = m.pending_bytes()
     reach = max(0, m.available_bytes) + pending + within_reach(shortfall, view)
-    fits = request.total_bytes <= m.limit_of(model)
+    fits = request.total_bytes <= m.limit_here(model)
     if fits and (m.accounts[model].patient or growth <= reach):
         return []
     ledger.withdraw(model)
@@ -42,7 +42,11 @@ def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Comman
     reason = _holders(m, model)
     refusal = ledger.decision(request, granted=False, reason=reason)
     numbers = {"wanted_bytes": growth, "within_reach_bytes": reach}
-    return [m.record("load_refused", model, reason, numbers), refusal, *ledger.grant_waiting()]
+    return [
+        m.record("load_refused", model, reason, numbers),
+        refusal,
+        *ledger.grant_waiting_beside(model),
+    ]
 
 
 def _holders(m: GovernorState, model: str) -> str:

@@ -32,11 +32,12 @@ def _update_start_level(m: GovernorState, account: ModelAccount) -> list[Command
     if account.state != "ready":
         return []
     lowest = len(account.reclaimable.levels)
-    level = min(max(m.gauge.level, account.level), lowest) if m.gauge.tight else 0
+    gauges = [it.gauge for it in m.of(account.name) if it.gauge.tight]
+    level = min(max(account.level, *(it.level for it in gauges)), lowest) if gauges else 0
     if level == account.level:
         return []
     account.level = level
-    reason = m.gauge.reason or "memory is free again"
+    reason = gauges[0].reason if gauges else "memory is free again"
     event = m.record("start_level", account.name, reason, {"level": level})
     return [event, StartLevel(account.name, level)]
 

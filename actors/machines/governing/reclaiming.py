@@ -45,7 +45,7 @@ def requeue_stranded(m: GovernorState) -> list[Command]:
 def serve_shortfalls(m: GovernorState, now: float) -> list[Command]:
     """Act for the most urgent shortfall for which something can be done."""
     view = m.view(now)
-    for shortfall in shortfalls.find(m, now, view):
+    for shortfall in shortfalls.find(m, now):
         if commands := _serve(m, shortfall, view):
             return commands
     return []
@@ -84,16 +84,16 @@ def _start(
             commands += _evict(m, account, reason, requester, requeue=requeue)
             missing -= action.nbytes
             continue
-        m.seq += 1
+        account.reclaims += 1
         wanted = min(action.nbytes, max(missing, min_bytes))
-        account.open = OpenReclaim(m.seq, method, wanted, level, now + m.times.reclaim_s)
+        account.open = OpenReclaim(account.reclaims, method, wanted, level, now + m.times.reclaim_s)
         numbers = {"wanted_bytes": wanted, "missing_bytes": shortfall.nbytes}
         if method == "precision":
             account.level = max(account.level, level)
             numbers["level"] = level
         commands += [
             m.record(f"reclaim_{method}", account.name, reason, numbers, requester),
-            Reclaim(account.name, m.seq, method, wanted, level),
+            Reclaim(account.name, account.reclaims, method, wanted, level),
         ]
         missing -= wanted
     return commands

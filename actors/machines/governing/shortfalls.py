@@ -15,7 +15,6 @@ from actors.machines.reclaim_order import (
     RECLAIM_ORDER,
     WITH_STALLED,
     WITHOUT_PREEMPTION,
-    MemoryView,
     Methods,
     Shortfall,
     within_reach,
@@ -32,12 +31,12 @@ SMALL_EXCESS, LARGE_EXCESS = 0.01, 0.03
 first part, free methods are used, above the second preemption too."""
 
 
-def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
+def find(m: GovernorState, now: float) -> Iterator[Shortfall]:
     yield from _over_budget(m)
     for request in m.ledger.queue:
         if m.is_needed(request) and not m.ledger.keeps_back(request):
             shortfall = of_request(m, request, now)
-            yield msgspec.structs.replace(shortfall, methods=_methods(m, shortfall, request, view))
+            yield msgspec.structs.replace(shortfall, methods=_methods(m, request, now))
     yield from _under_pressure(m, now)
     yield from _above_watermark(m)
 
@@ -73,17 +72,21 @@ def _over_budget(m: GovernorState) -> Iterator[Shortfall]:
         yield Shortfall(over, "its worker uses more than granted", methods, among=among)
 
 
-def _methods(
-    m: GovernorState, shortfall: Shortfall, request: MemoryRequest, view: MemoryView
-) -> Methods:
-    waited_s = view.now - (request.since or 0.0)
+def _methods(m: GovernorState, request: MemoryRequest, now: float) -> Methods:
+    waited_s = now - (request.since or 0.0)
     if waited_s < m.times.settle_s:
         return FREE
     leaving = m.accounts[request.model].state == "leaving"
     if m.ledger.first == request.model or leaving:
         return WITH_STALLED if waited_s >= m.times.hold_s else RECLAIM_ORDER
-    reach = m.pending_bytes(shortfall.requester) + within_reach(shortfall, view)
-    return RECLAIM_ORDER if shortfall.nbytes <= reach else FREE
+    # No device pays for a request that another device of the model cannot grant.
+    possible = all(_is_within_reach(it, request, now) for it in m.of(request.model))
+    return RECLAIM_ORDER if possible else FREE
+
+
+def _is_within_reach(m: GovernorState, request: MemoryRequest, now: float) -> bool:
+    shortfall = of_request(m, request, now)
+    return shortfall.nbytes <= m.pending_bytes(request.model) + within_reach(shortfall, m.view(now))
 
 
 def _under_pressure(m: GovernorState, now: float) -> Iterator[Shortfall]:

@@ -45,19 +45,33 @@ class GovernorState(msgspec.Struct):
     """The state of `actors.machines.governor.Governor`, and what follows from it."""
 
     ledger: Ledger
+    device: int | None = None
+    """Number of the device; None if the machine has only one."""
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
+    peers: dict[str, tuple[GovernorState, ...]] = msgspec.field(default_factory=dict)
+    """By model over several devices, the governors of its other devices. They have its account
+    in common, whose numbers are those of one device."""
     excess: dict[str, int] = msgspec.field(default_factory=dict)
     """By model, the bytes that its worker uses beyond its grant."""
-    seq: int = 0
+    held: set[str] = msgspec.field(default_factory=set)
+    """Models that get no new requests until the first request is granted."""
     held_for: str | None = None
     """The model of the first request at the last event. Models are held for it."""
     relieved_at: float | None = None
     """When the governor last reacted to the system's memory pressure."""
     deadline: float | None = None
 
+    def of(self, model: str) -> tuple[GovernorState, ...]:
+        """Return the governors of the model's devices."""
+        return self, *self.peers.get(model, ())
+
     def limit_of(self, model: str) -> int:
+        """Return the most bytes that a model can have on each of its devices."""
+        return min(it.limit_here(model) for it in self.of(model))
+
+    def limit_here(self, model: str) -> int:
         """Return the most bytes that a model can have: the budget without other pinned models."""
         pinned = sum(
             self.base(it)
@@ -144,4 +158,5 @@ class GovernorState(msgspec.Struct):
         """Return the command that records an event, with the state of the budget added."""
         ledger = self.ledger
         grants = {"granted_bytes": ledger.granted_bytes, "budget_bytes": ledger.budget_bytes}
-        return RecordEvent(kind, model, reason, {**(numbers or {}), **grants}, requester)
+        device = {} if self.device is None else {"device": self.device}
+        return RecordEvent(kind, model, reason, {**(numbers or {}), **grants, **device}, requester)

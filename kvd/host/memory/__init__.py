@@ -27,6 +27,10 @@ class Reader(Protocol):
     def separate(self) -> bool:
         """Whether MLX computes in an accelerator's own memory, which footprints do not include."""
 
+    @property
+    def devices(self) -> list[str]:
+        """Names of the CUDA devices, in the order of their numbers; empty if there is none."""
+
 
 def reader() -> Reader:
     if sys.platform == "darwin":
@@ -39,5 +43,8 @@ def reader() -> Reader:
 
 
 def default_budget(host: HostMemory) -> int:
-    """Return `BUDGET_SHARE` of the accelerator's memory, or of the machine's if it has none."""
+    """Return `BUDGET_SHARE` of the accelerator's memory, or of the machine's if it has none.
+
+    With several accelerators, it is the budget of each.
+    """
     return int(BUDGET_SHARE * (host.accelerator_limit or host.total))

@@ -58,6 +58,10 @@ class DarwinMemory:
     def separate(self) -> bool:
         return False
 
+    @property
+    def devices(self) -> list[str]:
+        return []
+
     def _sysctl(self, name: str, size: int) -> int:
         """Return an integer setting; 0 if this system does not have it."""
         value, length = ctypes.c_uint64(0), ctypes.c_size_t(size)

@@ -1,4 +1,4 @@
-"""Linux: readings of /proc and the cgroup, and NVIDIA's limit if MLX runs on CUDA."""
+"""Linux: readings of /proc and the cgroup, and NVIDIA's limits if MLX runs on CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LinuxMemory:
     def __init__(self, root: Path = Path("/")) -> None:
         self._proc = root / "proc"
         self._cgroup = root / "sys/fs/cgroup"
-        self._accelerator = nvidia.first_device() if root == Path("/") else None
+        self._devices = nvidia.devices() if root == Path("/") else []
 
     def host(self) -> HostMemory:
         """Return the memory of the machine, or of the cgroup if that is less, and the pressure."""
@@ -26,12 +26,14 @@ class LinuxMemory:
         total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
         for limit, used in self._cgroup_levels():
             total, available = min(total, limit), min(available, max(0, limit - used))
-        device = self._accelerator
+        sizes = [device.total_bytes for device in self._devices]
+        known = [size for size in sizes if size is not None]
         return HostMemory(
             total=total,
             available=available,
-            accelerator_limit=None if device is None else device.total_bytes,
-            accelerator_hidden=device is not None and device.total_bytes is None,
+            accelerator_limit=min(known, default=None),
+            accelerator_hidden=bool(sizes) and not known,
+            devices=max(1, len(sizes)),
             pressure=self._pressure(),
         )
 
@@ -44,7 +46,11 @@ class LinuxMemory:
 
     @property
     def separate(self) -> bool:
-        return self._accelerator is not None and self._accelerator.total_bytes is not None
+        return any(device.total_bytes is not None for device in self._devices)
+
+    @property
+    def devices(self) -> list[str]:
+        return [device.name for device in self._devices]
 
     def _cgroup_levels(self) -> list[tuple[int, int]]:
         """Return limit and use of this process's cgroup and its ancestors (v2, then v1)."""

@@ -101,9 +101,14 @@ def campaign(names: list[str], ranks: int, count: int, seed: int, folder: Path) 
         chosen = SETTINGS if name == "demo" else (SETTINGS[0], SETTINGS[1 + number % 5])
         for settings in chosen:
             share = -(-count // len(chosen))
-            result = compare(source, ranks, share, seed + share * len(found), settings)
             label = ", ".join(f"{key} {_short(value)}" for key, value in settings.items())
-            found[f"{name}, {label or 'default'}"] = result
+            label = f"{name}, {label or 'default'}"
+            try:
+                result = compare(source, ranks, share, seed + share * len(found), settings)
+            except AssertionError as error:  # a process ended: the other models still run
+                result = {"different": [str(error)]}
+            sys.stderr.write(f"{label}: {len(result['different'])} different\n")
+            found[label] = result
     return found
 
 

@@ -1,0 +1,217 @@
+"""One governor for each device, so that a shortage costs only models on the device that is short.
+
+A *device* is memory with a budget of its own. A computer whose accelerator shares the main memory
+has one, and so has one without an accelerator; a host with several GPUs has one for each. All have
+the same budget. A model is charged to the device of its policy. The ranks of a gang are on that
+device and the next ones, or all on the only one.
+
+Workers report and get the bytes of all their ranks together. Governors count the bytes of a model
+on one device: a gang's ranks hold equal parts, so the others have the same. They share its account
+and grant its requests together (`Ledger.peers`). Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from actors.machines import governor_events as ev
+from actors.machines.governor import Governor
+from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest
+from protocol.device import DeviceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from actors.machines.model_accounts import ModelAccount
+    from protocol.policy import ModelPolicy
+    from protocol.types import Reclaimable
+
+
+class Governors(msgspec.Struct):
+    """The governors of all devices."""
+
+    devices: list[Governor]
+    places: dict[str, tuple[int, ...]] = {}
+    """By model with an account, the devices of its ranks."""
+
+    @classmethod
+    def create(cls, budget_bytes: int, devices: int = 1) -> Governors:
+        """Return governors of this many devices, which have ``budget_bytes`` each."""
+        exempt: set[str] = set()
+        ledgers = [Ledger(budget_bytes, exempt=exempt) for _ in range(devices)]
+        if devices == 1:
+            return cls([Governor(ledgers[0])])
+        return cls([Governor(ledger, number) for number, ledger in enumerate(ledgers)])
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        match event:
+            case ev.BudgetChanged() | ev.AlarmFired():
+                parts = [it.handle(event, now) for it in self.devices]
+            case ev.MemoryMeasured():
+                parts = [it.handle(self._measured_on(it, event), now) for it in self.devices]
+            case _:
+                if isinstance(event, ev.LoadRequested):
+                    self._place(event.model, event.policy)
+                first, *others = self.of(event.model)
+                parts = [first.handle(self._on_one_device(event), now)]
+                parts += [it.react(now) for it in others]
+                if isinstance(event, ev.ModelRemoved):
+                    self._forget(event.model)
+        return [self._of_all_ranks(command) for commands in parts for command in commands]
+
+    def of(self, model: str) -> list[Governor]:
+        """Return the governors of a model's devices; of an unknown model, that of the first one."""
+        return [self.devices[number] for number in self.places.get(model, (0,))]
+
+    def account(self, model: str) -> ModelAccount | None:
+        return self.of(model)[0].accounts.get(model)
+
+    @property
+    def deadline(self) -> float | None:
+        return min((it.deadline for it in self.devices if it.deadline is not None), default=None)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of each device that models may use."""
+        return self.devices[0].ledger.budget_bytes
+
+    @property
+    def granted_bytes(self) -> int:
+        return sum(it.ledger.granted_bytes for it in self.devices)
+
+    @property
+    def most_granted_bytes(self) -> int:
+        """Bytes granted on the device that has granted most."""
+        return max(it.ledger.granted_bytes for it in self.devices)
+
+    def granted_to(self, model: str) -> int:
+        """Return the bytes that all ranks of a model may hold."""
+        governors = self.of(model)
+        return sum(it.ledger.grants.get(model, 0) for it in governors)
+
+    def budget_of(self, model: str) -> int:
+        """Return the budget of all devices of a model."""
+        return len(self.of(model)) * self.budget_bytes
+
+    def budget_for(self, policy: ModelPolicy) -> int:
+        """Return the budget of all devices that a model would be charged to."""
+        return len(devices_of(policy, len(self.devices))) * self.budget_bytes
+
+    def statuses(self) -> list[DeviceStatus]:
+        return [
+            DeviceStatus(budget_bytes=it.budget_bytes, granted_bytes=it.granted_bytes)
+            for it in (governor.ledger for governor in self.devices)
+        ]
+
+    def limit_of(self, model: str) -> int:
+        """Return the most bytes that all ranks of a model can have."""
+        governors = self.of(model)
+        return len(governors) * governors[0].limit_of(model)
+
+    def waiting_loads(self) -> Iterator[str]:
+        """Yield the models whose load waits for a grant."""
+        for model in self.places:
+            governor = self.of(model)[0]
+            if model in governor.ledger.waiting and governor.accounts[model].state == "loading":
+                yield model
+
+    def check(self) -> None:
+        for number, governor in enumerate(self.devices):
+            governor.check()
+            for model, account in governor.accounts.items():
+                places = self.places.get(model, ())
+                assert number in places, "an account of another device's model"
+                assert account is self.account(model), "two accounts of a model"
+        for model, places in self.places.items():
+            granted = {self.devices[it].ledger.grants.get(model, 0) for it in places}
+            assert len(granted) == 1, "ranks with different grants"
+
+    def _place(self, model: str, policy: ModelPolicy) -> None:
+        """Charge a model that is about to be loaded to the devices of its policy."""
+        places = devices_of(policy, len(self.devices))
+        if self.places.get(model) == places:
+            return
+        account = self.account(model)
+        self._forget(model)
+        self.places[model] = places
+        governors = self.of(model)
+        account = account or governors[0].account(model)
+        for it in governors:
+            it.accounts[model] = account
+            it.peers[model] = tuple(other for other in governors if other is not it)
+            it.ledger.peers[model] = tuple(other.ledger for other in it.peers[model])
+
+    def _forget(self, model: str) -> None:
+        for it in self.of(model):
+            it.accounts.pop(model, None)
+            it.peers.pop(model, None)
+            it.ledger.peers.pop(model, None)
+        self.places.pop(model, None)
+
+    def _parts(self, model: str) -> int:
+        return len(self.places.get(model, (0,)))
+
+    def _measured_on(self, governor: Governor, event: ev.MemoryMeasured) -> ev.MemoryMeasured:
+        """Return what was measured of the models whose first rank is on a governor's device."""
+        if len(self.devices) == 1:
+            return event
+        used = {
+            model: nbytes // self._parts(model)
+            for model, nbytes in event.used.items()
+            if self.of(model)[0] is governor
+        }
+        return replace(event, used=used)
+
+    def _on_one_device(self, event: ev.Event) -> ev.Event:
+        """Return a model's event with the bytes of one device."""
+        match event:
+            case ev.LoadRequested(policy=policy) | ev.PolicyChanged(policy=policy):
+                ranks = max(1, policy.ranks // self._parts(event.model))
+                return replace(event, policy=replace(policy, ranks=ranks))
+        parts = self._parts(getattr(event, "model", ""))
+        if parts == 1:
+            return event
+        match event:
+            case MemoryRequest(total_bytes=total):
+                return replace(event, total_bytes=-(-total // parts))
+            case ev.ReclaimFinished(freed_bytes=freed):
+                return replace(event, freed_bytes=freed // parts)
+            case ev.ReclaimableReported(reclaimable=reclaimable):
+                return replace(event, reclaimable=_divided(reclaimable, parts))
+        return event
+
+    def _of_all_ranks(self, command: ev.Command) -> ev.Command:
+        """Return a command for a model with the bytes of all its ranks."""
+        parts = self._parts(command.model)
+        if parts == 1:
+            return command
+        match command:
+            case GrantDecision(total_bytes=total, available_bytes=available):
+                return replace(
+                    command, total_bytes=parts * total, available_bytes=parts * available
+                )
+            case ev.Reclaim(wanted_bytes=wanted):
+                return replace(command, wanted_bytes=parts * wanted)
+            case ev.EndWorker(used_bytes=used, limit_bytes=limit):
+                return replace(command, used_bytes=parts * used, limit_bytes=parts * limit)
+        return command
+
+
+def devices_of(policy: ModelPolicy, devices: int) -> tuple[int, ...]:
+    """Return the devices that a model is charged to, on a machine with this many."""
+    if devices == 1:
+        return (0,)
+    return tuple(range(policy.device, policy.device + policy.ranks))
+
+
+def _divided(reclaimable: Reclaimable, parts: int) -> Reclaimable:
+    """Return what each of a model's devices would get back."""
+    counts = ("rows", "waiting", "level")
+    values = msgspec.structs.asdict(reclaimable)
+    shares = {key: value // parts for key, value in values.items() if isinstance(value, int)}
+    shares |= {key: values[key] for key in counts}
+    levels = tuple(nbytes // parts for nbytes in cast("tuple[int, ...]", values["levels"]))
+    return replace(reclaimable, **{**shares, "levels": levels})
