@@ -1,0 +1,111 @@
+"""A model of steps with grammars: what host and device do when, and how long a step takes.
+
+    python -m bench.grammar_model
+
+One thread launches passes and draws, and waits for tokens and masks. The device computes what was
+launched, in order. A pass is launched in `PIECES` parts; the device can begin each of them at once.
+For each order of reading tokens and launching passes (`kvd.worker.core.read_order`), prints the
+speed relative to steps without grammars. The times are assumptions: nothing is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PIECES = 3
+"""Parts of a launch: MLX commits about 100 operations at once, and a pass has some 200."""
+STEPS = 400
+Order = Literal["without", "launch first", "read first"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one step's parts."""
+
+    device: float
+    """The device computes a pass."""
+    masks: float
+    """Threads compute masks, once the tokens are read."""
+    prepare: float = 1.0
+    """The host plans the step, and builds its operations."""
+    launch: float = 1.6
+    draw: float = 0.15
+    """The host launches the draw of a step with masks, beyond what a draw without them takes."""
+    sample: float = 0.1
+    """The device draws tokens."""
+    read: float = 0.1
+    """The host reads tokens that are there."""
+    deliver: float = 0.8
+    """The host writes the text of the last step's tokens."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds of a step, once all steps take the same time."""
+
+    period: float
+    waits: float
+    """The host waits for tokens and masks."""
+
+
+class _Device:
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        """When it has computed all that was launched."""
+
+    def run(self, launched_at: float, takes: float) -> None:
+        self.free_at = max(self.free_at, launched_at) + takes
+
+
+def step_of(order: Order, times: Times) -> Step:
+    """Return the steady step of an order."""
+    device = _Device()
+    now = token_at = masks_at = 0.0
+    ends, waits = [0.0], [0.0]
+    for _ in range(STEPS):
+        waited = 0.0
+        now += times.prepare
+        if order == "read first":
+            waited += max(0.0, token_at - now)
+            now = max(now, token_at) + times.read
+            masks_at = now + times.masks
+        for piece in range(1, PIECES + 1):
+            device.run(now + times.launch * piece / PIECES, times.device / PIECES)
+        now += times.launch
+        if order != "without":
+            if order == "launch first":
+                waited += max(0.0, token_at - now)
+                now = max(now, token_at) + times.read
+                masks_at = now + times.masks
+            waited += max(0.0, masks_at - now)
+            now = max(now, masks_at) + times.draw
+        device.run(now, times.sample)
+        last_token_at, token_at = token_at, device.free_at
+        if order == "without":  # the last step's tokens, while the device computes
+            waited += max(0.0, last_token_at - now)
+            now = max(now, last_token_at) + times.read
+        now += times.deliver
+        ends.append(now)
+        waits.append(waited)
+    half = STEPS // 2
+    return Step((ends[-1] - ends[half]) / (STEPS - half), sum(waits[half + 1 :]) / (STEPS - half))
+
+
+def speed(order: Order, times: Times) -> float:
+    """Return the speed of steps with grammars, relative to that of steps without."""
+    return step_of("without", times).period / step_of(order, times).period
+
+
+def main() -> None:
+    print("device  masks  without  launch first  read first")
+    for device in (1.5, 2.5, 3.5, 6.0):
+        for masks in (0.5, 1.2, 3.0):
+            times = Times(device, masks)
+            plain = step_of("without", times).period
+            first, second = speed("launch first", times), speed("read first", times)
+            print(f"{device:6} {masks:6} {plain:8.2f} {first:13.2f} {second:11.2f}")
+
+
+if __name__ == "__main__":
+    main()
