@@ -144,13 +144,15 @@ class Reclaiming:
         chosen = self._choose(level, command.wanted_bytes)
         for request in chosen:
             batch.step_down(request, level)
+        # Now: a prompt that begins before the end must not continue from pages that are converted.
+        pages = _pages_of(row for request in chosen for row in request.kept)
+        batch.prefix_cache.drop_lowered(lambda it: not pages.isdisjoint(_pages_of([it])))
         while above := self._rows_above(cache, level, chosen):
             batch.synchronize()
             work = batch.runner.step_down(above, level)
             while not work.over:
                 work.advance(self._seconds_left(), time.monotonic)
                 yield
-        batch.prefix_cache.drop_lowered()
         for request in chosen:
             if batch.holds(request):
                 batch.admission.step_down(request.rid, level)
@@ -228,11 +230,16 @@ def sharing(held: Iterable[tuple[Request, Sequence[Any]]]) -> dict[str, list[Req
     holders: dict[tuple[int, PageId], str] = {}
     for request, rows in held:
         groups[request.rid] = mine = [request]
-        parts = [(store, part) for row in rows for store, part in enumerate(row.rows)]
-        for page in {(store, page) for store, part in parts for page in part.pages}:
+        for page in _pages_of(rows):
             other = groups[holders.setdefault(page, request.rid)]
             if other is not mine:
                 other += mine
                 groups.update((member.rid, other) for member in mine)
                 mine = other
     return groups
+
+
+def _pages_of(rows: Iterable[Any]) -> set[tuple[int, PageId]]:
+    """Return the pages of rows and snapshots, by store and page."""
+    parts = [(store, part) for row in rows for store, part in enumerate(row.rows)]
+    return {(store, page) for store, part in parts for page in part.pages}

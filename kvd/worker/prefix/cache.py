@@ -291,9 +291,9 @@ class PrefixCache:
         if self.tree is not None:
             self.tree.drop_untrusted(prompt.tokens, prompt.salt)
 
-    def drop_lowered(self) -> None:
+    def drop_lowered(self, will_be: Callable[[Any], bool]) -> None:
         if self.tree is not None:
-            self.tree.drop_lowered()
+            self.tree.drop_lowered(will_be)
 
     def count_read(self, tokens: int) -> None:
         """Count tokens that a prompt read from the prefix store."""

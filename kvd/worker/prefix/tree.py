@@ -339,18 +339,25 @@ class PrefixTree:
                 self.counts.untrusted += 1
                 self._drop(node, "untrusted")
 
-    def drop_lowered(self) -> None:
-        """Drop now the checkpoints whose pages were stepped down; otherwise `match` drops them."""
+    def drop_lowered(self, will_be: Callable[[Snapshot], bool] = lambda _: False) -> None:
+        """Drop now the checkpoints whose pages were stepped down, or ``will_be``.
+
+        Otherwise `match` drops those whose pages were.
+        """
         for node in list(self._stored):
-            self._is_valid(node)
+            if self._is_valid(node) and will_be(node.snapshot):
+                self._drop_as_lowered(node)
 
     def _is_valid(self, node: _Node) -> bool:
         """Return whether a checkpoint may be a hit; drop it if its pages were stepped down."""
         valid = self._source.unlowered(node.snapshot)
         if not valid:
-            self.counts.lowered += 1
-            self._drop(node, "precision")
+            self._drop_as_lowered(node)
         return valid
+
+    def _drop_as_lowered(self, node: _Node) -> None:
+        self.counts.lowered += 1
+        self._drop(node, "precision")
 
     def _drop(self, node: _Node, cause: EvictionCause) -> None:
         self._source.drop(node.snapshot)

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.tails import TailSlots
-from kvd.worker.core import pace
+from kvd.worker.core import pace, reclaiming, segment_reads
 from protocol.worker import Reclaim, StartLevel
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
@@ -164,4 +164,39 @@ def test_a_read_that_has_not_begun_steps_down_with_what_shares_its_pages(
     engine.engine.cancel("shares")
     engine.run()
     assert engine.outcomes["r"].usage.levels == [2]
+    engine.engine.start_level(StartLevel(level=0))
+
+
+def test_a_prompt_that_begins_during_a_step_down_takes_no_page_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reclaim ends its read, and a checkpoint shares pages with the request that is lowered."""
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(segment_reads, "RECLAIM_SECONDS", 0.0)
+    batch, work = engine.engine._batch, engine.engine._reclaiming
+    shares = [*PROMPT[:768], *OTHER[:5]]
+    engine.submit("shares", shares, max_tokens=200, ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes["shares"].tokens) > 2)
+    engine.submit("r", PROMPT, max_tokens=12, priority=1)
+    engine.run(until=lambda: engine.engine._preemption.delays_reclaim)
+    choose = work._choose
+
+    def choose_and_pause(*given):
+        assert not batch.transfers.reading, "the read has ended, and the prompt has not begun again"
+        monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)  # one piece a step
+        monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
+        work._work_until = 0.0
+        return choose(*given)
+
+    monkeypatch.setattr(work, "_choose", choose_and_pause)
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 60.0)
+    engine.engine.reclaim(Reclaim(seq=1, method="precision", wanted_bytes=1, level=2))
+    engine.run(until=lambda: not work.active)
+    engine.run(until=lambda: batch.requests["r"].begun)
+
+    levels = {page.level for page in batch.requests["r"].completions[0].row.rows[0].pages}
+    assert levels == {0}
+    engine.engine.cancel("shares")
+    engine.run()
+    assert engine.outcomes["r"].usage.levels == [0]
     engine.engine.start_level(StartLevel(level=0))
