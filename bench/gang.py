@@ -1,10 +1,14 @@
-"""One model over several ranks: kvd's gang beside `mlx_lm.server` under `mlx.launch`, on CPUs.
+"""One model over several ranks: kvd's gang beside `mlx_lm.server` under `mlx.launch`.
 
     python -m bench.gang [--model demo|FOLDER] [--ranks 2] [--rounds 3] [--json FILE]
+    python -m bench.gang --shape qwen3-8b --prompt 16384 --scratch /dev/shm --json FILE
+    python -m bench.gang --shape qwen3-32b --only "kvd, 2 ranks" --scratch /dev/shm --json FILE
 
 All servers run at the same time, and rounds of requests alternate between them. So they share the
-machine, and other programs affect all of them. Then nothing is asked for some seconds, and the CPU
-time of each process is read.
+machine, and other programs affect all of them. With ``--prompt``, each round also has one prompt of
+about this many tokens. Then nothing is asked for some seconds, and the CPU time of each process is
+read. The second and third command are for two GPUs: the ranks are connected by NCCL there, and the
+bars compare kvd over several ranks with kvd over one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import asyncio
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.bars import Bar
+from bench.gpu.shapes import SHAPES
 from kvd import demo
 from kvd.bench import processes, twin
 from kvd.bench.drivers import ALIAS
@@ -28,8 +35,13 @@ from kvd.bench.measure import Stream
 from kvd.bench.servers import Fleet, Server, Side, kvd_side, mlx_lm_side
 from kvd.daemon.spawn import free_addresses
 from kvd.host import blas
+from kvd.host.memory import nvidia
 
+LEAST_DECODE, MOST_PREFILL = 0.9, 0.65
+"""Bars for two GPUs: tokens per second, and time of a long prompt, relative to one GPU."""
 PROMPT = "The amber falcon waits beside the river until the evening. "
+PROMPT_TOKENS = 12
+"""Tokens of this text with the embedded model's tokenizer, about."""
 IDLE_S = 15.0
 
 
@@ -52,10 +64,11 @@ def sides(model: str, ranks: int, folder: Path) -> list[Side]:
 
 def launched(side: Side, ranks: int) -> Side:
     """Return an `mlx_lm.server` that `mlx.launch` starts over several ranks."""
+    backend = "nccl" if nvidia.has_cuda_build() else "ring"
     programs = Path(sys.executable).parent
     port = free_addresses(1)[0].rpartition(":")[2]
-    command = [str(programs / "mlx.launch"), "-n", str(ranks), "--backend", "ring"]
-    command += ["--starting-port", port]
+    command = [str(programs / "mlx.launch"), "-n", str(ranks), "--backend", backend]
+    command += ["--starting-port", port] if backend == "ring" else []
     for name, value in side.environment.items():
         command += ["--env", f"{name}={value}"]
     command += ["--", str(programs / "mlx_lm.server"), *side.command[4:]]
@@ -81,6 +94,29 @@ async def ask(server: Server, streams: int, tokens: int) -> dict[str, float]:
     return {"tokens/s": count / seconds, "CPU s per 1000 tokens": 1000 * used / count}
 
 
+async def prefill(server: Server, number: int, tokens: int) -> dict[str, float]:
+    """Return the seconds until the first token after a new prompt of about ``tokens`` tokens."""
+    stream = Stream()
+    text = f"{number}. " + PROMPT * (tokens // PROMPT_TOKENS)
+    start = time.perf_counter()
+    async with asyncio.timeout(600):
+        await server.driver.ask(text, 1, stream)
+    return {"prefill s": time.perf_counter() - start, "prompt tokens": stream.prompt_tokens}
+
+
+def bars(servers: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Return the bars of kvd over two ranks relative to one; none unless both were measured."""
+    one, gang = servers.get("kvd"), servers.get(f"kvd, {ranks} ranks")
+    if one is None or gang is None or ranks != 2:
+        return []
+    decode = gang["tokens/s"] / one["tokens/s"]
+    found = [Bar("decode relative to one rank", decode, LEAST_DECODE, at_least=True)]
+    if "prefill s" in one:
+        share = gang["prefill s"] / one["prefill s"]
+        found.append(Bar("prefill relative to one rank", share, MOST_PREFILL))
+    return [bar.as_dict() for bar in found]
+
+
 async def idle(servers: dict[str, Server]) -> dict[str, list[float]]:
     """Return the share of a core that each process of each server uses without requests."""
     await asyncio.sleep(2)  # the last requests have left their batches
@@ -103,10 +139,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start all servers, alternate between them, and return medians over the rounds."""
     found: dict[str, list[dict[str, float]]] = {}
     chosen = sides(str(folder / "model"), options.ranks, folder)
+    chosen = [side for side in chosen if options.only in (None, side.name)]
     async with Fleet(chosen, folder, lambda line: print(line, flush=True)) as servers:
         for number in range(options.rounds + 1):
             for name, server in servers.items():
                 one = await ask(server, options.streams, options.tokens)
+                if options.prompt:
+                    one |= await prefill(server, number, options.prompt)
                 print(f"round {number}, {name}: {one['tokens/s']:.1f} tokens/s", flush=True)
                 if number:  # the first one compiles, and fills caches
                     found.setdefault(name, []).append(one)
@@ -121,26 +160,43 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def write_in_process(shape: str, folder: Path) -> None:
+    """Write random weights in a process of its own, which gives its device memory back."""
+    script = (
+        "import sys, pathlib, mlx.core as mx; from bench.gpu import shapes;"
+        " shapes.write(sys.argv[1], mx.bfloat16, pathlib.Path(sys.argv[2]))"
+    )
+    subprocess.run([sys.executable, "-c", script, shape, str(folder)], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights in place of a model")
+    parser.add_argument("--only", help="name of the only server, such as 'kvd, 2 ranks'")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a long prompt")
+    parser.add_argument("--scratch", type=Path, help="where weights are written")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
+    folder = Path(tempfile.mkdtemp(prefix="kvd-bench-", dir=options.scratch))
     source = demo.path() if options.model == "demo" else Path(options.model).absolute()
     try:
+        if options.shape:
+            source = folder / "weights"
+            write_in_process(options.shape, source)
         twin.make(source, folder / "model")
         result = asyncio.run(measure(options, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    given = {key: value for key, value in vars(options).items() if key != "json"}
-    text = json.dumps({**given, "servers": result}, indent=1)
+    given = {key: value for key, value in vars(options).items() if key not in {"json", "scratch"}}
+    report = {**given, "servers": result, "bars": bars(result, options.ranks)}
+    text = json.dumps(report, indent=1)
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n")
