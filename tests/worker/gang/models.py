@@ -53,7 +53,7 @@ FAMILIES = (
 )
 """All other ones."""
 NOT_IN_THIRDS = ("prism_hadamard_qwen35",)
-"""Of these, those that three ranks cannot divide: its widths must be multiples of 128."""
+"""Architectures of these that three ranks cannot divide: widths must be multiples of 128."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
 }
