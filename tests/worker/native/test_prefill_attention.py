@@ -159,6 +159,48 @@ def test_precisions(library: ModuleType, bits: int, count: int) -> None:
     case(bits=bits, count=count).check(library)
 
 
+@pytest.mark.parametrize("count", [1, 3, 70])
+def test_levels_and_values_by_channel(library: ModuleType, count: int) -> None:
+    """Pages of two levels have the bits of dense pages with the same numbers."""
+    dense = case(96, 96, repeats=3, pages=4, bits=16, count=count)
+    keys, values = dense.pools
+    by_channel = mx.contiguous(values.swapaxes(2, 3))  # as stored: [pages, heads, dim, 64]
+    packed = [
+        mx.quantize(keys, 64, 8), mx.quantize(by_channel, 32, 5),
+        mx.quantize(keys, 32, 4), mx.quantize(values, 32, 3),
+    ]  # fmt: skip
+    plain = [
+        mx.dequantize(*side, group, bits)
+        for side, group, bits in zip(packed, (64, 32, 32, 32), (8, 5, 4, 3), strict=True)
+    ]
+    levels = mx.array([0, 1, 1, 0])[:, None, None, None]
+    dense = replace(
+        dense,
+        pools=[
+            mx.where(levels == 0, plain[0], plain[2]),
+            mx.where(levels == 0, plain[1].swapaxes(2, 3), plain[3]),
+        ],
+    )
+    want = dense.check(library)
+    output = library.prefill_attention(
+        dense.queries,
+        mx.array([[0, 0, 0], [1, 1, PAGE], [1, 2, 2 * PAGE], [0, 3, 3 * PAGE]], mx.int32),
+        dense.keys,
+        dense.values,
+        mx.array(dense.lows, mx.int32),
+        [array for side in packed for array in side],
+        [(8, 64, False), (4, 32, False)],
+        [(5, 32, True), (3, 32, False)],
+        96**-0.5,
+        0,
+        None,
+        4,
+        dense.offset,
+        4 * PAGE,
+    )
+    np.testing.assert_array_equal(np.array(output[0]), want)
+
+
 @pytest.mark.parametrize(("window", "keep"), [(1, 0), (30, 0), (100, 4), (100, 70), (150, 64)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_windows_and_sinks(library: ModuleType, window: int, keep: int, sinks: bool) -> None:
