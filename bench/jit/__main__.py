@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 
@@ -66,14 +68,17 @@ def measure(kv: str) -> Keys:
         from bench.gpu import shapes
         from bench.jit.device import as_cuda, phases
         from kvd.config.kv import parse_kv
+        from kvd.worker.serving.calibration import FOLDER_VARIABLE
         from protocol.types import Sampling
         from tests.worker.core.driver import Driver
 
         path = Path(name, "model")
         shapes.write("demo", mx.bfloat16, path, LAYERS)
-        with as_cuda(patched.opaque), phases(recorder):
+        probed = mock.patch.dict(os.environ, {FOLDER_VARIABLE: name})  # so that layers are probed
+        with probed, as_cuda(patched.opaque), phases(recorder):
             with recorder.phase("load"):
                 driver = Driver(str(path), kv=parse_kv(kv), prefill_chunk=256)
+                driver.run()  # the rest of the probe
             for request, settings in REQUESTS.items():
                 with recorder.phase(request):
                     sampling = Sampling(seed=1, **settings)

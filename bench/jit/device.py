@@ -19,6 +19,7 @@ from kvd.worker.cache import pool
 from kvd.worker.gpu import products
 from kvd.worker.sampling import sampler
 from kvd.worker.serving import (
+    bit_probe,
     check_key,
     kernel_check,
     kernel_choice,
@@ -33,9 +34,12 @@ from tests.worker.gpu import plain_products
 
 Opaque = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+PROBE = "probe of layers"
+"""The phase of the probe, which a load leaves to idle steps."""
 PHASES: list[tuple[Any, str, str]] = [
     (model_files, "read_weights", "weights"),
     (probe, "find_layout", "layout"),
+    (bit_probe.BitProbe, "advance", PROBE),
     (selfcheck, "against_own_caches", "own caches"),
     (selfcheck, "against_dequantized", "pages"),
     (kernel_check, "check_kernels", "kernels"),

@@ -43,6 +43,10 @@ def test_a_load_needs_only_the_modules_of_prompts_sampling_and_pages(
     assert sorted(found["writes of pages"]) == WRITES
 
 
+def test_the_probe_of_layers_needs_no_module_of_its_own(found: dict[str, list[str]]) -> None:
+    assert set(found["probe of layers"]) <= set(NEEDED)
+
+
 def test_no_request_needs_a_module_that_the_load_has_not(found: dict[str, list[str]]) -> None:
     assert {name: found[name] for name in REQUEST_PHASES} == {name: [] for name in REQUEST_PHASES}
 

@@ -257,7 +257,9 @@ class BitProbe:
             caches = self._caches_at(start, sides)
             logits = self._model(self._ids[:, start:stop], cache=caches).astype(mx.float32)
             drawn = mx.stop_gradient(mx.random.categorical(logits, key=key))
-            chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1)[..., 0]
+            # CUDA would compile modules for an index and its gradient, for seconds each.
+            is_drawn = mx.arange(logits.shape[-1]) == drawn[..., None]
+            chosen = mx.where(is_drawn, logits, 0.0).sum(axis=-1)
             return (mx.logsumexp(logits, axis=-1) - chosen).sum()
 
         sides = [
