@@ -18,11 +18,7 @@ from kvd.worker.cache.layer import FlushWrites, LayerStore, Placement
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
-
-TOGETHER_BYTES = 16 * 1024 * 1024
-"""Bytes that are written together on an accelerator."""
-CPU_TOGETHER_BYTES = 256 * 1024
-"""Bytes that are written together on a CPU, where a wait costs less."""
+from kvd.worker.cache.together import limit_bytes
 
 
 @dataclass
@@ -80,8 +76,7 @@ class Flusher:
         for pages in new:
             pages.pages = self._pages.take(pages.level, pages.count)
         placements = [pages.placement() for pages in new]
-        gpu = mx.default_device().type == mx.DeviceType.gpu
-        limit = TOGETHER_BYTES if gpu else CPU_TOGETHER_BYTES
+        limit = limit_bytes()
         _write(self._layers, (layer.gather_pages(placements) for layer in self._layers), limit)
         if any(layer.new_tails for layer in self._layers):
             _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
@@ -12,6 +13,7 @@ from kvd.worker.cache.packed import Packed, take
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.together import Replacement
 from protocol.pages import TAIL_TOKENS
 
 Sides = tuple[Packed, Packed]
@@ -252,18 +254,17 @@ class LayerStore:
         """Copy a whole tail to another slot; evaluates."""
         self.fill_tail(new, self.tail_keys[old], self.tail_values[old])
 
-    def cut_tails(self, count: int) -> None:
-        """Keep the first ``count`` tails; evaluates."""
-        # A slice would keep the whole buffer alive.
-        self.tail_keys = mx.contiguous(self.tail_keys[:count])
-        mx.eval(self.tail_keys)
-        self.tail_values = mx.contiguous(self.tail_values[:count])
-        mx.eval(self.tail_values)
-
-    def add_tail(self) -> None:
-        """Add room for one more row; evaluates."""
-        self.tail_keys = _grown(self.tail_keys)
-        self.tail_values = _grown(self.tail_values)
+    def resized_tails(self, count: int) -> Iterator[Replacement]:
+        """Yield copies of the keys' and of the values' tails: the first ``count``, or more."""
+        for name in ("tail_keys", "tail_values"):
+            tails: mx.array = getattr(self, name)
+            more = count - tails.shape[0]
+            if more > 0:
+                empty = mx.zeros((more, *tails.shape[1:]), tails.dtype)
+                new = mx.concatenate([tails, empty])
+            else:  # a slice would keep the whole buffer alive
+                new = mx.contiguous(tails[:count])
+            yield [new], partial(setattr, self, name, new)
 
     def clear_tail(self, slot: int) -> None:
         """Set a tail's values to zero; lazy."""
@@ -328,9 +329,3 @@ def _joined(parts: Sequence[Sides]) -> Sides:
         for sides in zip(*parts, strict=True)
     )
     return keys, values
-
-
-def _grown(tails: mx.array) -> mx.array:
-    tails = mx.concatenate([tails, mx.zeros((1, *tails.shape[1:]), tails.dtype)])
-    mx.eval(tails)
-    return tails

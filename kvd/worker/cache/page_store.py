@@ -1,6 +1,7 @@
 """The pages of all layers of one kind: allocation, byte counts, growth, and moves between levels.
 
-Pools change size, and pages move, only while the device is idle, one layer at a time.
+Pools change size, and pages move, only while the device is idle: pages one layer at a time, pools
+of small layers together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
+from kvd.worker.cache.together import replace_all
 from protocol.pages import SLAB_PAGES
 
 SLICE_PAGES = 16
@@ -130,8 +132,7 @@ class PageStore:
         self._grow_to(allocator, capacity)
 
     def _grow_to(self, allocator: PageAllocator, capacity: int) -> None:
-        for layer in self._layers:
-            layer.pools[allocator.level].grow(capacity)
+        replace_all(new for pool in self._pools(allocator) for new in pool.grown(capacity))
         allocator.grow(capacity)  # last, so that every slot has storage even if a pool cannot grow
 
     def grow_piece(self, level: int, capacity: int) -> bool:
@@ -251,8 +252,10 @@ class PageStore:
         if capacity < allocator.capacity and (moves := allocator.packing()):
             self._move_within(allocator, moves)
         allocator.cut(capacity)
-        for layer in self._layers:
-            layer.pools[allocator.level].cut(capacity)
+        replace_all(new for pool in self._pools(allocator) for new in pool.shortened(capacity))
+
+    def _pools(self, allocator: PageAllocator) -> list[PagePool]:
+        return [layer.pools[allocator.level] for layer in self._layers]
 
     def _move_within(self, allocator: PageAllocator, moves: dict[int, int]) -> None:
         level = allocator.level

@@ -2,12 +2,13 @@
 
 MLX updates an array in place only if nothing else references its buffer. An operation in flight
 that reads the buffer references it, and then the update silently copies the whole pool. Callers of
-`write` and `grow` must therefore wait until the device is idle, as a flush does.
+`write`, `grow` and `cut` must therefore wait until the device is idle, as a flush does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -15,6 +16,7 @@ from kvd.worker.cache import packed as pk
 from kvd.worker.cache.host_copy import put_entries
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.together import Replacement, replace_all
 
 
 class PagePool:
@@ -147,23 +149,32 @@ class PagePool:
                 put_entries(target, slots, source)
 
     def grow(self, capacity: int) -> None:
-        """Add zeroed pages up to ``capacity``; evaluates keys, then values."""
-        for side in (0, 1):
-            if self.capacities[side] < capacity:
-                self.resize(side, capacity)
+        """Add zeroed pages up to ``capacity``; evaluates."""
+        replace_all(self.grown(capacity))
 
     def cut(self, capacity: int) -> None:
-        """Keep only the first ``capacity`` pages; evaluates keys, then values."""
+        """Keep only the first ``capacity`` pages; evaluates."""
+        replace_all(self.shortened(capacity))
+
+    def grown(self, capacity: int) -> Iterator[Replacement]:
+        """Yield copies of the keys and of the values with more pages, where there are fewer."""
+        for side in (0, 1):
+            if self.capacities[side] < capacity:
+                yield self._replacement(side, capacity)
+
+    def shortened(self, capacity: int) -> Iterator[Replacement]:
+        """Yield copies of the keys and of the values with fewer pages, where there are more."""
         for side in (0, 1):
             if self.capacities[side] > capacity:
-                self.resize(side, capacity)
+                yield self._replacement(side, capacity)
 
     def resize(self, side: int, capacity: int) -> None:
         """Give keys (side 0) or values (1) room for ``capacity`` pages, by a copy; evaluates."""
+        replace_all([self._replacement(side, capacity)])
+
+    def _replacement(self, side: int, capacity: int) -> Replacement:
         new = self._resized(side, capacity)
-        for array in new:
-            mx.eval(array)  # one after the other, to need less scratch
-        self._put_side(side, new)
+        return new, partial(self._put_side, side, new)
 
     def resize_behind_steps(self, side: int, capacity: int) -> list[mx.array]:
         """Resize without waiting: the device copies behind the steps in flight.

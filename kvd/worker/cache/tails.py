@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.rows import Row
+from kvd.worker.cache.together import replace_all
 from protocol.pages import TAIL_TOKENS
 
 
@@ -32,8 +33,7 @@ class TailSlots:
     def take(self) -> int:
         """Return a free slot. If there is none, the arrays grow by one slot."""
         if not self._free:
-            for layer in self._layers:
-                layer.add_tail()
+            self._resize(self.count + 1)
             self._free.append(self.count)
             self.count += 1
         slot = self._free.pop(0)
@@ -65,12 +65,14 @@ class TailSlots:
                 for layer in self._layers:
                     layer.move_tail(row.slot, target)
                 row.slot = target
-        for layer in self._layers:
-            layer.cut_tails(count)
+        self._resize(count)
         self._free = []
         self._dirty = set()
         self.count = count
         return True
+
+    def _resize(self, count: int) -> None:
+        replace_all(new for layer in self._layers for new in layer.resized_tails(count))
 
     def clear(self) -> None:
         """Free all tails. No row may be left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
@@ -18,13 +19,13 @@ pytestmark = pytest.mark.mlx
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the pages of pools that are copied because a pool changes its size."""
     found: list[int] = []
-    resize = PagePool.resize
+    resized = PagePool._resized
 
-    def noted(pool: PagePool, side: int, capacity: int) -> None:
+    def noted(pool: PagePool, side: int, capacity: int) -> Packed:
         found.append(min(capacity, pool.capacities[side]))
-        resize(pool, side, capacity)
+        return resized(pool, side, capacity)
 
-    monkeypatch.setattr(PagePool, "resize", noted)
+    monkeypatch.setattr(PagePool, "_resized", noted)
     return found
 
 
