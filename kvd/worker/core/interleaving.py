@@ -33,6 +33,9 @@ it, and builds no layers meanwhile."""
 MEASURED_PASSES = 8
 """On accelerators, a decode step is measured before one of this many passes, because the device has
 nothing to do until the first stage is built."""
+MORE_ROWS = 1.5
+"""A step is measured before that if it has more rows than this many times those of the last one.
+While prompts of a burst end, each pass finds other rows."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
@@ -103,7 +106,8 @@ class Interleaving:
         if not self._batch.in_flight:
             return
         self._unmeasured += 1
-        if not on_cpu() and rows == self._measured_rows and self._unmeasured < MEASURED_PASSES:
+        is_like_last = rows <= MORE_ROWS * self._measured_rows
+        if not on_cpu() and is_like_last and self._unmeasured < MEASURED_PASSES:
             return
         self._measured_rows, self._unmeasured = rows, 0
         start = time.monotonic()

@@ -218,7 +218,7 @@ def test_a_cpu_computes_while_the_host_builds_although_no_row_decodes(
     assert layered.outcomes.pop("reads") == wanted
 
 
-def test_an_accelerator_measures_a_step_when_other_rows_decode_and_now_and_then(
+def test_an_accelerator_measures_a_step_when_rows_begin_to_decode_and_now_and_then(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it waits for a step, the device has nothing to do."""
@@ -242,6 +242,24 @@ def test_an_accelerator_measures_a_step_when_other_rows_decode_and_now_and_then(
     often = interleaving.MEASURED_PASSES
     assert measured == [number % often == 0 for number in range(10)]
     demo.engine.cancel("runs")
+    demo.run()
+
+
+def test_an_accelerator_measures_few_steps_while_rows_join_one_by_one(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    demo.submit("runs", prompt_of(70, 1), max_tokens=8, ignore_eos=True)
+    demo.run(until=lambda: demo.engine._batch.in_flight)
+    one = demo.engine._prompts._interleaving
+    monkeypatch.setattr(one, "_measured_rows", 0)
+    measured = []
+    for rows in range(1, 13):
+        one._waited = 0.0
+        one._measure_step(rows)
+        measured += [rows] if one._waited else []
+
+    assert measured == [1, 2, 4, 7, 11]
     demo.run()
 
 
