@@ -2,15 +2,17 @@ r"""Shows what an engine does from the arrival of several requests on: first tok
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
     python -m bench.timeline [--model demo] [--rows 8] [--prompt 200] [--shared 0] [--new 128]
-                             [--chunk 256] [--rounds 3] [--steps] [--whole-passes] [--json FILE]
+                             [--chunk 256] [--rounds 3] [--steps] [--json FILE]
+                             [--whole-passes | --stage-steps 4]
 
 The engine runs in this process, without a daemon. All requests arrive at once. A time is taken when
 a report leaves the engine. The prompts have ``--prompt`` tokens. All begin with the same
 ``--shared`` tokens, which the prefix cache has from the second round on. ``--steps`` prints each
 step of the last round: its phases, the tokens that it prefilled and delivered, its duration, and
 the CPU time of each thread. ``--profile FILE`` writes a cProfile of the main thread.
-``--whole-passes`` runs no decode steps between the stages of a pass. ``--json FILE`` writes the
-summaries, and the steps of all rounds.
+``--whole-passes`` runs no decode steps between the stages of a pass, and with ``--stage-steps N`` a
+stage takes at least as long as N steps. ``--json FILE`` writes the summaries, and the steps of all
+rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 
 from kvd.bench.measure import percentile
 from kvd.config.kv import parse_kv
+from kvd.worker.core import interleaving
 from kvd.worker.core.engine import MLXEngine
 from protocol.types import Sampling
 from protocol.worker import Grant, LoadModel, MemoryRequested, Report, RowTokens, Submit
@@ -184,8 +187,11 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--whole-passes", action="store_true")
+    parser.add_argument("--stage-steps", type=float)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.stage_steps is not None:
+        interleaving.STAGE_STEPS = interleaving.GPU_STAGE_STEPS = options.stage_steps
     timeline = Timeline(options.model, options.kv, options.chunk, whole_passes=options.whole_passes)
     timeline.play(1, 40, 8, 99)
     profile = cProfile.Profile()

@@ -196,7 +196,7 @@ def _servers() -> list[Measurement]:
             {
                 "--model": "{model}",
                 "--sides": "'kvd k8v8' mlx-lm",
-                "--traces": TRACES,
+                "--traces": f"{TRACES} steady",  # again, to compare a warm server with a new one
                 "--runs": "2",
                 "--seconds": "260",
             },
@@ -267,8 +267,7 @@ def _engines() -> list[Measurement]:
             {"--shape": "demo", "--pairs": "1", "--tokens": "8"},
             70,
         ),
-        _timeline("timeline", {}),
-        _timeline("timeline-whole-passes", {"--whole-passes": ""}),
+        *_timelines(),
         _pressure(SMALL, streams=32, estimate_s=110),
         _pressure(LARGE, streams=16, estimate_s=200),
         Measurement(
@@ -304,8 +303,31 @@ def _engines() -> list[Measurement]:
     ]
 
 
+HEAVY = {"--rows": "32", "--prompt": "1650", "--new": "64", "--rounds": "2"}
+"""As the trace ``heavy``: rows decode while other prompts are prefilled."""
+PREFIX = {"--shared": "1500", "--prompt": "1540", "--new": "24"}
+"""As the trace ``shared``."""
+
+
+def _timelines() -> list[Measurement]:
+    """Return what shows the cost of stages of passes, and whether requests wait for modules."""
+    return [
+        _timeline("timeline", {}),
+        _timeline("timeline-whole-passes", {"--whole-passes": ""}),
+        _timeline("timeline-heavy", HEAVY),
+        _timeline("timeline-heavy-whole-passes", HEAVY | {"--whole-passes": ""}),
+        _timeline("timeline-heavy-long-stages", HEAVY | {"--stage-steps": "12"}),
+        _timeline("timeline-shared", PREFIX),
+    ]
+
+
 def _timeline(name: str, more: dict[str, str]) -> Measurement:
-    """Eight short prompts that arrive together, with each step's phases."""
+    """Prompts that arrive together, eight short ones by default, with each step's phases."""
+    dry = {"--chunk": "256", "--rounds": "1", "--rows": "2", "--new": "4"}
+    if "--shared" in more:
+        dry |= {"--shared": "300", "--prompt": "340"}
+    elif "--prompt" in more:
+        dry |= {"--prompt": "300"}
     return Measurement(
         name,
         "bench.timeline",
@@ -317,7 +339,7 @@ def _timeline(name: str, more: dict[str, str]) -> Measurement:
             "--rounds": "4",
             **more,
         },
-        {"--chunk": "256", "--rounds": "1", "--rows": "2", "--new": "4"},
+        dry,
         25,
         model=SMALL,
     )
