@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bench.fidelity.cache import FakeQuantizedCache, MlxLmQuantizedCache, make_caches
 from bench.fidelity.recipes import PAGE, Recipe
-from kvd.worker.tools.fidelity import Agreement, Tally
+from kvd.worker.tools.fidelity import Agreement, Reference, Tally
 
 CHUNK = 256
 DECODED = 256
@@ -101,6 +101,7 @@ def run(
         here, wanted = inputs[:, start:stop], targets[:, start:stop]
         dense = model(here, cache=truth)
         mx.eval(dense)
+        reference = Reference.of(dense)
         dense_right.append(_hits(dense, wanted))
         for recipe, caches in zip(recipes, lossy, strict=True):
             logits = model(here, cache=caches)
@@ -108,7 +109,7 @@ def run(
             score = scores[recipe.name]
             if _is_lossy(caches):
                 tally = score.decode if decoding else score.prefill
-                tally.add(dense, logits, wanted)
+                tally.add(reference, logits, wanted)
             right[recipe.name].append(_hits(logits, wanted))
     for name, hits in right.items():
         scores[name].digits += texts.tokens.shape[0] * texts.answer

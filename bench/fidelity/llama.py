@@ -29,6 +29,7 @@ from bench.fidelity.texts import recall_texts
 from bench.llama import gguf
 from kvd import demo
 from kvd.worker.serving import model_files
+from kvd.worker.tools.fidelity import Reference
 
 REFERENCE = ("f32", "0")
 TYPES = {"f16": ("f16", "1"), "q8_0": ("q8_0", "1"), "q4_0": ("q4_0", "1")}
@@ -59,7 +60,8 @@ def add(score: Score, dense: np.ndarray, lossy: np.ndarray, tokens: np.ndarray, 
     for start, stop, decoding in steps(len(dense), CHUNK, DECODED):
         if start:  # as in `bench.fidelity`, where nothing before the first chunk is quantized
             tally = score.decode if decoding else score.prefill
-            tally.add(*(mx.array(one[start:stop]) for one in (dense, lossy, targets)))
+            there, *others = (mx.array(one[start:stop]) for one in (dense, lossy, targets))
+            tally.add(Reference.of(there), *others)
     right = [one[-answer:].argmax(axis=1) == targets[-answer:] for one in (dense, lossy)]
     score.digits += answer
     score.digits_right += int(right[1].sum())

@@ -13,7 +13,13 @@ import threading
 from typing import Any
 
 import msgspec
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from kvd.cli.console import stderr_console
 from kvd.host import blas
@@ -56,7 +62,12 @@ def _follow(process: subprocess.Popen[str], last_line: list[str], quiet: bool) -
     """Show the progress, and keep the last line that is not empty."""
     assert process.stderr is not None
     console = stderr_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     hidden = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("starting", total=None)

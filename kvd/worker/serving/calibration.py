@@ -2,7 +2,8 @@
 
 There is one JSON file per model, named after a hash of the model's content. So a result follows the
 model through renames and copies, and does not apply to any other model. A load raises all precision
-levels below the quality floor to the floor. An unreadable file counts as no result, and is logged.
+levels below the quality floor to the floor. An unreadable file counts as no result, and so does one
+of other versions of kvd or mlx-lm, which decide what is quantized; both are logged.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+import kvd
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.serving.model_files import Headers
@@ -79,9 +82,26 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     date: str
     device: str
     versions: dict[str, str]
+    """Versions of kvd, mlx and mlx-lm that measured it."""
 
     def __post_init__(self) -> None:
         Scheme.parse(self.lowest)
+
+    @property
+    def other_versions(self) -> str:
+        """Versions that differ from those that run, as text; empty if the result applies."""
+        running = versions()
+        given = {name: self.versions.get(name, "an unknown version") for name in ("kvd", "mlx-lm")}
+        return ", ".join(
+            f"{name} {one} instead of {running[name]}"
+            for name, one in given.items()
+            if one != running[name]
+        )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result is stored with."""
+    return {"kvd": kvd.__version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")}
 
 
 def content_key(headers: Headers) -> str:
@@ -105,7 +125,8 @@ def replace_file(file: Path, text: bytes) -> None:
 def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | None:
     """Return the model's result from the folder, by default the environment's.
 
-    A file that is damaged, or whose key does not match its name, is ignored.
+    A file that is damaged, whose key does not match its name, or that other versions have measured
+    is ignored.
     """
     if folder is None:
         folder = Path(named) if (named := os.environ.get(FOLDER_VARIABLE)) else None
@@ -121,6 +142,13 @@ def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | No
         return None
     if result.key != file.stem:
         _log.warning("ignoring the calibration %s: it belongs to another model", file)
+        return None
+    if others := result.other_versions:
+        _log.warning(
+            "ignoring the calibration of %s, measured with %s: run kvctl calibrate again",
+            headers.path,
+            others,
+        )
         return None
     return result
 

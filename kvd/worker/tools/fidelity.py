@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -76,9 +77,9 @@ class Tally:
         self.positions = 0
         self._sums = [0.0] * 4
 
-    def add(self, dense: mx.array, lossy: mx.array, targets: mx.array) -> None:
-        """Add positions: logits ``[..., vocab]`` of both, true next tokens ``[...]``."""
-        sums = [one.sum() for one in compare(dense, lossy, targets)]
+    def add(self, dense: Reference, lossy: mx.array, targets: mx.array) -> None:
+        """Add positions: lossy logits ``[..., vocab]``, true next tokens ``[...]``."""
+        sums = [one.sum() for one in dense.compare(lossy, targets)]
         mx.eval(sums)
         self.positions += targets.size
         self._sums = [
@@ -94,25 +95,69 @@ class Tally:
         return Agreement(self.positions, kl, top1, dense_nll, nll)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The distributions over the dense cache, in float32.
+
+    Computed once for all lossy caches: a comparison takes longest for exponentials.
+    """
+
+    logs: mx.array
+    """Log-probabilities, ``[..., vocab]``."""
+    shares: mx.array
+    """Probabilities, ``[..., vocab]``."""
+    top: mx.array
+    """The most likely tokens, ``[...]``."""
+
+    @staticmethod
+    def of(logits: mx.array) -> Reference:
+        """Return the distributions of logits ``[..., vocab]``."""
+        logs, shares = _distribution(logits)
+        return Reference(logs, shares, mx.argmax(logs, axis=-1))
+
+    def after(self, positions: int) -> Reference:
+        """Return those after the first ``positions``."""
+        return Reference(self.logs[positions:], self.shares[positions:], self.top[positions:])
+
+    def compare(
+        self, lossy: mx.array, targets: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Compare with logits ``[..., vocab]``, position by position; lazy.
+
+        Returns ``[...]`` each: KL(dense || lossy) in nats, whether the top token is the same, and
+        the negative log-likelihoods of ``targets`` over both.
+        """
+        logs, shares = _distribution(lossy)
+        d = logs - self.logs
+        # The sum of p (e^d - 1 - d) equals sum(p (log p - log q)), because p and q both sum to 1.
+        # No term is negative and small terms do not cancel, so float32 suffices for sums far below
+        # 1e-6.
+        near = self.shares * (mx.expm1(mx.minimum(d, _SMALL)) - d)
+        far = shares - self.shares * (1 + d)
+        kl = mx.where(mx.abs(d) <= _SMALL, near, far).sum(axis=-1)
+        same = self.top == mx.argmax(logs, axis=-1)
+        dense_nll, nll = (
+            -mx.take_along_axis(x, targets[..., None], axis=-1)[..., 0] for x in (self.logs, logs)
+        )
+        return kl, same.astype(mx.float32), dense_nll, nll
+
+
+def _distribution(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Return log-probabilities and probabilities, in float32; evaluated."""
+    logits = logits.astype(mx.float32)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    powers = mx.exp(logits)
+    total = powers.sum(axis=-1, keepdims=True)
+    found = logits - mx.log(total), powers / total
+    mx.eval(found)
+    return found
+
+
 def compare(
     dense: mx.array, lossy: mx.array, targets: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Compare logits ``[..., vocab]`` position by position, in float32; lazy.
-
-    Returns ``[...]`` each: KL(dense || lossy) in nats, whether the top token is the same, and the
-    negative log-likelihoods of ``targets`` over both.
-    """
-    logits = (x.astype(mx.float32) for x in (dense, lossy))
-    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits)
-    d = q - p
-    # The sum of p (e^d - 1 - d) equals sum(p (log p - log q)), because p and q both sum to 1. No
-    # term is negative and small terms do not cancel, so float32 suffices for sums far below 1e-6.
-    near = mx.exp(p) * (mx.expm1(mx.minimum(d, _SMALL)) - d)
-    far = mx.exp(q) - mx.exp(p) * (1 + d)
-    kl = mx.where(mx.abs(d) <= _SMALL, near, far).sum(axis=-1)
-    same = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
-    dense_nll, nll = (-mx.take_along_axis(x, targets[..., None], axis=-1)[..., 0] for x in (p, q))
-    return kl, same.astype(mx.float32), dense_nll, nll
+    """Compare logits ``[..., vocab]``, as `Reference.compare` does."""
+    return Reference.of(dense).compare(lossy, targets)
 
 
 def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[list[int]]:
@@ -131,15 +176,17 @@ def serve(
     schemes: Sequence[Scheme],
     mixes: Sequence[tuple[Scheme, ...] | None] = (),
     prefill_scratch: int = SCRATCH,
+    library: ModuleType | None = None,
 ) -> Runner:
-    """Serve a model by plain operations over kvd's pages, with one precision level per scheme.
+    """Serve a model over kvd's pages, with one precision level per scheme.
 
-    ``mixes``: as in `CacheSettings`. The seam must be installed. Raises `UnsupportedModel` for a
-    model that has no quantized keys and values.
+    ``mixes``: as in `CacheSettings`. ``library``: of `kvd.worker.native`, if the weights were read
+    with it; without it, plain operations attend. The seam must be installed. Raises
+    `UnsupportedModel` for a model that has no quantized keys and values.
     """
     vocab_size = model(mx.array([[0]])).shape[-1]
     settings = CacheSettings(tuple(schemes), tuple(mixes), scratch=prefill_scratch)
-    served = probe.serve(model, settings, vocab_size)
+    served = probe.serve(model, settings, vocab_size, library)
     _check_quantized(served)
     return served.runner
 
@@ -240,13 +287,11 @@ def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, dec
         for level in levels:
             logits = level.decode(inputs[prefilled:])
             if exact < logits.shape[0]:
-                level.tally.add(dense[exact:], logits[exact:], targets[prefilled + exact :])
+                level.tally.add(dense.after(exact), logits[exact:], targets[prefilled + exact :])
     finally:
         for level in levels:
             level.end()
 
 
-def _dense(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
-    logits: mx.array = model(mx.array([tokens]), cache=caches)[0]
-    mx.eval(logits)
-    return logits
+def _dense(model: Any, tokens: list[int], caches: list[Any]) -> Reference:
+    return Reference.of(model(mx.array([tokens]), cache=caches)[0])

@@ -81,7 +81,7 @@ def measure_layer(runner: Runner, entry: int, prompts: Sequence[Sequence[int]]) 
     ]
     settings = CacheSettings(tuple(schemes), tuple(mixes), scratch=cache.settings.scratch)
     own = ModelCache(cache.layout, settings, access=cache.access, batched=cache.batched)
-    own.use(cache.stores[0].page_product, None)
+    own.use(cache.stores[0].page_product, cache.backend)
     # Without decoded tokens: a prompt's own are enough to compare layers, and take less time.
     found = fidelity.measure(Runner(runner.model, own), prompts, decoded=0)
     kls = [one.kl if math.isfinite(one.kl) else _WORST_KL for one in found]

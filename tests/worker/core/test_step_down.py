@@ -44,7 +44,7 @@ def mixed_result() -> calibration.CalibrationResult:
     return calibration.CalibrationResult(
         key=calibration.content_key(model_files.inspect(demo.path())), model="demo",
         lowest="k4v4", max_kl=0.02, min_top1=0.95, levels=[level], prompts=1, tokens=400,
-        date="2025-01-01T00:00:00+00:00", device="cpu", versions={},
+        date="2025-01-01T00:00:00+00:00", device="cpu", versions=calibration.versions(),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def result_with(path, lowest: str) -> CalibrationResult:
         key=content_key(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02,
         min_top1=0.95, levels=[], prompts=1, tokens=400,
         date="2025-01-01T00:00:00+00:00", device="cpu",
-        versions={},
+        versions=calibration.versions(),
     )  # fmt: skip
 
 
@@ -192,6 +192,19 @@ def test_a_file_without_a_scheme_or_with_another_key_is_ignored(tiny, folder, ca
         assert "ignoring the calibration" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["kvd", "mlx-lm"])
+def test_a_result_of_another_version_is_ignored_and_logged(tiny, folder, caplog, name):
+    result = result_with(tiny, "k8v4")
+    older = result.versions | {name: "0.0.1"}
+    store(folder, msgspec.structs.replace(result, versions=older))
+    with caplog.at_level(logging.WARNING):
+        assert find(model_files.inspect(tiny)) is None
+    assert f"measured with {name} 0.0.1 instead of {result.versions[name]}" in caplog.text
+    assert "run kvctl calibrate again" in caplog.text
+    store(folder, msgspec.structs.replace(result, versions=result.versions | {"mlx": "0.0.1"}))
+    assert find(model_files.inspect(tiny)) is not None
+
+
 def test_a_new_result_replaces_the_old_one_unless_writing_fails(tiny, folder, monkeypatch):
     store(folder, result_with(tiny, "k8v8"))
     file = store(folder, result_with(tiny, "k8v4"))
@@ -278,6 +291,24 @@ def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, t
     file.write_bytes(b"{")
     run()
     assert measured[4:] == [3, 4, 5] * 2
+
+
+def test_plain_operations_measure_what_the_native_library_measures(monkeypatch):
+    seam.install()
+
+    def measured() -> dict[int, float]:
+        library = calibrate._library()
+        found = model_files.load(demo.path(), library=library)
+        runner = fidelity.serve(found.model, [K4V4], library=library)
+        prompts = fidelity.texts(found.tokenizer, count=1, tokens=400)
+        return sensitivity.measure_layer(runner, 4, prompts).keys
+
+    if calibrate._library() is None:
+        pytest.skip("the native library is not built, or not used on this device")
+    native = measured()
+    monkeypatch.setattr(calibrate.build, "is_built", lambda: False)
+    assert calibrate._library() is None
+    assert measured() == pytest.approx(native, rel=0.01)
 
 
 def test_the_layers_estimated_to_lose_most_are_measured():
