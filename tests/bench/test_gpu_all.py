@@ -77,6 +77,7 @@ def test_a_dry_run_has_the_options_of_a_full_one() -> None:
 
     assert {name: options for name, options in more.items() if options} == {
         "attention-bits": {"--schemes", "--small"},
+        "calibrate": {"--prompts", "--tokens"},
         "pressure-0.6b": {"--prompt"},
         "pressure-8b": {"--prompt"},
         "engine": {"--rows", "--tokens", "--chunk"},
