@@ -234,6 +234,7 @@ def _servers() -> list[Measurement]:
             60,
             model=SMALL,
         ),
+        *_timelines(),
     ]
 
 
@@ -267,7 +268,6 @@ def _engines() -> list[Measurement]:
             {"--shape": "demo", "--pairs": "1", "--tokens": "8"},
             70,
         ),
-        *_timelines(),
         _pressure(SMALL, streams=32, estimate_s=110),
         _pressure(LARGE, streams=16, estimate_s=200),
         Measurement(
