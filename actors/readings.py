@@ -147,7 +147,8 @@ class ReadingsActor(Actor["ReadingsMail"]):
             if is_new if state.memory.separate else model.worker_pid in read:
                 fresh[model.name] = model.worker_pid
                 state.judged[model.name] = model.stats
-        measured = MemoryMeasured(used, state.memory.host().pressure, fresh)
+        pressure, separate = state.memory.host().pressure, state.memory.separate
+        measured = MemoryMeasured(used, pressure, fresh, separate)
         above_before, state.above_limit = (
             state.above_limit,
             any(used[name] > _limit(state.status.models[name]) for name in used),

@@ -7,17 +7,24 @@ device and the next ones, or all on the only one.
 
 Workers report and get the bytes of all their ranks together. Governors count the bytes of a model
 on one device: a gang's ranks hold equal parts, so the others have the same. They share its account
-and grant its requests together (`Ledger.peers`). Pure.
+and grant its requests together (`Ledger.peers`).
+
+If devices have memory of their own, the system's memory pressure is about the host's memory, which
+has no budget. What a worker frees on its device does not help there, and only its end does. While
+the pressure is critical, idle models are unloaded, one every `Marks.cool_s`. Pure.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from actors.machines import governor_events as ev
+from actors.machines.gauge import Marks, Pressure
+from actors.machines.governing.reclaiming import evict
 from actors.machines.governor import Governor
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest
 from protocol.device import DeviceStatus
@@ -30,12 +37,20 @@ if TYPE_CHECKING:
     from protocol.types import Reclaimable
 
 
+TICK_S = 1.0
+"""Seconds after which a host without idle models is looked at again."""
+
+
 class Governors(msgspec.Struct):
     """The governors of all devices."""
 
     devices: list[Governor]
     places: dict[str, tuple[int, ...]] = {}
     """By model with an account, the devices of its ranks."""
+    host_pressure: Pressure = "normal"
+    """Pressure of the host's memory, if devices have memory of their own."""
+    relief_at: float = -math.inf
+    """Earliest time of the next unload because of it."""
 
     @classmethod
     def create(cls, budget_bytes: int, devices: int = 1) -> Governors:
@@ -51,6 +66,7 @@ class Governors(msgspec.Struct):
             case ev.BudgetChanged() | ev.AlarmFired():
                 parts = [it.handle(event, now) for it in self.devices]
             case ev.MemoryMeasured():
+                self.host_pressure = event.pressure if event.separate else "normal"
                 parts = [it.handle(self._measured_on(it, event), now) for it in self.devices]
             case _:
                 if isinstance(event, ev.LoadRequested):
@@ -60,6 +76,7 @@ class Governors(msgspec.Struct):
                 parts += [it.react(now) for it in others]
                 if isinstance(event, ev.ModelRemoved):
                     self._forget(event.model)
+        parts.append(self._relieve_host(now))
         return [self._of_all_ranks(command) for commands in parts for command in commands]
 
     def of(self, model: str) -> list[Governor]:
@@ -71,7 +88,10 @@ class Governors(msgspec.Struct):
 
     @property
     def deadline(self) -> float | None:
-        return min((it.deadline for it in self.devices if it.deadline is not None), default=None)
+        times = [it.deadline for it in self.devices if it.deadline is not None]
+        if self.host_pressure == "critical":
+            times.append(self.relief_at)
+        return min(times, default=None)
 
     @property
     def budget_bytes(self) -> int:
@@ -128,6 +148,22 @@ class Governors(msgspec.Struct):
         for model, places in self.places.items():
             granted = {self.devices[it].ledger.grants.get(model, 0) for it in places}
             assert len(granted) == 1, "ranks with different grants"
+
+    def _relieve_host(self, now: float) -> list[ev.Command]:
+        """Unload the least valuable idle model of all devices, if the host's memory is short."""
+        if self.host_pressure != "critical" or now < self.relief_at:
+            return []
+        found = [
+            (account.worth(governor.ledger.grants.get(name, 0), now), governor, account)
+            for governor in self.devices
+            for name, account in governor.accounts.items()
+            if account.is_evictable(now)
+        ]
+        self.relief_at = now + (Marks().cool_s if found else TICK_S)
+        if not found:
+            return []
+        _, governor, account = min(found, key=lambda it: it[0])
+        return evict(governor, account, "the host's memory pressure is critical")
 
     def _place(self, model: str, policy: ModelPolicy) -> None:
         """Charge a model that is about to be loaded to the devices of its policy."""

@@ -251,6 +251,38 @@ def test_the_deadline_is_that_of_the_first_device():
     assert of_type(it.wait(60), Evict) == [Evict("idle")]
 
 
+def test_pressure_of_the_host_unloads_idle_models_of_devices_with_own_memory():
+    """Nothing else would free the host's memory: rows are not preempted, and do not step down."""
+    it = Devices()
+    for device, name in enumerate(("small", "large")):
+        it.add(name, 1000 + 5000 * device, device)
+    it.add("used", 3000)
+    it.reclaimable("used", **(BUSY | {"waiting": 0}), spare=900, levels=(500,), preempt=900)
+    it.wait(60)
+    short = ev.MemoryMeasured({}, "critical", separate=True)
+    assert of_type(it.apply(short), Evict) == [Evict("large")]
+    assert of_type(it.wait(9), Evict) == []
+    assert of_type(it.wait(2), Evict) == [Evict("small")]
+    it.wait(60)
+    assert of_type(it.commands_seen, Reclaim) == []
+    assert of_type(it.commands_seen, StartLevel) == []
+    assert not any(device.gauge.tight for device in it.governor.devices)
+    it.add("new", 100)
+    it.apply(ev.MemoryMeasured({}, separate=True))
+    assert it.governor.deadline is None
+    assert of_type(it.wait(60), Evict) == []
+
+
+def test_pressure_of_the_host_waits_for_models_to_become_idle():
+    it = Devices(devices=1)
+    it.add("model", 1000)
+    it.reclaimable("model", **(BUSY | {"waiting": 0}))
+    it.apply(ev.MemoryMeasured({}, "critical", separate=True))
+    assert of_type(it.wait(30), Evict) == []
+    it.reclaimable("model")
+    assert of_type(it.wait(3), Evict) == [Evict("model")]
+
+
 PLACES = {"a": 0, "b": 0, "c": 1, "d": 1}
 ACTS = st.lists(
     st.tuples(

@@ -28,7 +28,7 @@ def evict_expired(m: GovernorState, now: float) -> list[Command]:
     return [
         command
         for it in [it for it in m.accounts.values() if it.is_expired(now)]
-        for command in _evict(m, it, f"no request for {it.policy.idle_ttl_s:g} s")
+        for command in evict(m, it, f"no request for {it.policy.idle_ttl_s:g} s")
     ]
 
 
@@ -38,7 +38,7 @@ def requeue_stranded(m: GovernorState) -> list[Command]:
         command
         for it in m.accounts.values()
         if it.evicting and it.reclaimable.waiting and not it.reclaimable.rows
-        for command in _evict(m, it, "a request arrived during the eviction", requeue=True)
+        for command in evict(m, it, "a request arrived during the eviction", requeue=True)
     ]
 
 
@@ -81,7 +81,7 @@ def _start(
         account, method, level = m.accounts[action.model], action.worker_method, action.level
         if method is None:
             requeue = action.method == "stalled"
-            commands += _evict(m, account, reason, requester, requeue=requeue)
+            commands += evict(m, account, reason, requester, requeue=requeue)
             missing -= action.nbytes
             continue
         account.reclaims += 1
@@ -99,7 +99,7 @@ def _start(
     return commands
 
 
-def _evict(
+def evict(
     m: GovernorState,
     account: ModelAccount,
     reason: str,
@@ -107,6 +107,7 @@ def _evict(
     *,
     requeue: bool = False,
 ) -> list[Command]:
+    """Unload a model; with ``requeue``, its queued requests return to the daemon first."""
     account.state, account.evicting = "leaving", not requeue
     request = m.ledger.waiting.get(account.name)
     # The model reloads to serve this request, which keeps its age.
