@@ -14,6 +14,7 @@ import pytest
 from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.native import activation
 from kvd.worker.serving import calibration, model_files, seam
 from kvd.worker.serving.calibration import (
     CalibrationResult,
@@ -296,19 +297,18 @@ def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, t
 def test_plain_operations_measure_what_the_native_library_measures(monkeypatch):
     seam.install()
 
-    def measured() -> dict[int, float]:
-        library = calibrate._library()
+    def measured() -> tuple[bool, dict[int, float]]:
+        library = activation.activate(lambda *_: None).library
         found = model_files.load(demo.path(), library=library)
         runner = fidelity.serve(found.model, [K4V4], library=library)
         prompts = fidelity.texts(found.tokenizer, count=1, tokens=400)
-        return sensitivity.measure_layer(runner, 4, prompts).keys
+        return library is None, sensitivity.measure_layer(runner, 4, prompts).keys
 
-    if calibrate._library() is None:
-        pytest.skip("the native library is not built, or not used on this device")
-    native = measured()
-    monkeypatch.setattr(calibrate.build, "is_built", lambda: False)
-    assert calibrate._library() is None
-    assert measured() == pytest.approx(native, rel=0.01)
+    is_plain, native = measured()
+    if is_plain:
+        pytest.skip("the native library is not used here")
+    monkeypatch.setenv("KVD_NATIVE", "off")
+    assert measured() == (True, pytest.approx(native, rel=0.01))
 
 
 def test_the_layers_estimated_to_lose_most_are_measured():
