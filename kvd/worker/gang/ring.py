@@ -44,7 +44,9 @@ def join(place: Place, peers: Peers) -> Any:
     if backend == "auto":
         backend = "nccl" if mx.cuda.is_available() else "ring"
     # Ranks with different backends would wait for each other until the daemon's deadline.
-    backends = peers.exchange("backend", backend)
+    # How a sum is divided depends on whether they block, so all ranks do the same.
+    blocks = backend == "ring" and thread_count() < SPIN_PROCESSORS * len(addresses)
+    backends, blocking = zip(*peers.exchange("backend", (backend, blocks)), strict=True)
     if len({*backends}) > 1:
         raise RuntimeError(
             f"the ranks connect by {', '.join(backends)}: on CUDA, each rank needs a device of its"
@@ -55,14 +57,13 @@ def join(place: Place, peers: Peers) -> Any:
     before = _sockets()
     with _environment(backend, rank, addresses):
         group = mx.distributed.init(strict=True, backend=backend)
-    blocking = backend == "ring" and thread_count() < SPIN_PROCESSORS * len(addresses)
-    if blocking:
+    if any(blocking):
         _block_reads(_sockets() - before)
     if group.size() != len(addresses) or group.rank() != rank:
         raise RuntimeError(f"MLX formed a group of {group.size()} ranks, not {len(addresses)}")
     _greet(group)
     if backend == "ring" or group.size() > 2:
-        mx.distributed.all_sum = Sums(group, ring=backend == "ring", blocking=blocking)
+        mx.distributed.all_sum = Sums(group, ring=backend == "ring", blocking=any(blocking))
     return group
 
 

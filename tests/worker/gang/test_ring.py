@@ -17,13 +17,16 @@ import json, os, socket, sys
 import mlx.core as mx
 from kvd.worker.gang import control, ring, startup
 
-rank, processors = int(sys.argv[1]), int(sys.argv[2])
+rank, processors = int(sys.argv[1]), json.loads(sys.argv[2])
 mx.set_default_device(mx.cpu)
-ring.thread_count = lambda: processors
+ring.thread_count = lambda: processors[rank]
 
 class Peers:
     def exchange(self, name, value):
-        return [value] * len(addresses)
+        least = ring.SPIN_PROCESSORS * len(addresses)
+        found = [[value[0], count < least] for count in processors]
+        assert found[rank] == [*value]
+        return found
 
 def terms(shape):  # one array of each rank
     ranks = range(len(addresses))
@@ -51,8 +54,11 @@ sys.stdin.read()  # the other rank may not have everything yet
 
 @pytest.mark.parametrize(
     ("count", "processors", "blocking"),
-    [(2, 7, True), (2, 8, False), (3, 11, True), (3, 12, False)],
-)
+    [
+        (2, [7, 7], True), (2, [8, 8], False), (2, [8, 7], True),
+        (3, [11] * 3, True), (3, [12] * 3, False), (3, [12, 12, 11], True),
+    ],
+)  # fmt: skip
 def test_ranks_sleep_while_they_wait_unless_there_are_processors_to_spin_on(
     count, processors, blocking
 ):
@@ -60,7 +66,7 @@ def test_ranks_sleep_while_they_wait_unless_there_are_processors_to_spin_on(
     addresses = ",".join(free_addresses(count))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(processors), addresses],
+            [sys.executable, "-c", RANK, str(rank), json.dumps(processors), addresses],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
