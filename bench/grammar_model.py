@@ -37,7 +37,7 @@ class Times:
     read: float = 0.1
     """The host reads tokens that are there."""
     deliver: float = 0.8
-    """The host writes the text of the last step's tokens."""
+    """The host writes the text of the last step's tokens, before the draw if masks are missing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def step_of(order: Order, times: Times) -> Step:
     now = token_at = masks_at = 0.0
     ends, waits = [0.0], [0.0]
     for _ in range(STEPS):
-        waited = 0.0
+        waited, delivers_first = 0.0, False
         now += times.prepare
         if order == "read first":
             waited += max(0.0, token_at - now)
@@ -78,6 +78,8 @@ def step_of(order: Order, times: Times) -> Step:
                 waited += max(0.0, token_at - now)
                 now = max(now, token_at) + times.read
                 masks_at = now + times.masks
+            delivers_first = masks_at > now
+            now += times.deliver * delivers_first
             waited += max(0.0, masks_at - now)
             now = max(now, masks_at) + times.draw
         device.run(now, times.sample)
@@ -85,7 +87,7 @@ def step_of(order: Order, times: Times) -> Step:
         if order == "without":  # the last step's tokens, while the device computes
             waited += max(0.0, last_token_at - now)
             now = max(now, last_token_at) + times.read
-        now += times.deliver
+        now += times.deliver * (not delivers_first)
         ends.append(now)
         waits.append(waited)
     half = STEPS // 2

@@ -14,8 +14,9 @@ reads the previous one while the device computes. A completion that ends in step
 runs in step n+1. Its row is freed when step n+1 is read.
 
 If a row has a grammar, its mask depends on the previous token. Then the forward pass is launched
-first, threads compute the masks meanwhile, and the tokens are drawn before the previous step is
-read. A row whose mask takes too long is drawn by a later step (`kvd.worker.core.masks`).
+first, and threads compute the masks meanwhile. If they are ready, the tokens are drawn before the
+previous step is read. If not, that step is read while they are computed. A row whose mask takes too
+long is drawn by a later step (`kvd.worker.core.masks`).
 """
 
 from __future__ import annotations
@@ -167,12 +168,16 @@ class Batch:
         """
         previous, over = self._step, list[tuple[Completion, KvdError | None]]()
         self._step = step = self._launch(rids)
+        is_read = False
         if step is not None and step.draw is None:
+            if previous is not None and self._masks.leave_time(step):
+                is_read = True
+                self._read_step(previous)
             idle = previous is None
             over = self._masks.draw(step, self._sampler, self.requests, idle=idle)
             mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
             self._step = step if step.drawing or step.passing else None
-        if previous is not None:
+        if previous is not None and not is_read:
             self.enter_phase("decode")
             self._read_step(previous)
         for completion, error in over:

@@ -181,6 +181,15 @@ class StepMasks:
         if self.late:
             self.late = [row for row in self.late if row.completion is not completion]
 
+    def leave_time(self, step: DecodeStep) -> bool:
+        """Return whether the previous step can be read before this one is drawn.
+
+        That is while masks are being computed. Not if it may force a token: a token that replaces
+        one of this step is counted after that was drawn.
+        """
+        self.take_back()
+        return bool(step.lent) and not any(one.stream.may_force for one in step.drawing)
+
     def draw(
         self, step: DecodeStep, sampler: Sampler, requests: Mapping[str, Request], *, idle: bool
     ) -> list[tuple[Completion, KvdError | None]]:

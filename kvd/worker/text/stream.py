@@ -72,6 +72,11 @@ class TextStream:
         return self.ended or self._filter.stopped
 
     @property
+    def may_force(self) -> bool:
+        """Whether there can be tokens in `forced`."""
+        return self._split is not None and self._split.max_reasoning is not None
+
+    @property
     def stop_text(self) -> str:
         """The stop string that ended the completion; empty if something else did."""
         return self._filter.found

@@ -12,7 +12,8 @@ from kvd.worker.core.batch import Batch
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.core.read_order import PERIOD, TRIAL, ReadOrder
-from kvd.worker.grammar.mask_threads import MaskThreads
+from kvd.worker.grammar.mask_threads import MaskBatch, MaskThreads
+from kvd.worker.text.stream import TextStream
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
@@ -96,23 +97,55 @@ def test_a_step_that_runs_out_of_memory_is_repeated(
 
 
 @pytest.mark.mlx
+@pytest.mark.parametrize("ready", [True, False])
 def test_what_is_launched_before_tokens_are_waited_for(
-    demo: Driver, reads_first: bool, monkeypatch: pytest.MonkeyPatch
+    demo: Driver, reads_first: bool, ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draw is launched before the text of the previous step is written, in both orders."""
-    events: list[str] = []
-    _record(events, monkeypatch)
+    """The text of the previous step is written once masks are ready, or while they are computed."""
+    wanted = demo.alone(WORDS, WARM, grammar=PERSON, max_tokens=200)
     demo.submit("person", WORDS, WARM, grammar=PERSON, max_tokens=200)
-    demo.run(until=lambda: len(demo.outcomes["person"].tokens) > 3)
-    events.clear()
-    demo.step()
+    demo.run(until=lambda: len(demo.outcomes["person"].tokens) > 3 and _settled(demo))
+    with monkeypatch.context() as patch:
+        events = _record(patch, ready=ready)
+        demo.step()
 
     order = ["read", "masks", "forward"] if reads_first else ["forward", "read", "masks"]
-    assert events == [*order, "draw", "deliver"]
+    last = ["draw", "deliver"] if ready else ["deliver", "draw"]
+    assert events == [*order, *last]
+    demo.run()
+    assert demo.outcomes["person"] == wanted
+
+
+@pytest.mark.mlx
+def test_a_step_is_not_read_early_if_it_may_force_the_next_token(
+    demo: Driver, reads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo.submit("person", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    demo.run(until=lambda: len(demo.outcomes["person"].tokens) > 3 and _settled(demo))
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "may_force", True)
+        events = _record(patch, ready=True)
+        demo.step()
+
+    assert events[-2:] == ["draw", "deliver"]
     demo.run()
 
 
-def _record(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def _settled(demo: Driver) -> bool:
+    """Return whether no row is late, and no thread advances its matcher."""
+    batch = demo.engine._batch
+    rows = [one for request in batch.requests.values() for one in request.completions]
+    return not batch._masks.late and not any(one.is_lent for one in rows)
+
+
+def _record(patch: pytest.MonkeyPatch, *, ready: bool) -> list[str]:
+    """Return what happens from now on.
+
+    ``ready``: whether masks are computed at once; if not, only once a text is written.
+    """
+    events: list[str] = []
+    held: list[MaskBatch] = []
+
     def spy(owner: Any, name: str, event: Callable[..., str]) -> None:
         plain = getattr(owner, name)
 
@@ -121,12 +154,24 @@ def _record(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
                 events.append(shown)
             return plain(*given, **more)
 
-        monkeypatch.setattr(owner, name, called)
+        patch.setattr(owner, name, called)
+
+    def run(_threads: MaskThreads, batch: MaskBatch, _count: int) -> None:
+        events.append("masks")
+        held.append(batch)
+        if ready:
+            held.pop().run()
+
+    def deliver(*_: Any) -> str:
+        while held:
+            held.pop().run()
+        return "deliver"
 
     spy(mx, "async_eval", lambda *arrays: "forward" if len(arrays) == 2 else "draw")
     spy(StepMasks, "advance", lambda _, step: "" if step.advanced else "read")
-    spy(MaskThreads, "run", lambda *_: "masks")
-    spy(Batch, "_deliver", lambda *_: "deliver")
+    spy(Batch, "_deliver", deliver)
+    patch.setattr(MaskThreads, "run", run)
+    return events
 
 
 # The choice.
