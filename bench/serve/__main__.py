@@ -62,7 +62,8 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         folder = Path(name)
         model = folder / "model"
         twin.make(source, model, None if accelerated else float32.convert)
-        every = sides.make(str(model), folder, blas.choose("auto"), options.url)
+        library = blas.choose("auto")
+        every = sides.make(str(model), folder, library, options.url, options.prefix_cache)
         if options.llama:
             every += _llama_sides(options, source, folder)
         chosen = sides.choose(every, options.sides)
@@ -242,6 +243,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="LLAMA_SERVER",
         help="compare with this program, in several settings (bench/llama/build.sh)",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        type=_positive,
+        metavar="BYTES",
+        help="size of kvd's prefix cache (default: a quarter of its budget)",
     )
     parser.add_argument("--runs", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=1)

@@ -17,11 +17,20 @@ No bar for another trace needs them.
 """
 
 
-def make(model: str, folder: Path, blas: Path | None, urls: Sequence[str]) -> list[Side]:
-    """Return all sides over one model folder; ``urls`` are ``NAME=http://…``."""
+def make(
+    model: str,
+    folder: Path,
+    blas: Path | None,
+    urls: Sequence[str],
+    prefix_cache: int | None = None,
+) -> list[Side]:
+    """Return all sides over one model folder; ``urls`` are ``NAME=http://…``.
+
+    ``prefix_cache``: bytes of kvd's prefix cache; None: its default.
+    """
     sides = [
-        kvd_side(DENSE, "k16v16", model, folder / "dense"),
-        kvd_side(QUANTIZED, "k8v8", model, folder / "k8v8"),
+        kvd_side(DENSE, "k16v16", model, folder / "dense", prefix_cache=prefix_cache),
+        kvd_side(QUANTIZED, "k8v8", model, folder / "k8v8", prefix_cache=prefix_cache),
         mlx_lm_side(PLAIN, model, blas=blas),
         mlx_lm_side(PLAIN_8_BITS, model, blas=blas, options=("--kv-bits", "8")),
     ]

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvd.bench import processes
 from kvd.bench.drivers import KvdDriver, OpenAIDriver
 from kvd.bench.player import Driver
@@ -53,6 +55,8 @@ class Side:
     """Home of a kvd daemon; empty for OpenAI-compatible servers."""
     kv: str = "k8v8"
     """The scheme that kvd loads the model with."""
+    prefix_cache: int | None = None
+    """Bytes of kvd's prefix cache; None: its default."""
     running: bool = False
     """Whether the daemon runs already and has the model. Nothing is loaded then."""
     socket: str | None = None
@@ -122,7 +126,8 @@ class Server:
         try:
             if side.running:
                 return await KvdDriver.attach(side.home or None, side.socket, side.model)
-            return await KvdDriver.connect(side.home, side.model, parse_kv(side.kv))
+            kv = replace(parse_kv(side.kv), prefix_cache=side.prefix_cache)
+            return await KvdDriver.connect(side.home, side.model, kv)
         except KvdError as error:
             raise RuntimeError(f"{side.name} cannot load the model: {error.message}") from error
 
@@ -163,16 +168,26 @@ class Server:
         await self._process.wait()
 
 
-def kvd_side(name: str, scheme: str, model: str, home: Path, *, fake: bool = False) -> Side:
+def kvd_side(
+    name: str,
+    scheme: str,
+    model: str,
+    home: Path,
+    *,
+    fake: bool = False,
+    prefix_cache: int | None = None,
+) -> Side:
     """Return the side of a kvd daemon that serves a model folder with pages of a scheme."""
     command = [sys.executable, "-m", "kvd", "serve", "--home", str(home)]
     return Side(
         name=name,
-        about=f"kvd serve, the model loaded with --kv {scheme}",
+        about=f"kvd serve, the model loaded with --kv {scheme}"
+        + ("" if prefix_cache is None else f", prefix_cache {prefix_cache}"),
         command=tuple([*command, "--fake"] if fake else command),
         model=model,
         home=str(home),
         kv=scheme,
+        prefix_cache=prefix_cache,
     )
 
 

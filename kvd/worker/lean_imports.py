@@ -1,4 +1,6 @@
-"""Imports mlx-lm's models and loader without the libraries that only its other parts need.
+"""Imports of a worker that leave out what its model does not need.
+
+`install` imports mlx-lm's models and loader without the libraries that only its other parts need.
 
 ``import mlx_lm`` imports transformers, the Hub's client and NumPy: 38 MB and 0.8 s of CPU time in
 each worker. Two modules cause it, and neither is needed to build a model:
@@ -10,6 +12,9 @@ each worker. Two modules cause it, and neither is needed to build a model:
   ``mlx_lm.utils`` keeps import the real modules when they are called.
 
 Afterwards, every other import finds the real modules.
+
+`np` is NumPy, imported at its first use: it takes 13 MB, and only grammars, stored prefixes,
+rectangles, GPUs and the probe of layers use it.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["has_transformers", "install", "np"]
 
 
 def install() -> None:
@@ -69,3 +76,18 @@ def _load_tokenizer(*arguments: Any, **named: Any) -> Any:
 
 def _snapshot_download(*arguments: Any, **named: Any) -> Any:
     return importlib.import_module("huggingface_hub").snapshot_download(*arguments, **named)
+
+
+class _NumPy:
+    """NumPy's attributes, each kept after its first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module("numpy"), name)
+        setattr(self, name, found)
+        return found
+
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = _NumPy()

@@ -97,6 +97,35 @@ print(sys.modules["mlx_lm"] is mlx_lm, callable(mlx_lm.generate))
     assert run(code) == ["True True"]
 
 
+SERVE = """
+import sys
+from kvd.worker import lean_imports
+lean_imports.install()
+from kvd.worker.core.engine import MLXEngine
+from protocol.types import Sampling
+from protocol.worker import Grant, LoadModel, MemoryRequested, RowTokens, Submit
+
+def grant(total_bytes, seq=1):
+    return Grant(seq=seq, total_bytes=total_bytes, granted=True, available_bytes=1 << 30)
+
+engine, count = MLXEngine(), 0
+engine.load(LoadModel(source=sys.argv[1]), lambda stage, part: None, lambda total, _: grant(total))
+greedy = Sampling(temperature=0.0)
+engine.submit(Submit(rid="a", tokens=[7] * 300, max_tokens=70, sampling=greedy, ignore_eos=True))
+while engine.has_work:
+    for report in engine.step():
+        if isinstance(report, MemoryRequested):
+            engine.granted(grant(report.total_bytes, report.seq))
+        if isinstance(report, RowTokens):
+            count += len(report.tokens)
+print(count, "numpy" in sys.modules)
+"""
+
+
+def test_a_worker_serves_a_request_without_numpy():
+    assert run(SERVE, demo.path()) == ["70 False"]
+
+
 def test_a_worker_loads_a_model_without_transformers():
     tokens, kind = run(LOAD, demo.path())
     assert kind == "FastWrapper False"

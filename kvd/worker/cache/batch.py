@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
@@ -20,6 +19,7 @@ from kvd.worker.cache.rectangle import Rectangle, gathering_bytes, rectangle_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import DecodeStep, PackedPrefill, PrefillStep
 from kvd.worker.cache.store import KVStore
+from kvd.worker.lean_imports import np
 from protocol.pages import TAIL_TOKENS
 
 

@@ -15,7 +15,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import numpy as np
+
+from kvd.worker.lean_imports import np
 
 _log = logging.getLogger("kvd.worker")
 

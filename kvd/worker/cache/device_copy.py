@@ -16,19 +16,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.cuda_text import Argument, KernelText
 from kvd.worker.cache import cuda_driver
+from kvd.worker.lean_imports import np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _log = logging.getLogger("kvd.worker")
 
-_Bytes = NDArray[np.uint8]
+_Bytes: TypeAlias = "NDArray[np.uint8]"
 WORD_BYTES = 16
 """Bytes that a thread copies at once."""
 _THREADS, _BLOCKS = 256, 128

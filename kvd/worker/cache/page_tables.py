@@ -5,13 +5,14 @@ Plain attention uses one table per precision level. Backends use one list of all
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, repeat
+from typing import Any, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.rows import Row
@@ -21,6 +22,11 @@ from kvd.worker.cache.splits import Splits
 EARLIER = 64
 """In a chunk's page list, number of the first level whose pages are not in a pool: earlier chunks
 of the same pass fill them."""
+
+Locations: TypeAlias = "array[int]"
+"""Level, slot and first position of one page after the other: an ``array`` of int32."""
+PAGE_NUMBERS = 3
+"""Numbers of each page in `Locations`."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,17 @@ class PageList:
         return PageList.joined([page_locations(row) for row in rows])
 
     @staticmethod
-    def joined(locations: Sequence[np.ndarray]) -> PageList:
-        ends = tuple(accumulate(len(part) for part in locations))
+    def joined(locations: Sequence[Locations]) -> PageList:
+        ends = tuple(accumulate(len(part) // PAGE_NUMBERS for part in locations))
+        pages = _concatenated(locations)
+        levels = tuple(sorted(set(pages[::PAGE_NUMBERS])))
+        if levels != tuple(range(len(levels))):
+            index = {level: number for number, level in enumerate(levels)}
+            pages[::PAGE_NUMBERS] = array("i", map(index.__getitem__, pages[::PAGE_NUMBERS]))
         # Never empty: MLX does not evaluate an operation over an array without elements.
-        pages = np.concatenate(locations) if ends and ends[-1] else np.zeros((1, 3), np.int32)
-        count = ends[-1] if ends else 0
-        levels = np.flatnonzero(np.bincount(pages[:count, 0]))
-        pages[:count, 0] = np.searchsorted(levels, pages[:count, 0])
-        return PageList(mx.array(pages), count, ends, tuple(levels.tolist()))
+        filled = pages or array("i", [0] * PAGE_NUMBERS)
+        found = to_mlx(filled).reshape(-1, PAGE_NUMBERS)
+        return PageList(found, ends[-1] if ends else 0, ends, levels)
 
     @cached_property
     def splits(self) -> Splits:
@@ -68,15 +77,28 @@ class PageList:
         return replace(self, array=array, _padded={})
 
 
-def page_locations(row: Row) -> np.ndarray:
-    """Return level, slot and first position of each of a row's pages, ``[pages, 3]`` int32."""
-    count = len(row.pages)
-    found = np.zeros((count, 3), np.int32)
+def page_locations(row: Row) -> Locations:
+    """Return the locations of a row's pages."""
+    count, anchored = len(row.pages), min(row.anchored, len(row.pages))
     # A row may have thousands of pages, so there is no Python loop over them.
-    found[:, :2] = np.fromiter(chain.from_iterable(row.pages), np.int32, 2 * count).reshape(-1, 2)
-    found[:, 2] = np.arange(count)
-    found[row.anchored :, 2] += row.skipped
-    found[:, 2] *= PAGE_TOKENS
+    pages = array("i", chain.from_iterable(row.pages))
+    found = array("i", bytes(PAGE_NUMBERS * count * pages.itemsize))
+    found[::PAGE_NUMBERS], found[1::PAGE_NUMBERS] = pages[::2], pages[1::2]
+    places = chain(range(anchored), range(anchored + row.skipped, count + row.skipped))
+    found[2::PAGE_NUMBERS] = array("i", map(PAGE_TOKENS.__mul__, places))
+    return found
+
+
+def to_mlx(numbers: array[int]) -> mx.array:
+    """Return host integers as an array of MLX, int32 or uint32."""
+    buffer: Any = numbers  # mlx's stubs do not declare it
+    return mx.array(buffer)
+
+
+def _concatenated(locations: Iterable[Locations]) -> Locations:
+    found = array("i")
+    for part in locations:
+        found += part
     return found
 
 
@@ -147,18 +169,25 @@ class LevelTable:
         return self._indices[heads]
 
 
-def level_tables(locations: Sequence[np.ndarray]) -> list[LevelTable]:
+def level_tables(locations: Sequence[Locations]) -> list[LevelTable]:
     """Build one table per precision level from the `page_locations` of a batch's rows."""
-    if not locations:
-        return []
-    pages = np.concatenate(locations)
-    owners = np.repeat(np.arange(len(locations)), [len(part) for part in locations])
+    pages = _concatenated(locations)
+    levels, slots, starts = (pages[number::PAGE_NUMBERS] for number in range(PAGE_NUMBERS))
+    counts = (len(part) // PAGE_NUMBERS for part in locations)
+    owners = array("I", chain.from_iterable(map(repeat, range(len(locations)), counts)))
     tables = []
-    for level in np.flatnonzero(np.bincount(pages[:, 0])).tolist():
-        here = pages[:, 0] == level
-        slots, rows = mx.array(pages[here, 1]), mx.array(owners[here].astype(np.uint32))
-        starts = tuple(pages[here, 2].tolist())
-        tables.append(LevelTable(level, slots, rows, tuple(owners[here].tolist()), starts))
+    for level in sorted(set(levels)):
+        here = [one == level for one in levels]
+        rows = array("I", compress(owners, here))
+        tables.append(
+            LevelTable(
+                level,
+                to_mlx(array("i", compress(slots, here))),
+                to_mlx(rows),
+                tuple(rows),
+                tuple(compress(starts, here)),
+            )
+        )
     return tables
 
 
@@ -169,7 +198,7 @@ class PageTables:
         self._version = 0
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
-        self._locations: dict[Row, np.ndarray] = {}
+        self._locations: dict[Row, Locations] = {}
         """`page_locations` of each row, valid until `invalidate`."""
 
     def by_level(self, rows: list[Row]) -> list[LevelTable]:
@@ -184,7 +213,7 @@ class PageTables:
             self._page_list = (key, PageList.joined(self.locations_of(rows)))
         return self._page_list[1]
 
-    def locations_of(self, rows: list[Row]) -> list[np.ndarray]:
+    def locations_of(self, rows: list[Row]) -> list[Locations]:
         """Return the `page_locations` of each row."""
         for row in rows:
             if row not in self._locations:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore
@@ -21,6 +20,7 @@ from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import DecodeStep, PrefillStep
 from kvd.worker.cache.store import KVStore
+from kvd.worker.lean_imports import np
 from protocol.pages import TAIL_TOKENS
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
+
+from kvd.worker.lean_imports import np
 
 LEAST, MOST = 4, 64
 """Limits for the pages of a split.

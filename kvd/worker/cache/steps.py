@@ -6,23 +6,25 @@ padding: the pages of a batch form a flat list, each with the index of its row.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
-import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
 from kvd.worker.cache.page_tables import (
     EARLIER,
+    PAGE_NUMBERS,
     LevelTable,
     PageList,
     level_tables,
     page_locations,
+    to_mlx,
 )
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
@@ -236,16 +238,17 @@ class PrefillStep:
 
         Levels from `EARLIER` on stand for `Chunk.earlier`.
         """
-        locations = [page_locations(self.row)]
+        pages = page_locations(self.row)
         for number, starts in enumerate(self.earlier_starts()):
-            places = [(EARLIER + number, slot, start) for slot, start in enumerate(starts)]
-            locations.append(np.array(places, np.int32))
-        pages = np.concatenate(locations)
+            for slot, start in enumerate(starts):
+                pages.extend((EARLIER + number, slot, start))
         if self.continues and kind.bounded:  # as if these pages had been freed between two passes
-            unseen = (pages[:, 2] + PAGE_TOKENS <= kind.low(self.offset)) & (
-                pages[:, 2] >= kind.keep
+            low = kind.low(self.offset)
+            each = zip(
+                *(pages[number::PAGE_NUMBERS] for number in range(PAGE_NUMBERS)), strict=True
             )
-            pages = pages[~unseen]
+            seen = (page for page in each if page[2] + PAGE_TOKENS > low or page[2] < kind.keep)
+            pages = array("i", chain.from_iterable(seen))
         return PageList.joined([pages])
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
@@ -347,10 +350,11 @@ class PackedPrefill:
     @cached_property
     def positions(self) -> mx.array:
         """Positions of the tokens, ``[batch]`` int32; 0 for padding."""
-        found = np.zeros(self.batch, np.int32)
-        for step, part in zip(self.steps, self.parts(), strict=True):
-            found[part] = np.arange(step.offset, step.offset + step.count)
-        return mx.array(found)
+        found = array("i")
+        for step in self.steps:
+            found.extend(range(step.offset, step.offset + step.count))
+        found.extend(repeat(0, self.batch - len(found)))
+        return to_mlx(found)
 
     def parts(self) -> Iterator[slice]:
         """Yield where each chunk's tokens are in the batch."""

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from kvd.worker import decoder_layers
@@ -35,6 +34,7 @@ from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.decoder_layers import Parts
 from kvd.worker.gpu import products
 from kvd.worker.gpu.joined_linear import JoinedLinear, JoinedPart
+from kvd.worker.lean_imports import np
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvd.worker.grammar.answers import AnswerGrammar
 from kvd.worker.grammar.matcher import Mask, Matcher, shown
 from kvd.worker.grammar.vocabulary import SLICES, TokenTable, Vocabulary
+from kvd.worker.lean_imports import np
 from protocol.errors import InvalidRequest, KvdError, Overloaded
 
 COMPILE_SECONDS = 10.0

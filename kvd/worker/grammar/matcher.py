@@ -6,14 +6,15 @@ A mask has a bit for each token of the vocabulary, packed into bytes, the lowest
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvd.worker.lean_imports import np
 from protocol.errors import InvalidRequest, KvdError, Overloaded, shorten
 
-Mask = NDArray[np.uint8]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Mask: TypeAlias = "NDArray[np.uint8]"
 
 
 def shown(reason: str) -> str:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.lean_imports import np
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """Bits per element that pages can have, apart from 16."""
