@@ -77,7 +77,10 @@ def pools_of(
         else:
             filled = earlier[level - EARLIER]
             pools.append(layer.pools[filled.level])
-            arrays += [mx.contiguous(array) for array in (*filled.keys, *filled.values)]
+            # Quantized pages are contiguous. Dense keys are transposed.
+            dense = len(filled.keys) == 1 or len(filled.values) == 1
+            earlier_arrays = (*filled.keys, *filled.values)
+            arrays += map(mx.contiguous, earlier_arrays) if dense else earlier_arrays
     return arrays, *schemes_of(pools)
 
 

@@ -140,8 +140,9 @@ class BatchQuantizedKVCache:
     ) -> tuple[PrefillHandle, ...]:
         parts = []
         keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)  # [1, heads, batch, dim]
-        for step, part in zip(packed.steps, packed.parts(), strict=True):
-            chunk = step.append(self.layer, keys[:, :, part], values[:, :, part])
+        continued = [*(step.continues for step in packed.steps[1:]), False]
+        for step, part, more in zip(packed.steps, packed.parts(), continued, strict=True):
+            chunk = step.append(self.layer, keys[:, :, part], values[:, :, part], continued=more)
             parts.append(PrefillHandle(self._store, self.layer, step, chunk))
         return tuple(parts)
 

@@ -119,11 +119,13 @@ class LayerStore:
         values: mx.array,
         *,
         continues: bool = False,
+        continued: bool = False,
     ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
         New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
         ``continues``: the previous call was for the same row and pass, and left that tail.
+        ``continued``: so is the next call.
         """
         tail: Chunk | None = None
         if continues:
@@ -144,8 +146,9 @@ class LayerStore:
             packed = self.pools[level].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
             self.pending.append(PendingPages(level, *packed))
             earlier = (*earlier, self.pending[-1])
-        # Copies: slices would keep the whole pass alive until the flush.
-        keys, values = (mx.contiguous(side[:, full:]) for side in (chunk.keys, chunk.values))
+        keys, values = (side[:, full:] for side in (chunk.keys, chunk.values))
+        if not continued:  # slices would keep the whole pass alive until the flush
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
         self.new_tails.append((slot, Chunk(keys, values, earlier)))
         return chunk
 

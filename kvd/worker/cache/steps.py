@@ -251,7 +251,9 @@ class PrefillStep:
             pages = array("i", chain.from_iterable(seen))
         return PageList.joined([pages])
 
-    def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
+    def append(
+        self, layer: LayerStore, keys: mx.array, values: mx.array, *, continued: bool = False
+    ) -> Chunk:
         """Give a layer the chunk's keys and values (`LayerStore.put_chunk`); lazy."""
         row = self.row
         return layer.put_chunk(
@@ -262,6 +264,7 @@ class PrefillStep:
             keys,
             values,
             continues=self.continues,
+            continued=continued,
         )
 
 
