@@ -39,14 +39,12 @@ class RowSnapshots:
         self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart, kind: Kind
     ) -> None:
         self.all: list[RowSnapshot] = []
+        self.nbytes = 0
+        """Bytes of all tails."""
         self._layers = layers
         self._kind = kind
         self._pages = pages
         self._dense_start = dense_start
-
-    @property
-    def nbytes(self) -> int:
-        return sum(snapshot.nbytes for snapshot in self.all)
 
     def can_cut(self, length: int, tokens: int) -> bool:
         """Return whether a row in prefill still holds what it held at an earlier length.
@@ -85,6 +83,7 @@ class RowSnapshots:
     def add(self, snapshot: RowSnapshot) -> None:
         self._pages.retain(snapshot.pages, snapshot=True)
         self.all.append(snapshot)
+        self.nbytes += snapshot.nbytes
 
     def drop(self, snapshot: RowSnapshot) -> None:
         """Free a snapshot's pages and tail. No step reads a snapshot, so this is always safe."""
@@ -93,3 +92,4 @@ class RowSnapshots:
         snapshot.alive = False
         self._pages.release(snapshot.pages, snapshot=True)
         self.all.remove(snapshot)
+        self.nbytes -= snapshot.nbytes

@@ -36,6 +36,8 @@ class SequenceSnapshots:
 
     def __init__(self, stores: Sequence[KVStore], states: StateStore) -> None:
         self.all: list[SequenceSnapshot] = []
+        self.nbytes = 0
+        """Bytes of all tails and states. A total, because each step reads it several times."""
         self._stores = stores
         self._states = states
 
@@ -66,14 +68,17 @@ class SequenceSnapshots:
                 state = self._states.snapshot(sequence)
             snapshot = SequenceSnapshot(rows, state, length)
             undo.pop_all()
-        self.all.append(snapshot)
-        return snapshot
+        return self._kept(snapshot)
 
     def add(self, snapshot: SequenceSnapshot) -> SequenceSnapshot:
         """Add a snapshot that was read from bytes; it references its pages from now on."""
         for store, row in zip(self._stores, snapshot.rows, strict=True):
             store.snapshots.add(row)
+        return self._kept(snapshot)
+
+    def _kept(self, snapshot: SequenceSnapshot) -> SequenceSnapshot:
         self.all.append(snapshot)
+        self.nbytes += snapshot.nbytes
         return snapshot
 
     def drop(self, snapshot: SequenceSnapshot) -> None:
@@ -81,6 +86,7 @@ class SequenceSnapshots:
         for store, row in zip(self._stores, snapshot.rows, strict=True):
             store.snapshots.drop(row)
         self.all.remove(snapshot)
+        self.nbytes -= snapshot.nbytes
 
     def unlowered(self, snapshot: SequenceSnapshot) -> bool:
         """Return whether all pages are as prefill left them: none was stepped down."""
@@ -88,10 +94,6 @@ class SequenceSnapshots:
             store.dense_start.unlowered(row)
             for store, row in zip(self._stores, snapshot.rows, strict=True)
         )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(snapshot.nbytes for snapshot in self.all)
 
     @property
     def charge(self) -> int:

@@ -62,6 +62,7 @@ def check_store(store: KVStore) -> None:
     for row in snapshots:
         tails = [layer.geometry.dense_bytes(row.tail_length) for layer in store.layers]
         assert row.nbytes == sum(tails), "nbytes of a snapshot is not its tail's size"
+    assert store.snapshots.nbytes == sum(row.nbytes for row in snapshots)
     assert store.nbytes == sum(layer.nbytes for layer in store.layers) + store.snapshots.nbytes
     for row, locations in store.tables._locations.items():
         assert np.array_equal(locations, page_locations(row)), "a table has stale pages"
@@ -76,6 +77,7 @@ def check_cache(cache: ModelCache | MlxLmCache) -> None:
     """Assert the invariants of a cache's stores, sequences and snapshots."""
     assert all(sequence.alive for sequence in cache.sequences)
     assert all(snapshot.alive for snapshot in cache.snapshots.all)
+    assert cache.snapshots.nbytes == sum(one.nbytes for one in cache.snapshots.all)
     if isinstance(cache, MlxLmCache):
         return
     for index, store in enumerate(cache.stores):
