@@ -47,11 +47,21 @@ class PageStore:
     # Byte counts.
 
     def page_bytes(self, level: int = 0) -> int:
-        return sum(self.layer_page_bytes[level])
+        return self._page_bytes[level]
+
+    # Cached, because every step reads them several times.
+
+    @cached_property
+    def _page_bytes(self) -> list[int]:
+        return [sum(layers) for layers in self.layer_page_bytes]
+
+    @cached_property
+    def _charges(self) -> list[int]:
+        return [sum(layers) + max(layers) for layers in self.layer_page_bytes]
 
     @cached_property
     def layer_page_bytes(self) -> list[tuple[int, ...]]:
-        """Bytes of one page in each layer, by level. Cached, because every step reads them."""
+        """Bytes of one page in each layer, by level."""
         return [
             tuple(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self._layers)
             for level in self.levels
@@ -59,7 +69,7 @@ class PageStore:
 
     def charge(self, level: int = 0) -> int:
         """Return the bytes of a page and of its share of the copy that growing a pool takes."""
-        return self.page_bytes(level) + max(self.layer_page_bytes[level])
+        return self._charges[level]
 
     @property
     def charged_bytes(self) -> int:
