@@ -27,7 +27,7 @@ def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> Non
     end = clock() + seconds
     pages = store.pages
     for allocator in pages.allocators:
-        while _lacks_room(store, allocator):
+        while lacks_room_for(store, allocator):
             goal = pages.goals.setdefault(allocator.level, pages.capacity_ahead(allocator))
             if pages.grow_piece(allocator.level, goal):
                 del pages.goals[allocator.level]
@@ -61,21 +61,23 @@ class GrowthBehindSteps:
         return len(self._measured) < _MEASURED
 
     def make_room_for(self, store: KVStore, level: int, count: int) -> Iterator[float]:
-        """Grow the pools of a level until ``count`` pages can be taken; yield after each piece.
+        """Grow the pools of a level for ``count`` pages and the next flush; yield after each piece.
 
+        The room for the flush depends on the memory that is spare when the growth begins.
         Yields the seconds that the device needs for the piece, or infinity: a step must be launched
         before the next piece, if rows decode. The device must be idle before a piece whenever
         `needs_idle_device` is true. Raises MLX's errors if memory is short.
         """
         pages = store.pages
         allocator = pages.allocators[level]
-        while not allocator.can_take(count):
+        grown = False
+        while not (grown and allocator.can_take(count)):
             needed = allocator.used + count
             goal = pages.goals.get(level, 0)
-            if goal < needed:
+            if goal < needed or goal <= allocator.capacity:
                 goal = pages.goals[level] = max(pages.capacity_ahead(allocator, count), needed)
             seconds = self._grow_piece(store, level, goal)
-            if seconds is None:
+            if grown := seconds is None:
                 del pages.goals[level]
             yield seconds or 0.0
             if self._replaced_bytes > self._scratch:
@@ -104,12 +106,20 @@ class GrowthBehindSteps:
 
 
 def lacks_room(store: KVStore) -> bool:
-    return any(_lacks_room(store, allocator) for allocator in store.pages.allocators)
+    """Return whether pools of any level must grow before the next flush."""
+    return any(lacks_room_for(store, allocator) for allocator in store.pages.allocators)
 
 
-def _lacks_room(store: KVStore, allocator: PageAllocator) -> bool:
+def lacks_room_for(store: KVStore, allocator: PageAllocator, count: int = 0) -> bool:
+    """Return whether the pools of a level must grow before ``count`` pages are taken.
+
+    They must also have room for the next flush after that, as far as memory is spare. Otherwise
+    they would grow right afterwards, while the device is idle.
+    """
     pages = store.pages
     due = sum(row.level == allocator.level and not row.written_ahead for row in store.rows)
-    if allocator.free >= due:
+    if allocator.can_take(count + due):
         return False
-    return allocator.level in pages.goals or pages.capacity_ahead(allocator) > allocator.capacity
+    if not allocator.can_take(count) or allocator.level in pages.goals:
+        return True
+    return pages.capacity_ahead(allocator, count) > allocator.capacity

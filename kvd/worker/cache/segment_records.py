@@ -28,7 +28,7 @@ from kvd.worker.cache.host_copy import COPIED_TOGETHER, Record, needs_idle_devic
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
-from kvd.worker.cache.pool_growth import GrowthBehindSteps
+from kvd.worker.cache.pool_growth import GrowthBehindSteps, lacks_room_for
 from kvd.worker.cache.rows import Row, SequenceRow
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
@@ -236,7 +236,7 @@ class SegmentReader:
         """Grow pools for the pages that the sequence lacks."""
         (sequence,) = self.sequences
         parts = list(zip(self._cache.stores, sequence.rows, outline.rows, strict=True))
-        lacking = True
+        lacking = first = True
         while lacking:  # other rows may take pages of one store while another one grows
             lacking = False
             for store, row, target in parts:
@@ -244,7 +244,9 @@ class SegmentReader:
                     raise DamagedFile(f"there is no level {target.level}")
                 held = _held(row, target.level)
                 missing = [n for n in _numbers(row, target, outline.length) if n not in held]
-                if store.pages.allocators[target.level].can_take(len(missing)):
+                allocator = store.pages.allocators[target.level]
+                ahead = first and lacks_room_for(store, allocator, len(missing))
+                if allocator.can_take(len(missing)) and not ahead:
                     continue
                 lacking = True
                 if self._growth.needs_idle_device:
@@ -253,6 +255,7 @@ class SegmentReader:
                 for seconds in self._growth.make_room_for(store, target.level, len(missing)):
                     self.needs_idle_device = self._growth.needs_idle_device
                     yield seconds
+            first = False
 
     def _extend(self, outline: SegmentOutline, arrays: Iterator[mx.array]) -> None:
         (sequence,) = self.sequences
