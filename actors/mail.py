@@ -324,7 +324,7 @@ class LoadModel(Ask[ModelStatus], frozen=True):
     source: str
     alias: str | None
     kv: KVSpec | None
-    """Absent: as the model is known."""
+    """Absent: the settings of the known model."""
     policy: PolicyChange = PolicyChange()
     watcher: Watcher | None = None
 

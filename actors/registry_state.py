@@ -121,10 +121,10 @@ class RegistryState:
         return load
 
     def wanted(self, name: str, load: mail.LoadModel) -> KnownModel:
-        """Return the model that a load asks for: what it leaves open is as the model is known.
+        """Return the model that a load requests. Absent fields have the values of the known model.
 
-        Fields that describe a model (`AT_LOAD`) are not taken over from one with another source.
-        Raises `UnsupportedModel` if this machine does not have the devices that it asks for.
+        If the known model has another source, fields in `AT_LOAD` have their defaults. Raises
+        `UnsupportedModel` if this machine lacks the requested devices.
         """
         known = self.statuses.known.get(name) or KnownModel(load.source)
         kv, policy, found = known.kv, known.policy, known.found

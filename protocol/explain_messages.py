@@ -29,9 +29,9 @@ class Explain(RequestBase, tag="explain", frozen=True, kw_only=True):
     kv: KVSpec | None = None
     """KV settings for a model that is neither loaded nor known; absent: defaults of ``load``."""
     ranks: fields.Ranks | None = None
-    """Processes that would share the model; absent: as it is known, otherwise 1."""
+    """Processes that would share the model; absent: that of the known model, otherwise 1."""
     device: fields.Device | None = None
-    """GPU of the model, or of its first rank; absent: as the model is known, otherwise 0."""
+    """GPU of the model, or of its first rank; absent: that of the known model, otherwise 0."""
 
 
 class ExplainRequest(RequestBase, tag="explain_request", frozen=True, kw_only=True):

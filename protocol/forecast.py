@@ -51,8 +51,8 @@ class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The whole forecast. Bytes are counted as in the budget.
 
-    With several GPUs, they are those of one GPU; of a model over several of them, of the one that
-    has least room.
+    With several GPUs, they are the bytes of one GPU. For a model over several GPUs, that is the one
+    with the least room.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     level: int = 0
     """Precision level of new rows now."""
     device: int | None = None
-    """Number of that GPU; absent with less than two."""
+    """Number of that GPU; absent with fewer than two."""
     budget_bytes: int
     available_bytes: int
     """Bytes of the budget that are not granted."""

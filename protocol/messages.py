@@ -67,9 +67,9 @@ class Load(RequestBase, tag="load", frozen=True, kw_only=True):
     alias: fields.Alias | None = None
     """Name that requests use; absent: the last part of the source."""
     kv: KVSpec | None = None
-    """Settings of the KV cache, all of them; absent: as the model is known."""
+    """All settings of the KV cache; absent: those of the known model, otherwise the defaults."""
     policy: PolicyChange = PolicyChange()
-    """Fields of the policy relative to other models; absent fields stay as the model is known."""
+    """Policy relative to other models. Absent fields keep the values of the known model."""
 
 
 class Unload(RequestBase, tag="unload", frozen=True, kw_only=True):
@@ -164,8 +164,8 @@ class Configure(RequestBase, tag="config", frozen=True, kw_only=True):
     """Change settings until the daemon ends or reloads its file; no fields: return the budget."""
 
     budget_bytes: Annotated[int, Meta(ge=1, le=fields.MAX_BYTES)] | None = None
-    """New memory budget; with several GPUs, of each. A lower budget ends no requests; memory is
-    reclaimed over time."""
+    """New memory budget; with several GPUs, the budget of each. A lower budget ends no requests;
+    memory is reclaimed over time."""
     settings: dict[str, Any] = {}
     """New values by key, applied all or none; ``null`` restores the file's value."""
     table: bool = False
@@ -379,10 +379,10 @@ class Configured(EventBase, tag="config", frozen=True, kw_only=True):
     """Answers ``config`` and ``reload``."""
 
     budget_bytes: int
-    """Memory budget; with several GPUs, that of each."""
+    """Memory budget; with several GPUs, the budget of each."""
     granted_bytes: int
-    """Bytes granted; with several GPUs, on the one that has granted most. After the budget was
-    lowered, they exceed it until memory is reclaimed."""
+    """Bytes granted; with several GPUs, on the GPU with the most. After the budget was lowered,
+    they exceed it until memory is reclaimed."""
     settings: list[Setting] = []
     """Every setting, if requested."""
     changes: list[Changed] = []

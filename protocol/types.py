@@ -407,7 +407,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankStatus] = []
     """Processes of a model over several ranks, the first of which is `worker_pid`; else empty."""
     device: int | None = None
-    """Number of the GPU that has the model, or its first rank; absent with less than two GPUs."""
+    """Number of the GPU that has the model, or its first rank; absent with fewer than two GPUs."""
     restarts: int = 0
     kv: KVSpec = KVSpec()
     granted_bytes: int = 0
@@ -477,7 +477,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     granted_bytes: int
     devices: list[DeviceStatus] = []
-    """Each GPU, by its number, whose sum is above; empty with less than two."""
+    """Each GPU, in the order of their numbers; empty with fewer than two."""
     violations: int = 0
     """Times that an invariant of the budget was violated: a bug in kvd, reported in its log."""
     footprint_bytes: int

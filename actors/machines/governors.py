@@ -1,17 +1,19 @@
 """One governor for each device, so that a shortage costs only models on the device that is short.
 
-A *device* is memory with a budget of its own. A computer whose accelerator shares the main memory
-has one, and so has one without an accelerator; a host with several GPUs has one for each. All have
-the same budget. A model is charged to the device of its policy. The ranks of a gang are on that
-device and the next ones, or all on the only one.
+A *device* is memory with a budget of its own. A machine has one device if its accelerator shares
+the main memory, or if it has no accelerator. A host with several GPUs has one device for each. All
+devices have the same budget. A model is charged to the device of its policy. The ranks of a gang
+are on that device and the next ones, or all on the only device.
 
-Workers report and get the bytes of all their ranks together. Governors count the bytes of a model
-on one device: a gang's ranks hold equal parts, so the others have the same. They share its account
-and grant its requests together (`Ledger.peers`).
+Workers report bytes as sums over all their ranks, and their grants are such sums too. A governor
+counts only the bytes on one device. A gang's ranks hold equal parts, so the numbers of all its
+devices are equal. Their governors share its account and grant its requests together
+(`Ledger.peers`).
 
 If devices have memory of their own, the system's memory pressure is about the host's memory, which
-has no budget. What a worker frees on its device does not help there, and only its end does. While
-the pressure is critical, idle models are unloaded, one every `Marks.cool_s`. Pure.
+has no budget. Memory that a worker frees on its device does not help there; only the end of the
+worker does. While the pressure is critical, idle models are unloaded, one every `Marks.cool_s`.
+Pure.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ class Governors(msgspec.Struct):
 
     devices: list[Governor]
     places: dict[str, tuple[int, ...]] = {}
-    """By model with an account, the devices of its ranks."""
+    """For each model with an account, the devices of its ranks."""
     host_pressure: Pressure = "normal"
     """Pressure of the host's memory, if devices have memory of their own."""
     relief_at: float = -math.inf
-    """Earliest time of the next unload because of it."""
+    """Earliest time of the next unload because of the host's pressure."""
 
     @classmethod
     def create(cls, budget_bytes: int, devices: int = 1) -> Governors:
@@ -191,7 +193,7 @@ class Governors(msgspec.Struct):
         return len(self.places.get(model, (0,)))
 
     def _measured_on(self, governor: Governor, event: ev.MemoryMeasured) -> ev.MemoryMeasured:
-        """Return what was measured of the models whose first rank is on a governor's device."""
+        """Return the measurements of the models whose first rank is on a governor's device."""
         if len(self.devices) == 1:
             return event
         used = {

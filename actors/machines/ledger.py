@@ -8,9 +8,9 @@ Waiting requests are granted oldest first, and a small one may overtake a large 
 the governor makes one of them `first`: no other model grows before it. If the budget is lowered
 below the grants, the grants only shrink until they fit.
 
-A model over several devices holds the same number of bytes on each. Their ledgers know each other
-by its name (`Ledger.peers`), and all of them grant a request, or none does: a part that is granted
-alone would be kept from other models without use.
+A model over several devices holds the same number of bytes on each. Its ledgers refer to each other
+(`Ledger.peers`). Either all of them grant a request, or none does: a part that one device granted
+alone would be withheld from other models while nothing uses it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Ledger(msgspec.Struct):
     first: str | None = None
     """The model whose request is granted before any other model grows."""
     exempt: set[str] = msgspec.field(default_factory=set)
-    """Models that may grow before the first request: a load stopped halfway helps no model. One set
-    for the ledgers of all devices."""
+    """Models that may grow before the first request, because a load that stops halfway helps no
+    model. The ledgers of all devices share this set."""
     protected: set[str] = msgspec.field(default_factory=set)
     """Models whose running rows may grow before the first request is granted."""
     excess_bytes: int = 0
@@ -70,7 +70,7 @@ class Ledger(msgspec.Struct):
     ceiling_bytes: int = 0
     """Limit of the grants while they are above a lowered budget."""
     peers: dict[str, tuple[Ledger, ...]] = msgspec.field(default_factory=dict)
-    """By model over several devices, the ledgers of its other devices."""
+    """For each model over several devices, the ledgers of its other devices."""
 
     def handle(self, event: Event, now: float) -> list[GrantDecision]:
         match event:

@@ -52,13 +52,13 @@ _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": 
 @option(
     "--ranks",
     "N",
-    "Processes that would share the model (default: as it is known, otherwise 1).",
+    "Processes that would share the model (default: that of the known model, otherwise 1).",
     type=click.IntRange(1, MAX_RANKS),
 )
 @option(
     "--device",
     "N",
-    "GPU of the model, or of its first rank (default: as it is known, otherwise 0).",
+    "GPU of the model, or of its first rank (default: that of the known model, otherwise 0).",
     type=click.IntRange(0, MAX_DEVICES - 1),
 )
 @kv_options()

@@ -76,7 +76,8 @@ class Calls(ABC, Generic[C, L]):
     ) -> L:
         """Load a model; iterate over the progress, or wait for the result.
 
-        Without ``kv``, and in fields that ``policy`` leaves open, it is loaded as it is known.
+        Without ``kv``, a known model keeps its settings. Absent fields of ``policy`` keep their
+        values.
         """
         number = self._exchange.next_id()
         change = policy or PolicyChange()

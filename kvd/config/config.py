@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 CPU_CHUNK = 64
-"""Passes take several chunks, so small ones cost little on the CPU: prefill takes a tenth more CPU
-time than with chunks of 256. Eight prompts with 1500 of 1540 tokens in the cache take half."""
+"""Passes take several chunks, so small chunks cost little on the CPU: prefill takes a tenth more
+CPU time than with chunks of 256. Eight prompts with 1500 of 1540 tokens in the cache take half of
+the CPU time."""
 CUDA_CHUNK = 1024
 """Each chunk costs the host about the same time: Qwen3-0.6B on an H200 takes 37 ms for a chunk of
 256 tokens and 41 ms for one of 1024."""
@@ -131,7 +132,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
     """Bytes for all models together, at least 64 MiB. Default: three quarters of the memory that
     Metal recommends, of the CUDA device's memory, or of RAM (or the cgroup's limit). With several
-    CUDA devices, it is the budget of each, and the default follows from the smallest one."""
+    CUDA devices, each has this budget, and the default is that of the smallest one."""
     models: list[Source | ModelEntry] = []
     """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
     models_dir: Annotated[str, Meta(max_length=4096, pattern=TEXT_PATTERN)] = "./models"

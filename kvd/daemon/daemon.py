@@ -69,7 +69,7 @@ and `make` forwards its own copy."""
 
 @dataclass(frozen=True)
 class ModelToLoad:
-    """A model to load when the daemon starts; what is not given is as it is configured."""
+    """A model to load when the daemon starts. Absent values are those of the configuration."""
 
     source: str
     alias: str | None = None

@@ -40,12 +40,12 @@ GRANTED = Metric(
 )  # fmt: skip
 DEVICE_BUDGET = Metric(
     "kvd_device_budget_bytes", "gauge", ("device",),
-    "Memory budget of a GPU; absent with less than two GPUs",
+    "Memory budget of a GPU; absent with fewer than two GPUs",
     "The limit for the sum of grants on that GPU",
 )  # fmt: skip
 DEVICE_GRANTED = Metric(
     "kvd_device_granted_bytes", "gauge", ("device",),
-    "Memory of a GPU that workers may hold; absent with less than two GPUs",
+    "Memory of a GPU that workers may hold; absent with fewer than two GPUs",
     "If one GPU is full and another is not, load a model with another `device`",
 )  # fmt: skip
 VIOLATIONS = Metric(

@@ -60,7 +60,7 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
         missing -= _yield_bytes(m, account)
         m.held.add(account.name)
         if any(account.name in it.held for it in m.of(account.name) if it is not m):
-            continue  # for another device already
+            continue  # already held for another device
         reason = f"finishes its requests and gets no new ones: {request.model} waits for memory"
         commands += [
             m.record("hold", account.name, reason, requester=request.model),
@@ -82,7 +82,7 @@ def _release(m: GovernorState) -> list[Command]:
     m.held.clear()
     for name in released:
         if any(name in it.held for it in m.of(name)):
-            continue  # another device needs it
+            continue  # still held for another device
         event = m.record("let_go", name, "the request that waited was granted or has ended")
         commands += [event, HoldRequests(name, held=False)]
     return commands

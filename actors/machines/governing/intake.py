@@ -174,8 +174,8 @@ def _end_above_limit(m: GovernorState, account: ModelAccount, pid: int | None) -
 def _update_excess(m: GovernorState, model: str = "") -> None:
     """Record the bytes that workers use beyond their grants, so that no other model gets them.
 
-    A loading worker without a grant counts from `STARTING_BYTES` for each process on. With
-    ``model``, on all devices of that model.
+    For a loading worker without a grant, bytes above `STARTING_BYTES` for each process count.
+    ``model``: update all devices of that model.
     """
     for governor in m.of(model):
         governor.excess.clear()

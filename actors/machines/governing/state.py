@@ -51,8 +51,8 @@ class GovernorState(msgspec.Struct):
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
     peers: dict[str, tuple[GovernorState, ...]] = msgspec.field(default_factory=dict)
-    """By model over several devices, the governors of its other devices. They have its account
-    in common, whose numbers are those of one device."""
+    """For each model over several devices, the governors of its other devices. All its governors
+    share one account, with the bytes of one device."""
     excess: dict[str, int] = msgspec.field(default_factory=dict)
     """By model, the bytes that its worker uses beyond its grant."""
     held: set[str] = msgspec.field(default_factory=set)
