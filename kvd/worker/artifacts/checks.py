@@ -38,7 +38,7 @@ class Checks:
     """
 
     times_plain: ClassVar[bool] = True
-    """Whether kernels are compared with plain operations by their time."""
+    """Whether kernels are timed against plain operations."""
 
     def __init__(self, stored: Entries | None = None, key: str = "") -> None:
         self._stored = stored

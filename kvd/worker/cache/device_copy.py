@@ -79,7 +79,7 @@ def is_used() -> bool:
 def copy(
     arrays: Sequence[mx.array], slots: Sequence[int | None], record: _Bytes
 ) -> Callable[[], None] | None:
-    """Begin to copy a record to ``slots`` of the arrays' first axes; return what waits for that.
+    """Begin to copy a record to ``slots`` of the arrays' first axes; return a function that waits.
 
     Slots that are None are left out. Returns None, and does nothing, if the record is not in
     page-locked memory or no kernel is prepared for these arrays.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Record = bytes | bytearray | memoryview
 COPIED_TOGETHER = 4
-"""Copies that are under way together at most, where a device makes them. To wait for one record at
-a time takes 0.2 ms for each of 2.2 MB, and the bus needs 0.04 ms for it (H200)."""
+"""Most copies that are under way at once, if a device makes them. Waiting for one record of 2.2 MB
+at a time takes 0.2 ms for each, of which the bus needs 0.04 ms (H200)."""
 _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
@@ -36,9 +36,9 @@ def copy_pages(
     """Copy a record of pages to ``slots`` of the arrays' first axes, in place.
 
     The record holds one page for each slot: those of the first array, of the second one, and so on.
-    None: the page is not copied. Returns what waits for the end of the copy, before which the
-    record's memory must not be used again; None: it has ended. Raises `DamagedFile` if the record
-    has another length.
+    A page whose slot is None is not copied. Returns a function that waits for the end of the copy,
+    or None if it has ended. The record's memory must not be reused before the end. Raises
+    `DamagedFile` if the record has another length.
     """
     sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
     expect_bytes(record, len(slots) * sum(sizes))

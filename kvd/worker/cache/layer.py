@@ -125,7 +125,7 @@ class LayerStore:
 
         New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
         ``continues``: the previous call was for the same row and pass, and left that tail.
-        ``continued``: so is the next call.
+        ``continued``: the next call is for the same row and pass.
         """
         tail: Chunk | None = None
         if continues:

@@ -1,7 +1,7 @@
 """The pages of all layers of one kind: allocation, byte counts, growth, and moves between levels.
 
-Pools change size, and pages move, only while the device is idle: pages one layer at a time, pools
-of small layers together.
+Pools change size, and pages move, only while the device is idle. Pages move one layer at a time;
+pools of small layers change size together.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class PagePool:
 
 
 def compile_modules(dtypes: Iterable[mx.Dtype]) -> None:
-    """Let MLX compile what `PagePool.write` needs on CUDA for slots that do not follow each other.
+    """Compile the modules that `PagePool.write` needs on CUDA for slots that are not adjacent.
 
     ``dtypes``: those of the pools' arrays. A module takes several seconds, and the first such write
     may come long after the load, while rows wait for it.

@@ -140,8 +140,8 @@ class SegmentReader:
     ``sequence`` holds the prompt's beginning, or nothing, and has no slots before the last record
     (`unplaced_rows`). Call `forget` if a record is missing or damaged: it frees the sequence. A
     record is used until `run` yields, and at most until `COPIED_TOGETHER` others are taken.
-    ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed:
-    they may be empty. ``growth``: grows the pools; None: it is this reader's own.
+    ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed;
+    these may be empty. ``growth``: grows the pools; None: the reader has its own.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class SequenceSnapshots:
     def can_cut(self, length: int, tokens: int) -> bool:
         """Return whether a sequence of ``length`` tokens can be taken as it was at ``tokens``.
 
-        See `RowSnapshots.can_cut`. A recurrent state is only that of all tokens.
+        See `RowSnapshots.can_cut`. A recurrent state exists only for the full length.
         """
         if length == tokens:
             return True

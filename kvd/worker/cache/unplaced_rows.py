@@ -1,7 +1,8 @@
 """Sequences without slots in the tail arrays: their tails and states are arrays of their own.
 
-A slot takes part in the operations of each step, so to give one, or to write to it, waits for the
-step in flight. A sequence that is read from disk therefore has no slots until its first own step.
+Every step's operations use the arrays of all slots. Assigning a slot, or writing to one, therefore
+waits for the step in flight. A sequence that is read from disk has no slots until its first own
+step.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Batch:
         self._step = step = self._launch(rids)
         is_read = False
         if step is not None and step.draw is None:
-            if previous is not None and self._masks.leave_time(step):
+            if previous is not None and self._masks.can_read_previous(step):
                 is_read = True
                 self._read_step(previous)
             idle = previous is None

@@ -334,7 +334,7 @@ class MLXEngine:
     def _work_on_pools(self, decode: Sequence[str]) -> None:
         """Return memory, grow pools, continue transfers or write segments: the first that is due.
 
-        The tokens of the step are sent before, so this work delays those of the next step.
+        The tokens of the step are sent before this work, which delays those of the next step.
         ``decode``: the requests that decode.
         """
         seconds = self._pace.seconds(decodes=bool(decode))
@@ -348,7 +348,7 @@ class MLXEngine:
             self._continue_transfers(seconds, decode)
 
     def _continue_transfers(self, seconds: float, decode: Sequence[str]) -> None:
-        """Continue transfers or write segments, unless the next step takes longer already."""
+        """Continue transfers or write segments, unless the next step writes pages."""
         reads, store = self._preemption.ready, self._segments
         if not (reads or (store is not None and store.has_work)):
             return

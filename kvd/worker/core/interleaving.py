@@ -34,8 +34,8 @@ MEASURED_PASSES = 8
 """On accelerators, a decode step is measured before one of this many passes, because the device has
 nothing to do until the first stage is built."""
 MORE_ROWS = 1.5
-"""A step is measured before that if it has more rows than this many times those of the last one.
-While prompts of a burst end, each pass finds other rows."""
+"""A step is measured earlier if it has more than this many times the rows of the last measured one.
+Not after every change, because the rows change with every pass while the prompts of a burst end."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""

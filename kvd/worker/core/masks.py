@@ -159,8 +159,8 @@ class StepMasks:
     def discard(self, completions: Iterable[Completion]) -> None:
         """Forget late rows and the batches, after a failed step.
 
-        Wait until the matchers of these completions have advanced. Threads may still advance those
-        of others, which have ended.
+        Waits until the matchers of these completions have advanced. Threads may still advance the
+        matchers of other completions, which have ended.
         """
         self.late = []
         for completion in completions:
@@ -181,11 +181,11 @@ class StepMasks:
         if self.late:
             self.late = [row for row in self.late if row.completion is not completion]
 
-    def leave_time(self, step: DecodeStep) -> bool:
+    def can_read_previous(self, step: DecodeStep) -> bool:
         """Return whether the previous step can be read before this one is drawn.
 
-        That is while masks are being computed. Not if it may force a token: a token that replaces
-        one of this step is counted after that was drawn.
+        It can while masks are being computed, unless the previous step may force a token: a forced
+        token that replaces a token of this step must be counted after the draw of that token.
         """
         self.take_back()
         return bool(step.lent) and not any(one.stream.may_force for one in step.drawing)

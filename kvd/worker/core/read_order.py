@@ -4,9 +4,9 @@ On accelerators the thread that launches passes also waits for tokens: with CUDA
 streams in a mode in which no other thread may wait for an event or allocate. Masks can only be
 computed once the tokens are read.
 
-If the device computes for longer than the host launches, the next pass must be launched first, or
-the device is idle meanwhile. If launching takes longer, the tokens are ready before it, and reading
-them first lets threads compute the masks during the launch.
+If the device takes longer to compute a pass than the host to launch one, the next pass must be
+launched first. Otherwise the device is idle meanwhile. If the launch takes longer, the tokens are
+ready before it. Reading them first then lets threads compute the masks during the launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 TRIAL = 16
 """Steps for which each order is tried."""
 PERIOD = 512
-"""Steps from one trial to the next."""
+"""Steps between two trials."""
 
 
 class ReadOrder:

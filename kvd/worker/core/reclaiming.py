@@ -144,7 +144,8 @@ class Reclaiming:
         chosen = self._choose(level, command.wanted_bytes)
         for request in chosen:
             batch.step_down(request, level)
-        # Now: a prompt that begins before the end must not continue from pages that are converted.
+        # Before the conversion, because a prompt that begins during it must not continue from pages
+        # that are being converted.
         pages = _pages_of(row for request in chosen for row in request.kept)
         batch.prefix_cache.drop_lowered(lambda it: not pages.isdisjoint(_pages_of([it])))
         while above := self._rows_above(cache, level, chosen):
@@ -159,10 +160,10 @@ class Reclaiming:
                 self._preemption.rows.recount(request)
 
     def _choose(self, level: int, wanted_bytes: int) -> list[Request]:
-        """Return the requests to step down, each with all that share pages with it.
+        """Return the requests to step down, each with all requests that share pages with it.
 
-        A shared page is converted once, so its other requests are at the lower level too, also
-        those that are preempted, and those whose read from the prefix store has not begun.
+        A shared page is converted once, so all its requests are at the lower level then. These
+        include preempted requests, and those whose read from the prefix store has not begun.
         """
         batch, chosen = self._batch, []
         admitted = batch.scheduler.victims()

@@ -161,8 +161,8 @@ class SegmentReads:
     def _find(self, request: Request, held: int) -> list[SegmentInfo]:
         """Return the segments of the longest stored beginning that is longer than ``held`` tokens.
 
-        The last one first, then its bases, also those within ``held``. Empty if there is none, or
-        if they must not or cannot be read.
+        The last segment is first, then its bases, including those within ``held``. Empty if there
+        is none, or if they must not or cannot be read.
         """
         tracked = request.tracked
         if tracked.lowered or tracked.full_prefill or not tracked.reads_store:
@@ -197,13 +197,13 @@ class SegmentReads:
         return self._batch.transfers.reading.get(read.request.rid) is read.reader
 
     def _is_slow(self, read: _Read) -> bool:
-        """Whether the disk hangs, or prefill is better, although the read has begun."""
+        """Whether the read should end, because the disk hangs or prefill is faster by now."""
         if read.reading.hangs or not read.reading.started:
             return read.reading.hangs
         seconds = self._clock() - read.started_at
         if not read.limit_s < seconds <= 2 * read.limit_s:
             return seconds > read.limit_s
-        # What is read would be lost. At the rate so far, its rest may take less than prefill.
+        # Ending it discards what is read. At the rate so far, the rest may take less than prefill.
         done = read.reading.nbytes
         return seconds * (read.nbytes - done) > read.prefill_s * done
 
@@ -318,7 +318,7 @@ def _bytes_to_read(chain: Sequence[SegmentInfo], held: int) -> int:
     """
     tokens, nbytes = chain[0].tokens, 0
     for one, base in itertools.zip_longest(chain, chain[1:]):
-        # With a longer base, or without one, its pages begin with the prompt.
+        # If the base is longer or missing, the segment's pages begin with the prompt.
         start = base.tokens if base is not None and base.tokens < one.tokens else 0
         needed = min(tokens, one.tokens) - max(held, start)
         nbytes += one.nbytes * max(0, needed) // (one.tokens - start)

@@ -44,7 +44,7 @@ def join(place: Place, peers: Peers) -> Any:
     if backend == "auto":
         backend = "nccl" if mx.cuda.is_available() else "ring"
     # Ranks with different backends would wait for each other until the daemon's deadline.
-    # How a sum is divided depends on whether they block, so all ranks do the same.
+    # Sums are divided only if the sockets block, so all ranks must agree on that.
     blocks = backend == "ring" and thread_count() < SPIN_PROCESSORS * len(addresses)
     backends, blocking = zip(*peers.exchange("backend", (backend, blocks)), strict=True)
     if len({*backends}) > 1:
@@ -132,7 +132,7 @@ def _sockets() -> set[int]:
 def _block_reads(files: set[int]) -> None:
     """Make reads of these sockets blocking, which MLX has made non-blocking.
 
-    They would spin. On two cores, two ranks of the embedded model took 7.0 and 8.3 s for 200
+    Otherwise reads spin. On two cores, two ranks of the embedded model took 7.0 and 8.3 s for 200
     tokens beside other processes, and take 2.7 s; their CPU time fell from 15.9 to 7.4 s. A thread
     receives before it sends. If both are queued, the time limit ends the wait; `Sums` avoids that.
     """

@@ -26,12 +26,12 @@ From 1 MiB on, MLX's ring sends in both directions. A thread then waits for its 
 before it sends: a sum of 1.8 MB took 11.8 ms, and 1.8 ms in two pieces.
 """
 GATHER_PIECE = 250 * 1024
-"""Most bytes of such an array if the ranks exchange it as a whole."""
+"""The same limit for sums in which the ranks exchange whole arrays."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Stands for `mx.distributed.all_sum`."""
+    """Replaces `mx.distributed.all_sum`."""
 
     group: Any
     ring: bool
@@ -53,7 +53,7 @@ class Sums:
 
 @contextmanager
 def own_terms() -> Iterator[None]:
-    """Let sums have only this rank's term, so that no other rank is needed."""
+    """Make sums return only this rank's term, so that no other rank is needed."""
     before = mx.distributed.all_sum
     mx.distributed.all_sum = lambda x, **_: x
     try:

@@ -38,7 +38,7 @@ class _Joined:
         """``[outputs of all, inputs]``."""
         self.weight = self.stored[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
-        # A bias of a divided sum is not part of the products.
+        # The bias of a divided layer is added to the sum, not to the products.
         biases = [layer.bias for layer in layers if _is_plain(layer) and "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}

@@ -29,8 +29,8 @@ STAGING_BYTES = 8 * 1024 * 1024
 """Limit of the records between the engine and a thread that writes. A larger record is staged
 alone."""
 STAGED_RECORDS = 8
-"""Records of pages that fit at least into the memory of a read: `COPIED_TOGETHER`, one that each
-thread reads, and one that is read ahead."""
+"""Least number of page records that fit into the memory of a read: `COPIED_TOGETHER`, one for each
+reading thread, and one that is read ahead."""
 READERS = min(3, max(1, (os.cpu_count() or 1) // 2))
 """Threads that read and check records of one prefix at the same time. One thread reaches 6 GB/s
 from the page cache (H200 host), which is slower than the copies to some devices."""
@@ -235,7 +235,7 @@ class BackgroundReader:
     def ready(self) -> bool:
         """Whether `next_record` may return something other than `NOT_YET`.
 
-        Records that were returned count no longer as staged, so that there is room for others.
+        Returned records no longer count as staged, so that there is room for others.
         """
         return self._last is not None or self._staging.release()
 

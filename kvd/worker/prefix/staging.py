@@ -30,8 +30,8 @@ class Staging(Generic[T]):
 
     An item counts until ``in_use`` others are taken or `release` is called, because its taker still
     uses it. An item above the limit is accepted only while nothing else counts, and an item without
-    bytes always. The engine calls the methods that return at once (`offer`, `poll`, `release`,
-    `close`) or after some time (`wait_for_item`), threads those that wait (`reserve`, `take`). No
+    bytes always. The engine calls `offer`, `poll`, `release` and `close`, which return at once, and
+    `wait_for_item`, which has a time limit. Threads call `reserve` and `take`, which wait. No
     method holds the lock while it waits, and none does I/O.
 
     ``memory``: gives each reserved place its bytes, which are valid as long as the item counts. An
@@ -80,7 +80,7 @@ class Staging(Generic[T]):
     def wait_for_item(self, seconds: float) -> None:
         """Wait until `poll` would return an item, the queue is closed, or the time is over.
 
-        Items that were taken count no longer, as after `release`.
+        Items that were taken no longer count, as after `release`.
         """
         with self._changed:
             self._release(0)
@@ -144,7 +144,7 @@ class Staging(Generic[T]):
         return self._memory if self._memory and 0 < nbytes <= self._memory.nbytes else None
 
     def _release(self, kept: int) -> None:
-        """Stop counting taken items, the oldest first, except so many of the newest."""
+        """Stop counting taken items, except the ``kept`` newest ones."""
         while len(self._taken) > kept:
             taken = self._taken.popleft()
             self.held_bytes -= taken.nbytes

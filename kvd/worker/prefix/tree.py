@@ -340,9 +340,9 @@ class PrefixTree:
                 self._drop(node, "untrusted")
 
     def drop_lowered(self, will_be: Callable[[Snapshot], bool] = lambda _: False) -> None:
-        """Drop now the checkpoints whose pages were stepped down, or ``will_be``.
+        """Drop the checkpoints whose pages were stepped down, or ``will_be``.
 
-        Otherwise `match` drops those whose pages were.
+        Without this call, `match` drops those whose pages were.
         """
         for node in list(self._stored):
             if self._is_valid(node) and will_be(node.snapshot):

@@ -115,7 +115,7 @@ class Scheduler:
         self.growth = Growth(self.states, self.sizes, ahead)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
         self.must_end_pass: MustEndPass = lambda *_: False
-        """Whether a pass may have no chunk of a request beyond a position."""
+        """Whether a request's chunks in a pass must end at a position."""
         self._decoding = 0
         """Tokens that the planned step decodes."""
         self._planned: dict[str, list[Chunk]] = {}

@@ -45,7 +45,7 @@ TEXT_TOKENS = 512
 WIDTHS = (3, 4, 5, 6, 8)
 """Bits that the probe gives. With 2 bits, errors are too large for its estimate."""
 METAL_WIDTHS = (4, 8)
-"""Bits that layers get on Metal. The speed of its kernels with others is not measured."""
+"""Bits that layers get on Metal, where the kernels' speed with other widths is not measured."""
 UNIFORM = {(4, 4): (5, 3)}
 """Bits of keys and values that cost less quality than others of the same size, without any estimate
 (`docs/fidelity.md`)."""
@@ -117,8 +117,8 @@ class ProbeFile:
     def marked(self) -> Iterator[None]:
         """Keep a mark while the block runs, which stays if the process is killed.
 
-        SIGTERM ends the process once Python runs again, and leaves no mark. So the mark stays if
-        the block hangs, because the daemon then sends SIGKILL.
+        SIGTERM removes the mark. If the block hangs, Python does not handle SIGTERM, and the mark
+        stays when the daemon sends SIGKILL.
         """
         lock = self._write_mark()
         if lock is None:
@@ -169,7 +169,7 @@ class ProbeFile:
 
 @contextmanager
 def _before_sigterm(call: Callable[[], None]) -> Iterator[None]:
-    """Call this before SIGTERM is handled as before, in a main thread; others get no signals."""
+    """Call ``call`` before SIGTERM is handled as usual. Other threads than main get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

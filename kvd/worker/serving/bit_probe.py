@@ -225,7 +225,7 @@ class BitProbe:
         model, kept = self._model, len(self._attention())
         attention = kept
         if kept == len(self._caches):
-            # Layers that read the keys and values of others have no cache, and own gradients.
+            # Layers that read the keys and values of others have no cache, but their own gradients.
             attention = max(kept, len(getattr(model, "layers", ())))
         # The text's own, those of a unit with the queries', the gradients, and copies of heads.
         held = _KEPT * self._text_bytes() * attention // kept
@@ -257,7 +257,7 @@ class BitProbe:
             caches = self._caches_at(start, sides)
             logits = self._model(self._ids[:, start:stop], cache=caches).astype(mx.float32)
             drawn = mx.stop_gradient(mx.random.categorical(logits, key=key))
-            # CUDA would compile modules for an index and its gradient, for seconds each.
+            # An index and its gradient would each compile a module on CUDA, which takes seconds.
             is_drawn = mx.arange(logits.shape[-1]) == drawn[..., None]
             chosen = mx.where(is_drawn, logits, 0.0).sum(axis=-1)
             return (mx.logsumexp(logits, axis=-1) - chosen).sum()

@@ -2,8 +2,8 @@
 
 There is one JSON file per model, named after a hash of the model's content. So a result follows the
 model through renames and copies, and does not apply to any other model. A load raises all precision
-levels below the quality floor to the floor. An unreadable file counts as no result, and so does one
-of other versions of kvd or mlx-lm, which decide what is quantized; both are logged.
+levels below the quality floor to the floor. An unreadable file counts as no result. So does a
+result of other versions of kvd or mlx-lm, because these decide what is quantized. Both are logged.
 """
 
 from __future__ import annotations

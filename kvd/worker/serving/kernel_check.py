@@ -31,8 +31,9 @@ def check_kernels(
     """Return the verdict on kernels, and their error.
 
     ``stores``: the stores that they would serve. The kernels must run at all, be right, and be
-    faster, in this order. ``check_plain``: checks the plain operations before they are timed, if
-    they are; raises `SelfCheckFailed` if none are right. Without it, right kernels are used.
+    faster, in this order. ``check_plain``: checks the plain operations if they have to be timed;
+    raises `SelfCheckFailed` if none are right. Without it, correct kernels are used whatever their
+    time.
     """
     timed = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):

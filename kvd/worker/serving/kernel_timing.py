@@ -60,9 +60,9 @@ def compare(
 ) -> Times | None:
     """Time kernels and plain operations for these layers; None if no variant fits any layer.
 
-    ``variants``: the kernels that the model has requested. ``check_plain``: checks plain operations
-    before they are timed, if they are; it may change the stores' products. Without it, they are not
-    timed. Uses at most half of the stores' scratch.
+    ``variants``: the kernels that the model has requested. ``check_plain``: checks the plain
+    operations if they have to be timed; it may change the stores' products. Without it, they are
+    not timed. Uses at most half of the stores' scratch.
     """
     fused = dense = reference = 0.0
     layers, keys = 0, KEYS

@@ -53,7 +53,7 @@ def calibrate(
     them. Raises the `KvdError` of a model that cannot be loaded, `UnsupportedModel` for one that
     has no quantized keys and values, and `InvalidRequest` for prompts that are too short.
     """
-    # As a worker does, before models are imported. Plain operations take three times as long.
+    # Before models are imported, as in a worker. Plain operations would take three times as long.
     library = activation.activate(lambda stage, _: report(stage)).library
     seam.install()
     report("weights")
