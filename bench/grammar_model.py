@@ -35,7 +35,7 @@ class Times:
     sample: float = 0.1
     """The device draws tokens."""
     read: float = 0.1
-    """The host reads tokens that are there."""
+    """The host reads tokens that are ready."""
     deliver: float = 0.8
     """The host writes the text of the last step's tokens, before the draw if masks are missing."""
 
@@ -52,7 +52,7 @@ class Step:
 class _Device:
     def __init__(self) -> None:
         self.free_at = 0.0
-        """When it has computed all that was launched."""
+        """Time at which it has computed everything that was launched."""
 
     def run(self, launched_at: float, takes: float) -> None:
         self.free_at = max(self.free_at, launched_at) + takes

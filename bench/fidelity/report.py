@@ -236,7 +236,7 @@ def by_layer(run: Run) -> str:
 
 
 def trained(run: Run, first: str, recipes: Sequence[tuple[str, str]]) -> str:
-    """Tabulate a larger model; recipes with chosen bits are found by the names they were given."""
+    """Tabulate a larger model; recipes with chosen bits are found by their given names."""
     names = {given: name for name, given in run.found["chosen"].items()}
     rows = [run.row(title, names.get(recipe, recipe)) for title, recipe in recipes]
     return _table(_row_head(first), rows)

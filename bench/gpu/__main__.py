@@ -98,7 +98,7 @@ class Bench:
         return self._served[kv]
 
     def _settings(self, kv: str) -> CacheSettings:
-        """Return the settings of ``k4v4``, or ``k4v4:k3v3-k8v5``: bits of layers, repeated."""
+        """Return the settings of ``k4v4``, or of ``k4v4:k3v3-k8v5``: bits by layer, repeated."""
         name, _, pattern = kv.partition(":")
         schemes = tuple(schemes_of(parse_kv(name)))
         if not pattern:
@@ -421,7 +421,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--kv",
         nargs="+",
         default=["k8v8", "k4v4"],
-        help="schemes of kvd's pages; k4v4:k3v3-k8v5: bits of layers, repeated",
+        help="schemes of kvd's pages; k4v4:k3v3-k8v5: bits by layer, repeated",
     )
     parser.add_argument(
         "--attention",

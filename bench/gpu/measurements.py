@@ -47,7 +47,7 @@ def fidelity(report: Report) -> list[Report]:
 
 
 MIXED_BITS = "k4v4:k3v3-k4v3-k8v5-k3v3-k4v3-k5v4"
-"""Bits of layers, repeated, of K4V4's size and as a probe mixes them."""
+"""Bits by layer, repeated over the layers: a mix of K4V4's size, like those of the probe."""
 LEAST_DECODE = 0.9
 """Limit of the decode speed with bits by layer, relative to K4V4 in all layers."""
 
@@ -310,7 +310,7 @@ PREFIX = {"--shared": "1500", "--prompt": "1540", "--new": "24"}
 
 
 def _timelines() -> list[Measurement]:
-    """Return what shows the cost of stages of passes, and whether requests wait for modules."""
+    """Return measurements of the cost of stages, and of requests that wait for MLX's compiler."""
     return [
         _timeline("timeline", {}),
         _timeline("timeline-whole-passes", {"--whole-passes": ""}),

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 PATIENCE_S = 300.0
 """Each layer waits for both ranks, so a busy machine slows them down a lot."""
 START_S = 20.0
-"""Deadline for the start of the ranks, here: ample, and shorter than that for the load."""
+"""Deadline for the start of the ranks: ample here, and shorter than the deadline for the load."""
 PROMPT = "Once upon a time, " * 60
 """Several pages."""
 

@@ -1,4 +1,4 @@
-"""Tails and pools of all layers change size with few evaluations, and never by half."""
+"""Tails and pools of all layers change size with few evaluations, and never only in part."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ FAMILIES = (
     "solar_open",
     "step3p5",
 )
-"""All other ones."""
+"""All other architectures with a `shard`."""
 NOT_IN_THIRDS = ("prism_hadamard_qwen35",)
-"""Architectures of these that three ranks cannot divide: widths must be multiples of 128."""
+"""Architectures that three ranks cannot divide: widths must be multiples of 128."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
 }

@@ -1,4 +1,4 @@
-"""Random requests over all settings, sent to a worker, and what became of them."""
+"""Random requests over all settings, sent to a worker, and their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill attention of the native library equals attention in float64, with bits of any company."""
+"""Prefill attention of the native library: near float64, and the same bits in any chunk."""
 
 from __future__ import annotations
 
