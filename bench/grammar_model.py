@@ -24,20 +24,20 @@ class Times:
     """Milliseconds of one step's parts."""
 
     device: float
-    """The device computes a pass."""
+    """Computing a pass, on the device."""
     masks: float
-    """Threads compute masks, once the tokens are read."""
+    """Computing masks in threads, once the tokens are read."""
     prepare: float = 1.0
-    """The host plans the step, and builds its operations."""
+    """Planning the step and building its operations, on the host."""
     launch: float = 1.6
     draw: float = 0.15
-    """The host launches the draw of a step with masks, beyond what a draw without them takes."""
+    """Launching the draw of a step with masks, in addition to that of a draw without them."""
     sample: float = 0.1
-    """The device draws tokens."""
+    """Drawing tokens, on the device."""
     read: float = 0.1
-    """The host reads tokens that are ready."""
+    """Reading tokens that are ready, on the host."""
     deliver: float = 0.8
-    """The host writes the text of the last step's tokens, before the draw if masks are missing."""
+    """Writing the text of the last tokens, on the host; before the draw if masks are missing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Step:
 
     period: float
     waits: float
-    """The host waits for tokens and masks."""
+    """Waiting for tokens and masks, on the host."""
 
 
 class _Device:
