@@ -127,8 +127,13 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         return reply
 
     def _add(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
-        """Add an entry and start its worker; ``patient``: the load waits until memory is free."""
+        """Add an entry and start its worker; ``patient``: the load waits until memory is free.
+
+        Raises `UnsupportedModel` if this machine does not have the model's devices.
+        """
         state = self._state
+        if (error := state.statuses.missing_device(name, known.policy)) is not None:
+            raise error
         before = None if patient else self._known_models.get(name)
         self._known_models[name] = known
         self._announce_load(name, known.policy, patient=patient)
@@ -151,19 +156,19 @@ class ModelRegistry(Actor[mail.RegistryMail]):
     def _ensure_loaded(self, name: str) -> None:
         """Load the model that a request names.
 
-        If the model is unknown, or the daemon stops, end the requests that wait for it.
+        If that is not possible, or the daemon stops, end the requests that wait for it.
         """
         state = self._state
         if name in state.entries:
             return  # the router knows the model already
-        known = state.statuses.lookup(name)
-        if known is None:
-            error: errors.ModelError | None = state.statuses.unknown_model(name)
-        else:
-            error = state.statuses.missing_device(name, known.policy)
-        if error is None and known is not None and not state.closing:
-            self._add(name, known, patient=True)
-            return
+        error: errors.ModelError | None = None
+        try:
+            known = self._known(name)
+            if not state.closing:
+                self._add(name, known, patient=True)
+                return
+        except errors.ModelError as refused:
+            error = refused
         self._tell_router(admission_events.ModelRemoved(name, error.info() if error else None))
 
     # -- policy and configuration -----------------------------------------------------------------
@@ -326,7 +331,13 @@ class ModelRegistry(Actor[mail.RegistryMail]):
         known = self._known_models[entry.name]
         for _, load in entry.reloads:
             known = dataclasses.replace(known, policy=load.policy.applied_to(known.policy))
-        added = self._add(entry.name, known, patient=not entry.reloads)
+        try:
+            added = self._add(entry.name, known, patient=not entry.reloads)
+        except errors.UnsupportedModel as error:
+            for reply, _ in entry.reloads:
+                reply.fail(error)
+            entry.fail_texts(error)
+            return
         added.load_replies = [(reply, load.watcher) for reply, load in entry.reloads]
         added.texts = entry.texts
 

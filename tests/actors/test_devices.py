@@ -9,7 +9,7 @@ import pytest
 from actors.status import KnownModel
 from protocol import messages
 from protocol.device import DeviceStatus
-from protocol.errors import ModelExists, UnsupportedModel
+from protocol.errors import InvalidModel, ModelExists, UnsupportedModel
 from protocol.explain_messages import Explain
 from protocol.policy import ModelPolicy, PolicyChange
 from protocol.worker import TimeSlice, TimeSliceRequested
@@ -88,6 +88,34 @@ async def test_a_request_for_a_configured_model_on_a_missing_device_ends():
         end = await client.end(client.generate("far"))
         assert isinstance(end, messages.Error)
         assert (end.error.code, w.model("far")) == ("unsupported_model", None)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@simulated
+async def test_a_text_for_a_configured_model_on_a_missing_device_is_refused(devices):
+    known = {"far": KnownModel("/far", policy=ModelPolicy(device=3), listed=True)}
+    async with world(known=known, devices=devices) as w:
+        client = w.client()
+        with pytest.raises(UnsupportedModel, match="needs device 3"):
+            await client.ask(messages.Tokenize, model="far", prompt="Hi!")
+        assert w.model("far") is None
+        assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
+async def test_a_text_during_a_refused_load_ends_if_the_configured_device_is_missing():
+    """A client's load names a device that exists; the configuration does not."""
+    known = {"far": KnownModel("/far", policy=ModelPolicy(device=3), listed=True)}
+    broken = Script(load_error=InvalidModel("config.json is missing").info())
+    async with world({"far": [broken]}, known=known, devices=2) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="far", policy=SECOND)
+        await until(lambda: w.state("far") == "loading", 5)
+        text = client.start(messages.Tokenize, model="far", prompt="Hi!")
+        assert (await client.end(load)).error.code == "invalid_model"
+        assert (await client.end(text)).error.code == "unsupported_model"
+        assert w.model("far") is None
+        assert (await client.end(client.generate())).reason == "length"
 
 
 @simulated
