@@ -71,10 +71,11 @@ class Governors(msgspec.Struct):
                 self.host_pressure = event.pressure if event.separate else "normal"
                 parts = [it.handle(self._measured_on(it, event), now) for it in self.devices]
             case _:
+                parts = []
                 if isinstance(event, ev.LoadRequested):
-                    self._place(event.model, event.policy)
+                    parts.append(self._place(event.model, event.policy))
                 first, *others = self.of(event.model)
-                parts = [first.handle(self._on_one_device(event), now)]
+                parts.append(first.handle(self._on_one_device(event), now))
                 parts += [it.react(now) for it in others]
                 if isinstance(event, ev.ModelRemoved):
                     self._forget(event.model)
@@ -167,11 +168,15 @@ class Governors(msgspec.Struct):
         _, governor, account = min(found, key=lambda it: it[0])
         return evict(governor, account, "the host's memory pressure is critical")
 
-    def _place(self, model: str, policy: ModelPolicy) -> None:
-        """Charge a model that is about to be loaded to the devices of its policy."""
+    def _place(self, model: str, policy: ModelPolicy) -> list[ev.Command]:
+        """Charge a model that is about to be loaded to the devices of its policy.
+
+        If it is held for a request on the devices that it leaves, release it.
+        """
         places = devices_of(policy, len(self.devices))
         if self.places.get(model) == places:
-            return
+            return []
+        was_held = any(model in it.held for it in self.of(model))
         account = self.account(model)
         self._forget(model)
         self.places[model] = places
@@ -181,10 +186,12 @@ class Governors(msgspec.Struct):
             it.accounts[model] = account
             it.peers[model] = tuple(other for other in governors if other is not it)
             it.ledger.peers[model] = tuple(other.ledger for other in it.peers[model])
+        return [ev.HoldRequests(model, held=False)] if was_held else []
 
     def _forget(self, model: str) -> None:
         for it in self.of(model):
             it.accounts.pop(model, None)
+            it.held.discard(model)
             it.peers.pop(model, None)
             it.ledger.peers.pop(model, None)
         self.places.pop(model, None)

@@ -243,6 +243,26 @@ def test_a_model_moves_when_it_is_loaded_again():
     assert (it.granted(0), it.granted(1), it.governor.places) == (0, 0, {})
 
 
+def test_a_held_model_that_moves_gets_requests_again():
+    """It was evicted, and is loaded on another device before the request was granted."""
+    it = Devices()
+    for name, granted in (("moves", 4000), ("stays", 4000), ("waits", 1500)):
+        it.add(name, granted)
+        it.reclaimable(name, **(BUSY | {"waiting": 0, "base": 1000}))
+    it.reclaimable("waits", **(BUSY | {"base": 1000}))
+    it.request("waits", 9500)
+    held = {command.model for command in of_type(it.wait(60), HoldRequests)}
+    assert held == {"moves", "stays"}
+    it.reclaimable("moves", base=1000)
+    assert of_type(it.wait(5), Evict) == [Evict("moves")]
+    it.apply(WorkerExited("moves"))
+
+    commands = it.apply(ev.LoadRequested("moves", ModelPolicy(device=1)))
+    assert of_type(commands, HoldRequests) == [HoldRequests("moves", held=False)]
+    it.wait(60)
+    assert decisions(it.apply(WorkerExited("stays")), "waits") == [(True, 9500)]
+
+
 def test_the_deadline_is_that_of_the_first_device():
     it = Devices()
     it.add("idle", 100, device=1, idle_ttl_s=50.0)
