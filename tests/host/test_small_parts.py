@@ -145,6 +145,10 @@ class FakeNvml:
     def __init__(self, *totals: int, failing: str = "") -> None:
         self._totals, self._failing = totals, failing
 
+    @staticmethod
+    def _id(number: int) -> bytes:
+        return f"GPU-{number}b7d".encode()
+
     def __getattr__(self, name: str):
         def call(*arguments):
             if name == self._failing:
@@ -156,7 +160,13 @@ class FakeNvml:
                 handle._obj.value = number + 1
                 return 0 if number < len(self._totals) else 2
             if name == "nvmlDeviceGetHandleByUUID":
-                arguments[1]._obj.value = int(arguments[0][-1:]) + 1
+                unique_id, handle = arguments
+                numbers = [n for n in range(len(self._totals)) if self._id(n) == unique_id]
+                handle._obj.value = numbers[0] + 1 if numbers else None
+                return 0 if numbers else 6
+            if name == "nvmlDeviceGetUUID":
+                handle, buffer, _ = arguments
+                buffer.value = self._id(handle.value - 1)
             if name == "nvmlDeviceGetMemoryInfo":
                 arguments[1]._obj.total = self._totals[arguments[0].value - 1]
             return 0
@@ -203,7 +213,10 @@ def test_without_a_device_there_is_no_accelerator(monkeypatch, cuda_build):
     [
         (None, [("0", 10), ("1", 20), ("2", 30)]),
         ("2, 0", [("2", 30), ("0", 10)]),
-        ("GPU-1", [("GPU-1", 20)]),
+        ("GPU-1b7d", [("GPU-1b7d", 20)]),
+        ("GPU-2,GPU-1b", [("GPU-2", 30), ("GPU-1b", 20)]),
+        ("GPU-7,GPU-1b", []),
+        ("-1", []),
         ("1,7,0", [("1", 20)]),
         ("", []),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 _DEVICE_FILE = Path("/dev/nvidia0")
 """The first device as the driver shows it."""
+_UNIQUE_ID_BYTES = 96
 
 
 class _Memory(ctypes.Structure):
@@ -72,18 +73,38 @@ def devices() -> list[Device]:
 def _visible_names(nvml: ctypes.CDLL) -> list[str]:
     if (allowed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in allowed.split(",") if name.strip()]
+    return [str(number) for number in range(_count(nvml))]
+
+
+def _count(nvml: ctypes.CDLL) -> int:
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    return [str(number) for number in range(count.value)]
+    return count.value
 
 
 def _read(nvml: ctypes.CDLL, name: str) -> Device | None:
-    device, memory = ctypes.c_void_p(), _Memory()
-    if name.isdigit():
-        status = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device))
-    else:
-        status = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
-    if status != 0:
+    memory = _Memory()
+    if (device := _handle(nvml, name)) is None:
         return None
     known = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
     return Device(int(memory.total) if known else None, name)
+
+
+def _handle(nvml: ctypes.CDLL, name: str) -> ctypes.c_void_p | None:
+    """Return NVML's handle of a device, by its number or its unique id; None if there is none.
+
+    CUDA also accepts the beginning of a unique id.
+    """
+    device, unique_id = ctypes.c_void_p(), ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    reference = ctypes.byref(device)
+    if name.isdigit():
+        found = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), reference) == 0
+        return device if found else None
+    if nvml.nvmlDeviceGetHandleByUUID(name.encode(), reference) == 0:
+        return device
+    for number in range(_count(nvml)):
+        found = nvml.nvmlDeviceGetHandleByIndex_v2(number, reference) == 0
+        found = found and nvml.nvmlDeviceGetUUID(device, unique_id, _UNIQUE_ID_BYTES) == 0
+        if found and unique_id.value.startswith(name.encode()):
+            return device
+    return None
