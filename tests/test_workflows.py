@@ -73,6 +73,7 @@ def test_what_workflows_run_exists(path: Path):
 def test_the_workflow_installs_the_programs_that_tests_need():
     """Tests are skipped if a program is missing. The workflow installs all those programs."""
     packages = {
+        "cc": "g++",
         "g++": "g++",
         "nginx": "nginx",
         "plistutil": "libplist-utils",

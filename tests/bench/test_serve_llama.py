@@ -224,7 +224,7 @@ async def test_a_comparison_of_settings_of_llama_server(tmp_path: Path) -> None:
     options = argparse.Namespace(
         model="demo", traces=["alone", "alone"], sides=["llama f16", "llama q8_0 fa"],
         llama=server, url=[], runs=2, seed=1, seconds=math.inf, quiet=None, timeout=60.0,
-        plot=tmp_path / "plot.svg",
+        plot=tmp_path / "plot.svg", prefix_cache=None,
     )  # fmt: skip
     screen = io.StringIO()
     found = await program.compare(options, Console(file=screen, width=180))

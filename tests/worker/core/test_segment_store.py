@@ -362,6 +362,8 @@ def test_copies_wait_for_no_step_and_pause_before_one_that_writes_pages(
     engine.submit("another", prompt_of(72, 21), max_tokens=400)
     while len(engine.outcomes["other"].tokens) < 70:
         engine.step()
+    request = engine.engine._admission.request_spare(256, engine.engine._memory.held())
+    engine.take([] if request is None else [request])  # for the read, and for the next flush
     engine.submit("r", prompt, max_tokens=12, logprobs=2)
     while not engine.outcomes["r"].tokens:
         steps.append(set())
