@@ -309,8 +309,8 @@ class HeadAttention {
     }
   }
 
-  // Like `soften` for eight queries that all see some of the block; false, without any change, if
-  // one may not. Maxima and sums of eight queries are found together, in the same order.
+  // `soften` for eight queries. Returns false, and changes nothing, if one of them may see no key of
+  // the block. The maxima and sums of eight queries are computed together, in the same order.
   bool soften_eight(int64_t first) {
     float* weights = weights_.data() + first * BLOCK;
     F8 most[LANES];
@@ -440,7 +440,8 @@ class HeadAttention {
     }
   }
 
-  // Earlier results fade with a block's first token.
+  // Adds the values of a block, weighted. Before its first token, the sums of earlier blocks are
+  // scaled to the new maximum.
   template <int LINES, int WIDTH, typename Source>
   [[gnu::noinline]] void gather_columns(
       const Source& values, int64_t first, int64_t from, int64_t to, int64_t d) {

@@ -50,7 +50,8 @@ struct Tile {
     }
   }
 
-  // Takes memory: a pair of vectors as an argument would be in memory during all products.
+  // Reads the sums from memory. With a pair of vectors as the argument, the compiler would keep the
+  // sums in memory during all products.
   [[gnu::noinline]] static void put_some(
       float* to, const float* some, const float* biases, int64_t count) {
     for (int64_t c = 0; c < count; ++c) {
