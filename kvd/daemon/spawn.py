@@ -88,7 +88,7 @@ class Spawner:
                     stdout=sink,
                     stderr=sink,
                     pass_fds=(worker_end.fileno(), *wiring.controls(rank)),
-                    env=self._environment | self._visible(device, wiring.ranks),
+                    env=self._environment | self._visible(device + rank),
                 )
             except BaseException:
                 daemon_end.close()
@@ -97,13 +97,18 @@ class Spawner:
         number = rank if wiring.ranks > 1 else None
         return RankProcess(name, number, process, daemon_end, output)
 
-    def _visible(self, first: int, count: int) -> dict[str, str]:
-        """Return the variables that show a worker's processes its devices, and no others."""
+    def _visible(self, device: int) -> dict[str, str]:
+        """Return the variables that show a process its device, and no other.
+
+        They must be set before the process starts: CUDA reads them once, when MLX is imported.
+        """
         if not self._devices:
             return {}
-        shown = ",".join(self._devices[first : first + count])
         # kvd numbers devices as NVIDIA's driver does. CUDA would number the fastest one 0.
-        return {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return {
+            "CUDA_VISIBLE_DEVICES": self._devices[device],
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
 
     def _arguments(self, fd: int, gang: Sequence[str]) -> list[str]:
         # -P: do not import modules from the daemon's working folder.

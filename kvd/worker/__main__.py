@@ -91,7 +91,6 @@ def _engine(name: str, place: Place | None) -> Engine:
         from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415 - imports MLX
 
         return MLXEngine()
-    startup.choose_device(place.rank)
     from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415
     from kvd.worker.gang.leader import Gang  # noqa: PLC0415
 
@@ -110,7 +109,6 @@ def _follow(sock: socket.socket, engine: str, place: Place) -> None:
     from kvd.worker import lean_imports  # noqa: PLC0415
 
     lean_imports.install()
-    startup.choose_device(place.rank)
     from kvd.worker.gang import follower, ring  # noqa: PLC0415 - imports MLX
 
     group = ring.join(place, peers)

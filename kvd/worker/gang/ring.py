@@ -46,11 +46,15 @@ def join(place: Place, peers: Peers) -> Any:
     # Ranks with different backends would wait for each other until the daemon's deadline.
     # Sums are divided only if the sockets block, so all ranks must agree on that.
     blocks = backend == "ring" and thread_count() < SPIN_PROCESSORS * len(addresses)
-    backends, blocking = zip(*peers.exchange("backend", (backend, blocks)), strict=True)
-    if len({*backends}) > 1:
+    device = mx.device_info().get("uuid", rank) if backend == "nccl" else rank
+    backends, blocking, devices = zip(
+        *peers.exchange("backend", (backend, blocks, device)), strict=True
+    )
+    if len({*backends}) > 1 or len({*devices}) < len(devices):
         raise RuntimeError(
-            f"the ranks connect by {', '.join(backends)}: on CUDA, each rank needs a device of its"
-            " own; load the model with as many ranks as there are devices"
+            f"the ranks connect by {', '.join(backends)} (devices: {len({*devices})}): on CUDA,"
+            " each rank needs a device of its own; load the model with as many ranks as there are"
+            " devices"
         )
     if backend == "ring" and rank == len(addresses) - 1:
         _wait_for_listener(addresses[0])

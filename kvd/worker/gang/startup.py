@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 from dataclasses import dataclass
 from typing import Literal
@@ -61,13 +60,3 @@ def place_of(arguments: argparse.Namespace) -> Place | None:
     for sock in sockets:
         sock.set_inheritable(False)
     return Place(arguments.rank, addresses, sockets, arguments.backend)
-
-
-def choose_device(rank: int) -> None:
-    """Let this process see only the CUDA device of its rank. Call it before MLX is imported."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = None if allowed is None else allowed.split(",")
-    if devices is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    elif rank < len(devices):
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[rank]

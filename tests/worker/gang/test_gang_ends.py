@@ -173,6 +173,22 @@ def test_a_rank_without_a_cuda_device_ends_the_gang_at_once(start):
     assert "connect by nccl, ring" in gang.errors()[statuses.index(1)]
 
 
+ONE_CUDA_DEVICE = (
+    CUDA_DEVICE
+    + """
+mx.device_info = lambda: {"uuid": "GPU-1"}
+"""
+)
+
+
+def test_ranks_that_share_a_cuda_device_end_at_once(start):
+    gang = start(programs={0: ONE_CUDA_DEVICE, 1: ONE_CUDA_DEVICE})
+    gang.read_all()
+    statuses = gang.wait()
+    assert set(statuses) <= {1, PEER_LOST}
+    assert "(devices: 1)" in gang.errors()[statuses.index(1)]
+
+
 NEVER_JOINS = """
 import threading
 import mlx.core as mx
