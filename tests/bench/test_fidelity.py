@@ -149,7 +149,7 @@ def test_kvds_own_pages_give_the_same_numbers(loaded):
     """Compare pages, flushes and attention of kvd with fake quantization of dense arrays."""
     scheme = Scheme(8, 4)  # unequal, so that swapped keys and values would be noticed
     (prompt,) = fidelity.texts(loaded.tokenizer, count=1, tokens=500)
-    (level,) = fidelity.measure(fidelity.serve(loaded.model, [scheme]), [prompt], decoded=130)
+    (level,) = fidelity.measure([fidelity.serve(loaded.model, [scheme])], [prompt], decoded=130)
     recipe = parse(scheme.name)
     scores = {recipe.name: Score()}
     run(loaded.model, Texts(np.array([prompt], np.int32)), [recipe], scores, decoded=130)

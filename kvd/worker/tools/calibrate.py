@@ -19,9 +19,10 @@ import mlx.core as mx
 import msgspec
 
 from kvd.host.home import Home
+from kvd.worker.artifacts import modules
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
-from kvd.worker.serving import bit_mix, calibration, model_files, seam
+from kvd.worker.serving import bit_mix, calibration, kernel_choice, model_files, seam
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
 from kvd.worker.serving.model_files import LoadedModel
 from kvd.worker.serving.runner import Runner
@@ -54,7 +55,9 @@ def calibrate(
     has no quantized keys and values, and `InvalidRequest` for prompts that are too short.
     """
     # Before models are imported, as in a worker. Plain operations would take three times as long.
+    modules.activate(lambda *_: None)
     library = activation.activate(lambda stage, _: report(stage)).library
+    kernels = None if kernel_choice.plain_only() else kernel_choice.find_kernels()
     seam.install()
     report("weights")
     headers = model_files.inspect(model_files.resolve(source))
@@ -67,10 +70,12 @@ def calibrate(
     prompts = [prompt[:context] for prompt in prompts]
     key = calibration.content_key(headers)
     try:
-        serve = partial_of(fidelity.serve, loaded.model, library=library)
+        serve = partial_of(fidelity.serve, loaded.model, library=library, kernels=kernels)
         losses, levels = _measured(loaded, serve, key, schemes, prompts, partial, report)
     except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
+    if (kept := modules.current()) is not None:
+        kept.keep()
     lowest = fidelity.lowest_level([level.used for level in levels], floor)
     return CalibrationResult(
         key=key,
@@ -95,15 +100,18 @@ class _Level:
     scheme: Scheme
     uniform: Agreement
     mix: tuple[Scheme, ...] | None
-    mixed: Agreement
+    mixed: Agreement | None
+    """None if there is no mix."""
 
     @property
-    def is_mix_better(self) -> bool:
-        return self.mix is not None and self.mixed.kl < self.uniform.kl
+    def better_mix(self) -> Agreement | None:
+        """What the mix measured, if that is better than one scheme in all layers."""
+        is_better = self.mixed is not None and self.mixed.kl < self.uniform.kl
+        return self.mixed if is_better else None
 
     @property
     def used(self) -> Agreement:
-        return self.mixed if self.is_mix_better else self.uniform
+        return self.better_mix or self.uniform
 
 
 def _measured(
@@ -132,13 +140,16 @@ def _measured(
     found = [losses[layer] for layer in layers]
     sides = list(sensitivity.sides_of(layout, found))
     mixes = bit_mix.mix_bits(sides, len(layout.entries), schemes)
-    both = serve([*schemes, *schemes], [*(None for _ in schemes), *mixes])
-    agreements = fidelity.measure(both, _counted(prompts, report))
+    mixed = [number for number, mix in enumerate(mixes) if mix is not None]
+    runners = [runner]
+    if mixed:
+        runners.append(serve([schemes[one] for one in mixed], [mixes[one] for one in mixed]))
+    agreements = fidelity.measure(runners, _counted(prompts, report))
     if partial is not None:
         partial.drop(key)
-    half = len(schemes)
-    pairs = zip(schemes, agreements[:half], mixes, agreements[half:], strict=True)
-    return found, [_Level(*pair) for pair in pairs]
+    better = dict(zip(mixed, agreements[len(schemes) :], strict=True))
+    levels = zip(schemes, agreements, mixes, strict=False)
+    return found, [_Level(*level, better.get(number)) for number, level in enumerate(levels)]
 
 
 def _counted(prompts: list[list[int]], report: Report) -> Iterator[list[int]]:
@@ -149,7 +160,7 @@ def _counted(prompts: list[list[int]], report: Report) -> Iterator[list[int]]:
 
 def _level_result(level: _Level, floor: Floor) -> MeasuredLevel:
     found = level.used
-    mix = level.mix if level.is_mix_better and level.mix is not None else ()
+    mix = () if level.better_mix is None else level.mix or ()
     return MeasuredLevel(
         scheme=level.scheme.name,
         mix=[scheme.name for scheme in mix],

@@ -8,9 +8,9 @@ Only positions that attend to a quantized page count; the others are exact by co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.demo.recall import Tokenizer, make_recall_prompt
+from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
 from kvd.worker.cache.settings import CacheSettings
@@ -177,37 +178,40 @@ def serve(
     mixes: Sequence[tuple[Scheme, ...] | None] = (),
     prefill_scratch: int = SCRATCH,
     library: ModuleType | None = None,
+    kernels: FusedBackend | None = None,
 ) -> Runner:
     """Serve a model over kvd's pages, with one precision level per scheme.
 
     ``mixes``: as in `CacheSettings`. ``library``: of `kvd.worker.native`, if the weights were read
-    with it; without it, plain operations attend. The seam must be installed. Raises
-    `UnsupportedModel` for a model that has no quantized keys and values.
+    with it. ``kernels``: of the device, which decode if they are right and fast. Without either,
+    plain operations attend. The seam must be installed. Raises `UnsupportedModel` for a model that
+    has no quantized keys and values.
     """
     vocab_size = model(mx.array([[0]])).shape[-1]
     settings = CacheSettings(tuple(schemes), tuple(mixes), scratch=prefill_scratch)
-    served = probe.serve(model, settings, vocab_size, library)
+    served = probe.serve(model, settings, vocab_size, library, kernels)
     _check_quantized(served)
     return served.runner
 
 
 def measure(
-    runner: Runner,
+    runners: Sequence[Runner],
     prompts: Iterable[Sequence[int]],
     *,
     chunk: int = CHUNK,
     decoded: int = DECODED,
 ) -> list[Agreement]:
-    """Run ``prompts`` on every precision level of a runner; return one measurement per level.
+    """Run ``prompts`` on every precision level of runners of one model.
 
-    Holds one prompt at a time: a dense cache and one row per level. ``decoded``: tokens at the end
-    of each prompt that are decoded; the others are prefilled in chunks of ``chunk``. Raises
-    `TooShortError` if no prompt fills a page, which takes ``2 * 64`` tokens.
+    Returns one measurement per level, runner by runner. Holds one prompt at a time: a dense cache,
+    and one row per level. ``decoded``: tokens at the end of each prompt that are decoded; the
+    others are prefilled in chunks of ``chunk``. Raises `TooShortError` if no prompt fills a page,
+    which takes ``2 * 64`` tokens.
     """
-    levels = [_Level(runner, level) for level in range(runner.cache.levels)]
+    measured = [_Levels(runner) for runner in runners]
     for prompt in prompts:
-        _follow(runner.model, list(prompt), levels, chunk, decoded)
-    return [level.tally.agreement() for level in levels]
+        _follow(runners[0].model, list(prompt), measured, chunk, decoded)
+    return [tally.agreement() for levels in measured for tally in levels.tallies]
 
 
 def lowest_level(measured: Sequence[Agreement], floor: Floor) -> int | None:
@@ -219,36 +223,40 @@ def lowest_level(measured: Sequence[Agreement], floor: Floor) -> int | None:
     return allowed - 1 if allowed else None
 
 
-class _Level:
-    """A level under measurement, with one row at a time."""
+class _Levels:
+    """The levels of a runner under measurement, with one row each at a time."""
 
-    def __init__(self, runner: Runner, level: int) -> None:
-        self.tally = Tally()
+    def __init__(self, runner: Runner) -> None:
+        self.tallies = [Tally() for _ in range(runner.cache.levels)]
         self._runner = runner
-        self._level = level
-        self._row: Row | None = None
+        self._rows: list[Row] = []
 
     def start(self) -> None:
-        self._row = self._runner.cache.new_row(self._level)
+        cache = self._runner.cache
+        self._rows = [cache.new_row(level) for level in range(cache.levels)]
 
     def end(self) -> None:
-        if self._row is not None:
-            self._runner.cache.free(self._row)
-            self._row = None
+        for row in self._rows:
+            self._runner.cache.free(row)
+        self._rows = []
 
-    def prefill(self, tokens: list[int]) -> mx.array:
-        return self._runner.score(self._row, tokens)
+    def prefill(self, tokens: list[int]) -> Iterator[tuple[Tally, mx.array]]:
+        """Yield each level's logits, ``[tokens, vocab]``, and where to add them."""
+        for tally, row in zip(self.tallies, self._rows, strict=True):
+            yield tally, self._runner.score(row, tokens)
 
-    def decode(self, tokens: list[int]) -> mx.array:
-        cache = self._runner.cache
+    def decode(self, tokens: list[int]) -> Iterator[tuple[Tally, mx.array]]:
+        """Yield as `prefill` does; each step decodes a token of all levels."""
+        cache, rows = self._runner.cache, self._rows
         logits = []
         for token in tokens:
-            if cache.needs_flush([self._row]):
+            if cache.needs_flush(rows):
                 cache.flush()
-            logits.append(self._runner.decode([self._row], mx.array([token], mx.int32))[0])
+            logits.append(self._runner.decode(rows, mx.array([token] * len(rows), mx.int32)))
             mx.eval(logits[-1], cache.arrays())
         cache.flush()
-        return mx.stack(logits)
+        for index, tally in enumerate(self.tallies):
+            yield tally, mx.stack([one[index] for one in logits])
 
 
 def _check_quantized(served: Served) -> None:
@@ -265,32 +273,32 @@ def _check_quantized(served: Served) -> None:
     raise UnsupportedModel(f"this model {problem}: {nothing}")
 
 
-def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, decoded: int) -> None:
+def _follow(
+    model: Any, prompt: list[int], measured: list[_Levels], chunk: int, decoded: int
+) -> None:
     """Run one prompt through the dense cache and all levels, side by side."""
     inputs, targets = prompt[:-1], mx.array(prompt[1:])
     prefilled = max(0, len(inputs) - decoded)
     truth = make_prompt_cache(model)
     try:
-        for level in levels:
-            level.start()
+        for levels in measured:
+            levels.start()
         for start in range(0, prefilled, chunk):
             stop = min(start + chunk, prefilled)
             dense = _dense(model, inputs[start:stop], truth)
-            for level in levels:
-                logits = level.prefill(inputs[start:stop])
+            for tally, logits in chain(*(each.prefill(inputs[start:stop]) for each in measured)):
                 if full_pages(start):
-                    level.tally.add(dense, logits, targets[start:stop])
+                    tally.add(dense, logits, targets[start:stop])
         if not decoded:
             return
         dense = _dense(model, inputs[prefilled:], truth)
         exact = max(0, 2 * PAGE_TOKENS - 1 - prefilled)  # steps that attend to no page yet
-        for level in levels:
-            logits = level.decode(inputs[prefilled:])
+        for tally, logits in chain(*(each.decode(inputs[prefilled:]) for each in measured)):
             if exact < logits.shape[0]:
-                level.tally.add(dense.after(exact), logits[exact:], targets[prefilled + exact :])
+                tally.add(dense.after(exact), logits[exact:], targets[prefilled + exact :])
     finally:
-        for level in levels:
-            level.end()
+        for levels in measured:
+            levels.end()
 
 
 def _dense(model: Any, tokens: list[int], caches: list[Any]) -> Reference:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvd.worker.cache.layout import AttentionPart, Layout
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving.bit_choice import text_ids
 from kvd.worker.serving.bit_mix import MEASURED, LayerSides, Side, complete
@@ -83,11 +83,19 @@ def measure_layer(runner: Runner, entry: int, prompts: Sequence[Sequence[int]]) 
     own = ModelCache(cache.layout, settings, access=cache.access, batched=cache.batched)
     own.use(cache.stores[0].page_product, cache.backend)
     # Without decoded tokens: a prompt's own are enough to compare layers, and take less time.
-    found = fidelity.measure(Runner(runner.model, own), prompts, decoded=0)
+    whole = map(_without_short_end, prompts)
+    found = fidelity.measure([Runner(runner.model, own)], whole, decoded=0)
     kls = [one.kl if math.isfinite(one.kl) else _WORST_KL for one in found]
     keys = dict(zip(MEASURED, kls[: len(MEASURED)], strict=True))
     values = dict(zip(MEASURED, kls[len(MEASURED) :], strict=True))
     return LayerLoss(layer=entry, keys=keys, values=values)
+
+
+def _without_short_end(prompt: Sequence[int]) -> Sequence[int]:
+    """Drop the last chunk if it is shorter than a page: it would take as long as a whole one."""
+    rest = (len(prompt) - 1) % fidelity.CHUNK
+    is_short = rest < PAGE_TOKENS and len(prompt) > 2 * fidelity.CHUNK
+    return prompt[: len(prompt) - rest] if is_short else prompt
 
 
 def sides_of(layout: Layout, losses: Sequence[LayerLoss]) -> Iterator[LayerSides]:

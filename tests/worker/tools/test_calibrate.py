@@ -13,9 +13,10 @@ import pytest
 
 from kvd import demo
 from kvd.host.home import Home
+from kvd.worker.artifacts import modules
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
-from kvd.worker.serving import calibration, model_files, seam
+from kvd.worker.serving import calibration, kernel_choice, kernel_timing, model_files, seam
 from kvd.worker.serving.calibration import (
     CalibrationResult,
     LayerLoss,
@@ -26,6 +27,7 @@ from kvd.worker.serving.calibration import (
     mixes_of,
     store,
 )
+from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.tools import calibrate, fidelity, sensitivity
 from kvd.worker.tools.fidelity import Floor
 from kvd.worker.tools.partial_losses import PartialLosses
@@ -33,6 +35,7 @@ from protocol.errors import InvalidRequest
 from protocol.kv import KVSpec
 from tests.worker import tiny_model
 from tests.worker.core.driver import Driver
+from tests.worker.serving.test_kernel_plan import Ahead, Requests
 
 pytestmark = pytest.mark.mlx
 
@@ -224,6 +227,14 @@ def test_a_new_result_replaces_the_old_one_unless_writing_fails(tiny, folder, mo
 # Measuring.
 
 
+def pretend_to_measure(monkeypatch, agreement):
+    def measure(runners, prompts, **_):
+        read = list(prompts)
+        return [agreement for one in runners for _ in range(one.cache.levels if read else 0)]
+
+    monkeypatch.setattr(calibrate.fidelity, "measure", measure)
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_process_stores_what_it_prints(tmp_path, folder):
@@ -252,12 +263,7 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
 
 
 def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, tmp_path):
-    agreement = fidelity.Agreement(10, 0.001, 0.99, 1.0, 1.1)
-    monkeypatch.setattr(
-        calibrate.fidelity,
-        "measure",
-        lambda runner, prompts, **_: [agreement] * runner.cache.levels if list(prompts) else [],
-    )
+    pretend_to_measure(monkeypatch, fidelity.Agreement(10, 0.001, 0.99, 1.0, 1.1))
     measured: list[int] = []
     measure_layer = sensitivity.measure_layer
 
@@ -294,6 +300,36 @@ def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, t
     assert measured[4:] == [3, 4, 5] * 2
 
 
+@pytest.mark.slow
+def test_kernels_are_requested_ahead_and_decode_all_levels_in_one_step(monkeypatch):
+    ahead, kept = Ahead(), []
+    ahead.keep = lambda: kept.append(True)
+    monkeypatch.setattr(modules, "_current", ahead)
+    times = Times(fused_s=1e-3, reference_s=None, keys=64)
+    monkeypatch.setattr(kernel_timing, "compare", lambda *_: times)
+    requests = Requests(ahead)
+    monkeypatch.setattr(kernel_choice, "find_kernels", requests.backend)
+    launched: list[int] = []
+    measure = fidelity.measure
+
+    def counted(*given, **how):
+        before = requests.attended
+        found = measure(*given, **how)
+        launched.append(requests.attended - before)
+        return found
+
+    monkeypatch.setattr(calibrate.fidelity, "measure", counted)
+    schemes = [K8V8, K8V4, K4V4]
+    found = calibrate.calibrate("demo", schemes, Floor(), lambda *_: None, count=1, tokens=420)
+    assert requests.late
+    assert requests.late <= requests.early
+    # Layers are measured without decoding. Then each token is a step of the levels with one scheme
+    # in all layers, and one of the levels with a mix.
+    assert [bool(level.mix) for level in found.levels] == [False, True, True]
+    assert launched == [0, 0, 0, 2 * fidelity.DECODED * 6]
+    assert kept
+
+
 def test_plain_operations_measure_what_the_native_library_measures(monkeypatch):
     seam.install()
 
@@ -309,6 +345,15 @@ def test_plain_operations_measure_what_the_native_library_measures(monkeypatch):
         pytest.skip("the native library is not used here")
     monkeypatch.setenv("KVD_NATIVE", "off")
     assert measured() == (True, pytest.approx(native, rel=0.01))
+
+
+def test_a_short_end_of_a_text_is_not_measured_in_layers():
+    def cut(length: int) -> int:
+        return len(sensitivity._without_short_end(range(length)))
+
+    chunk = fidelity.CHUNK
+    assert [cut(4 * chunk + 1 + rest) - 4 * chunk - 1 for rest in (0, 1, 63, 64)] == [0, 0, 0, 64]
+    assert cut(chunk + 4) == chunk + 4  # only its end attends to a page
 
 
 def test_the_layers_estimated_to_lose_most_are_measured():
@@ -336,12 +381,7 @@ def test_a_model_that_cannot_be_estimated_is_measured_in_all_layers(monkeypatch,
 
 
 def test_a_model_that_does_not_tolerate_the_top_level_stays_dense(monkeypatch, tmp_path):
-    agreement = fidelity.Agreement(10, float("nan"), 0.99, 1.0, 1.1)
-    monkeypatch.setattr(
-        calibrate.fidelity,
-        "measure",
-        lambda runner, prompts, **_: [agreement] * runner.cache.levels if list(prompts) else [],
-    )
+    pretend_to_measure(monkeypatch, fidelity.Agreement(10, float("nan"), 0.99, 1.0, 1.1))
     stages: list[str] = []
     report = lambda text, _total=None, /: stages.append(text)  # noqa: E731
     found = calibrate.calibrate("demo", [K8V8], Floor(), report, count=1, tokens=400)

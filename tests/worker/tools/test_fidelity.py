@@ -61,7 +61,7 @@ def test_each_level_is_worse_than_the_one_above():
     loaded = model_files.load(demo.path())
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=512)
 
-    measured = fidelity.measure(fidelity.serve(loaded.model, SCHEMES), prompts)
+    measured = fidelity.measure([fidelity.serve(loaded.model, SCHEMES)], prompts)
 
     kls = [agreement.kl for agreement in measured]
     assert all(math.isfinite(kl) for kl in kls)
@@ -71,6 +71,16 @@ def test_each_level_is_worse_than_the_one_above():
     assert lowest_level(measured, Floor(max_kl=(kls[1] + kls[2]) / 2, min_top1=0)) == 1
     # The first chunk of a prompt sees no quantized page; the rest counts once.
     assert measured[0].positions == sum(len(p) - 1 - 256 for p in prompts)
+
+
+@pytest.mark.slow
+def test_levels_are_measured_together_as_they_are_alone():
+    seam.install()
+    loaded = model_files.load(demo.path())
+    prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=450)
+    pair = fidelity.measure([fidelity.serve(loaded.model, SCHEMES[1:3])], prompts)
+    alone = [fidelity.serve(loaded.model, [scheme]) for scheme in SCHEMES[1:3]]
+    assert fidelity.measure(alone, prompts) == pair
 
 
 @pytest.mark.parametrize(
@@ -86,4 +96,4 @@ def test_short_prompts_are_refused():
     seam.install()
     loaded = model_files.load(demo.path())
     with pytest.raises(TooShortError, match="longer prompts"):
-        fidelity.measure(fidelity.serve(loaded.model, SCHEMES[:1]), [list(range(300, 400))])
+        fidelity.measure([fidelity.serve(loaded.model, SCHEMES[:1])], [list(range(300, 400))])
