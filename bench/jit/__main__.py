@@ -1,6 +1,8 @@
 """Lists the modules that MLX would compile on CUDA while kvd loads a model and answers, by phase.
 
-    python -m bench.jit [--kv k8v8] [--json FILE]
+    python -m bench.jit [--kv k8v8] [--calibrate] [--json FILE]
+
+``--calibrate``: lists the modules of `kvctl calibrate` instead.
 
 Most of MLX's CUDA operations are compiled in advance. Those with indices (gathers, scatters),
 some products of quantized arrays and fused elementwise operations are compiled when a process first
@@ -52,6 +54,10 @@ MORE: dict[str, dict[str, Any]] = {"bias": {"min_tokens": 4, "logprobs": 2}}
 """Other settings of requests."""
 
 
+CALIBRATION = "calibration"
+"""The phase of a calibration, apart from those of its load."""
+
+
 def _words(seed: int) -> str:
     words, draw = PROMPT.split(), random.Random(seed)
     return " ".join(draw.choice(words) for _ in range(40))
@@ -100,14 +106,33 @@ def measure(kv: str) -> Keys:
     return recorder.found
 
 
+def measure_calibration() -> Keys:
+    """Calibrate a small model as on CUDA; return the keys. Call it before `mlx.nn` is imported."""
+    recorder = Recorder()
+    patched = Patched(recorder)
+    with patched.installed(), tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        from bench.gpu import shapes
+        from bench.jit.device import as_cuda, phases
+        from kvd.worker.tools import calibrate, fidelity
+        from protocol.kv import KVSpec, schemes_of
+
+        path = Path(name, "model")
+        shapes.write("demo", mx.bfloat16, path, LAYERS)
+        with as_cuda(patched.opaque), phases(recorder), recorder.phase(CALIBRATION):
+            schemes, floor = schemes_of(KVSpec()), fidelity.Floor()
+            calibrate.calibrate(str(path), schemes, floor, lambda *_: None, count=1, tokens=400)
+    return recorder.found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kv", default="k8v8")
+    parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(options.kv)
+    found = measure_calibration() if options.calibrate else measure(options.kv)
     for phase, keys in found.items():
         print(f"{phase}: {len(keys)}", *keys, sep="\n  ")
     if options.json is not None:

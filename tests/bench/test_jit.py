@@ -1,4 +1,4 @@
-"""A load on CUDA needs few modules that MLX compiles at run time."""
+"""A load on CUDA needs few modules that MLX compiles at run time, and a calibration no others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,23 @@ SAMPLING = ["gather_axis_float32_int32", "scatter_float32_int32_Sum_2"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return recorded(tmp_path_factory.mktemp("jit") / "found.json")
+
+
+def recorded(file: Path, *options: str) -> dict[str, list[str]]:
     """Run in another process, because MLX's functions are replaced before mlx.nn is imported."""
-    file = Path(tmp_path_factory.mktemp("jit"), "found.json")
-    subprocess.run([sys.executable, "-m", "bench.jit", "--json", str(file)], check=True)
+    command = [sys.executable, "-m", "bench.jit", *options, "--json", str(file)]
+    subprocess.run(command, check=True)
     modules: dict[str, list[str]] = json.loads(file.read_text())["modules"]
     return modules
+
+
+@pytest.mark.slow
+def test_a_calibration_needs_only_modules_of_prompts_and_sampling(tmp_path: Path) -> None:
+    found = recorded(tmp_path / "found.json", "--calibrate")
+    needed = [key for keys in found.values() for key in keys]
+    assert sorted(needed) == sorted([*NEEDED, "gather_axis_float32_int32"])
+    assert {"weights", "layout", "kernels", "calibration"} <= set(found)
 
 
 def test_a_load_needs_only_the_modules_of_prompts_sampling_and_pages(
