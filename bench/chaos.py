@@ -1,18 +1,21 @@
-"""Kill and stop a model's worker at random times during many streams, and compare the streams.
+"""Kill and stop a model's processes at random times during many streams, and compare the streams.
 
-A real daemon serves one model, by default the embedded one, under two names. The worker of
-``struck`` repeatedly gets ``SIGKILL``, or ``SIGSTOP``, after which the watchdog ends it. The worker
-of ``spared`` is left alone. Every stream must have the tokens and the text of an undisturbed run,
-and a stream of ``spared`` must have no event that the kills and stops caused. No process may
-remain.
+A real daemon serves one model, by default the embedded one, under two names. Processes of
+``target`` repeatedly get ``SIGKILL``, or ``SIGSTOP``, after which the watchdog ends them. The
+worker of ``other`` gets no signal. Every stream must have the tokens and the text of an undisturbed
+run on ``other``, and a stream of ``other`` must have no event that the faults caused. No process
+may remain.
 
-    python -m bench.chaos --kills 30 --stops 6 --out bench/results/chaos-linux-cpu.json
-    python -m bench.chaos --ranks 2 --kills 50 --stops 50 --streams 4 --spared 0 --tokens 100
+    python -m bench.chaos --kills 30 --stops 6 --out FILE
+    python -m bench.chaos --ranks 2 --kills 50 --stops 50 --tokens 100 --seconds 500 --out FILE
 
-With ``--ranks``, ``struck`` is a gang, and each signal goes to one of its ranks; ``spared`` is one
-process. Half of the signals come soon after the one before, often while the model starts or loads.
-The seed determines the times and the ranks; what the worker does at these times depends on the
-machine.
+``--kills`` and ``--stops`` are numbers for each rank. With several ranks, ``target`` is a gang, and
+``other`` is one process. Of five faults, three come at any time, one while the model's processes
+start, and one while it loads. The seed determines the order, the times and the ranks; what the
+processes do at these times depends on the machine.
+
+After ``--seconds``, no further fault is caused. The same command with the same file then continues
+with the next fault, and adds its counts to the file's.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
+import math
 import os
 import random
 import shutil
@@ -31,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +66,13 @@ BACK_S = 120.0
 END_S = 10.0
 """Most seconds from the end of a model to the exit of all its processes."""
 GAP_S = 2.0
-"""Most seconds from a model's return to the next kill or stop."""
+"""Most seconds from a model's return to the next fault at any time."""
+SPREAD_S = {"spawning": 1.0, "loading": 0.5}
+"""Most seconds from the begin of a state to a fault in it; the state may be over by then."""
 ON_ITS_WAY_S = 0.2
-"""Seconds after a kill or stop in which arriving tokens still count as generated before it."""
-UNSEEN = 2
-"""Most kills and stops without a token in between: a model is given up after three crashes."""
+"""Seconds after a fault in which arriving tokens still count as generated before it."""
+STATES = ("spawning", "loading", "ready")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
@@ -79,55 +86,115 @@ class Asked:
     texts: tuple[str, ...] = ()
 
 
-@dataclass
-class Blow:
-    """A kill or stop of one process of the model."""
+@dataclass(frozen=True)
+class Planned:
+    """A fault to cause."""
 
     kind: str
     """``kill`` or ``stop``."""
     rank: int
+    state: str = ""
+    """State of the model in which to cause it, ``spawning`` or ``loading``; empty: in any state.
+
+    One in a certain state follows another fault, from which the model is coming back."""
+
+
+@dataclass
+class Fault:
+    """A kill or stop of one process of the model."""
+
+    kind: str
+    rank: int
     state: str
     """State of the model before it, such as ``spawning``, ``loading`` or ``ready``."""
     back_s: float | None = None
-    """Seconds to the model's next token; None: the next kill or stop came before it."""
+    """Seconds to the model's next token; None: the next fault came before it."""
 
     def __str__(self) -> str:
         back = "-" if self.back_s is None else f"{self.back_s} s"
         return f"{self.kind} rank {self.rank}, {self.state}: {back}"
 
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Return the fault of an entry in a file."""
+        kind, _, rank, state, back = text.split(maxsplit=4)
+        seconds = None if back == "-" else float(back.removesuffix(" s"))
+        return cls(kind, int(rank.rstrip(",")), state.rstrip(":"), seconds)
+
 
 @dataclass
 class Found:
-    """What the run counted."""
+    """What the runs counted."""
 
-    blows: list[Blow] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     streams: int = 0
-    """Streams of the struck model that ended."""
+    """Streams of ``target`` that ended."""
     tokens: int = 0
-    spared_streams: int = 0
+    other_streams: int = 0
     wrong: list[str] = field(default_factory=list)
     """Differences from the undisturbed run."""
     restarts: int = 0
     remaining: list[int] = field(default_factory=list)
     """Process ids that were alive after their model had been unloaded."""
+    runs: int = 0
+    seconds: float = 0.0
 
     def count(self, kind: str) -> int:
-        return sum(blow.kind == kind for blow in self.blows)
+        return sum(fault.kind == kind for fault in self.faults)
 
     def back(self) -> dict[str, dict[str, float]]:
-        """Return the median and the longest time to the next token, by kind and state."""
-        times: dict[str, list[float]] = {}
-        for blow in self.blows:
-            if blow.back_s is not None:
-                times.setdefault(f"{blow.kind}, {blow.state}", []).append(blow.back_s)
-        return {
-            name: {
-                "blows": len(each),
-                "median_s": round(statistics.median(each), 2),
-                "longest_s": max(each),
-            }
-            for name, each in sorted(times.items())
-        }
+        """Return, by kind, rank and state, the faults and the times to the next token."""
+        by_name: dict[str, list[Fault]] = {}
+        for fault in self.faults:
+            name = f"{fault.kind} rank {fault.rank}, {fault.state}"
+            by_name.setdefault(name, []).append(fault)
+        return {name: _times(faults) for name, faults in sorted(by_name.items())}
+
+    def written(self) -> dict[str, Any]:
+        """Return the entries of a file."""
+        faults = [str(fault) for fault in self.faults]
+        return {"back": self.back(), **asdict(self), "faults": faults}
+
+    @classmethod
+    def read(cls, report: dict[str, Any]) -> Found:
+        """Return the counts of a file."""
+        values = {one.name: report[one.name] for one in fields(cls)}
+        return cls(**values | {"faults": [Fault.parse(text) for text in report["faults"]]})
+
+
+def _times(faults: list[Fault]) -> dict[str, float]:
+    measured = [fault.back_s for fault in faults if fault.back_s is not None]
+    found: dict[str, float] = {"faults": len(faults), "measured": len(measured)}
+    if measured:
+        found |= {"median_s": round(statistics.median(measured), 2), "longest_s": max(measured)}
+    return found
+
+
+def plan(kills: int, stops: int, ranks: int, seed: int) -> list[Planned]:
+    """Return so many kills and stops of each rank, in random order.
+
+    A fault in a certain state comes directly after one in any state.
+    """
+    counts = {"kill": kills, "stop": stops}
+    cells = [
+        (kind, rank)
+        for kind, count in counts.items()
+        for rank in range(ranks)
+        for _ in range(count)
+    ]
+    states = ("", "spawning", "", "loading", "")
+    planned = [Planned(*cell, states[number % 5]) for number, cell in enumerate(cells)]
+    rng = random.Random(seed)
+    rng.shuffle(planned)
+    first = [one for one in planned if not one.state]
+    second = [one for one in planned if one.state]
+    followed = set(rng.sample(range(len(first)), len(second)))
+    order = []
+    for number, one in enumerate(first):
+        order.append(one)
+        if number in followed:
+            order.append(second.pop())
+    return order
 
 
 def requests(count: int, tokens: int, seed: int) -> list[Asked]:
@@ -187,22 +254,23 @@ async def connected(home: Path) -> AsyncClient:
             return client
 
 
-class Storm:
-    """The streams of one run, and the kills and stops during them."""
+class Run:
+    """The streams of one run, and the faults during them."""
 
-    def __init__(self, client: AsyncClient, asked: list[Asked], seed: int) -> None:
+    def __init__(self, client: AsyncClient, asked: list[Asked], seed: int, found: Found) -> None:
         self.client = client
         self.asked = asked
         self.rng = random.Random(seed)
-        self.found = Found()
+        self.found = found
+        """Counts of earlier runs, to which this one adds its own."""
         self.over = False
         self._last_token = 0.0
-        self._unseen = 0
-        """Kills and stops since the model's last token."""
+        self._last_pids: list[int] = []
+        """Processes of the target at the last fault."""
 
     async def undisturbed(self) -> None:
-        """Record the results of all requests, run at the same time on ``spared``."""
-        ends = [self._run("spared", one) for one in self.asked]
+        """Record the results of all requests, run at the same time on ``other``."""
+        ends = [self._run("other", one) for one in self.asked]
         records = await asyncio.gather(*ends)
         self.asked = [
             Asked(
@@ -214,22 +282,22 @@ class Storm:
             for one, (record, _) in zip(self.asked, records, strict=True)
         ]
 
-    async def run(self, kills: int, stops: int, streams: int, spared: int) -> Found:
-        """Run streams until all kills and stops are done, then let the last streams finish."""
+    async def run(self, faults: list[Planned], streams: int, others: int, end: float) -> None:
+        """Run streams until all faults are done or ``end``, then let the last streams finish."""
         queue = itertools.cycle(self.asked)
-        players = [self._play("struck", queue) for _ in range(streams)]
-        players += [self._play("spared", queue) for _ in range(spared)]
+        players = [self._play("target", queue) for _ in range(streams)]
+        players += [self._play("other", queue) for _ in range(others)]
         playing = [asyncio.create_task(player) for player in players]
-        blows = ["kill"] * kills + ["stop"] * stops
-        self.rng.shuffle(blows)
+        following = [*(bool(fault.state) for fault in faults[1:]), False]
         try:
-            for number, blow in enumerate(blows, 1):
-                await self._strike(blow, is_last=number == len(blows))
+            for fault, is_followed in zip(faults, following, strict=True):
+                if not fault.state and time.monotonic() > end:
+                    break
+                await self._cause(fault, is_followed=is_followed)
         finally:
             self.over = True
             await asyncio.gather(*playing)
-        self.found.restarts = (await self._model()).restarts
-        return self.found
+        self.found.restarts += (await self._target()).restarts
 
     async def _play(self, model: str, queue: Iterator[Asked]) -> None:
         while not self.over:
@@ -238,8 +306,8 @@ class Storm:
             for choice, tokens, text in zip(record.choices, one.tokens, one.texts, strict=True):
                 if (tuple(choice.tokens), choice.text) != (tokens, text):
                     self.found.wrong.append(f"{model}: different tokens for {one.options}")
-            if model == "spared":
-                self.found.spared_streams += 1
+            if model == "other":
+                self.found.other_streams += 1
                 others = {type(event).__name__ for event in events} - _ORDINARY
                 if others:
                     self.found.wrong.append(f"{model}: events {sorted(others)}")
@@ -253,43 +321,65 @@ class Storm:
         async for event in completion:
             if not isinstance(event, Tokens):
                 events.append(event)
-            elif model == "struck":
+            elif model == "target":
                 self._last_token = time.monotonic()
         return completion, events
 
-    async def _strike(self, kind: str, *, is_last: bool) -> None:
-        await asyncio.sleep(self.rng.uniform(0.1, GAP_S))
-        while not (pids := _pids(model := await self._model())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # polled, because 10 ms is exact enough
-        blow = Blow(kind, self.rng.randrange(len(pids)), model.state)
-        struck = time.monotonic()
+    async def _cause(self, planned: Planned, *, is_followed: bool) -> None:
+        """Send the signal, and wait for the next token unless another fault follows at once."""
+        if not planned.state:
+            await asyncio.sleep(self.rng.uniform(0.1, GAP_S))
+        pids, state = await self._processes(planned.state)
+        if planned.state:
+            await asyncio.sleep(self.rng.uniform(0.0, SPREAD_S[planned.state]))
+            pids, state = await self._processes()
+        fault = Fault(planned.kind, planned.rank, state)
+        sent = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[blow.rank], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        self.found.blows.append(blow)
-        seen = struck + ON_ITS_WAY_S
-        # With the short patience, the next kill or stop may come before the model is back.
-        self._unseen += 1
-        is_short = self.rng.random() < 0.5 and self._unseen < UNSEEN and not is_last
-        patience = struck + (1.0 if is_short else BACK_S)
-        while self._last_token < seen and time.monotonic() < patience:  # noqa: ASYNC110
+            os.kill(pids[fault.rank], SIGNALS[fault.kind])
+        self.found.faults.append(fault)
+        self._last_pids = pids
+        if is_followed:
+            return
+        while self._last_token < sent + ON_ITS_WAY_S:
+            if time.monotonic() > sent + BACK_S:
+                message = f"no token in {BACK_S:g} s after {fault}"
+                raise TimeoutError(message)
             await asyncio.sleep(0.01)
-        if self._last_token >= seen:
-            self._unseen = 0
-            blow.back_s = round(self._last_token - struck, 2)
+        fault.back_s = round(self._last_token - sent, 2)
+
+    async def _processes(self, wanted: str = "") -> tuple[list[int], str]:
+        """Return the target's processes and state once it has any.
+
+        ``wanted``: the state to wait for, with other processes than at the last fault. Polling may
+        miss a short state, so a later one is returned as well.
+        """
+        states = STATES[STATES.index(wanted) :] if wanted else STATES
+        end = time.monotonic() + BACK_S
+        while True:
+            model = await self._target()
+            pids = _pids(model)
+            is_new = pids != self._last_pids or not wanted
+            if pids and is_new and model.state in states:
+                return pids, model.state
+            if model.state == "failed" or time.monotonic() > end:
+                message = f"the model is {model.state}, and not {wanted or 'running'}"
+                raise TimeoutError(message)
+            await asyncio.sleep(0.01)  # polled, because 10 ms is exact enough
 
     async def unload(self) -> None:
         """Unload both models and record the processes of the daemon that remain."""
-        for name in ("struck", "spared"):
+        for name in ("target", "other"):
             await self.client.unload(name)
         group = (await self.client.hello()).pid
         end = time.monotonic() + END_S
         while (left := _children(group)) and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        self.found.remaining = left
+        self.found.remaining += left
 
-    async def _model(self) -> ModelStatus:
+    async def _target(self) -> ModelStatus:
         status = await self.client.status()
-        return next(model for model in status.models if model.name == "struck")
+        return next(model for model in status.models if model.name == "target")
 
 
 def _pids(model: ModelStatus) -> list[int]:
@@ -314,32 +404,43 @@ def _children(group: int) -> list[int]:
 _ORDINARY = {"Accepted", "ChoiceFinished", "Done", "PrefillStarted", "Queued", "Tokens"}
 
 
-async def storm(
+async def campaign(
     *,
     kills: int,
     stops: int,
     streams: int,
-    spared: int,
+    other_streams: int,
     kinds: int,
     tokens: int,
     seed: int,
     ranks: int = 1,
     model: str = "demo",
+    seconds: float = math.inf,
+    found: Found | None = None,
 ) -> Found:
-    """Start a daemon, load both models, make the undisturbed run, then the disturbed one."""
+    """Start a daemon, load both models, make the undisturbed run, then the disturbed one.
+
+    ``found``: counts of earlier runs, to which this one adds its own.
+    """
+    began = time.monotonic()
+    found = found or Found()
+    done = len(found.faults)
     with daemon() as home:
         client = await connected(home)
         try:
-            for name, processes in (("struck", ranks), ("spared", 1)):
+            for name, processes in (("target", ranks), ("other", 1)):
                 policy = PolicyChange(ranks=processes)
                 await (await client.load(model, alias=name, policy=policy)).result()
-            run = Storm(client, requests(kinds, tokens, seed), seed)
+            run = Run(client, requests(kinds, tokens, seed), seed + done, found)
             await run.undisturbed()
-            found = await run.run(kills, stops, streams, spared)
+            faults = plan(kills, stops, ranks, seed)[done:]
+            await run.run(faults, streams, other_streams, began + seconds)
             await run.unload()
-            return found
         finally:
             await client.close()
+    found.runs += 1
+    found.seconds = round(found.seconds + time.monotonic() - began, 1)
+    return found
 
 
 def main() -> int:
@@ -347,29 +448,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos")
     parser.add_argument("--model", default="demo", help="embedded name or absolute folder")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--stops", type=int, default=6)
+    parser.add_argument("--kills", type=int, default=30, help="for each rank")
+    parser.add_argument("--stops", type=int, default=6, help="for each rank")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--spared", type=int, default=4)
+    parser.add_argument("--other-streams", type=int, default=4)
     parser.add_argument("--kinds", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    asked = {name: value for name, value in vars(given).items() if name != "out"}
-    began = time.monotonic()
-    found = asyncio.run(storm(**asked))
-    report = {
-        "asked": asked,
-        "machine": machine(),
-        "seconds": round(time.monotonic() - began, 1),
-        "kills": found.count("kill"),
-        "stops": found.count("stop"),
-        "back": found.back(),
-        **asdict(found),
-        "blows": [str(blow) for blow in found.blows],
-    }
-    publish(report, given.out)
+    asked = {name: it for name, it in vars(given).items() if name not in {"out", "seconds"}}
+    found = None
+    if given.out is not None and given.out.exists():
+        before = json.loads(given.out.read_text())
+        if before["asked"] != asked:
+            parser.error(f"{given.out} has the results of other options: {before['asked']}")
+        found = Found.read(before)
+    found = asyncio.run(campaign(**asked, seconds=given.seconds, found=found))
+    publish({"asked": asked, "machine": machine(), **found.written()}, given.out)
     return 1 if found.wrong or found.remaining else 0
 
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 
-from bench.soak.served import ROAMING, STRUCK, Served
+from bench.soak.served import KILLED, ROAMING, Served
 from protocol.errors import KvdError
 
 BUDGETS_MIB = (720, 520, 430)
@@ -45,7 +45,7 @@ class Faults:
             models = (await client.status()).models
         finally:
             await client.close()
-        pids = [it.worker_pid for it in models if it.name == STRUCK and it.worker_pid]
+        pids = [it.worker_pid for it in models if it.name == KILLED and it.worker_pid]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ journal = "disk"
 max_rows = 16
 models = [
   {{ source = "demo", alias = "steady", pinned = true }},
-  {{ source = "demo", alias = "struck" }},
+  {{ source = "demo", alias = "killed" }},
   {{ source = "demo", alias = "roaming" }},
 ]
 [http]
@@ -25,7 +25,7 @@ port = 0
 [watchdog]
 loading_s = 120
 """
-STEADY, STRUCK, ROAMING = "steady", "struck", "roaming"
+STEADY, KILLED, ROAMING = "steady", "killed", "roaming"
 """Three names of the embedded model. Nothing is done to the worker of the first. The worker of the
 second is killed. The third is unloaded, and loaded again by its next request."""
 

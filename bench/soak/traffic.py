@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from bench.chaos import Asked
-from bench.soak.served import ROAMING, STEADY, STRUCK, Served
+from bench.soak.served import KILLED, ROAMING, STEADY, Served
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.errors import KvdError, NotRunning
 from protocol.messages import Tokens
@@ -83,7 +83,7 @@ class Traffic:
 
     async def _play(self, *, over_http: bool) -> None:
         while not self.over:
-            model = self._draw.choice([STEADY, STEADY, STRUCK, ROAMING])
+            model = self._draw.choice([STEADY, STEADY, KILLED, ROAMING])
             one = self._draw.choice(self.asked)
             try:
                 await (self._http(model, one) if over_http else self._socket(model, one))

@@ -62,11 +62,11 @@ class Stream:
         assert all(isinstance(one, Resumed) for one in rests[1::2])
         accepted = sum(isinstance(event, messages.Accepted) for event in events)
         assert accepted == 1 or (self.cancelled and not tokens)
-        if self.model == "spared":
+        if self.model == "other":
             assert not rests
 
 
-def strike(process: FakeProcess, rng: random.Random) -> None:
+def interrupt(process: FakeProcess, rng: random.Random) -> None:
     """Kill or suspend a process without making its model look broken.
 
     Deaths that look like crashes happen only after the first token. During the load they would
@@ -82,10 +82,10 @@ def strike(process: FakeProcess, rng: random.Random) -> None:
 
 async def walk(seed: int) -> None:
     rng = random.Random(seed)
-    poison = {f"struck {rng.randint(0, 60)}": rng.randint(0, 20) for _ in range(rng.randint(0, 2))}
+    poison = {f"target {rng.randint(0, 60)}": rng.randint(0, 20) for _ in range(rng.randint(0, 2))}
     speeds = [0.02, 0.3]
     scripts = {
-        "struck": [
+        "target": [
             Script(
                 load_s=rng.choice([0.1, 1.0, 20.0]),
                 token_s=rng.choice(speeds),
@@ -95,29 +95,29 @@ async def walk(seed: int) -> None:
             )
             for _ in range(400)
         ],
-        "spared": [Script(token_s=0.1)],
+        "other": [Script(token_s=0.1)],
     }
     settings = Settings(max_queue=200)
-    async with world(scripts, load=("struck", "spared"), settings=settings) as w:
+    async with world(scripts, load=("target", "other"), settings=settings) as w:
         clients = [w.client() for _ in range(3)]
         streams: list[Stream] = []
         for number in range(60):
-            model = "spared" if number % 5 == 4 else "struck"
+            model = "other" if number % 5 == 4 else "target"
             streams.append(Stream(rng.choice(clients), model, number, rng))
             if rng.random() < 0.1:
                 victim = rng.choice(streams)
                 victim.cancelled = True
                 victim.client.start(messages.Cancel, target=victim.key)
-            process = w.spawn.processes["struck"][-1]
+            process = w.spawn.processes["target"][-1]
             if process.alive and rng.random() < 0.25:
-                strike(process, rng)
+                interrupt(process, rng)
             await asyncio.sleep(rng.choice([0.0, 0.05, 0.4, 3.0]))
             w.system.check()
         for stream in streams:
             await stream.client.end(stream.key, 100_000)
         for stream in streams:
             stream.check(poison)
-        assert len(w.spawn.processes["spared"]) == 1
+        assert len(w.spawn.processes["other"]) == 1
         admission = w.system._router.machine
         assert not admission.requests
         assert all(not one.stories and not one.inside for one in admission.suspects.values())

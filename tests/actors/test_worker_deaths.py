@@ -119,23 +119,23 @@ async def test_a_stream_survives_a_process_that_dies_every_few_tokens():
 async def test_a_kill_is_seen_by_the_streams_of_that_model_alone():
     async with world({"demo": [SLOW], "other": [SLOW]}, load=("demo", "other")) as w:
         client = w.client()
-        struck = [client.generate(prompt=f"p{n}", max_tokens=9) for n in range(3)]
-        spared = [client.generate("other", prompt=f"p{n}", max_tokens=30) for n in range(3)]
+        interrupted = [client.generate(prompt=f"p{n}", max_tokens=9) for n in range(3)]
+        others = [client.generate("other", prompt=f"p{n}", max_tokens=30) for n in range(3)]
         for place in (2, 5):
-            await until(lambda place=place: all(client.count(key) >= place for key in struck))
+            await until(lambda place=place: all(client.count(key) >= place for key in interrupted))
             w.spawn.last("demo").die(-9)
             await until(lambda: w.state() == "ready", 60)
-        for key in struck + spared:
+        for key in interrupted + others:
             assert (await client.end(key)).reason == "length"
 
-        for n, key in enumerate(struck):
+        for n, key in enumerate(interrupted):
             assert client.tokens(key) == [token(f"p{n}", 7 + n, place) for place in range(9)]
             rests = [event.reason for event in client.events[key] if isinstance(event, Paused)]
             assert rests == ["restart"] * 2
-        for key in spared:
+        for key in others:
             kinds = {type(event) for event in client.events[key]}
             assert kinds == {messages.Accepted, messages.Tokens, messages.Done}
-        assert all(type(event) is not Paused for key in spared for event in client.events[key])
+        assert all(type(event) is not Paused for key in others for event in client.events[key])
 
 
 @simulated

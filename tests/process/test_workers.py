@@ -15,11 +15,11 @@ from tests.process.helpers import Daemon, Reader, alive, source, wait_for, write
 
 def test_clients_do_not_notice_a_kill_9_of_a_worker(daemon: Daemon):
     daemon.load(source(tps=50), "hit")
-    daemon.load(source(tps=50), "spared")
+    daemon.load(source(tps=50), "other")
     daemon.load(source(tps=0), "quick")
     first = daemon.worker_pid("hit")
     interrupted = [Reader(daemon, "hit", f"{i}", max_tokens=90, seed=i).begun() for i in range(3)]
-    other = Reader(daemon, "spared", max_tokens=100).begun()
+    other = Reader(daemon, "other", max_tokens=100).begun()
     os.kill(first, signal.SIGKILL)
     for number, reader in enumerate(interrupted):
         assert reader.finished().error is None
