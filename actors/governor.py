@@ -162,6 +162,7 @@ class GovernorActor(Actor["GovernorMail"]):
             limit_bytes=limit,
             budget_bytes=state.machine.budget_of(model),
             reason=decision.reason,
+            host_bytes=decision.host_bytes,
         )
         self._send(model, grant)
 

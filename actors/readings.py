@@ -102,7 +102,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
             known = state.seen.get(model.name)
             if known is None or known[0] is not model.stats:
                 state.seen[model.name] = (model.stats, now)
-        silent = [] if state.memory.separate else [it for it in models if self._is_silent(it, now)]
+        silent = [it for it in models if self._is_silent(it, now)]
         gangs = [it for it in models if it.ranks]
         if now >= state.due and (silent or (gangs and now - state.gangs_read_at > FRESH_S)):
             state.gangs_read_at = now
@@ -131,7 +131,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
     def _report(self, read: Collection[int] = ()) -> None:
         """Report to the governor. ``read``: ids of the processes that were read just now."""
         state, now = self._state, asyncio.get_running_loop().time()
-        used, fresh, calm = {}, {}, True
+        used, host, fresh, calm = {}, {}, {}, True
         for model in state.status.models.values():
             if model.worker_pid is None:
                 continue
@@ -143,12 +143,13 @@ class ReadingsActor(Actor["ReadingsMail"]):
                 found = [known[pid] for pid in _pids(model) if pid in known]
                 footprint = sum(found) if found else footprint
             used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
+            if state.memory.separate:
+                host[model.name] = footprint
             is_new = state.judged.get(model.name) is not model.stats
             if is_new if state.memory.separate else model.worker_pid in read:
                 fresh[model.name] = model.worker_pid
                 state.judged[model.name] = model.stats
-        pressure, separate = state.memory.host().pressure, state.memory.separate
-        measured = MemoryMeasured(used, pressure, fresh, separate)
+        measured = MemoryMeasured(used, state.memory.host().pressure, fresh, host)
         above_before, state.above_limit = (
             state.above_limit,
             any(used[name] > _limit(state.status.models[name]) for name in used),
@@ -173,4 +174,5 @@ def _differs(new: MemoryMeasured, old: MemoryMeasured | None) -> bool:
         or new.pressure != old.pressure
         or new.used.keys() != old.used.keys()
         or any(abs(new.used[name] - old.used[name]) >= MIN_CHANGE_BYTES for name in new.used)
+        or any(abs(new.host[name] - old.host[name]) >= MIN_CHANGE_BYTES for name in new.host)
     )

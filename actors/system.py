@@ -130,10 +130,9 @@ class System:
     configuration: ports.Configuration
     """Port for clients that read and change the configuration; set it before `start`."""
     finished: asyncio.Future[None]
-    """Created by `start`, and done when everything has stopped. After `stop` or a client's
-    ``shutdown`` it has a result, and the reply to ``shutdown`` is already written. After the loss
-    of a core actor it has the exception `SystemFault`, and the workers are already killed. Shield
-    it when you await it."""
+    """Created by `start`, and done when everything has stopped. After `stop` or ``shutdown`` it has
+    a result, and a client has its reply. After the loss of a core actor it has the exception
+    `SystemFault`, and the workers are killed. Shield it when you await it."""
 
     def __init__(
         self,
@@ -142,6 +141,7 @@ class System:
         *,
         budget_bytes: int,
         devices: int = 1,
+        host_bytes: int | None = None,
         identity: Identity,
         settings: Settings,
         known: Mapping[str, KnownModel] | None = None,
@@ -158,17 +158,16 @@ class System:
     ) -> None:
         self._spawn = spawn
         self._memory = memory
-        self._identity = identity
-        self._settings = settings
+        self._identity, self._settings = identity, settings
         self.reload_status = ConfigReloadStatus()
         self._notify, self._observe, self._metrics = notify, observe, metrics
-        self._estimate_model = estimate_model
-        self._find_problems = find_problems
+        self._estimate_model, self._find_problems = estimate_model, find_problems
         self._statuses = StatusTable(dict(known or {}), find_model=find_model, may_load=may_load)
         self._statuses.devices = devices
         self.events = EventLog(notify, observe)
         self._outcomes = CacheOutcomes(self.events)
-        self._governor = GovernorActorState(Governors.create(budget_bytes, devices), self.events)
+        self._governors = Governors.create(budget_bytes, devices, host_bytes)
+        self._governor = GovernorActorState(self._governors, self.events)
         self._router = RouterState(
             Admission(self._settings.max_queue, self._settings.max_queue_bytes),
             draw_seed,
@@ -257,7 +256,7 @@ class System:
     def _explainer(self) -> Explainer:
         return Explainer(
             self._statuses,
-            self._governor.machine,
+            self._governors,
             self._estimate_model,
             self._settings.max_rows,
             self.prefix_store.stored_for,
@@ -390,17 +389,18 @@ class System:
 
     def status(self) -> DaemonStatus:
         """Return the status without waiting for any actor."""
-        identity, governor, host = self._identity, self._governor, self._memory.host()
+        identity, governors, host = self._identity, self._governors, self._memory.host()
         return DaemonStatus(
             version=identity.version,
             pid=identity.pid,
             uptime_s=asyncio.get_running_loop().time() - self._started_at,
             home=identity.home,
             state="draining" if self._registry.draining else "serving",
-            budget_bytes=self._statuses.devices * governor.machine.budget_bytes,
-            granted_bytes=governor.machine.granted_bytes,
-            devices=governor.machine.statuses() if self._statuses.devices > 1 else [],
-            violations=governor.violations,
+            budget_bytes=self._statuses.devices * governors.budget_bytes,
+            granted_bytes=governors.granted_bytes,
+            devices=governors.statuses() if self._statuses.devices > 1 else [],
+            host_budget=governors.host_status(),
+            violations=self._governor.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
             host=host,
             models=self._statuses.all(),
@@ -414,12 +414,12 @@ class System:
         )
 
     def _expires_in(self, model: str) -> float | None:
-        account, now = self._governor.machine.account(model), asyncio.get_running_loop().time()
+        account, now = self._governors.account(model), asyncio.get_running_loop().time()
         return None if account is None else account.expires_in(now)
 
     def problems(self, host: HostMemory | None = None) -> list[Problem]:
         """Return the problems of the start and of the budget in effect."""
-        budget, host = self._governor.machine.budget_bytes, host or self._memory.host()
+        budget, host = self._governors.budget_bytes, host or self._memory.host()
         return [*self._find_problems(budget, host), *self.prefix_store.problems()]
 
     def knows(self, model: str) -> bool:
@@ -459,7 +459,7 @@ class System:
             kv=known.kv,
             max_context=policy.max_context,
             ranks=policy.ranks,
-            prefix_bytes=self._governor.machine.budget_for(policy) // PREFIX_PARTS,
+            prefix_bytes=self._governors.budget_for(policy) // PREFIX_PARTS,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             lone_chunk=self._settings.lone_chunk,

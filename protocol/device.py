@@ -1,4 +1,4 @@
-"""The status of one GPU, a part of `protocol.types`."""
+"""The budget of one memory, a part of `protocol.types`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The budget of one GPU."""
+    """The budget of one GPU, or of the host's memory."""
 
     budget_bytes: int
     granted_bytes: int

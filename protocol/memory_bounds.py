@@ -81,6 +81,9 @@ TRANSFORMERS_BYTES = 48 * 1024 * 1024
 STARTING_BYTES = 384 * 1024 * 1024
 """Bytes that a worker may hold before its first grant: the interpreter and its libraries (measured:
 45 MiB on Linux), the model's configuration and the headers of its weights."""
+HOST_BYTES = 2560 * 1024 * 1024
+"""Bytes of the host's memory charged for a process whose device has memory of its own (measured on
+an H200 with small models: 2.0 to 2.2 GB for each of four, 2.8 to 3.2 GB for one and the daemon)."""
 MIN_TOLERANCE_BYTES = 256 * 1024 * 1024
 TOLERANCE_PARTS = 8
 

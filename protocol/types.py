@@ -312,11 +312,8 @@ class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: int = 0
     """Bytes of checkpoints that no row uses."""
     levels: tuple[int, ...] = ()
-    """Bytes freed by stepping all rows down, one entry for each lower precision level.
-
-    An entry counts what its level frees beyond the level before it. The last level is the quality
-    floor.
-    """
+    """Bytes freed by stepping all rows down to each lower precision level, beyond what the level
+    before it frees. The last level is the quality floor."""
     preempt: int = 0
     """Bytes freed by preempting all rows that can be preempted now."""
     rows: int = 0
@@ -478,6 +475,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     granted_bytes: int
     devices: list[DeviceStatus] = []
     """Each GPU, in the order of their numbers; empty with fewer than two."""
+    host_budget: DeviceStatus | None = None
+    """The host's memory, if GPUs have memory of their own: `budget_bytes` is about theirs then."""
     violations: int = 0
     """Times that an invariant of the budget was violated: a bug in kvd, reported in its log."""
     footprint_bytes: int

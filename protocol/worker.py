@@ -142,6 +142,9 @@ class Grant(CommandBase, tag="grant", frozen=True, kw_only=True):
     """The whole budget; 0 with seq 0."""
     reason: str = ""
     """Why a load is refused: what holds the rest of the budget."""
+    host_bytes: int = 0
+    """Bytes that a refused load needs of the host's memory, if that is short and the device has its
+    own. `available_bytes` are bytes of the host's memory then."""
 
 
 ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]

@@ -76,8 +76,9 @@ class MemoryMeasured(Record, frozen=True):
     fresh: dict[str, int] = msgspec.field(default_factory=dict)
     """Ids of the processes that were measured now, by model. Other values may be older than the
     model's grant."""
-    separate: bool = False
-    """Whether devices have memory of their own: the pressure is about the host's memory then."""
+    host: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes of the host's memory that workers use, by model, if devices have memory of their own.
+    The pressure is about that memory then."""
 
 
 class BudgetChanged(Record, frozen=True):

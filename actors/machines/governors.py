@@ -10,37 +10,34 @@ counts only the bytes on one device. A gang's ranks hold equal parts, so the num
 devices are equal. Their governors share its account and grant its requests together
 (`Ledger.peers`).
 
-If devices have memory of their own, the system's memory pressure is about the host's memory, which
-has no budget. Memory that a worker frees on its device does not help there; only the end of the
-worker does. While the pressure is critical, idle models are unloaded, one every `Marks.cool_s`.
-Pure.
+If devices have memory of their own, one more governor has a ledger of the host's memory. A load
+requests `HOST_BYTES` for each of its processes there, and only then memory of its devices. No model
+grows in the host's memory, so a model with memory of a device never waits for the host, and no two
+models wait for each other. Measured bytes above this charge are excess. Memory that a worker frees
+on its device does not help the host; only the end of the worker does. The accounts of this governor
+therefore have nothing to reclaim except whole idle models. The system's memory pressure is about
+the host's memory alone. Pure.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from actors.machines import governor_events as ev
-from actors.machines.gauge import Marks, Pressure
-from actors.machines.governing.reclaiming import evict
 from actors.machines.governor import Governor
-from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest
+from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from protocol.device import DeviceStatus
+from protocol.memory_bounds import HOST_BYTES
+from protocol.types import Reclaimable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from actors.machines.model_accounts import ModelAccount
     from protocol.policy import ModelPolicy
-    from protocol.types import Reclaimable
-
-
-TICK_S = 1.0
-"""Seconds after which a host without idle models is looked at again."""
 
 
 class Governors(msgspec.Struct):
@@ -49,26 +46,46 @@ class Governors(msgspec.Struct):
     devices: list[Governor]
     places: dict[str, tuple[int, ...]] = {}
     """For each model with an account, the devices of its ranks."""
-    host_pressure: Pressure = "normal"
-    """Pressure of the host's memory, if devices have memory of their own."""
-    relief_at: float = -math.inf
-    """Earliest time of the next unload because of the host's pressure."""
+    host: Governor | None = None
+    """Governor of the host's memory, if devices have memory of their own."""
+    loads: dict[str, MemoryRequest] = {}
+    """By model, the request of a load whose processes wait for the host's memory."""
 
     @classmethod
-    def create(cls, budget_bytes: int, devices: int = 1) -> Governors:
-        """Return governors of this many devices, which have ``budget_bytes`` each."""
+    def create(
+        cls, budget_bytes: int, devices: int = 1, host_bytes: int | None = None
+    ) -> Governors:
+        """Return governors of this many devices, which have ``budget_bytes`` each.
+
+        ``host_bytes``: bytes of the host's memory that workers may use, if devices have memory of
+        their own.
+        """
         exempt: set[str] = set()
         ledgers = [Ledger(budget_bytes, exempt=exempt) for _ in range(devices)]
-        if devices == 1:
-            return cls([Governor(ledgers[0])])
-        return cls([Governor(ledger, number) for number, ledger in enumerate(ledgers)])
+        governors = [
+            Governor(ledger, None if devices == 1 else number)
+            for number, ledger in enumerate(ledgers)
+        ]
+        if host_bytes is None:
+            return cls(governors)
+        return cls(governors, host=Governor(Ledger(host_bytes), memory="host memory"))
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        if self.host is None:
+            return self._handle_on_devices(event, now)
+        commands: list[ev.Command] = []
+        if isinstance(event, MemoryRequest) and event.model not in self.host.ledger.grants:
+            self.loads[event.model] = event
+        else:
+            commands += self._handle_on_devices(event, now)
+        commands += self._handle_on_host(self.host, event, now)
+        return [it for it in commands if not self._is_still_held(it)]
+
+    def _handle_on_devices(self, event: ev.Event, now: float) -> list[ev.Command]:
         match event:
             case ev.BudgetChanged() | ev.AlarmFired():
                 parts = [it.handle(event, now) for it in self.devices]
             case ev.MemoryMeasured():
-                self.host_pressure = event.pressure if event.separate else "normal"
                 parts = [it.handle(self._measured_on(it, event), now) for it in self.devices]
             case _:
                 parts = []
@@ -79,8 +96,57 @@ class Governors(msgspec.Struct):
                 parts += [it.react(now) for it in others]
                 if isinstance(event, ev.ModelRemoved):
                     self._forget(event.model)
-        parts.append(self._relieve_host(now))
-        return [self._of_all_ranks(command) for commands in parts for command in commands]
+        commands = [self._of_all_ranks(command) for part in parts for command in part]
+        self._note_evictions(commands)
+        return commands
+
+    def _handle_on_host(self, host: Governor, event: ev.Event, now: float) -> list[ev.Command]:
+        if isinstance(event, WorkerExited | ev.ModelRemoved):
+            self.loads.pop(event.model, None)
+        commands: list[ev.Command] = []
+        for command in host.handle(self._on_host(event), now):
+            match command:
+                case GrantDecision(model=model):
+                    request = self.loads.pop(model, None)
+                    if request is not None and command.granted:
+                        commands += self._handle_on_devices(request, now)
+                    elif request is not None:
+                        commands.append(replace(command, host_bytes=self._host_bytes(model)))
+                case _:
+                    commands.append(command)
+        self._note_evictions(commands)
+        return commands
+
+    def _on_host(self, event: ev.Event) -> ev.Event:
+        """Return an event as the governor of the host's memory gets it."""
+        match event:
+            case MemoryRequest(model=model) if model in self.loads:
+                return replace(event, total_bytes=self._host_bytes(model))
+            case ev.ReclaimableReported(reclaimable=it):
+                return replace(event, reclaimable=Reclaimable(rows=it.rows, waiting=it.waiting))
+            case ev.MemoryMeasured():
+                return ev.MemoryMeasured(event.host, event.pressure)
+            case MemoryRequest() | ev.ReclaimFinished() | ev.BudgetChanged():
+                return ev.AlarmFired()
+        return event
+
+    def _host_bytes(self, model: str) -> int:
+        """Return the charge for all processes of a model in the host's memory."""
+        account = None if self.host is None else self.host.accounts.get(model)
+        return HOST_BYTES * (1 if account is None else account.policy.ranks)
+
+    def _note_evictions(self, commands: list[ev.Command]) -> None:
+        """Record that models are being unloaded in the accounts of the other governors as well."""
+        for command in commands:
+            if self.host is not None and isinstance(command, ev.Evict):
+                for it in (self.host, self.of(command.model)[0]):
+                    it.accounts[command.model].state = "leaving"
+
+    def _is_still_held(self, command: ev.Command) -> bool:
+        """Return whether a command releases a model that another governor still holds."""
+        if not isinstance(command, ev.HoldRequests) or command.held or self.host is None:
+            return False
+        return any(command.model in it.held for it in (self.host, *self.of(command.model)))
 
     def of(self, model: str) -> list[Governor]:
         """Return the governors of a model's devices; of an unknown model, that of the first one."""
@@ -92,8 +158,8 @@ class Governors(msgspec.Struct):
     @property
     def deadline(self) -> float | None:
         times = [it.deadline for it in self.devices if it.deadline is not None]
-        if self.host_pressure == "critical":
-            times.append(self.relief_at)
+        if self.host is not None and self.host.deadline is not None:
+            times.append(self.host.deadline)
         return min(times, default=None)
 
     @property
@@ -124,10 +190,11 @@ class Governors(msgspec.Struct):
         return len(devices_of(policy, len(self.devices))) * self.budget_bytes
 
     def statuses(self) -> list[DeviceStatus]:
-        return [
-            DeviceStatus(budget_bytes=it.budget_bytes, granted_bytes=it.granted_bytes)
-            for it in (governor.ledger for governor in self.devices)
-        ]
+        return [_status(governor.ledger) for governor in self.devices]
+
+    def host_status(self) -> DeviceStatus | None:
+        """Return the status of the host's memory, if devices have memory of their own."""
+        return None if self.host is None else _status(self.host.ledger)
 
     def limit_of(self, model: str) -> int:
         """Return the most bytes that all ranks of a model can have."""
@@ -136,6 +203,7 @@ class Governors(msgspec.Struct):
 
     def waiting_loads(self) -> Iterator[str]:
         """Yield the models whose load waits for a grant."""
+        yield from self.loads
         for model in self.places:
             governor = self.of(model)[0]
             if model in governor.ledger.waiting and governor.accounts[model].state == "loading":
@@ -148,25 +216,12 @@ class Governors(msgspec.Struct):
                 places = self.places.get(model, ())
                 assert number in places, "an account of another device's model"
                 assert account is self.account(model), "two accounts of a model"
+        if self.host is not None:
+            self.host.check()
+            assert set(self.loads) <= set(self.host.ledger.waiting), "a load that does not wait"
         for model, places in self.places.items():
             granted = {self.devices[it].ledger.grants.get(model, 0) for it in places}
             assert len(granted) == 1, "ranks with different grants"
-
-    def _relieve_host(self, now: float) -> list[ev.Command]:
-        """Unload the least valuable idle model of all devices, if the host's memory is short."""
-        if self.host_pressure != "critical" or now < self.relief_at:
-            return []
-        found = [
-            (account.worth(governor.ledger.grants.get(name, 0), now), governor, account)
-            for governor in self.devices
-            for name, account in governor.accounts.items()
-            if account.is_evictable(now)
-        ]
-        self.relief_at = now + (Marks().cool_s if found else TICK_S)
-        if not found:
-            return []
-        _, governor, account = min(found, key=lambda it: it[0])
-        return evict(governor, account, "the host's memory pressure is critical")
 
     def _place(self, model: str, policy: ModelPolicy) -> list[ev.Command]:
         """Charge a model that is about to be loaded to the devices of its policy.
@@ -201,14 +256,15 @@ class Governors(msgspec.Struct):
 
     def _measured_on(self, governor: Governor, event: ev.MemoryMeasured) -> ev.MemoryMeasured:
         """Return the measurements of the models whose first rank is on a governor's device."""
+        pressure = event.pressure if self.host is None else "normal"
         if len(self.devices) == 1:
-            return event
+            return event if self.host is None else replace(event, pressure=pressure)
         used = {
             model: nbytes // self._parts(model)
             for model, nbytes in event.used.items()
             if self.of(model)[0] is governor
         }
-        return replace(event, used=used)
+        return replace(event, used=used, pressure=pressure)
 
     def _on_one_device(self, event: ev.Event) -> ev.Event:
         """Return a model's event with the bytes of one device."""
@@ -250,6 +306,10 @@ def devices_of(policy: ModelPolicy, devices: int) -> tuple[int, ...]:
     if devices == 1:
         return (0,)
     return tuple(range(policy.device, policy.device + policy.ranks))
+
+
+def _status(ledger: Ledger) -> DeviceStatus:
+    return DeviceStatus(budget_bytes=ledger.budget_bytes, granted_bytes=ledger.granted_bytes)
 
 
 def _divided(reclaimable: Reclaimable, parts: int) -> Reclaimable:

@@ -49,6 +49,9 @@ class GrantDecision(Record, frozen=True):
     available_bytes: int
     reason: str = ""
     """For a refused load, which models hold the rest of the budget."""
+    host_bytes: int = 0
+    """For a load that is refused because the host's memory is short, the bytes that it needs there.
+    ``available_bytes`` are bytes of that memory then."""
 
 
 class Ledger(msgspec.Struct):

@@ -112,12 +112,15 @@ def daemon(value: DaemonStatus) -> Text:
 
 
 def devices(value: DaemonStatus, width: int) -> Iterator[Text]:
-    """Yield a line for each GPU, if there are several."""
+    """Yield a line for each GPU if there are several, and one for the host's memory."""
     cells = max(8, _BAR_PERCENT * width // 100)
-    for number, one in enumerate(value.devices):
+    lines = [(f"GPU {number:<2}", one) for number, one in enumerate(value.devices)]
+    if value.host_budget is not None:
+        lines.append(("host  ", value.host_budget))
+    for name, one in lines:
         share = one.granted_bytes / one.budget_bytes if one.budget_bytes else 0.0
         style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
-        line = Text.assemble(f"GPU {number:<2} ", bar(min(1.0, share), cells, style))
+        line = Text.assemble(f"{name} ", bar(min(1.0, share), cells, style))
         line.append(f" {format_bytes(one.granted_bytes)} of {format_bytes(one.budget_bytes)}")
         yield line
 

@@ -195,6 +195,7 @@ class Daemon:
             self._memory,
             budget_bytes=self._budget,
             devices=self._devices,
+            host_bytes=memory.host_budget(self._memory),
             identity=Identity(
                 version=kvd.__version__,
                 home=str(options.home.root),

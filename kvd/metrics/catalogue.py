@@ -48,6 +48,16 @@ DEVICE_GRANTED = Metric(
     "Memory of a GPU that workers may hold; absent with fewer than two GPUs",
     "If one GPU is full and another is not, load a model with another `device`",
 )  # fmt: skip
+HOST_BUDGET = Metric(
+    "kvd_host_budget_bytes", "gauge", (),
+    "Memory budget of the host; absent unless GPUs have memory of their own",
+    "The limit for the sum of what workers' processes are charged in the host's memory",
+)  # fmt: skip
+HOST_GRANTED = Metric(
+    "kvd_host_granted_bytes", "gauge", (),
+    "Host memory charged for workers' processes; absent unless GPUs have memory of their own",
+    "If it is near the budget, the next load unloads an idle model or waits",
+)  # fmt: skip
 VIOLATIONS = Metric(
     "kvd_budget_violations_total", "counter", (),
     "Times that an invariant of the budget was violated, such as a sum of grants above it",
@@ -416,7 +426,8 @@ STARTED = Metric(
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "Memory": (
-        BUDGET, GRANTED, DEVICE_BUDGET, DEVICE_GRANTED, VIOLATIONS,
+        BUDGET, GRANTED, DEVICE_BUDGET, DEVICE_GRANTED, HOST_BUDGET, HOST_GRANTED,
+        VIOLATIONS,
         MODEL_GRANTED, MODEL_FOOTPRINT, RANK_FOOTPRINT, MODEL_MEMORY,
         KV_LEVEL, KV_PAGES, START_LEVEL, RECLAIMABLE, ALLOCATOR_ACTIVE, ALLOCATOR_PEAK, HOST_MEMORY,
         HOST_AVAILABLE, ACCELERATOR_LIMIT, HOST_PRESSURE, ACTIONS,

@@ -61,6 +61,9 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     for number, device in enumerate(status.devices):
         to.put(c.DEVICE_BUDGET, device.budget_bytes, str(number))
         to.put(c.DEVICE_GRANTED, device.granted_bytes, str(number))
+    if (of_host := status.host_budget) is not None:
+        to.put(c.HOST_BUDGET, of_host.budget_bytes)
+        to.put(c.HOST_GRANTED, of_host.granted_bytes)
     to.put(c.VIOLATIONS, status.violations)
     to.put(c.UNLOADED, len(status.unloaded))
     to.put(c.BUILD, 1, status.version, _PYTHON)

@@ -9,10 +9,12 @@ import pytest
 from actors.status import KnownModel
 from protocol import messages
 from protocol.device import DeviceStatus
-from protocol.errors import InvalidModel, ModelExists, UnsupportedModel
+from protocol.errors import InsufficientMemory, InvalidModel, ModelExists, UnsupportedModel
 from protocol.explain_messages import Explain
+from protocol.memory_bounds import HOST_BYTES
 from protocol.policy import ModelPolicy, PolicyChange
-from protocol.worker import TimeSlice, TimeSliceRequested
+from protocol.types import MemoryUse, WorkerStats
+from protocol.worker import Grant, Stats, TimeSlice, TimeSliceRequested
 from tests.actors.test_explain import estimate_model
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
@@ -56,10 +58,54 @@ async def test_a_gang_is_charged_to_each_of_its_devices():
 
 
 @simulated
+async def test_the_hosts_memory_has_a_budget_beside_the_devices():
+    async with world(SCRIPTS, load=(), devices=2, host_bytes=3 * HOST_BYTES) as w:
+        await w.system.load("gang", policy=PolicyChange(ranks=2))
+        await w.system.load("one")
+        status = w.system.status()
+        assert status.host_budget == DeviceStatus(
+            budget_bytes=3 * HOST_BYTES, granted_bytes=3 * HOST_BYTES
+        )
+        assert "kvd_host_granted_bytes 8.05306368e+09" in await w.system._metrics()
+
+        await asyncio.sleep(5)
+        await w.system.load("three", policy=SECOND)  # device 1 has room for it, the host has not
+        (evicted,) = [it for it in w.system.events.records if it.kind == "evict"]
+        assert evicted.reason == "host memory: the load of three"
+        assert "three" in {it.name for it in w.system.status().models}
+
+
+@simulated
+async def test_a_load_that_the_host_cannot_hold_is_refused_with_its_numbers():
+    async with world(SCRIPTS, load=(), devices=2, host_bytes=HOST_BYTES) as w:
+        with pytest.raises(InsufficientMemory):
+            await w.system.load("gang", policy=PolicyChange(ranks=2))
+        (refused,) = [it for it in w.system.events.records if it.kind == "load_refused"]
+        assert refused.numbers["wanted_bytes"] == 2 * HOST_BYTES
+        grants = [it for it in w.spawn.last("gang").commands if isinstance(it, Grant)]
+        assert [it.host_bytes for it in grants] == [2 * HOST_BYTES]
+
+
+@simulated
+async def test_footprints_are_measured_for_the_host_and_allocators_for_the_device():
+    mib = 2**20
+    async with world(budget=4096 * mib, host_bytes=2 * HOST_BYTES) as w:
+        memory = MemoryUse(active=30 * mib, cache=10 * mib, footprint=HOST_BYTES + 50 * mib)
+        w.spawn.last("demo").report(Stats(stats=WorkerStats(memory=memory)))
+        machine = w.system._governor.machine
+        await until(lambda: machine.host.ledger.excess_bytes == 50 * mib, 10)
+        assert machine.devices[0].accounts["demo"].measured_bytes == 40 * mib
+        w.memory.pressure = "critical"
+        await until(lambda: w.system.status().models == [], 20)
+        assert machine.devices[0].gauge.pressure == "normal"
+
+
+@simulated
 async def test_a_machine_with_one_device_shows_none():
     async with world() as w:
         status = w.system.status()
         assert (status.devices, status.models[0].device) == ([], None)
+        assert status.host_budget is None
         assert "kvd_device_budget_bytes{" not in await w.system._metrics()
 
 

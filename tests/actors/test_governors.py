@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.machines import governor_events as ev
+from actors.machines.gauge import Pressure
 from actors.machines.governor import Governor
 from actors.machines.governor_events import Evict, HoldRequests, Reclaim, StartLevel
 from actors.machines.governors import Governors
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
-from protocol.memory_bounds import STARTING_BYTES, limit_bytes
+from protocol.memory_bounds import HOST_BYTES, STARTING_BYTES, limit_bytes
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 from tests.actors.governor_simulation import BUDGET, BUSY, Simulation, of_type
@@ -271,36 +272,155 @@ def test_the_deadline_is_that_of_the_first_device():
     assert of_type(it.wait(60), Evict) == [Evict("idle")]
 
 
+class Hosts(Devices):
+    """Two devices with memory of their own, on a host that has room for some processes."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.governor = Governors.create(BUDGET, 2, processes * HOST_BYTES)
+
+    @property
+    def processes(self) -> int:
+        """Processes that the host's memory is charged for."""
+        assert self.governor.host is not None
+        return self.governor.host.ledger.granted_bytes // HOST_BYTES
+
+    def measure(self, pressure: Pressure = "normal", **host: int) -> list[ev.Command]:
+        return self.apply(ev.MemoryMeasured({}, pressure, host=host))
+
+
+def test_the_host_is_charged_for_every_process_until_its_end():
+    it = Hosts(4)
+    it.add("one", 9000)
+    it.add("gang", 1000, ranks=2)
+    assert it.processes == 3
+    it.request("one", 5000)
+    it.apply(ev.BudgetChanged(20_000))
+    assert it.processes == 3
+    it.apply(WorkerExited("gang"))
+    it.apply(ev.ModelRemoved("one"))
+    assert it.processes == 0
+
+
+def test_a_load_that_the_host_has_no_room_for_unloads_an_idle_model_of_any_device():
+    it = Hosts(2)
+    it.add("used", 1000)
+    it.reclaimable("used", **(BUSY | {"waiting": 0}), spare=900, levels=(500,), preempt=900)
+    it.add("idle", 1000, device=1)
+    it.wait(60)
+    it.apply(ev.LoadRequested("new"))
+    commands = it.request("new", 1000) + it.wait(5)
+    assert commands == [Evict("idle")]
+    assert it.recorded("evict").reason == "host memory: the load of new"
+    assert it.granted(0) == 1000, "its device is asked afterwards"
+    assert list(it.governor.waiting_loads()) == ["new"]
+    assert decisions(it.apply(WorkerExited("idle")), "new") == [(True, 1000)]
+    assert (it.processes, it.granted(0), list(it.governor.waiting_loads())) == (2, 2000, [])
+
+
+def test_a_model_is_unloaded_once_for_the_host_and_its_device():
+    it = Hosts(3)
+    it.add("idle", 6000, idle_ttl_s=50.0)
+    assert of_type(it.wait(60), Evict) == [Evict("idle")]
+    assert of_type(it.measure("critical") + it.wait(60), Evict) == []
+
+
+def test_a_load_that_waits_for_its_device_keeps_its_charge_at_the_host():
+    it = Hosts(2)
+    it.add("full", 9000)
+    it.reclaimable("full", **(BUSY | {"waiting": 0}))
+    it.apply(ev.LoadRequested("waits"))
+    assert it.request("waits", 5000) == []
+    assert it.processes == 2
+    it.apply(WorkerExited("waits"))
+    assert it.processes == 1
+
+
+def test_a_load_is_refused_with_what_holds_the_memory_of_the_host():
+    it = Hosts(1)
+    it.add("pinned", 1000, pinned=True)
+    it.apply(ev.LoadRequested("new", ModelPolicy(device=1)))
+    (refused,) = of_type(it.request("new", 1000), GrantDecision)
+    assert (refused.granted, refused.host_bytes, refused.available_bytes) == (False, HOST_BYTES, 0)
+    assert refused.reason == "pinned (pinned) holds 2,560.0 MiB"
+    assert it.governor.loads == {}
+
+
+def test_a_load_that_ends_while_it_waits_for_the_host_is_forgotten():
+    it = Hosts(1)
+    it.add("full", 1000)
+    it.reclaimable("full", **(BUSY | {"waiting": 0}))
+    for event in (WorkerExited("new"), ev.ModelRemoved("new")):
+        it.apply(ev.LoadRequested("new"))
+        it.request("new", 1000)
+        assert list(it.governor.waiting_loads()) == ["new"]
+        it.apply(event)
+        assert list(it.governor.waiting_loads()) == []
+    assert of_type(it.apply(WorkerExited("full")), GrantDecision) == []
+
+
+def test_processes_that_use_more_of_the_host_than_their_charge_leave_less_to_loads():
+    it = Hosts(3)
+    for name in ("large", "small"):
+        it.add(name, 1000)
+        it.reclaimable(name, **(BUSY | {"waiting": 0}))
+    it.measure(large=HOST_BYTES + HOST_BYTES // 2, small=HOST_BYTES // 2)
+    it.apply(ev.LoadRequested("new"))
+    assert it.request("new", 1000) == []
+    assert decisions(it.measure(large=HOST_BYTES), "new") == [(True, 1000)]
+    it.measure(large=HOST_BYTES, small=20 * HOST_BYTES)
+    it.measure(large=HOST_BYTES, small=21 * HOST_BYTES)
+    assert of_type(it.commands_seen, ev.EndWorker) == [], "the estimate is no limit"
+
+
 def test_pressure_of_the_host_unloads_idle_models_of_devices_with_own_memory():
     """Nothing else would free the host's memory: rows are not preempted, and do not step down."""
-    it = Devices()
-    for device, name in enumerate(("small", "large")):
-        it.add(name, 1000 + 5000 * device, device)
+    it = Hosts(4)
+    for device, name in enumerate(("one", "two")):
+        it.add(name, 1000, device)
     it.add("used", 3000)
     it.reclaimable("used", **(BUSY | {"waiting": 0}), spare=900, levels=(500,), preempt=900)
     it.wait(60)
-    short = ev.MemoryMeasured({}, "critical", separate=True)
-    assert of_type(it.apply(short), Evict) == [Evict("large")]
+    assert of_type(it.measure("critical"), Evict) == [Evict("one")]
+    it.apply(WorkerExited("one"))
     assert of_type(it.wait(9), Evict) == []
-    assert of_type(it.wait(2), Evict) == [Evict("small")]
+    assert of_type(it.wait(2), Evict) == [Evict("two")]
+    it.apply(WorkerExited("two"))
     it.wait(60)
     assert of_type(it.commands_seen, Reclaim) == []
     assert of_type(it.commands_seen, StartLevel) == []
     assert not any(device.gauge.tight for device in it.governor.devices)
     it.add("new", 100)
-    it.apply(ev.MemoryMeasured({}, separate=True))
+    it.measure()
+    it.wait(60)
     assert it.governor.deadline is None
     assert of_type(it.wait(60), Evict) == []
 
 
 def test_pressure_of_the_host_waits_for_models_to_become_idle():
-    it = Devices(devices=1)
+    it = Hosts(4)
     it.add("model", 1000)
     it.reclaimable("model", **(BUSY | {"waiting": 0}))
-    it.apply(ev.MemoryMeasured({}, "critical", separate=True))
+    it.measure("critical")
     assert of_type(it.wait(30), Evict) == []
     it.reclaimable("model")
-    assert of_type(it.wait(3), Evict) == [Evict("model")]
+    assert of_type(it.wait(12), Evict) == [Evict("model")]
+
+
+def test_a_model_held_for_the_host_and_for_a_device_is_released_after_both():
+    it = Hosts(2)
+    for name, granted in (("held", 6000), ("waits", 3000)):
+        it.add(name, granted)
+        it.reclaimable(name, **(BUSY | {"waiting": 0, "base": 1000}))
+    it.reclaimable("waits", **(BUSY | {"base": 1000}))
+    it.request("waits", 9500)
+    it.apply(ev.LoadRequested("new", ModelPolicy(device=1)))
+    it.request("new", 100)
+    held = [command.model for command in of_type(it.wait(60), HoldRequests) if command.held]
+    assert held.count("held") == 2, "once for each memory"
+    assert of_type(it.request("waits", 3000), HoldRequests) == []
+    commands = it.apply(WorkerExited("new"))
+    assert HoldRequests("held", held=False) in commands
 
 
 PLACES = {"a": 0, "b": 0, "c": 1, "d": 1}

@@ -10,10 +10,13 @@ import pytest
 from rich.console import Console
 
 from kvd.cli import status_page
+from protocol.device import DeviceStatus
 from protocol.errors import ErrorInfo
 from protocol.kv import KVSpec
 from protocol.types import ModelStatus, Reclaimable, WorkerStats
 from tests.cli.stub import MODEL, daemon_status
+
+GIB = 2**30
 
 
 def shown(status, width):
@@ -48,6 +51,18 @@ def test_status_shows_the_http_address():
     value = msgspec.structs.replace(daemon_status(MODEL), http=both)
     assert "http   http://127.0.0.1:11711/v1\n" in shown(value, 80)
     assert "http" not in shown(daemon_status(MODEL), 80)
+
+
+def test_status_shows_gpus_and_the_budget_of_the_host():
+    gpu = DeviceStatus(budget_bytes=60 * GIB, granted_bytes=30 * GIB)
+    host = DeviceStatus(budget_bytes=10 * GIB, granted_bytes=5 * GIB)
+    value = msgspec.structs.replace(daemon_status(MODEL), devices=[gpu, gpu], host_budget=host)
+    lines = [line.split() for line in shown(value, 80).splitlines()]
+    gpus = [" ".join(line[-5:]) for line in lines if line[:1] == ["GPU"]]
+    assert gpus == ["30.0 GiB of 60.0 GiB"] * 2
+    assert [" ".join(line[-5:]) for line in lines if line[:1] == ["host"]] == [
+        "5.0 GiB of 10.0 GiB"
+    ]
 
 
 def table(text):

@@ -21,6 +21,8 @@ from kvd.metrics.catalogue import (
     ATTENTION_CALL,
     DEVICE_BUDGET,
     DEVICE_GRANTED,
+    HOST_BUDGET,
+    HOST_GRANTED,
     RANK_FOOTPRINT,
     everything,
 )
@@ -52,7 +54,7 @@ def families(text: str) -> set[str]:
 
 
 def test_every_metric_of_the_page_is_exported_and_no_other(served: Served):
-    several = (DEVICE_BUDGET, DEVICE_GRANTED, RANK_FOOTPRINT)
+    several = (DEVICE_BUDGET, DEVICE_GRANTED, HOST_BUDGET, HOST_GRANTED, RANK_FOOTPRINT)
     absent = {it.name for it in (ACCELERATOR_LIMIT, ATTENTION_CALL, *several)}
     expected = {it.name for it in everything()} - absent
     assert families(served.settled()) - absent == expected

@@ -367,9 +367,8 @@ class FakeSpawn:
 class FakeMemory:
     """Memory readings that only tests change."""
 
-    separate = False
-
-    def __init__(self) -> None:
+    def __init__(self, *, separate: bool = False) -> None:
+        self.separate = separate
         self.pressure = "normal"
         self.sizes: dict[int, int] = {}
         self.reads = 0

@@ -58,6 +58,23 @@ def test_weeks_on_two_devices() -> None:
         assert counts[event] > 0, f"no {event}"
 
 
+def test_weeks_on_a_host_with_room_for_three_processes() -> None:
+    """All five models together have six."""
+    counts: Counter[str] = Counter()
+    for seed in range(1, 6):
+        week = Week(seed, devices=2, processes=3)
+        try:
+            week.run()
+        except AssertionError as error:
+            error.add_note(f"run again: Week({seed}, devices=2, processes=3)")
+            raise
+        assert week.counts["finished"] > 0.95 * len(week.requests)
+        counts.update(week.counts)
+    for event in ("evict", "hold", "let_go", "first", "tight", "calm"):
+        assert counts[f"event {event} for the host"] > 0, f"no {event}"
+    assert counts["event evict"] > counts["event evict for the host"]
+
+
 def test_a_seed_always_gives_the_same_week() -> None:
     first, second = Week(3), Week(3)
     first.run()

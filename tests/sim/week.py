@@ -27,6 +27,7 @@ from typing import Any
 from actors.machines import governor_events
 from actors.machines.governors import Governors
 from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
+from protocol.memory_bounds import HOST_BYTES
 from protocol.policy import ModelPolicy
 from tests.sim.sim_worker import AHEAD, MIN_TOKENS, SimModel, SimRequest, SimWorker
 
@@ -72,7 +73,10 @@ class ModelEntry:
 class Week:
     """One seeded week. `counts` has the number of each kind of event."""
 
-    def __init__(self, seed: int, request_count: int = 170, devices: int = 1) -> None:
+    def __init__(
+        self, seed: int, request_count: int = 170, devices: int = 1, processes: int | None = None
+    ) -> None:
+        """``processes``: how many the host's memory has room for, if devices have their own."""
         self.draw = random.Random(seed)
         self.now = 0.0
         self.steps = 0
@@ -80,7 +84,8 @@ class Week:
         self.longest = 0.0
         """Most seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
-        self.governors = Governors.create(BUDGET, devices)
+        host_bytes = None if processes is None else processes * HOST_BYTES
+        self.governors = Governors.create(BUDGET, devices, host_bytes)
         self.entries = {model.name: ModelEntry(model) for model in MODELS}
         if devices == 2:
             self._place_on_two_devices()
@@ -583,6 +588,9 @@ class Week:
 
     def _check_devices(self, event: governor_events.RecordEvent) -> None:
         """Check that only models on the device that is short give memory back."""
+        if event.reason.startswith("host memory: "):
+            self.counts[f"event {event.kind} for the host"] += 1
+            return
         device = event.numbers.get("device", 0)
         for name in (event.model, event.requester):
             if name:

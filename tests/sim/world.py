@@ -108,9 +108,10 @@ class World:
         notify: Notify | None = None,
         segment_disk: SegmentDisk | None = None,
         devices: int = 1,
+        host_bytes: int | None = None,
     ) -> None:
         self.spawn = FakeSpawn(scripts) if spawn is None else spawn
-        self.memory = FakeMemory()
+        self.memory = FakeMemory(separate=host_bytes is not None)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
         self.metrics = Exposition(lambda: self.system, run_in_thread=_call_directly)
@@ -120,6 +121,7 @@ class World:
             self.memory,
             budget_bytes=budget,
             devices=devices,
+            host_bytes=host_bytes,
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
@@ -201,8 +203,12 @@ async def world(
     saved_requests: SavedRequests | None = None,
     segment_disk: SegmentDisk | None = None,
     devices: int = 1,
+    host_bytes: int | None = None,
 ) -> AsyncIterator[World]:
-    """Start a world with these models loaded. ``faults``: actors may fail."""
+    """Start a world with these models loaded. ``faults``: actors may fail.
+
+    ``host_bytes``: budget of the host's memory, if devices have memory of their own.
+    """
     it = World(
         scripts or {},
         budget,
@@ -212,6 +218,7 @@ async def world(
         estimate_model,
         segment_disk=segment_disk,
         devices=devices,
+        host_bytes=host_bytes,
     )
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))

@@ -140,8 +140,7 @@ def _measured(m: GovernorState, event: ev.MemoryMeasured) -> list[ev.Command]:
     before = m.ledger.excess_bytes
     _update_excess(m)
     # A worker above its limit is ended, and with it the pressure: other models pay nothing for it.
-    elsewhere = m.offending_bytes or event.separate
-    m.gauge.pressure = "normal" if elsewhere else event.pressure
+    m.gauge.pressure = "normal" if m.offending_bytes else event.pressure
     excess = m.ledger.excess_bytes
     if excess > before + m.ledger.budget_bytes // MIN_RECLAIM_PARTS:
         numbers = {"excess_bytes": excess}

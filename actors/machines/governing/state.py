@@ -47,6 +47,8 @@ class GovernorState(msgspec.Struct):
     ledger: Ledger
     device: int | None = None
     """Number of the device; None if the machine has only one."""
+    memory: str = ""
+    """Name of the memory in the reasons of events; empty for a device's."""
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
@@ -159,4 +161,5 @@ class GovernorState(msgspec.Struct):
         ledger = self.ledger
         grants = {"granted_bytes": ledger.granted_bytes, "budget_bytes": ledger.budget_bytes}
         device = {} if self.device is None else {"device": self.device}
+        reason = f"{self.memory}: {reason}" if self.memory else reason
         return RecordEvent(kind, model, reason, {**(numbers or {}), **grants, **device}, requester)

@@ -48,3 +48,8 @@ def default_budget(host: HostMemory) -> int:
     With several accelerators, it is the budget of each.
     """
     return int(BUDGET_SHARE * (host.accelerator_limit or host.total))
+
+
+def host_budget(reader: Reader) -> int | None:
+    """Return `BUDGET_SHARE` of the host's memory; None if `default_budget` is about that memory."""
+    return int(BUDGET_SHARE * reader.host().total) if reader.separate else None

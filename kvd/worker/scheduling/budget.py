@@ -22,6 +22,14 @@ def load_refusal(total_bytes: int, purpose: str, grant: Grant) -> InsufficientMe
 
     ``purpose``: what the bytes are for.
     """
+    if grant.host_bytes:
+        return InsufficientMemory(
+            f"the model's processes need {mebibytes(grant.host_bytes)} of the host's memory, but"
+            f" only {mebibytes(grant.available_bytes)} of what models may use there are free"
+            f" ({grant.reason}): unload a model",
+            needed_bytes=grant.host_bytes,
+            available_bytes=grant.available_bytes,
+        )
     needs = f"the model needs {mebibytes(total_bytes)} ({purpose})"
     budget = mebibytes(grant.budget_bytes)
     free_bytes = grant.available_bytes + grant.total_bytes  # the load keeps what it has

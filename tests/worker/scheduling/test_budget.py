@@ -93,6 +93,22 @@ def test_a_refused_load_names_the_whole_budget_and_what_holds_it(needed: int, te
     assert (error.detail["available_bytes"], error.detail["budget_bytes"]) == (130 * MIB, 300 * MIB)
 
 
+def test_a_load_refused_for_the_hosts_memory_names_that_memory() -> None:
+    grant = Grant(
+        seq=1,
+        total_bytes=0,
+        granted=False,
+        available_bytes=100 * MIB,
+        budget_bytes=300 * MIB,
+        reason="a (pinned) holds 170.0 MiB",
+        host_bytes=150 * MIB,
+    )
+    error = load_refusal(30 * MIB, "weights", grant)
+    assert "need 150.0 MiB of the host's memory, but only 100.0 MiB" in error.message
+    assert "(a (pinned) holds 170.0 MiB): unload a model" in error.message
+    assert error.detail["needed_bytes"] == 150 * MIB
+
+
 def test_giving_back_replaces_an_open_memory_request() -> None:
     budget = new_budget()
     request = request_of(budget, 5)
