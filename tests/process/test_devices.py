@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import UnsupportedModel
+from protocol.memory_bounds import HOST_BYTES
 from protocol.policy import PolicyChange
 from tests.process.helpers import source, wait_for
 
@@ -60,6 +61,8 @@ def test_two_models_on_two_gpus(make_daemon):
         status = client.status()
         assert [it.budget_bytes for it in status.devices] == [BUDGET] * 2
         assert min(it.granted_bytes for it in status.devices) > 500 * MIB
+        assert status.host_budget is not None
+        assert status.host_budget.granted_bytes == 2 * HOST_BYTES
         text = client.generate("one", "hello", max_tokens=20).text
         assert client.generate("two", "hello", max_tokens=20).text == text
 
@@ -89,7 +92,10 @@ def test_a_gang_over_two_gpus_survives_a_kill_and_gives_both_back(make_daemon):
         wide = source(tps=200, weights=900 * MIB)  # more than one GPU's budget
         gang = client.load(wide, alias="gang", policy=PolicyChange(ranks=2)).result
         assert [visible(it.pid) for it in gang.ranks] == ["0", "1"]
-        granted = [it.granted_bytes for it in client.status().devices]
+        status = client.status()
+        assert status.host_budget is not None
+        assert status.host_budget.granted_bytes == 2 * HOST_BYTES
+        granted = [it.granted_bytes for it in status.devices]
         assert granted[0] == granted[1] >= 450 * MIB
         stream = client.generate("gang", "hello", max_tokens=300)
         next(iter(stream))
@@ -101,3 +107,4 @@ def test_a_gang_over_two_gpus_survives_a_kill_and_gives_both_back(make_daemon):
             "both GPUs are free",
             lambda: [it.granted_bytes for it in client.status().devices] == [0, 0],
         )
+        assert client.status().host_budget.granted_bytes == 0
