@@ -19,7 +19,7 @@ from kvd.worker.attention.online import OnlineSoftmax
 from kvd.worker.attention.tiles import Plan, Work, plan
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.batch import PrefillHandle
-from kvd.worker.cache.packed import Packed, entries, unpacking_bytes
+from kvd.worker.cache.packed import Packed, Slots, unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
@@ -77,7 +77,7 @@ class _Pages:
     """Pages of one level."""
 
     pool: PagePool
-    slots: mx.array
+    slots: Slots
     starts: tuple[int, ...]
     source: tuple[Packed, Packed] | None = None
     """Pages that are not in the pool yet, because an earlier chunk of the pass fills them."""
@@ -104,7 +104,7 @@ class _Pages:
         if len(which) == len(self.starts):
             return self
         starts = tuple(self.starts[index] for index in which)
-        return replace(self, slots=entries(self.slots, which), starts=starts)
+        return replace(self, slots=self.slots.some(which), starts=starts)
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class _Task:
         """Collect the pages that at least one query sees."""
         step, layer = handle.step, handle.layer
         pages = [
-            _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
+            _Pages(layer.pools[table.level], table.host_slots, table.starts)
+            for table in step.tables
         ]
         for filled, starts in zip(handle.chunk.earlier, step.earlier_starts(), strict=True):
-            every = mx.arange(len(starts), dtype=mx.int32)
-            source = filled.keys, filled.values
+            every, source = Slots(range(len(starts))), (filled.keys, filled.values)
             pages.append(_Pages(layer.pools[filled.level], every, starts, source))
         pages = _visible_pages(pages, handle.store.kind, step.offset)
         g = layer.geometry

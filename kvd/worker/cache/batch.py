@@ -271,7 +271,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         else:
             assert self._chunk is not None, "a prefill step's chunk was not appended"
             newest = self._chunk.keys[None], self._chunk.values[None]
-        paged = [self.layer.pools[table.level].read(table.slots) for table in step.tables]
+        paged = [self.layer.pools[table.level].read(table.host_slots) for table in step.tables]
         keys, values = (
             rectangle.gather([*(part[side] for part in paged), newest[side]]) for side in (0, 1)
         )

@@ -133,11 +133,13 @@ class LayerStore:
         elif tail_length:
             first = slot, slice(None), slice(tail_length)
             tail = Chunk(self.tail_keys[first], self.tail_values[first])
-        chunk = Chunk(keys[0], values[0])
+        # Not `keys[0]`: with an int as the only index, MLX gathers, which copies.
+        keys, values = keys.squeeze(0), values.squeeze(0)
+        chunk = Chunk(keys, values)
         if tail is not None:
             chunk = Chunk(
-                mx.concatenate([tail.keys, keys[0]], axis=1),
-                mx.concatenate([tail.values, values[0]], axis=1),
+                mx.concatenate([tail.keys, keys], axis=1),
+                mx.concatenate([tail.values, values], axis=1),
                 tail.earlier,
             )
         full = new_pages * PAGE_TOKENS
@@ -240,9 +242,10 @@ class LayerStore:
 
     def copy_tail(self, slot: int, tokens: int) -> tuple[mx.array, mx.array]:
         """Return copies of a tail's first keys and values, ``[heads, tokens, dim]``; lazy."""
-        # A slice would keep the tails of all rows alive.
+        # Slices would keep the tails of all rows alive.
         first = mx.arange(tokens)
-        return mx.take(self.tail_keys[slot], first, 1), mx.take(self.tail_values[slot], first, 1)
+        keys, values = self.tail_keys[slot, :], self.tail_values[slot, :]
+        return mx.take(keys, first, 1), mx.take(values, first, 1)
 
     def no_tail(self) -> tuple[mx.array, mx.array]:
         """Return keys and values of an empty tail, ``[heads, 0, dim]``."""
@@ -255,7 +258,7 @@ class LayerStore:
 
     def move_tail(self, old: int, new: int) -> None:
         """Copy a whole tail to another slot; evaluates."""
-        self.fill_tail(new, self.tail_keys[old], self.tail_values[old])
+        self.fill_tail(new, self.tail_keys[old, :], self.tail_values[old, :])
 
     def resized_tails(self, count: int) -> Iterator[Replacement]:
         """Yield copies of the keys' and of the values' tails: the first ``count``, or more."""
@@ -302,9 +305,7 @@ def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) ->
 
 
 def _paged(dense: mx.array, tokens: int) -> mx.array:
-    heads, _, dim = dense.shape
-    pages = tokens // PAGE_TOKENS
-    return dense[:, :tokens].reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)
+    return mx.unflatten(dense[:, :tokens], 1, (-1, PAGE_TOKENS)).swapaxes(0, 1)
 
 
 def _as_stored(side: Packed, stored: Packed) -> Packed:

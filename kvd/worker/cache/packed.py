@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import mlx.core as mx
@@ -22,6 +23,10 @@ Packed = tuple[mx.array, ...]
 Dense elements are ``[pages, heads, a, b]``. Words are ``[pages, heads, a, b * bits / 32]`` uint32,
 scales and biases ``[pages, heads, a, b / group]``.
 """
+
+
+MOST_RUNS = 8
+"""Most runs of slots that are read by slices. Each takes a kernel per array."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,37 @@ def unpack(packed: Packed, packing: Packing) -> mx.array:
     return mx.dequantize(words, scales, biases, group_size=packing.group, bits=packing.bits)
 
 
-def take(packed: Packed, slots: mx.array) -> Packed:
-    return tuple(array[slots] for array in packed)
+class Slots:
+    """Slots of pages to read, known on the host.
+
+    Few runs of successive slots are read by slices. A single run is then not copied at all; MLX's
+    gathers on CUDA copy it with a fraction of the memory's bandwidth.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+
+    @cached_property
+    def runs(self) -> list[slice]:
+        """The runs of successive slots, in order."""
+        return _runs(self._numbers)
+
+    @cached_property
+    def array(self) -> mx.array:
+        """The slots, ``[pages]`` int32."""
+        return mx.array([*self._numbers], mx.int32)
+
+    def some(self, which: Sequence[int]) -> Slots:
+        return Slots([self._numbers[index] for index in which])
+
+
+def take(packed: Packed, slots: mx.array | Slots, heads: slice = slice(None)) -> Packed:
+    """Return some pages of some heads; lazy."""
+    if isinstance(slots, mx.array):
+        return tuple(array[:, heads][slots] for array in packed)
+    if len(slots.runs) > MOST_RUNS:
+        return take(packed, slots.array, heads)
+    return tuple(_joined([array[run, heads] for run in slots.runs]) for array in packed)
 
 
 def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
@@ -73,11 +107,20 @@ def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
     For few runs of successive indices. MLX on CUDA compiles a module for gathers of each dtype, and
     none for slices.
     """
-    starts = [at for at, index in enumerate(which) if not at or index != which[at - 1] + 1]
     before = (slice(None),) * axis
-    runs = (slice(which[at], which[end - 1] + 1) for at, end in pairwise([*starts, len(which)]))
-    parts = [array[(*before, run)] for run in runs]
-    return mx.concatenate(parts, axis) if parts else array[(*before, slice(0))]
+    parts = [array[(*before, run)] for run in _runs(which)]
+    return _joined(parts, axis) if parts else array[(*before, slice(0))]
+
+
+def _runs(which: Sequence[int]) -> list[slice]:
+    """Return the runs of successive indices, in order."""
+    starts = [at for at, index in enumerate(which) if not at or index != which[at - 1] + 1]
+    ends = pairwise([*starts, len(which)])
+    return [slice(which[at], which[end - 1] + 1) for at, end in ends]
+
+
+def _joined(parts: list[mx.array], axis: int = 0) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis)
 
 
 def page_product(

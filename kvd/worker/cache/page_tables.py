@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.packed import PageIndex, Slots
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.splits import Splits
@@ -115,6 +115,8 @@ class LevelTable:
     """`rows` on the host."""
     starts: tuple[int, ...]
     """Position of each page's first token."""
+    host_slots: Slots
+    """`slots` on the host, without `padding`."""
     padding: int = 0
     """Entries at the end that repeat the last page, so that compiled steps have few shapes.
 
@@ -135,7 +137,13 @@ class LevelTable:
             owners, starts = (side + side[-1:] * missing for side in (self.owners, self.starts))
             slots = mx.concatenate([self.slots, mx.broadcast_to(self.slots[-1:], (missing,))])
             self._padded[pages] = LevelTable(
-                self.level, slots, mx.array(owners, mx.uint32), owners, starts, missing
+                self.level,
+                slots,
+                mx.array(owners, mx.uint32),
+                owners,
+                starts,
+                self.host_slots,
+                missing,
             )
         return self._padded[pages]
 
@@ -151,7 +159,7 @@ class LevelTable:
         self, slots: mx.array, rows: mx.array, indices: dict[int, tuple[PageIndex, PageIndex]]
     ) -> LevelTable:
         """Return a copy with other arrays, such as the inputs of a compiled step."""
-        return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
+        return replace(self, slots=slots, rows=rows, _indices=indices, _padded={})
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
         """Return the indices for products of pages with queries, and with attention weights.
@@ -178,14 +186,15 @@ def level_tables(locations: Sequence[Locations]) -> list[LevelTable]:
     tables = []
     for level in sorted(set(levels)):
         here = [one == level for one in levels]
-        rows = array("I", compress(owners, here))
+        rows, own = array("I", compress(owners, here)), array("i", compress(slots, here))
         tables.append(
             LevelTable(
                 level,
-                to_mlx(array("i", compress(slots, here))),
+                to_mlx(own),
                 to_mlx(rows),
                 tuple(rows),
                 tuple(compress(starts, here)),
+                Slots(own),
             )
         )
     return tables

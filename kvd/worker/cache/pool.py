@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.host_copy import put_entries
-from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.packed import Packed, Slots
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement, replace_all
 
@@ -95,7 +95,7 @@ class PagePool:
 
     def read(
         self,
-        slots: mx.array,
+        slots: mx.array | Slots,
         heads: slice = slice(None),
         source: tuple[Packed, Packed] | None = None,
     ) -> tuple[mx.array, mx.array]:
@@ -103,10 +103,8 @@ class PagePool:
 
         ``source``: what `pack` returned, to read from instead of the pool.
         """
-        keys, values = (
-            pk.take(tuple(array[:, heads] for array in side), slots)
-            for side in source or (self.keys, self.values)
-        )
+        sides = source or (self.keys, self.values)
+        keys, values = (pk.take(side, slots, heads) for side in sides)
         return self.unpack(keys, values)
 
     def copy(self, slots: mx.array) -> tuple[Packed, Packed]:
