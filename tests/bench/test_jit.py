@@ -52,7 +52,8 @@ def test_a_load_needs_only_the_modules_of_prompts_sampling_and_pages(
     needed = [key for phase in found if phase not in REQUEST_PHASES for key in found[phase]]
     assert sorted(needed) == sorted(NEEDED + SAMPLING + WRITES)
     assert sorted(found["sampling"]) == SAMPLING
-    assert sorted(found["writes of pages"]) == WRITES
+    # The check of packed passes already writes pages that are not adjacent.
+    assert sorted(found["packed prefill"] + found["writes of pages"]) == WRITES
 
 
 def test_the_probe_of_layers_needs_no_module_of_its_own(found: dict[str, list[str]]) -> None:

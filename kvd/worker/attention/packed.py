@@ -6,15 +6,27 @@ quantized. Results are therefore equal to those of separate passes, on the CPU t
 
 Some devices make a plan for each new shape of attention (`attention_is_planned`), which takes long.
 There, chunks are padded to few widths.
+
+The first chunks of rows attend only to themselves. On GPUs, `TOGETHER` of the same width do so in
+one call. On the CPU, rounding would depend on it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import cast
+
 import mlx.core as mx
 
-from kvd.worker.attention.prefill import Copies, prefill_attention
+from kvd.worker.attention.prefill import Copies, prefill_attention, starts_attention
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.batch import PackedHandle, PrefillHandle
+from kvd.worker.cache.steps import PackedPrefill, PrefillStep
+
+TOGETHER = 4
+"""First chunks in one call. With any number of them, there would be too many shapes to plan."""
 
 
 def packed_attention(
@@ -26,32 +38,106 @@ def packed_attention(
     ``[batch, q_heads, 1, v_dim]``, lazy as far as the scratch allows. Outputs of the padding are 0.
     """
     together = queries.swapaxes(0, 2)  # [1, q_heads, batch, k_dim]
+    starts = _attend_starts(queries, handle, scale, sinks)
     outputs: list[mx.array] = []
+    pending = [*starts.values()]
     copies: Copies = {}
     for index, (part, where) in enumerate(zip(handle.parts, handle.step.parts(), strict=True)):
         if not part.step.continues:
             copies = {}
         continued = index + 1 < len(handle.parts) and handle.parts[index + 1].step.continues
-        outputs.append(
-            prefill_attention(
+        if (output := starts.get(index)) is None:
+            output = prefill_attention(
                 _padded(together[:, :, where], part),
                 part,
                 scale,
                 sinks,
-                pending=outputs,
+                pending=pending,
                 copies=copies if continued or part.step.continues else None,
-            )[:, :, : part.step.count]
-        )
+            )
+            pending.append(output)
+        outputs.append(output[:, :, : part.step.count])
     if missing := handle.step.batch - sum(part.step.count for part in handle.parts):
         heads, dim = outputs[0].shape[1], outputs[0].shape[3]
         outputs.append(mx.zeros((1, heads, missing, dim), outputs[0].dtype))
     return mx.concatenate(outputs, axis=2).swapaxes(0, 2)
 
 
+@dataclass(frozen=True)
+class _Starts:
+    """First chunks of rows that are padded to the same width."""
+
+    chunks: list[int]
+    """Their numbers in the pass."""
+    places: mx.array
+    """``[chunks * width]`` int32: where their tokens are in the batch. Padding repeats the last."""
+
+    def of(self, side: mx.array) -> mx.array:
+        """Return the chunks of a pass's queries, keys or values, ``[batch, heads, 1, dim]``.
+
+        The result is ``[chunks, heads, width, dim]``.
+        """
+        tokens = mx.take(side.squeeze(2), self.places, 0)
+        return mx.unflatten(tokens, 0, (len(self.chunks), -1)).swapaxes(1, 2)
+
+
+def _attend_starts(
+    queries: mx.array, handle: PackedHandle, scale: float, sinks: mx.array | None
+) -> dict[int, mx.array]:
+    """Return the outputs ``[1, q_heads, width, v_dim]`` of chunks that are attended together."""
+    found: dict[int, mx.array] = {}
+    for starts in _starts_of(handle.step):
+        attended = starts_attention(
+            starts.of(queries),
+            starts.of(handle.keys),
+            starts.of(handle.values),
+            handle.parts[starts.chunks[0]],
+            scale,
+            sinks,
+            pending=[*found.values()],
+        )
+        if attended is not None:
+            found |= {
+                chunk: attended[index : index + 1] for index, chunk in enumerate(starts.chunks)
+            }
+    return found
+
+
+def _starts_of(step: PackedPrefill) -> list[_Starts]:
+    """Return the first chunks of rows that are attended together; the same for each layer."""
+    if "starts" not in step.shared:
+        by_width = defaultdict[int, list[int]](list)
+        for index, one in enumerate(step.steps if joins_starts() else ()):
+            if one.offset == 0 and one.backend is None:
+                by_width[_width(one)].append(index)
+        parts = [range(step.batch)[part] for part in step.parts()]
+        step.shared["starts"] = [
+            _Starts(some, mx.array([*chain(*(_places(parts[chunk], width) for chunk in some))]))
+            for width, chunks in by_width.items()
+            for first in range(0, len(chunks), TOGETHER)
+            if len(some := chunks[first : first + TOGETHER]) == TOGETHER
+        ]
+    return cast("list[_Starts]", step.shared["starts"])
+
+
+def _places(part: range, width: int) -> list[int]:
+    """Return where a chunk's tokens are in the batch; padding repeats the last one."""
+    return [*part, *repeat(part[-1], width - len(part))]
+
+
+def joins_starts() -> bool:
+    """Return whether first chunks are attended together."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def _width(step: PrefillStep) -> int:
+    """Return the number of queries of a chunk, padded if the device plans attention for each."""
+    if step.backend is not None or not padded_sizes.attention_is_planned():
+        return step.count
+    return padded_sizes.padded_width(step.count)
+
+
 def _padded(queries: mx.array, part: PrefillHandle) -> mx.array:
-    """Pad a chunk's queries to one of few widths, if the device plans attention for each."""
-    count = part.step.count
-    if part.step.backend is not None or not padded_sizes.attention_is_planned():
-        return queries
-    missing = padded_sizes.padded_width(count) - count
+    """Pad a chunk's queries to its width."""
+    missing = _width(part.step) - part.step.count
     return mx.pad(queries, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else queries

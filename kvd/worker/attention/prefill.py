@@ -53,15 +53,7 @@ def prefill_attention(
     """
     if handle.step.backend is not None:  # backends need no scratch that grows with the row
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
-    scratch = handle.store.scratch.limit
-    task = _Task.of(queries, handle, scale, sinks, pending, copies)
-    cut = plan(task.work, scratch)
-    # A fused kernel makes no matrix of scores, so more lazy layers fit the scratch.
-    if (
-        not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
-    ) and task.is_fused_available():
-        task = replace(task, work=replace(task.work, fused=True))
-        cut = plan(task.work, scratch)
+    task, cut = _planned(_Task.of(queries, handle, scale, sinks, pending, copies))
     if task.fits_one_call(cut):
         task.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
         return _dense(task, slice(0, task.work.kv_heads))
@@ -70,6 +62,48 @@ def prefill_attention(
         attended = prefill_attention(own, handle, scale, sinks, pending=pending, copies=copies)
         return mx.pad(attended, [(0, 0), (0, 0), (0, task.padding), (0, 0)])
     return _in_parts(task, cut)
+
+
+def starts_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    handle: PrefillHandle,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    pending: Sequence[mx.array] = (),
+) -> mx.array | None:
+    """Attend the first chunks of several rows, ``[chunks, heads, tokens, dim]``, causally.
+
+    Shorter chunks are padded at their end. ``handle``: that of one chunk. For the rest, see
+    `prefill_attention`. Returns ``[chunks, q_heads, tokens, v_dim]``, lazy as far as the scratch
+    allows; None: a chunk does not fit one call of the dense kernel.
+    """
+    task, cut = _planned(_Task.of(queries[:1], handle, scale, sinks, pending))
+    if not task.fits_one_call(cut):
+        return None
+    found: list[mx.array] = []
+    most = max(1, handle.store.scratch.limit // cut.nbytes)
+    for first in range(0, queries.shape[0], most):
+        some = slice(first, first + most)
+        count = queries[some].shape[0]
+        task.make_room(replace(cut, nbytes=count * cut.nbytes), queries, keys, values, *found)
+        found.append(_attended(task, queries[some], keys[some], values[some], sinks))
+    return found[0] if len(found) == 1 else mx.concatenate(found)
+
+
+def _planned(task: _Task) -> tuple[_Task, Plan]:
+    """Choose the dense kernel, and the parts of the work that fit the scratch."""
+    scratch = task.handle.store.scratch.limit
+    cut = plan(task.work, scratch)
+    # A fused kernel makes no matrix of scores, so more lazy layers fit the scratch.
+    if (
+        not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
+    ) and task.is_fused_available():
+        task = replace(task, work=replace(task.work, fused=True))
+        cut = plan(task.work, scratch)
+    return task, cut
 
 
 @dataclass(frozen=True)
@@ -232,13 +266,20 @@ def _dense(task: _Task, heads: slice) -> mx.array:
         paged = [part[side].swapaxes(0, 1).flatten(1, 2) for part in parts]
         sides.append(mx.concatenate([*paged, dense, *_padding(task, dense)], axis=1))
     keys, values = sides
+    sinks = None if task.sinks is None else task.sinks[heads_queries]
+    return _attended(task, task.queries[:, heads_queries], keys[None], values[None], sinks)
+
+
+def _attended(
+    task: _Task, queries: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None
+) -> mx.array:
     output: mx.array = mx.fast.scaled_dot_product_attention(
-        task.queries[:, heads_queries],
-        keys[None],
-        values[None],
+        queries,
+        keys,
+        values,
         scale=task.scale,
         mask=_mask(task),
-        sinks=None if task.sinks is None else task.sinks[heads_queries],
+        sinks=sinks,
         force_fused=task.work.fused,
     )
     return output

@@ -49,6 +49,9 @@ class PackedHandle:
     store: KVStore
     step: PackedPrefill
     parts: tuple[PrefillHandle, ...]
+    keys: mx.array
+    """``[batch, heads, 1, k_dim]``."""
+    values: mx.array
 
 
 KVHandle = DecodeHandle | PrefillHandle | PackedHandle
@@ -126,7 +129,8 @@ class BatchQuantizedKVCache:
             step.append(self.layer, keys, values)
             handle = DecodeHandle(self._store, self.layer, step)
         elif isinstance(step, PackedPrefill):
-            handle = PackedHandle(self._store, step, self._parts(step, keys, values))
+            parts = self._parts(step, keys, values)
+            handle = PackedHandle(self._store, step, parts, keys, values)
         else:
             chunk = step.append(self.layer, keys, values)
             handle = PrefillHandle(self._store, self.layer, step, chunk)

@@ -202,12 +202,13 @@ class PagePool:
 
 
 def compile_modules(dtypes: Iterable[mx.Dtype]) -> None:
-    """Compile the modules that `PagePool.write` needs on CUDA for slots that are not adjacent.
+    """Compile the modules for pages that are not adjacent: to read and write them on CUDA.
 
-    ``dtypes``: those of the pools' arrays. A module takes several seconds, and the first such write
+    ``dtypes``: those of the pools' arrays. A module takes several seconds, and the first such page
     may come long after the load, while rows wait for it.
     """
+    slots = mx.array([0, 2], mx.int32)
     for dtype in set(dtypes):
         target = mx.zeros((3, 1), dtype)
-        target[mx.array([0, 2])] = mx.ones((2, 1), dtype)
-        mx.eval(target)
+        target[slots] = mx.ones((2, 1), dtype)
+        mx.eval(target[slots])

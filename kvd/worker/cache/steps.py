@@ -349,6 +349,8 @@ class PackedPrefill:
 
     steps: tuple[PrefillStep, ...]
     batch: int
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Values that one layer computes and the next layers reuse."""
 
     @cached_property
     def positions(self) -> mx.array:

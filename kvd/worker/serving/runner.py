@@ -28,8 +28,11 @@ from protocol.types import FastPath, FastPathName
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
 _CHECKED_STEPS = 2
-_PACKED = (((3,), (128, 6)), ((20,), (9,)))
-"""Tokens of the chunks of two rows that packed passes are checked on, in two passes."""
+_PACKED = (((3,), (128, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
+"""Tokens of the chunks of five rows that packed passes are checked on, in two passes.
+
+In the first one, GPUs attend four rows together (`kvd.worker.attention.packed`).
+"""
 
 COMPILED: FastPathName = "compiled steps"
 PACKED: FastPathName = "packed prefill"
@@ -143,8 +146,8 @@ class Runner:
 
     def _check_packed(self) -> FastPath:
         cache, choice = self.cache, fast_paths.used(PACKED)
-        plain, *alone = (cache.new_row() for _ in range(3))
-        packed = [cache.new_row() for _ in range(2)]
+        plain, *alone = (cache.new_row() for _ in range(1 + len(_PACKED[0])))
+        packed = [cache.new_row() for _ in _PACKED[0]]
         tokens = mx.array([1] * len(packed), mx.int32)
         try:
             for counts in _PACKED:

@@ -17,7 +17,7 @@ def library() -> Backend | None:
     return Library(build.load()) if build.compiler() is not None else None
 
 
-PLAIN_ONLY = ("test_fused", "test_prefill", "test_seam", "test_tiles")
+PLAIN_ONLY = ("test_fused", "test_prefill", "test_seam", "test_starts", "test_tiles")
 """Modules whose tests do not use `Bench.backend`, so that they run only once."""
 
 
