@@ -97,3 +97,15 @@ def test_the_recorded_run_over_two_ranks_lost_nothing() -> None:
         reached = Counter((it.kind, it.rank) for it in found.faults if it.state == state)
         assert all(reached[cell] >= 9 for cell in cells), state
     assert all(numbers["measured"] for numbers in found.back().values())
+
+
+def test_the_recorded_runs_over_three_ranks_lost_nothing() -> None:
+    chaos = pytest.importorskip("bench.chaos")
+    counts: Counter[tuple[str, int]] = Counter()
+    for name in ("chaos-gang-3-linux-cpu", "chaos-gang-3-other-seed-linux-cpu"):
+        report = json.loads((RESULTS / f"{name}.json").read_text())
+        found = chaos.Found.read(report)
+        assert (found.wrong, found.remaining, report["asked"]["ranks"]) == ([], [], 3)
+        counts.update((it.kind, it.rank) for it in found.faults)
+    assert len(counts) == 6
+    assert min(counts.values()) >= 50
