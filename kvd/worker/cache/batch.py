@@ -144,9 +144,15 @@ class BatchQuantizedKVCache:
     ) -> tuple[PrefillHandle, ...]:
         parts = []
         keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)  # [1, heads, batch, dim]
-        continued = [*(step.continues for step in packed.steps[1:]), False]
-        for step, part, more in zip(packed.steps, packed.parts(), continued, strict=True):
-            chunk = step.append(self.layer, keys[:, :, part], values[:, :, part], continued=more)
+        following = [*packed.steps[1:], None]
+        for step, part, after in zip(packed.steps, packed.parts(), following, strict=True):
+            chunk = step.append(
+                self.layer,
+                keys[:, :, part],
+                values[:, :, part],
+                continued=after is not None and after.continues,
+                last=after is None,
+            )
             parts.append(PrefillHandle(self._store, self.layer, step, chunk))
         return tuple(parts)
 

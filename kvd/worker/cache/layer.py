@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import mlx.core as mx
 
 from kvd.worker.cache.host_copy import Record, copy_pages
-from kvd.worker.cache.packed import Packed, take
+from kvd.worker.cache.packed import Packed, joined, take
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
@@ -75,6 +77,8 @@ class LayerStore:
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
+        self._unpacked: list[tuple[int, mx.array, mx.array]] = []
+        """Level, dense keys and values of the pages of a pass's chunks that follow `pending`."""
         self.new_tails: list[tuple[int, Chunk]] = []
 
     @property
@@ -120,12 +124,14 @@ class LayerStore:
         *,
         continues: bool = False,
         continued: bool = False,
+        last: bool = True,
     ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
         New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
         ``continues``: the previous call was for the same row and pass, and left that tail.
-        ``continued``: the next call is for the same row and pass.
+        ``continued``: the next call is for the same row and pass. ``last``: no call for this pass
+        follows. Pages of several rows are then packed together.
         """
         tail: Chunk | None = None
         if continues:
@@ -145,14 +151,28 @@ class LayerStore:
         full = new_pages * PAGE_TOKENS
         earlier = chunk.earlier
         if full:
-            packed = self.pools[level].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
-            self.pending.append(PendingPages(level, *packed))
-            earlier = (*earlier, self.pending[-1])
+            if continued:  # what is packed below is one pending entry
+                self._pack()
+            paged_keys, paged_values = (_paged(side, full) for side in (chunk.keys, chunk.values))
+            self._unpacked.append((level, paged_keys, paged_values))
+            if continued:  # the next chunk sees these pages as they will be stored
+                self._pack()
+                earlier = (*earlier, self.pending[-1])
+        if last:
+            self._pack()
         keys, values = (side[:, full:] for side in (chunk.keys, chunk.values))
         if not continued:  # slices would keep the whole pass alive until the flush
             keys, values = mx.contiguous(keys), mx.contiguous(values)
         self.new_tails.append((slot, Chunk(keys, values, earlier)))
         return chunk
+
+    def _pack(self) -> None:
+        """Quantize the pages that are not packed yet, those of a level together; lazy."""
+        unpacked, self._unpacked = self._unpacked, []
+        for level, group in groupby(unpacked, key=itemgetter(0)):
+            _, *sides = zip(*group, strict=True)
+            keys, values = (joined(list(side)) for side in sides)
+            self.pending.append(PendingPages(level, *self.pools[level].pack(keys, values)))
 
     @property
     def unfinished(self) -> list[mx.array]:
@@ -164,7 +184,7 @@ class LayerStore:
 
     def forget_chunks(self) -> None:
         """Drop what a prefill pass left."""
-        self.pending, self.new_tails = [], []
+        self.pending, self.new_tails, self._unpacked = [], [], []
 
     # The flush. The device is idle.
 

@@ -98,7 +98,7 @@ def take(packed: Packed, slots: mx.array | Slots, heads: slice = slice(None)) ->
         return tuple(array[:, heads][slots] for array in packed)
     if len(slots.runs) > MOST_RUNS:
         return take(packed, slots.array, heads)
-    return tuple(_joined([array[run, heads] for run in slots.runs]) for array in packed)
+    return tuple(joined([array[run, heads] for run in slots.runs]) for array in packed)
 
 
 def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
@@ -109,7 +109,7 @@ def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
     """
     before = (slice(None),) * axis
     parts = [array[(*before, run)] for run in _runs(which)]
-    return _joined(parts, axis) if parts else array[(*before, slice(0))]
+    return joined(parts, axis) if parts else array[(*before, slice(0))]
 
 
 def _runs(which: Sequence[int]) -> list[slice]:
@@ -119,7 +119,8 @@ def _runs(which: Sequence[int]) -> list[slice]:
     return [slice(which[at], which[end - 1] + 1) for at, end in ends]
 
 
-def _joined(parts: list[mx.array], axis: int = 0) -> mx.array:
+def joined(parts: list[mx.array], axis: int = 0) -> mx.array:
+    """Concatenate arrays, of which there is at least one."""
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis)
 
 

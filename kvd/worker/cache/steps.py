@@ -252,7 +252,13 @@ class PrefillStep:
         return PageList.joined([pages])
 
     def append(
-        self, layer: LayerStore, keys: mx.array, values: mx.array, *, continued: bool = False
+        self,
+        layer: LayerStore,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        continued: bool = False,
+        last: bool = True,
     ) -> Chunk:
         """Give a layer the chunk's keys and values (`LayerStore.put_chunk`); lazy."""
         row = self.row
@@ -265,6 +271,7 @@ class PrefillStep:
             values,
             continues=self.continues,
             continued=continued,
+            last=last,
         )
 
 

@@ -14,6 +14,8 @@ from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import PackedHandle, PrefillHandle
 from kvd.worker.cache.layer import Chunk
+from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.native.build import NotBuiltError
 from kvd.worker.native.build import load as load_native
@@ -129,6 +131,22 @@ def test_on_the_cpu_a_row_has_the_same_bits_alone_and_in_a_group(
         expected = prefill_attention(mx.contiguous(own[None]), alone, case.scale)
         assert mx.isfinite(expected).all()
         assert mx.array_equal(together, expected[0])
+
+
+def test_pages_of_several_rows_are_quantized_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = []
+
+    def pack(pool: PagePool, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        pages.append(keys.shape[0])
+        return packed_pages(pool, keys, values)
+
+    packed_pages = PagePool.pack
+    monkeypatch.setattr(PagePool, "pack", pack)
+    bench = bench_of()
+    case = Group(bench, [bench.new() for _ in range(4)], (128, 70, 3, 200))
+    assert pages == [sum(step.new_pages for step in case.handle.step.steps)]
+    case.check()
+    case.finish()
 
 
 def test_nan_in_the_padding_affects_no_chunk() -> None:
