@@ -24,7 +24,7 @@ ring.thread_count = lambda: processors[rank]
 class Peers:
     def exchange(self, name, value):
         least = ring.SPIN_PROCESSORS * len(addresses)
-        found = [[value[0], count < least] for count in processors]
+        found = [[value[0], count < least, other] for other, count in enumerate(processors)]
         assert found[rank] == [*value]
         return found
 
