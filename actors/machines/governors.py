@@ -74,7 +74,11 @@ class Governors(msgspec.Struct):
         if self.host is None:
             return self._handle_on_devices(event, now)
         commands: list[ev.Command] = []
-        if isinstance(event, MemoryRequest) and event.model not in self.host.ledger.grants:
+        if (
+            isinstance(event, MemoryRequest)
+            and event.model not in self.host.ledger.grants
+            and event.total_bytes <= self.limit_of(event.model)  # else its devices refuse it
+        ):
             self.loads[event.model] = event
         else:
             commands += self._handle_on_devices(event, now)
@@ -125,7 +129,8 @@ class Governors(msgspec.Struct):
             case ev.ReclaimableReported(reclaimable=it):
                 return replace(event, reclaimable=Reclaimable(rows=it.rows, waiting=it.waiting))
             case ev.MemoryMeasured():
-                return ev.MemoryMeasured(event.host, event.pressure)
+                used = {model: self._beyond_charge(model, n) for model, n in event.host.items()}
+                return ev.MemoryMeasured(used, event.pressure)
             case MemoryRequest() | ev.ReclaimFinished() | ev.BudgetChanged():
                 return ev.AlarmFired()
         return event
@@ -134,6 +139,12 @@ class Governors(msgspec.Struct):
         """Return the charge for all processes of a model in the host's memory."""
         account = None if self.host is None else self.host.accounts.get(model)
         return HOST_BYTES * (1 if account is None else account.policy.ranks)
+
+    def _beyond_charge(self, model: str, used: int) -> int:
+        """Return what counts as used. Before its grant, what a load uses is part of its charge."""
+        if self.host is None or model in self.host.ledger.grants:
+            return used
+        return max(0, used - self._host_bytes(model))
 
     def _note_evictions(self, commands: list[ev.Command]) -> None:
         """Record that models are being unloaded in the accounts of the other governors as well."""

@@ -57,6 +57,8 @@ def _hold(m: GovernorState, now: float) -> list[Command]:
     for account in sorted(busy, key=lambda it: it.worth(ledger.grants.get(it.name, 0), now)):
         if missing <= 0:
             break
+        if m.memory and not _yield_bytes(m, account):
+            continue  # a pinned model gives nothing back in the host's memory
         missing -= _yield_bytes(m, account)
         m.held.add(account.name)
         if any(account.name in it.held for it in m.of(account.name) if it is not m):
