@@ -7,8 +7,8 @@ quantized. Results are therefore equal to those of separate passes, on the CPU t
 Some devices make a plan for each new shape of attention (`attention_is_planned`), which takes long.
 There, chunks are padded to few widths.
 
-The first chunks of rows attend only to themselves. On GPUs, `TOGETHER` of the same width do so in
-one call. On the CPU, rounding would depend on it.
+The first chunks of rows attend only to themselves. On CUDA, `TOGETHER` of the same width do so in
+one call. On the CPU, rounding would depend on it; on Metal it was not tried.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _places(part: range, width: int) -> list[int]:
 
 def joins_starts() -> bool:
     """Return whether first chunks are attended together."""
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
+    return padded_sizes.attention_is_planned()
 
 
 def _width(step: PrefillStep) -> int:

@@ -278,7 +278,8 @@ class LayerStore:
 
     def move_tail(self, old: int, new: int) -> None:
         """Copy a whole tail to another slot; evaluates."""
-        self.fill_tail(new, self.tail_keys[old, :], self.tail_values[old, :])
+        # Copies: with a slice, writing would copy the tails of all rows.
+        self.fill_tail(new, *self.copy_tail(old, TAIL_TOKENS))
 
     def resized_tails(self, count: int) -> Iterator[Replacement]:
         """Yield copies of the keys' and of the values' tails: the first ``count``, or more."""

@@ -26,7 +26,7 @@ scales and biases ``[pages, heads, a, b / group]``.
 
 
 MOST_RUNS = 8
-"""Most runs of slots that are read by slices. Each takes a kernel per array."""
+"""Most runs of slots that are read by slices. Each of several takes a kernel per array."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _CHECKED_STEPS = 2
 _PACKED = (((3,), (128, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
 """Tokens of the chunks of five rows that packed passes are checked on, in two passes.
 
-In the first one, GPUs attend four rows together (`kvd.worker.attention.packed`).
+In the first one, CUDA attends four rows together (`kvd.worker.attention.packed`).
 """
 
 COMPILED: FastPathName = "compiled steps"

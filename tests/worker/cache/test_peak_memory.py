@@ -501,3 +501,20 @@ def test_the_watch_detects_a_copied_pool(monkeypatch: pytest.MonkeyPatch) -> Non
 
     smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
     assert mx.get_peak_memory() - start > alone + smallest // 2
+
+
+def test_a_moved_tail_copies_only_itself() -> None:
+    layer = LayerStore(GEOMETRY, [Scheme(8, 8)], mx.float32)
+    layer.tail_keys, layer.tail_values = (
+        mx.random.normal((32, *side.shape[1:])) for side in (layer.tail_keys, layer.tail_values)
+    )
+    mx.eval(layer.tail_keys, layer.tail_values)
+    moved, own = mx.array(layer.tail_keys[31]), layer.tail_bytes // 32
+    mx.eval(moved)
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    layer.move_tail(31, 0)
+    assert mx.get_peak_memory() - before <= 2 * own + NOISE
+    assert mx.array_equal(layer.tail_keys[0], moved)
