@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
 
 import mlx.core as mx
 
@@ -167,9 +166,13 @@ class LayerStore:
         return chunk
 
     def _pack(self) -> None:
-        """Quantize the pages that are not packed yet, those of a level together; lazy."""
+        """Quantize the pages that are not packed yet, those of a level together; lazy.
+
+        Dtypes are kept apart: values may have another one than the tail before them, and joined
+        pages would be quantized from the wider one, so that scales depended on the other rows.
+        """
         unpacked, self._unpacked = self._unpacked, []
-        for level, group in groupby(unpacked, key=itemgetter(0)):
+        for (level, *_), group in groupby(unpacked, key=_level_and_dtypes):
             _, *sides = zip(*group, strict=True)
             keys, values = (joined(list(side)) for side in sides)
             self.pending.append(PendingPages(level, *self.pools[level].pack(keys, values)))
@@ -323,6 +326,11 @@ def fill_tails(
 def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) -> None:
     if new.size:  # a scatter of nothing ends the process (mlx 0.32.4, CPU)
         tails[where] = new
+
+
+def _level_and_dtypes(pages: tuple[int, mx.array, mx.array]) -> tuple[int, mx.Dtype, mx.Dtype]:
+    level, keys, values = pages
+    return level, keys.dtype, values.dtype
 
 
 def _paged(dense: mx.array, tokens: int) -> mx.array:

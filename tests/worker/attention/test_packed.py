@@ -16,7 +16,7 @@ from kvd.worker.cache.batch import PackedHandle, PrefillHandle
 from kvd.worker.cache.layer import Chunk
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.native.build import NotBuiltError
 from kvd.worker.native.build import load as load_native
 from kvd.worker.native.step import Library
@@ -147,6 +147,21 @@ def test_pages_of_several_rows_are_quantized_together(monkeypatch: pytest.Monkey
     assert pages == [sum(step.new_pages for step in case.handle.step.steps)]
     case.check()
     case.finish()
+
+
+def test_pages_of_another_dtype_are_quantized_as_alone() -> None:
+    """A model's values can be narrower than its keys, and a tail makes them as wide as the pool."""
+    layer = bench_of().caches[0].layer
+    wide = mx.random.normal((1, 2, PAGE_TOKENS, 64))
+    narrow = wide.astype(mx.bfloat16)
+    for values, last in ((narrow, False), (wide, True)):
+        layer.put_chunk(0, 0, 0, 1, wide, values, last=last)
+    found = [pages.values[1] for pages in layer.pending]
+    paged = (side.reshape(1, 2, PAGE_TOKENS, 64) for side in (narrow, wide))
+    alone = [layer.pools[0].pack(side, side)[1][1] for side in paged]
+    assert [scales.dtype for scales in found] == [mx.bfloat16, mx.float32]
+    for got, want in zip(found, alone, strict=True):
+        assert mx.array_equal(got, want)
 
 
 def test_nan_in_the_padding_affects_no_chunk() -> None:
