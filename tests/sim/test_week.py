@@ -4,6 +4,7 @@ cheapest method first, and reclaiming ends."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,19 +14,25 @@ SEEDS = 20
 GROUPS = 4
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
-def test_weeks_of_mixed_traffic(group: int) -> None:
+def counts_of(seeds: Iterable[int], **options: int) -> Counter[str]:
+    """Run weeks in which almost all requests finish; return what happened in all of them."""
     counts: Counter[str] = Counter()
-    for seed in range(1 + group, 1 + SEEDS, GROUPS):
-        week = Week(seed)
+    for seed in seeds:
+        week = Week(seed, **options)
         try:
             week.run()
         except AssertionError as error:
-            error.add_note(f"run again: python -m tests.sim.week {seed}")
+            error.add_note(f"run again: Week({seed}, **{options}).run()")
             raise
         assert week.steps > 3000
         assert week.counts["finished"] > 0.95 * len(week.requests)
         counts.update(week.counts)
+    return counts
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_weeks_of_mixed_traffic(group: int) -> None:
+    counts = counts_of(range(1 + group, 1 + SEEDS, GROUPS))
     for method in ("spare", "prefixes", "precision", "preempt"):
         assert counts[f"reclaim {method}"] > 0, f"nothing was reclaimed by {method}"
     for event in (
@@ -44,32 +51,14 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
 
 def test_weeks_on_two_devices() -> None:
     """Three models on each device: one of them is over both."""
-    counts: Counter[str] = Counter()
-    for seed in range(1, 6):
-        week = Week(seed, devices=2)
-        try:
-            week.run()
-        except AssertionError as error:
-            error.add_note(f"run again: Week({seed}, devices=2)")
-            raise
-        assert week.counts["finished"] > 0.95 * len(week.requests)
-        counts.update(week.counts)
+    counts = counts_of(range(1, 6), devices=2)
     for event in ("reclaim precision", "reclaim preempt", "evicted", "held", "start level"):
         assert counts[event] > 0, f"no {event}"
 
 
 def test_weeks_on_a_host_with_room_for_three_processes() -> None:
     """All five models together have six."""
-    counts: Counter[str] = Counter()
-    for seed in range(1, 6):
-        week = Week(seed, devices=2, processes=3)
-        try:
-            week.run()
-        except AssertionError as error:
-            error.add_note(f"run again: Week({seed}, devices=2, processes=3)")
-            raise
-        assert week.counts["finished"] > 0.95 * len(week.requests)
-        counts.update(week.counts)
+    counts = counts_of(range(1, 6), devices=2, processes=3)
     for event in ("evict", "hold", "let_go", "first", "tight", "calm"):
         assert counts[f"event {event} for the host"] > 0, f"no {event}"
     assert counts["event evict"] > counts["event evict for the host"]
