@@ -120,7 +120,8 @@ def test_status_shows_the_model(daemon: Daemon) -> None:
 
 
 def test_tokens_are_streamed_as_they_are_generated(daemon: Daemon) -> None:
-    one = Request("The list of all values that", {"max_tokens": 2000, "temperature": 1.2})
+    settings = {"max_tokens": 2000, "temperature": 1.2, "ignore_eos": True}
+    one = Request("The list of all values that", settings)
     process = start(daemon, one)
     assert process.stdout is not None
     first = process.stdout.read(3)

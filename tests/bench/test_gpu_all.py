@@ -31,7 +31,7 @@ from bench.gpu.measurements import (
 )
 from kvd.bench import traces
 from tests.pages import ROOT
-from tests.process.helpers import alive
+from tests.process.helpers import alive, wait_for
 
 pytestmark = pytest.mark.mlx
 
@@ -206,7 +206,7 @@ def test_what_takes_too_long_is_ended_with_its_children(
     assert found["status"] == "failed"
     assert found["reason"] == "took more than 3 s"
     child = int((tmp_path / "slow").read_text())
-    assert not alive(child)
+    wait_for("the child has ended", lambda: not alive(child))
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -223,6 +223,7 @@ def test_a_chat_streams_stops_and_calls_tools(visit: Visit):
     page.wait(shows(".foot", "tool_calls"))
     assert json.loads(page.text(".call code")) == {"city": "Oslo"}
     page.js("document.querySelector('#chat-choice').value = 'none'")
+    page.wait("document.querySelector('.results textarea') !== null")  # after the end of the stream
     page.js("document.querySelector('.results textarea').focus()")
     page.type('{"weather": "rain"}')
     page.click(".results button")
