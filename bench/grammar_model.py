@@ -5,7 +5,8 @@
 One thread launches passes and draws, and waits for tokens and masks. The device computes what was
 launched, in order. A pass is launched in `PIECES` parts; the device can begin each of them at once.
 For each order of reading tokens and launching passes (`kvd.worker.core.read_order`), prints the
-speed relative to steps without grammars. The times are assumptions: nothing is measured.
+speed relative to steps without grammars. If tokens are read first and the masks take at most
+`TOGETHER` milliseconds, pass and draw are launched together. The times are assumptions.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvd.worker.core.masks import TOGETHER_SECONDS
+
 PIECES = 3
 """Parts of a launch: MLX commits about 100 operations at once, and a pass has some 200."""
+TOGETHER = 1e3 * TOGETHER_SECONDS
 STEPS = 400
 Order = Literal["without", "launch first", "read first"]
 
@@ -31,7 +35,9 @@ class Times:
     """Planning the step and building its operations, on the host."""
     launch: float = 1.6
     draw: float = 0.15
-    """Launching the draw of a step with masks, in addition to that of a draw without them."""
+    """Building the draw of a step with masks, in addition to that of a draw without them."""
+    apart: float = 0.75
+    """Launching a draw apart from its pass."""
     sample: float = 0.1
     """Drawing tokens, on the device."""
     read: float = 0.1
@@ -64,16 +70,21 @@ def step_of(order: Order, times: Times) -> Step:
     now = token_at = masks_at = 0.0
     ends, waits = [0.0], [0.0]
     for _ in range(STEPS):
-        waited, delivers_first = 0.0, False
+        waited, delivers_first, apart = 0.0, False, order != "without"
         now += times.prepare
         if order == "read first":
             waited += max(0.0, token_at - now)
             now = max(now, token_at) + times.read
             masks_at = now + times.masks
+            waited += min(times.masks, TOGETHER)
+            now += min(times.masks, TOGETHER)
+            if times.masks <= TOGETHER:
+                now += times.draw
+                apart = False
         for piece in range(1, PIECES + 1):
             device.run(now + times.launch * piece / PIECES, times.device / PIECES)
         now += times.launch
-        if order != "without":
+        if apart:
             if order == "launch first":
                 waited += max(0.0, token_at - now)
                 now = max(now, token_at) + times.read
@@ -81,7 +92,7 @@ def step_of(order: Order, times: Times) -> Step:
             delivers_first = masks_at > now
             now += times.deliver * delivers_first
             waited += max(0.0, masks_at - now)
-            now = max(now, masks_at) + times.draw
+            now = max(now, masks_at) + times.draw + times.apart
         device.run(now, times.sample)
         last_token_at, token_at = token_at, device.free_at
         if order == "without":  # the last step's tokens, while the device computes
@@ -102,7 +113,7 @@ def speed(order: Order, times: Times) -> float:
 def main() -> None:
     print("device  masks  without  launch first  read first")
     for device in (1.5, 2.5, 3.5, 6.0):
-        for masks in (0.5, 1.2, 3.0):
+        for masks in (0.2, 1.2, 3.0):
             times = Times(device, masks)
             plain = step_of("without", times).period
             first, second = speed("launch first", times), speed("read first", times)

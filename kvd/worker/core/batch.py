@@ -31,7 +31,7 @@ from kvd.worker.cache.unplaced_rows import place
 from kvd.worker.core.decode_step import DecodeStep, step_inputs
 from kvd.worker.core.delivery import report_cached, report_rest, report_text
 from kvd.worker.core.forced import forced_token, restart_sampling
-from kvd.worker.core.masks import IDLE_SECONDS, Relieve, StepMasks
+from kvd.worker.core.masks import IDLE_SECONDS, Over, Relieve, StepMasks
 from kvd.worker.core.progress import restore_progress
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.core.row_copies import copies
@@ -166,16 +166,16 @@ class Batch:
 
         Return whether there was a previous one.
         """
-        previous, over = self._step, list[tuple[Completion, KvdError | None]]()
-        self._step = step = self._launch(rids)
-        is_read = False
+        previous, is_read = self._step, False
+        step, over = self._launch(rids)
+        self._step = step
         if step is not None and step.draw is None:
             if previous is not None and self._masks.can_read_previous(step):
                 is_read = True
                 self._read_step(previous)
             idle = previous is None
             over = self._masks.draw(step, self._sampler, self.requests, idle=idle)
-            mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
+            self._masks.evaluate_draw(step)
             self._step = step if step.drawing or step.passing else None
         if previous is not None and not is_read:
             self.enter_phase("decode")
@@ -185,13 +185,18 @@ class Batch:
         self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
         return previous is not None
 
-    def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
+    def _launch(self, rids: Sequence[str]) -> tuple[DecodeStep | None, list[Over]]:
+        """Evaluate the next step, with its draw if no mask is missing.
+
+        Return it, and what `StepMasks.draw` returns.
+        """
+        over = list[Over]()
         for rid in rids:
             if not self.requests[rid].begun:
                 self._fork(self.requests[rid])
         live = self._live(rids)
         if not live:
-            return DecodeStep([], [], None, [], []) if self._masks.late else None
+            return (DecodeStep([], [], None, [], []) if self._masks.late else None), over
         rows = [completion.row for completion in live]
         if self.cache.needs_flush(rows):
             self.enter_phase("flush")
@@ -201,14 +206,17 @@ class Batch:
         logits = self.runner.launch(rows, step_inputs(self._step, live))
         levels = {rid: self.requests[rid].level for rid in rids}
         step = DecodeStep.of(logits, live, rows, levels)
-        if not (step.has_grammars or self._masks.late):
-            step.draw_tokens(self._sampler)
-        self._masks.evaluate(self._step, step, self.cache.arrays())
         for completion in live:
             completion.launched += 1
             self.scheduler.note_generated(completion.key[0], completion.launched)
+        has_masks = self._masks.prepare(self._step, step)
+        if not (step.has_grammars or self._masks.late):
+            step.draw_tokens(self._sampler)
+        elif has_masks:
+            over = self._masks.draw(step, self._sampler, self.requests, idle=False)
+        self._masks.evaluate(self._step, step, self.cache.arrays())
         self.max_rows = max(self.max_rows, len(rows))
-        return step
+        return step, over
 
     def must_flush(self, rids: Sequence[str]) -> bool:
         """Return whether the next decode step of these requests must write pages first."""

@@ -6,7 +6,8 @@ computed once the tokens are read.
 
 If the device takes longer to compute a pass than the host to launch one, the next pass must be
 launched first. Otherwise the device is idle meanwhile. If the launch takes longer, the tokens are
-ready before it. Reading them first then lets threads compute the masks during the launch.
+ready before it. Reading them first then costs little, and if the masks are ready as well, pass and
+draw are launched together.
 """
 
 from __future__ import annotations
@@ -20,35 +21,36 @@ PERIOD = 512
 
 
 class ReadOrder:
-    """Tries both orders, and takes the one whose steps wait less for tokens and masks.
+    """Tries both orders, and takes the one whose steps take less time.
 
-    The rest of a step is the same work in both, so the one with shorter waits has shorter steps.
+    Only times that differ are compared: waits for tokens and masks, and the launch of a draw apart
+    from its pass. The rest of a step is the same work in both.
     """
 
     def __init__(self) -> None:
         self.reads_first = False
         """Whether the next step reads tokens before it launches a pass."""
-        self._waits: dict[bool, list[float]] = {False: [], True: []}
-        """Seconds that the last steps with each order have waited."""
+        self._spent: dict[bool, list[float]] = {False: [], True: []}
+        """Seconds that the last steps with each order have spent."""
         self._settled = 0
         """Steps since the last trial."""
 
     def note(self, seconds: float) -> None:
-        """Note how long a step has waited for tokens and masks together."""
-        waits = self._waits[self.reads_first]
-        if len(waits) < TRIAL:
-            waits.append(seconds)
-            if len(waits) == TRIAL:
+        """Note what a step has spent."""
+        spent = self._spent[self.reads_first]
+        if len(spent) < TRIAL:
+            spent.append(seconds)
+            if len(spent) == TRIAL:
                 self._end_trial()
             return
         self._settled += 1
         if self._settled >= PERIOD - 2 * TRIAL:
             self._settled = 0
-            self._waits = {False: [], True: []}
+            self._spent = {False: [], True: []}
 
     def _end_trial(self) -> None:
         """Try the other order, or choose if both were tried."""
-        if len(self._waits[not self.reads_first]) < TRIAL:
+        if len(self._spent[not self.reads_first]) < TRIAL:
             self.reads_first = not self.reads_first
         else:
-            self.reads_first = median(self._waits[True]) < median(self._waits[False])
+            self.reads_first = median(self._spent[True]) < median(self._spent[False])

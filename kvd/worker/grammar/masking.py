@@ -6,6 +6,7 @@ operation: for 8 rows of 150,000 tokens, the plain ones take 13 ms of CPU time.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,12 @@ def masked(logits: Any, masks: Any) -> Any:
     ``logits``: ``[rows, vocabulary]``. ``masks``: a bit for each token, ``[rows, bytes]`` uint8,
     the lowest bit first.
     """
-    bits = mx.array([1 << bit for bit in range(8)], dtype=mx.uint8)
-    whole = (masks[:, :, None] & bits).astype(mx.bool_)
+    whole = (masks[:, :, None] & _bits()).astype(mx.bool_)
     allowed = whole.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
     return mx.where(allowed, logits, -mx.inf)
+
+
+@cache
+def _bits() -> Any:
+    """Return the bits of a byte, ``[8]`` uint8. A new array is another copy to the device."""
+    return mx.array([1 << bit for bit in range(8)], dtype=mx.uint8)
