@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.invariants import check_batch
 
 
 @pytest.fixture(scope="session")
 def _demo() -> Driver:
-    return Driver("demo")
+    return Driver(shallow.path())
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from protocol.worker import (
     SegmentUsed,
     SegmentWritten,
 )
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 
 KV = KVSpec(prefix_cache=1 << 30)
@@ -86,13 +87,13 @@ class Engine(Driver):
         store: Store,
         kv: KVSpec = KV,
         clock: Callable[[], float] = time.monotonic,
-        source: str = "demo",
+        source: str | None = None,
         **more,
     ) -> None:
         self.store = store
         key_file = None if store.key_file is None else str(store.key_file)
         super().__init__(
-            source,
+            source or shallow.path(),
             kv=kv,
             clock=clock,
             segments_folder=str(store.folder),

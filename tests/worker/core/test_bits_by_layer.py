@@ -10,6 +10,7 @@ from kvd.worker.serving import calibration
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import Report, Submit
+from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import periodic_prompt
 from tests.worker.core.test_preemption import EVERYTHING, prefer
@@ -29,7 +30,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         patch.setenv(calibration.FOLDER_VARIABLE, str(folder))
         calibration.store(folder, mixed_result())
         swap = tmp_path_factory.mktemp("swap")
-        driver = Driver("demo", kv=KVSpec(4, 4), swap_folder=str(swap), swap_bytes=1 << 30)
+        driver = Driver(shallow.path(), kv=KVSpec(4, 4), swap_folder=str(swap), swap_bytes=1 << 30)
         assert driver.info.kv_mixes == {"k4v4": MIX}
         layers = driver.engine._runner.cache.stores[0].layers
         assert [layer.pools[0].scheme.name for layer in layers] == MIX

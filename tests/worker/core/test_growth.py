@@ -10,6 +10,7 @@ import pytest
 from kvd.worker.core import memory_account
 from protocol.resume import ChoiceProgress
 from protocol.types import Sampling
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import periodic_prompt
 
@@ -25,7 +26,7 @@ AHEAD = 128
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("swap")
-    return Driver("demo", swap_folder=str(folder), swap_bytes=1 << 30)
+    return Driver(shallow.path(), swap_folder=str(folder), swap_bytes=1 << 30)
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_without_max_tokens_the_answer_ends_with_length_where_the_budget_ends(
 
 
 def test_without_max_tokens_the_answer_ends_where_the_context_ends(tmp_path: Path) -> None:
-    driver = Driver("demo", max_context=700, max_rows=1)
+    driver = Driver(shallow.path(), max_context=700, max_rows=1)
     driver.submit("long", periodic_prompt(100, 1), WARM, ignore_eos=True)
     driver.run()
 

@@ -9,6 +9,7 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
 from protocol.pages import SLAB_PAGES
+from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
 
@@ -41,7 +42,7 @@ def test_short_prompts_copy_no_pools_however_much_is_cached(
 ) -> None:
     # Stages depend on measured times, and with them the number of rows in each step.
     monkeypatch.setattr(Interleaving, "stage_share", lambda *_: 1.0)
-    driver = Driver("demo", kv=KVSpec(16, 16))
+    driver = Driver(shallow.path(), kv=KVSpec(16, 16))
     serve(driver, [prompt_of(6500, 1)])
     cache, cached = driver.engine._runner.cache, driver.engine._memory.cached_pages
     assert cached > 90
@@ -60,7 +61,7 @@ def test_short_prompts_copy_no_pools_however_much_is_cached(
 
 def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> None:
     """Each request of a conversation leaves some pages; few of them change the size of pools."""
-    driver = Driver("demo")
+    driver = Driver(shallow.path())
     conversation = prompt_of(7000, 2)
     serve(driver, [conversation[:5000]])
     copied.clear()

@@ -272,7 +272,7 @@ def test_pages_that_rows_commit_between_stages_are_written_before(layered: Drive
     layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 1)
     (completion,) = layered.engine._batch.requests["runs"].completions
     (row,) = completion.row.rows
-    layered.run(until=lambda: row.tail_length == 124)
+    layered.run(until=lambda: row.tail_length == 126)
     assert not row.written_ahead
     pages, before = len(row.pages), len(layered.outcomes["runs"].tokens)
     layered.submit("reads", prompt_of(400, 2), max_tokens=1)

@@ -24,6 +24,7 @@ from kvd.worker.serving.runner import Row, Runner
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import LoadModel
+from tests.worker import shallow
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.invariants import check_cache
@@ -317,7 +318,7 @@ CHUNK = 64
 
 def driver_of(*, packed: bool) -> tuple[Driver, Counted]:
     """Return a driver whose passes take up to four chunks, or one chunk of one prompt."""
-    driver = Driver("demo", prefill_chunk=CHUNK)
+    driver = Driver(shallow.path(), prefill_chunk=CHUNK)
     runner, scheduler = driver.engine._runner, driver.engine._scheduler
     assert runner.packs
     if not packed:
@@ -381,7 +382,7 @@ def test_the_last_checkpoint_of_a_prompt_takes_no_pass_of_its_own() -> None:
 
 
 def test_a_model_whose_passes_take_one_chunk_has_a_chunk_of_its_own() -> None:
-    command = LoadModel(source="demo", prefill_chunk=CHUNK, lone_chunk=4 * CHUNK)
+    command = LoadModel(source=shallow.path(), prefill_chunk=CHUNK, lone_chunk=4 * CHUNK)
     runner = driver_of(packed=True)[0].engine._runner
     assert loading.with_chunk(command, runner).prefill_chunk == CHUNK
     runner.packs = False
@@ -394,7 +395,7 @@ def test_a_row_holds_no_more_pages_in_a_pass_than_it_has_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pass may fill the whole step's budget with one prompt, whose window drops pages later."""
-    driver = Driver("demo", prefill_chunk=CHUNK, max_rows=512, kv=KVSpec(max_kv_size=200))
+    driver = Driver(shallow.path(), prefill_chunk=CHUNK, max_rows=512, kv=KVSpec(max_kv_size=200))
     store = driver.engine._runner.cache.stores[0]
     held, drop = [0], store._drop_unseen
 

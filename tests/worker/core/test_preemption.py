@@ -21,6 +21,7 @@ from protocol.record_file import DamagedFile, read_records
 from protocol.record_format import PLAIN
 from protocol.types import Sampling
 from protocol.worker import Reclaim
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import memory_runs_out
 from tests.worker.core.prompts import periodic_prompt
@@ -44,7 +45,7 @@ def prefer(driver: Driver, where: str) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("swap")
-    return Driver("demo", swap_folder=str(folder), swap_bytes=1 << 30)
+    return Driver(shallow.path(), swap_folder=str(folder), swap_bytes=1 << 30)
 
 
 @pytest.fixture
@@ -111,7 +112,9 @@ def test_preempted_rows_continue_with_the_same_tokens(driver: Driver, where: str
 
 def test_swapped_rows_are_encrypted_with_a_key_that_is_only_in_memory(tmp_path: Path) -> None:
     key_file = str(tmp_path / "no.key")
-    driver = Driver("demo", swap_folder=str(tmp_path), swap_bytes=1 << 30, key_file=key_file)
+    driver = Driver(
+        shallow.path(), swap_folder=str(tmp_path), swap_bytes=1 << 30, key_file=key_file
+    )
     prefer(driver, "disk")
     prompt = periodic_prompt(500, 4)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
@@ -447,7 +450,7 @@ def test_a_disk_that_does_not_delete_ends_no_worker(tmp_path: Path) -> None:
     ids=["k4v4", "dense", "window", "dense at first"],
 )
 def test_rows_of_every_kv_layout_are_restored_from_disk(kv: KVSpec, tmp_path: Path) -> None:
-    driver = Driver("demo", kv=kv, swap_folder=str(tmp_path), swap_bytes=1 << 30)
+    driver = Driver(shallow.path(), kv=kv, swap_folder=str(tmp_path), swap_bytes=1 << 30)
     prompt = periodic_prompt(420, 5)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     for where in ("disk", "recompute"):

@@ -10,6 +10,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.tails import TailSlots
 from kvd.worker.core import pace, reclaiming, segment_reads
 from protocol.worker import Reclaim, StartLevel
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.faulty_disk.disk import settle
@@ -33,7 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def wanted() -> Outcome:
-    return alone(Driver("demo", kv=KV), PROMPT)
+    return alone(Driver(shallow.path(), kv=KV), PROMPT)
 
 
 @pytest.fixture

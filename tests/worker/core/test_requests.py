@@ -18,6 +18,7 @@ from protocol.framing import decode_command, encode_frame
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import Submit
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 
@@ -27,7 +28,7 @@ WARM = Sampling(temperature=0.9, seed=3)
 
 @pytest.fixture(scope="module")
 def dense() -> Driver:
-    return Driver("demo", kv=KVSpec(16, 16))
+    return Driver(shallow.path(), kv=KVSpec(16, 16))
 
 
 def logprobs_of(driver: Driver, tokens: list[int]) -> np.ndarray:
@@ -149,7 +150,7 @@ def test_a_shared_beginning_is_prefilled_once(demo: Driver) -> None:
     prompts = [shared + prompt_of(40, 10 + index) for index in range(3)]
     tree = demo.engine._prefix_cache.tree
     tree.clear()
-    alone = Driver("demo", kv=KVSpec(prefix_cache=0))
+    alone = Driver(shallow.path(), kv=KVSpec(prefix_cache=0))
     before = tree.counts.hit_tokens
     hits = []
     for prompt in prompts:
@@ -178,7 +179,7 @@ def test_different_salts_share_nothing_and_scored_prompts_are_prefilled_complete
 
 @pytest.mark.slow
 def test_checkpoints_are_evicted_for_requests_under_a_tight_budget() -> None:
-    driver = Driver("demo")
+    driver = Driver(shallow.path())
     for index in range(4):
         driver.alone(prompt_of(1100, 20 + index), max_tokens=2)
     tree = driver.engine._prefix_cache.tree
@@ -191,7 +192,7 @@ def test_checkpoints_are_evicted_for_requests_under_a_tight_budget() -> None:
 
 
 def test_tails_of_ended_rows_are_freed_for_a_queued_request() -> None:
-    driver = Driver("demo")
+    driver = Driver(shallow.path())
     for index in range(12):
         driver.submit(f"{index}", prompt_of(10, index), max_tokens=4, ignore_eos=True)
     driver.run(until=lambda: driver.engine._scheduler.reserved_rows == 12)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvd.worker.cache import segment_records
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pool import PagePool
@@ -27,6 +28,7 @@ from protocol.key_file import create_key
 from protocol.record_format import PLAIN
 from protocol.segments import SegmentInfo, segment_path
 from protocol.worker import RowTokens
+from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.faulty_disk.disk import settle
 from tests.worker.core.prompts import prompt_of
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.mlx
 
 @pytest.fixture(scope="module")
 def plain() -> Driver:
-    return Driver("demo", kv=KV)
+    return Driver(shallow.path(), kv=KV)
 
 
 @pytest.fixture(scope="module")
@@ -349,8 +351,9 @@ def test_tokens_are_sent_before_a_read_waits_for_the_step_in_flight(
 def test_copies_wait_for_no_step_and_pause_before_one_that_writes_pages(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One record is copied in a step, and rows that decode write a page about every 32 steps."""
-    prompt, other = prompt_of(6000, 5), prompt_of(40, 20)  # 36 records
+    """One record is copied in a step, and rows that decode write a page about every 64 steps."""
+    monkeypatch.setattr(segment_records, "SLICE_PAGES", 4)
+    prompt, other = prompt_of(5700, 5), prompt_of(40, 20)  # 66 records
     wanted = alone(plain, prompt), plain.alone(other, max_tokens=400)
     kept(engine, prompt)
     monkeypatch.setattr(pace, "MOST_SECONDS", 0.0)
@@ -373,7 +376,7 @@ def test_copies_wait_for_no_step_and_pause_before_one_that_writes_pages(
     assert (engine.outcomes["r"], engine.outcomes["other"]) == wanted
     copying = [at for at, step in enumerate(steps) if "write_record" in step]
     writing = [at for at, step in enumerate(steps) if "flush" in step]
-    assert len(copying) == 36
+    assert len(copying) == 66
     assert any(copying[0] < at < copying[-1] for at in writing), "the row has written a page"
     assert not {at - 1 for at in writing}.intersection(copying)
     waiting = [at for at in range(copying[0], copying[-1] + 1) if "synchronize" in steps[at]]
@@ -484,7 +487,7 @@ def test_encrypted_segments_restore_the_same_and_reveal_nothing(
     records = [bytes(one) for one in segment_file.read_records(bare_path, PLAIN)]
     header = segment_file.read_header(bare_path, PLAIN)
     samples = [*windows(records), header.space, header.key, b"length", b"pages"]
-    assert len(samples) > 100
+    assert len(samples) > 80
     assert all(sample in bare_path.read_bytes() for sample in samples)
     assert not [sample for sample in samples if sample in content]
 

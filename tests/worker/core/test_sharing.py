@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from protocol.kv import KVSpec
 from protocol.types import Sampling
+from tests.worker import shallow
 from tests.worker.core.driver import GIB, Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 from tests.worker.prefix.invariants import check_prefix_cache, check_tree
@@ -28,12 +29,12 @@ SHARED = prompt_of(375, 0)
 
 @functools.cache
 def engine() -> Driver:
-    return Driver("demo", kv=KVSpec(prefix_every=256), prefill_chunk=CHUNK)
+    return Driver(shallow.path(), kv=KVSpec(prefix_every=256), prefill_chunk=CHUNK)
 
 
 @functools.cache
 def uncached() -> Driver:
-    return Driver("demo", kv=KVSpec(prefix_cache=0), prefill_chunk=CHUNK)
+    return Driver(shallow.path(), kv=KVSpec(prefix_cache=0), prefill_chunk=CHUNK)
 
 
 @pytest.fixture

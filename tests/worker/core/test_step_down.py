@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from kvd import demo
 from kvd.worker.core import reclaiming
 from kvd.worker.serving import calibration, model_files
 from protocol.errors import InsufficientMemory
 from protocol.kv import KVSpec
 from protocol.worker import Reclaim, StartLevel
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import periodic_prompt
 
 pytestmark = pytest.mark.mlx
 
 
-MIX = ["k4v3", "k4v3", "k4v3", "k4v3", "k8v4", "k5v4"]
+MIX = ["k4v3", "k8v4", "k5v3"]
 
 
 @pytest.fixture(scope="module", params=["one scheme in all layers", "bits by layer"])
@@ -31,7 +32,7 @@ def stepping(
             folder = tmp_path_factory.mktemp("calibration")
             patch.setenv(calibration.FOLDER_VARIABLE, str(folder))
             calibration.store(folder, mixed_result())
-        driver = Driver("demo", kv=KVSpec())
+        driver = Driver(shallow.path(), kv=KVSpec())
         assert driver.info is not None
         assert bool(driver.info.kv_mixes) == (request.param == "bits by layer")
         yield driver
@@ -42,7 +43,7 @@ def mixed_result() -> calibration.CalibrationResult:
         scheme="k4v4", mix=MIX, allowed=True, kl=0.0, top1=1.0, perplexity_change=0.0, positions=1
     )
     return calibration.CalibrationResult(
-        key=calibration.content_key(model_files.inspect(demo.path())), model="demo",
+        key=calibration.content_key(model_files.inspect(Path(shallow.path()))), model="shallow",
         lowest="k4v4", max_kl=0.02, min_top1=0.95, levels=[level], prompts=1, tokens=400,
         date="2025-01-01T00:00:00+00:00", device="cpu", versions=calibration.versions(),
     )  # fmt: skip
@@ -252,7 +253,7 @@ def test_a_queued_request_does_not_take_the_freed_memory(
 
 @pytest.fixture
 def pressed() -> Iterator[Driver]:
-    driver = Driver("demo", kv=KVSpec(prefix_every=256))
+    driver = Driver(shallow.path(), kv=KVSpec(prefix_every=256))
     for rid, seed in (("a", 1), ("b", 2), ("c", 3)):
         driver.submit(rid, periodic_prompt(1500, seed), max_tokens=300, ignore_eos=True)
     driver.run(until=lambda: all(len(one.tokens) > 9 for one in driver.outcomes.values()))

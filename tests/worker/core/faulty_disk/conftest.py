@@ -9,6 +9,7 @@ from kvd.worker.core.out_of_memory import CALM_STEPS
 from kvd.worker.prefix import segment_files
 from kvd.worker.prefix.segment_io import BackgroundReader
 from protocol.worker import SegmentsChanged
+from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faulty_disk.disk import PROMPT, STORED, Disk, settle, threads, until
 from tests.worker.core.segments import KV, Clock, Engine, Store, alone
@@ -16,7 +17,7 @@ from tests.worker.core.segments import KV, Clock, Engine, Store, alone
 
 @pytest.fixture(scope="package")
 def plain() -> Driver:
-    return Driver("demo", kv=KV)
+    return Driver(shallow.path(), kv=KV)
 
 
 @pytest.fixture(scope="package")
