@@ -39,7 +39,7 @@ from bench.attention.timing import Timed, copy_bandwidth, measure
 from bench.attention.truth import WrongResultError
 from kvd.worker.cache.scheme import Scheme
 
-SMALL = 64
+SMALL = 256
 """Divisor of the lengths with ``--small``."""
 REFERENCE_MOST = 32768 * 8
 """Keys in all rows together above which the reference is not timed, because it takes too long."""
@@ -57,7 +57,7 @@ class Bench:
         self._console = console
         self._wanted = options.path or ["fused", "reference", "dense", "masked"]
         self._dtype = mx.float32 if on_cpu() else mx.bfloat16
-        self._copy = copy_bandwidth(1 << 24) if on_cpu() else copy_bandwidth()
+        self._copy = copy_bandwidth(1 << 20) if on_cpu() else copy_bandwidth()
         self.result: dict[str, Any] = {
             "command": shlex.join(["python", "-m", "bench.attention", *sys.argv[1:]]),
             "versions": {name: _version(name) for name in ("mlx", "mlx-cuda-13")},

@@ -78,6 +78,8 @@ def as_cuda(opaque: Opaque) -> Iterator[None]:
         put(kernel_choice, "find_kernels", lambda: backend)
         # What replaces the kernels is slow; the comparison runs for its operations alone.
         put(kernel_timing, "DENSE_LIMIT", math.inf)
+        for name, value in (("KEYS", 256), ("CALLS", 2), ("REPEATS", 1)):
+            put(kernel_timing, name, value)
         put(products, "multiply", opaque(plain_products.multiply))
         put(products, "multiply_gated", opaque(plain_products.multiply_gated))
         yield
