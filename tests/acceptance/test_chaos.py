@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker import shallow
+
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
@@ -19,7 +21,16 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 def test_streams_have_the_tokens_of_an_undisturbed_run() -> None:
     chaos = pytest.importorskip("bench.chaos")
     found = asyncio.run(
-        chaos.campaign(kills=2, stops=1, streams=12, other_streams=4, kinds=6, tokens=100, seed=3)
+        chaos.campaign(
+            kills=2,
+            stops=1,
+            streams=12,
+            other_streams=4,
+            kinds=6,
+            tokens=100,
+            seed=3,
+            model=shallow.path(),
+        )
     )
 
     assert (found.wrong, found.remaining) == ([], [])
@@ -37,7 +48,15 @@ def test_streams_of_a_gang_have_the_tokens_of_one_process() -> None:
     chaos = pytest.importorskip("bench.chaos")
     found = asyncio.run(
         chaos.campaign(
-            kills=1, stops=1, streams=4, other_streams=0, kinds=4, tokens=60, seed=2, ranks=2
+            kills=1,
+            stops=1,
+            streams=4,
+            other_streams=0,
+            kinds=4,
+            tokens=60,
+            seed=2,
+            ranks=2,
+            model=shallow.path(),
         )
     )
 

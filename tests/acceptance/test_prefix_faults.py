@@ -13,7 +13,11 @@ import pytest
 @pytest.mark.slow
 def test_faults_of_disk_and_processes_give_no_wrong_token_and_leave_no_file() -> None:
     faults = pytest.importorskip("bench.prefix_faults")
-    found = asyncio.run(faults.run(prompts=4, corruptions=3, each=3, kills=1, failures=1, seed=3))
+    # Each prompt takes twice the time that is worth a segment.
+    limits = faults.Limits(prefill_s=0.5)
+    found = asyncio.run(
+        faults.run(prompts=4, corruptions=3, each=3, kills=1, failures=1, seed=3, limits=limits)
+    )
 
     assert found.wrong == []
     assert sum(found.corruptions.values()) >= 3

@@ -17,6 +17,7 @@ from bench.pressure.play import CONFIG, Outcome, serve
 from bench.pressure.streams import Stream, make
 from kvd.client import AsyncClient
 from protocol.kv import SCHEMES, KVSpec
+from tests.worker import shallow
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process]
 
@@ -25,7 +26,7 @@ MODELS = ["a", "b"]
 
 async def load(client: AsyncClient, alias: str, scheme: str = SCHEMES[0]) -> None:
     kv = KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3]), prefix_cache=0)
-    await (await client.load("demo", alias=alias, kv=kv)).result()
+    await (await client.load(shallow.path(), alias=alias, kv=kv)).result()
 
 
 async def on_lower_levels(streams: list[Stream], pressed: list[Outcome]) -> dict[int, list[int]]:

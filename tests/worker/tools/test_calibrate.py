@@ -314,7 +314,7 @@ def test_kernels_are_requested_ahead_and_decode_all_levels_in_one_step(monkeypat
 
     def counted(*given, **how):
         before = requests.attended
-        found = measure(*given, **how)
+        found = measure(*given, **({"decoded": 8} | how))
         launched.append(requests.attended - before)
         return found
 
@@ -326,7 +326,7 @@ def test_kernels_are_requested_ahead_and_decode_all_levels_in_one_step(monkeypat
     # Layers are measured without decoding. Then each token is a step of the levels with one scheme
     # in all layers, and one of the levels with a mix.
     assert [bool(level.mix) for level in found.levels] == [False, True, True]
-    assert launched == [0, 0, 0, 2 * fidelity.DECODED * 6]
+    assert launched == [0, 0, 0, 2 * 8 * 6]
     assert kept
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvd.worker.tools.fidelity import (
     lowest_level,
 )
 from protocol.errors import UnsupportedModel
+from tests.worker import shallow
 from tests.worker.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
@@ -76,7 +78,7 @@ def test_each_level_is_worse_than_the_one_above():
 @pytest.mark.slow
 def test_levels_are_measured_together_as_they_are_alone():
     seam.install()
-    loaded = model_files.load(demo.path())
+    loaded = model_files.load(Path(shallow.path()))
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=450)
     pair = fidelity.measure([fidelity.serve(loaded.model, SCHEMES[1:3])], prompts)
     alone = [fidelity.serve(loaded.model, [scheme]) for scheme in SCHEMES[1:3]]
