@@ -34,10 +34,14 @@ for ignored, usual in (
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, usual)
 
-# Results of checks at load would outlive what a test replaces.
-os.environ["KVD_CHECKS"] = "off"
-
 TESTS = Path(__file__).parent
+INSIDE = ("worker", "daemon", "doctor", "fuzz", "tools")
+"""Folders of tests that load models in pytest's process.
+
+Results of their checks at load would outlive what a test replaces. The workers of other tests keep
+results, as a user's do: without them, a load of the embedded model takes 1.0 s of CPU time instead
+of 0.1.
+"""
 LONGEST = (
     "worker/architectures/test_caches.py",
     "worker/architectures/test_zoo.py",
@@ -142,6 +146,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, path in enumerate(paths):
             ranks[path] = len(LONGEST) + end * index / len(paths)
     items.sort(key=lambda item: ranks[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.relative_to(TESTS).parts[0] in INSIDE:
+        os.environ["KVD_CHECKS"] = "off"
+    else:
+        os.environ.pop("KVD_CHECKS", None)
 
 
 def pytest_collection_finish() -> None:

@@ -34,7 +34,7 @@ def test_streams_continue_to_the_byte_after_a_kill_9(
     live_alone: Live, kind: str, fields: dict[str, Any]
 ) -> None:
     live = live_alone
-    live.load(source(tps=100), "m")
+    live.load(source(tps=250), "m")
     killed = 0
     with httpx.Client(base_url=live.url, timeout=60) as client:
         for seed in range(KILLS):
