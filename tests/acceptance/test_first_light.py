@@ -228,7 +228,7 @@ def test_a_second_model_continues_when_the_worker_of_the_first_dies(daemon: Daem
 
 
 def test_a_killed_worker_restarts_and_its_stream_continues(daemon: Daemon) -> None:
-    settings = {"max_tokens": 1500, "temperature": 1.3, "seed": 5, "ignore_eos": True}
+    settings = {"max_tokens": 700, "temperature": 1.3, "seed": 5, "ignore_eos": True}
     long = Request("An iterator is", settings)
     undisturbed, _ = start(daemon, long).communicate(timeout=60)
     before = daemon.model("demo")

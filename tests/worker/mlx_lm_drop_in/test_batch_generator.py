@@ -16,6 +16,7 @@ from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import QuantizedKV, quantize_kv
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from protocol.kv import KVSpec
+from tests.worker import shallow
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver
 
@@ -78,7 +79,7 @@ def alone(model: Any, prompt: list[int], tokens: int, **options: Any) -> tuple[l
 
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
 def test_batch_generator_gives_the_engines_tokens(scheme, quantized) -> None:
-    driver = Driver("demo", kv=KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3])))
+    driver = Driver(shallow.path(), kv=KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3])))
     model = driver.engine._runner.model
     prompts = prompts_of(2000)
     for index, prompt in enumerate(prompts):

@@ -11,7 +11,6 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from kvd import demo
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import Scheme
@@ -20,6 +19,7 @@ from kvd.worker.cache.step_down import ModelStepDown
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.serving import probe, seam
 from kvd.worker.serving.runner import Row, Runner
+from tests.worker import shallow
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.invariants import check_cache
 from tests.worker.prefix.invariants import check_tree
@@ -84,7 +84,7 @@ class PromptServer:
 
 def demo_runner(scheme: str) -> Runner:
     seam.install()
-    model = mlx_lm.load(str(demo.path()))[0]
+    model = mlx_lm.load(shallow.path())[0]
     model.set_dtype(mx.float32)
     settings = CacheSettings(schemes=(Scheme.parse(scheme),))
     return Runner(model, ModelCache(probe.find_layout(model), settings))
