@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CD
     def compiled(target: str) -> ctypes.CDLL:
         found = folder / f"{target}.so"
         flags = [flag for flag in build._FLAGS if flag not in ("-O3", "-fvisibility=hidden")]
-        command = [str(build.compiler()), "-O1", *flags, *TARGETS[target], f"-I{build.SOURCES}"]
+        command = [str(build.compiler()), "-O0", *flags, *TARGETS[target], f"-I{build.SOURCES}"]
         command += ["-Wno-psabi", "-pthread", "-shared", str(PROGRAM), "-o", str(found)]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(found))
