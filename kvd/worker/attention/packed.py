@@ -14,6 +14,7 @@ one call. On the CPU, rounding would depend on it; on Metal it was not tried.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import cast
@@ -38,37 +39,39 @@ def packed_attention(
     ``[batch, q_heads, 1, v_dim]``, lazy as far as the scratch allows. Outputs of the padding are 0.
     """
     together = queries.swapaxes(0, 2)  # [1, q_heads, batch, k_dim]
-    starts = _attend_starts(queries, handle, scale, sinks)
-    outputs: list[mx.array] = []
-    pending = [*starts.values()]
+    starts, outputs = _attend_starts(queries, handle, scale, sinks)  # [tokens, q_heads, v_dim]
+    attended = set(chain.from_iterable(some.chunks for some in starts))
     copies: Copies = {}
     for index, (part, where) in enumerate(zip(handle.parts, handle.step.parts(), strict=True)):
+        if index in attended:
+            continue
         if not part.step.continues:
             copies = {}
         continued = index + 1 < len(handle.parts) and handle.parts[index + 1].step.continues
-        if (output := starts.get(index)) is None:
-            output = prefill_attention(
-                _padded(together[:, :, where], part),
-                part,
-                scale,
-                sinks,
-                pending=pending,
-                copies=copies if continued or part.step.continues else None,
-            )
-            pending.append(output)
-        outputs.append(output[:, :, : part.step.count])
+        output = prefill_attention(
+            _padded(together[:, :, where], part),
+            part,
+            scale,
+            sinks,
+            pending=outputs,
+            copies=copies if continued or part.step.continues else None,
+        )
+        outputs.append(output[:, :, : part.step.count].squeeze(0).swapaxes(0, 1))
     if missing := handle.step.batch - sum(part.step.count for part in handle.parts):
-        heads, dim = outputs[0].shape[1], outputs[0].shape[3]
-        outputs.append(mx.zeros((1, heads, missing, dim), outputs[0].dtype))
-    return mx.concatenate(outputs, axis=2).swapaxes(0, 2)
+        outputs.append(mx.zeros((missing, *outputs[0].shape[1:]), outputs[0].dtype))
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    if starts:
+        joined = mx.take(joined, _order_of(handle.step, starts), 0)
+    return joined[:, :, None]
 
 
 @dataclass(frozen=True)
 class _Starts:
     """First chunks of rows that are padded to the same width."""
 
-    chunks: list[int]
+    chunks: tuple[int, ...]
     """Their numbers in the pass."""
+    width: int
     places: mx.array
     """``[chunks * width]`` int32: where their tokens are in the batch. Padding repeats the last."""
 
@@ -83,9 +86,13 @@ class _Starts:
 
 def _attend_starts(
     queries: mx.array, handle: PackedHandle, scale: float, sinks: mx.array | None
-) -> dict[int, mx.array]:
-    """Return the outputs ``[1, q_heads, width, v_dim]`` of chunks that are attended together."""
-    found: dict[int, mx.array] = {}
+) -> tuple[list[_Starts], list[mx.array]]:
+    """Attend the chunks that are attended together.
+
+    Return which, and their outputs with padding, in parts of whole chunks:
+    ``[chunks * width, q_heads, v_dim]``.
+    """
+    found, outputs = list[_Starts](), list[mx.array]()
     for starts in _starts_of(handle.step):
         attended = starts_attention(
             starts.of(queries),
@@ -94,13 +101,13 @@ def _attend_starts(
             handle.parts[starts.chunks[0]],
             scale,
             sinks,
-            pending=[*found.values()],
+            at_once=TOGETHER,
+            pending=outputs,
         )
         if attended is not None:
-            found |= {
-                chunk: attended[index : index + 1] for index, chunk in enumerate(starts.chunks)
-            }
-    return found
+            found.append(starts)
+            outputs += [some.swapaxes(1, 2).flatten(0, 1) for some in attended]
+    return found, outputs
 
 
 def _starts_of(step: PackedPrefill) -> list[_Starts]:
@@ -110,19 +117,46 @@ def _starts_of(step: PackedPrefill) -> list[_Starts]:
         for index, one in enumerate(step.steps if joins_starts() else ()):
             if one.offset == 0 and one.backend is None:
                 by_width[_width(one)].append(index)
-        parts = [range(step.batch)[part] for part in step.parts()]
-        step.shared["starts"] = [
-            _Starts(some, mx.array([*chain(*(_places(parts[chunk], width) for chunk in some))]))
+        # Whole groups: attention is planned for each number of chunks.
+        whole = {
+            width: chunks[: len(chunks) // TOGETHER * TOGETHER]
             for width, chunks in by_width.items()
-            for first in range(0, len(chunks), TOGETHER)
-            if len(some := chunks[first : first + TOGETHER]) == TOGETHER
+        }
+        step.shared["starts"] = [
+            _Starts(tuple(some), width, mx.array(_tokens_of(step, some, width)))
+            for width, some in whole.items()
+            if some
         ]
     return cast("list[_Starts]", step.shared["starts"])
 
 
-def _places(part: range, width: int) -> list[int]:
-    """Return where a chunk's tokens are in the batch; padding repeats the last one."""
-    return [*part, *repeat(part[-1], width - len(part))]
+def _tokens_of(step: PackedPrefill, chunks: Sequence[int], width: int) -> list[int]:
+    """Return where the tokens of chunks are in the batch; padding repeats a chunk's last one."""
+    parts = [range(step.batch)[part] for part in step.parts()]
+    some = (parts[chunk] for chunk in chunks)
+    return [token for part in some for token in chain(part, repeat(part[-1], width - len(part)))]
+
+
+def _order_of(step: PackedPrefill, starts: Sequence[_Starts]) -> mx.array:
+    """Return where each token's output is among those of ``starts`` and of the other chunks.
+
+    ``[batch]`` int32, the same for each layer.
+    """
+    key = f"order {[some.width for some in starts]}"
+    if key not in step.shared:
+        places = dict[int, int]()
+        end = 0
+        for some in starts:
+            for chunk in some.chunks:
+                places[chunk], end = end, end + some.width
+        order: list[int] = []
+        for index, one in enumerate(step.steps):
+            start = places.get(index, end)
+            order += range(start, start + one.count)
+            end += one.count * (index not in places)
+        order += range(end, end + step.batch - len(order))
+        step.shared[key] = mx.array(order, mx.int32)
+    return cast("mx.array", step.shared[key])
 
 
 def joins_starts() -> bool:

@@ -72,25 +72,28 @@ def starts_attention(
     scale: float,
     sinks: mx.array | None = None,
     *,
+    at_once: int,
     pending: Sequence[mx.array] = (),
-) -> mx.array | None:
+) -> list[mx.array] | None:
     """Attend the first chunks of several rows, ``[chunks, heads, tokens, dim]``, causally.
 
-    Shorter chunks are padded at their end. ``handle``: that of one chunk. For the rest, see
-    `prefill_attention`. Returns ``[chunks, q_heads, tokens, v_dim]``, lazy as far as the scratch
-    allows; None: a chunk does not fit one call of the dense kernel.
+    Shorter chunks are padded at their end. ``handle``: that of one chunk. ``at_once``: most chunks
+    in one call of the dense kernel. For the rest, see `prefill_attention`.
+
+    Returns parts of ``[chunks, q_heads, tokens, v_dim]``, lazy as far as the scratch allows; None:
+    a chunk does not fit one call of the dense kernel.
     """
     task, cut = _planned(_Task.of(queries[:1], handle, scale, sinks, pending))
     if not task.fits_one_call(cut):
         return None
     found: list[mx.array] = []
-    most = max(1, handle.store.scratch.limit // cut.nbytes)
+    most = min(at_once, max(1, handle.store.scratch.limit // cut.nbytes))
     for first in range(0, queries.shape[0], most):
         some = slice(first, first + most)
         count = queries[some].shape[0]
         task.make_room(replace(cut, nbytes=count * cut.nbytes), queries, keys, values, *found)
         found.append(_attended(task, queries[some], keys[some], values[some], sinks))
-    return found[0] if len(found) == 1 else mx.concatenate(found)
+    return found
 
 
 def _planned(task: _Task) -> tuple[_Task, Plan]:

@@ -129,7 +129,11 @@ class BatchQuantizedKVCache:
             step.append(self.layer, keys, values)
             handle = DecodeHandle(self._store, self.layer, step)
         elif isinstance(step, PackedPrefill):
-            parts = self._parts(step, keys, values)
+            chunks = step.append(self.layer, keys, values)
+            parts = tuple(
+                PrefillHandle(self._store, self.layer, part, chunk)
+                for part, chunk in zip(step.steps, chunks, strict=True)
+            )
             handle = PackedHandle(self._store, step, parts, keys, values)
         else:
             chunk = step.append(self.layer, keys, values)
@@ -138,23 +142,6 @@ class BatchQuantizedKVCache:
         if not isinstance(step, DecodeStep) and self._store.on_chunk is not None:
             self._store.on_chunk(self.layer)
         return fetched
-
-    def _parts(
-        self, packed: PackedPrefill, keys: mx.array, values: mx.array
-    ) -> tuple[PrefillHandle, ...]:
-        parts = []
-        keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)  # [1, heads, batch, dim]
-        following = [*packed.steps[1:], None]
-        for step, part, after in zip(packed.steps, packed.parts(), following, strict=True):
-            chunk = step.append(
-                self.layer,
-                keys[:, :, part],
-                values[:, :, part],
-                continued=after is not None and after.continues,
-                last=after is None,
-            )
-            parts.append(PrefillHandle(self._store, self.layer, step, chunk))
-        return tuple(parts)
 
     def forget(self) -> None:
         """Drop what the finished pass fetched.

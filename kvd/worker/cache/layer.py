@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
+from functools import cached_property, partial
 
 import mlx.core as mx
 
 from kvd.worker.cache.host_copy import Record, copy_pages
-from kvd.worker.cache.packed import Packed, joined, take
+from kvd.worker.cache.packed import Packed, Slots, joined, runs_of, take
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.pass_places import PassPlaces
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement
@@ -45,11 +45,34 @@ class Placement:
 class Chunk:
     """Dense keys and values of a prefilled chunk, preceded by those of the row's tail."""
 
-    keys: mx.array
-    """``[heads, tail + count, dim]``."""
-    values: mx.array
+    source: tuple[mx.array, mx.array]
+    """Keys and values, ``[places, heads, dim]``."""
+    tokens: tuple[slice, ...] = (slice(None),)
+    """The chunk's places."""
     earlier: tuple[PendingPages, ...] = ()
     """Pages that each earlier chunk of this row in the same pass has filled."""
+
+    @cached_property
+    def keys(self) -> mx.array:
+        """``[heads, tail + count, dim]``, lazy."""
+        return self._side(0)
+
+    @cached_property
+    def values(self) -> mx.array:
+        return self._side(1)
+
+    def _side(self, side: int) -> mx.array:
+        return joined([self.source[side][some] for some in self.tokens]).swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class NewTails:
+    """The tails that a pass leaves."""
+
+    slots: tuple[int, ...]
+    keys: mx.array
+    """``[rows, tokens, heads, dim]``."""
+    values: mx.array
 
 
 @dataclass
@@ -58,11 +81,11 @@ class FlushWrites:
 
     pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
     """Level, slots, keys and values."""
-    tails: list[tuple[int, Chunk]] = field(default_factory=list)
+    tails: list[NewTails] = field(default_factory=list)
 
     def arrays(self) -> list[mx.array]:
         packed = [array for _, _, *sides in self.pages for side in sides for array in side]
-        return [*packed, *(array for _, tail in self.tails for array in (tail.keys, tail.values))]
+        return [*packed, *(array for new in self.tails for array in (new.keys, new.values))]
 
 
 class LayerStore:
@@ -76,9 +99,7 @@ class LayerStore:
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
-        self._unpacked: list[tuple[int, mx.array, mx.array]] = []
-        """Level, dense keys and values of the pages of a pass's chunks that follow `pending`."""
-        self.new_tails: list[tuple[int, Chunk]] = []
+        self.new_tails: list[NewTails] = []
 
     @property
     def nbytes(self) -> int:
@@ -112,82 +133,52 @@ class LayerStore:
 
     # Prefill steps.
 
-    def put_chunk(
-        self,
-        slot: int,
-        tail_length: int,
-        level: int,
-        new_pages: int,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        continues: bool = False,
-        continued: bool = False,
-        last: bool = True,
-    ) -> Chunk:
-        """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
+    def put_chunks(self, places: PassPlaces, keys: mx.array, values: mx.array) -> list[Chunk]:
+        """Take the keys and values of a pass's tokens, ``[tokens, heads, dim]``; lazy.
 
-        New pages and the new tail wait for the flush. Returns the chunk, preceded by the old tail.
-        ``continues``: the previous call was for the same row and pass, and left that tail.
-        ``continued``: the next call is for the same row and pass. ``last``: no call for this pass
-        follows. Pages of several rows are then packed together.
+        New pages and new tails wait for the flush. Returns the chunks, preceded by their tails.
         """
-        tail: Chunk | None = None
-        if continues:
-            _, tail = self.new_tails.pop()
-        elif tail_length:
-            first = slot, slice(None), slice(tail_length)
-            tail = Chunk(self.tail_keys[first], self.tail_values[first])
-        # Not `keys[0]`: with an int as the only index, MLX gathers, which copies.
-        keys, values = keys.squeeze(0), values.squeeze(0)
-        chunk = Chunk(keys, values)
-        if tail is not None:
-            chunk = Chunk(
-                mx.concatenate([tail.keys, keys], axis=1),
-                mx.concatenate([tail.values, values], axis=1),
-                tail.earlier,
-            )
-        full = new_pages * PAGE_TOKENS
-        earlier = chunk.earlier
-        if full:
-            if continued:  # what is packed below is one pending entry
-                self._pack()
-            paged_keys, paged_values = (_paged(side, full) for side in (chunk.keys, chunk.values))
-            self._unpacked.append((level, paged_keys, paged_values))
-            if continued:  # the next chunk sees these pages as they will be stored
-                self._pack()
-                earlier = (*earlier, self.pending[-1])
-        if last:
-            self._pack()
-        keys, values = (side[:, full:] for side in (chunk.keys, chunk.values))
-        if not continued:  # slices would keep the whole pass alive until the flush
-            keys, values = mx.contiguous(keys), mx.contiguous(values)
-        self.new_tails.append((slot, Chunk(keys, values, earlier)))
-        return chunk
+        source = self._after_tails(places, keys, values)
+        for filled in places.pages:
+            sides = (_paged(side) for side in take(source, filled.tokens))
+            packed = self.pools[filled.level].pack(*sides)
+            self.pending.append(PendingPages(filled.level, *packed))
+        new = places.new_tails
+        tails = (_copied(side, new.tokens) for side in source)
+        rows = (len(new.slots), -1)
+        found = NewTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
+        self.new_tails.append(found)
+        filled_pages = self.pending[len(self.pending) - len(places.pages) :]
+        return [
+            Chunk(source, chunk.tokens, tuple(filled_pages[group] for group in chunk.earlier))
+            for chunk in places.chunks
+        ]
 
-    def _pack(self) -> None:
-        """Quantize the pages that are not packed yet, those of a level together; lazy.
-
-        Dtypes are kept apart: values may have another one than the tail before them, and joined
-        pages would be quantized from the wider one, so that scales depended on the other rows.
-        """
-        unpacked, self._unpacked = self._unpacked, []
-        for (level, *_), group in groupby(unpacked, key=_level_and_dtypes):
-            _, *sides = zip(*group, strict=True)
-            keys, values = (joined(list(side)) for side in sides)
-            self.pending.append(PendingPages(level, *self.pools[level].pack(keys, values)))
+    def _after_tails(
+        self, places: PassPlaces, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return the source of a pass: its tokens, preceded by the tails of its rows."""
+        # Always as wide as tails. Otherwise the bits of a row's pages would depend on other rows.
+        keys, values = (
+            side.astype(mx.result_type(side, self.tail_keys)) for side in (keys, values)
+        )
+        if not places.tails.runs:
+            return keys, values
+        # The slice first: both at once would be a gather with three arrays of indices.
+        tails = (side[:, :, : places.tail_width] for side in (self.tail_keys, self.tail_values))
+        old = (side.swapaxes(1, 2).flatten(0, 1) for side in take(tuple(tails), places.tails))
+        tail_keys, tail_values = old
+        return mx.concatenate([tail_keys, keys]), mx.concatenate([tail_values, values])
 
     @property
     def unfinished(self) -> list[mx.array]:
         """What a prefill pass leaves unevaluated: pages and tails that wait for the flush."""
         pending = [array for pages in self.pending for array in (*pages.keys, *pages.values)]
-        return pending + [
-            array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)
-        ]
+        return pending + [array for new in self.new_tails for array in (new.keys, new.values)]
 
     def forget_chunks(self) -> None:
         """Drop what a prefill pass left."""
-        self.pending, self.new_tails, self._unpacked = [], [], []
+        self.pending, self.new_tails = [], []
 
     # The flush. The device is idle.
 
@@ -217,7 +208,7 @@ class LayerStore:
 
     def gather_tails(self) -> FlushWrites:
         new_tails, self.new_tails = self.new_tails, []
-        return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
+        return FlushWrites(tails=new_tails)
 
     def put(self, writes: FlushWrites) -> None:
         """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
@@ -225,10 +216,13 @@ class LayerStore:
         for level, slots, keys, values in writes.pages:
             pool = self.pools[level]
             (pool.write_in_place if in_place else pool.write)(slots, keys, values)
-        for slot, tail in writes.tails:
-            tokens = tail.keys.shape[1]
-            self.tail_keys[slot, :, :tokens] = tail.keys
-            self.tail_values[slot, :, :tokens] = tail.values
+        for new in writes.tails:
+            for tails, side in ((self.tail_keys, new.keys), (self.tail_values, new.values)):
+                at = 0
+                for run in runs_of(new.slots):
+                    some = side[at : at + run.stop - run.start].swapaxes(1, 2)
+                    tails[run, :, : some.shape[2]] = some
+                    at += len(some)
 
     def written(self, writes: FlushWrites) -> list[mx.array]:
         arrays = [array for level, *_ in writes.pages for array in self.pools[level].arrays()]
@@ -328,13 +322,15 @@ def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) ->
         tails[where] = new
 
 
-def _level_and_dtypes(pages: tuple[int, mx.array, mx.array]) -> tuple[int, mx.Dtype, mx.Dtype]:
-    level, keys, values = pages
-    return level, keys.dtype, values.dtype
+def _paged(tokens: mx.array) -> mx.array:
+    """Return tokens ``[tokens, heads, dim]`` as pages ``[pages, heads, 64, dim]``."""
+    return mx.unflatten(tokens, 0, (-1, PAGE_TOKENS)).swapaxes(1, 2)
 
 
-def _paged(dense: mx.array, tokens: int) -> mx.array:
-    return mx.unflatten(dense[:, :tokens], 1, (-1, PAGE_TOKENS)).swapaxes(0, 1)
+def _copied(side: mx.array, tokens: Slots) -> mx.array:
+    """Return a copy of some tokens; a slice would keep the whole pass alive until the flush."""
+    (found,) = take((side,), tokens)
+    return mx.contiguous(found) if len(tokens.runs) == 1 else found
 
 
 def _as_stored(side: Packed, stored: Packed) -> Packed:

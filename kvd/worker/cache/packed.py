@@ -69,19 +69,21 @@ def unpack(packed: Packed, packing: Packing) -> mx.array:
 
 
 class Slots:
-    """Slots of pages to read, known on the host.
+    """Slots of pages to read, or places of tokens, known on the host.
 
     Few runs of successive slots are read by slices. A single run is then not copied at all; MLX's
     gathers on CUDA copy it with a fraction of the memory's bandwidth.
     """
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], most_runs: int = MOST_RUNS) -> None:
         self._numbers = numbers
+        self.most_runs = most_runs
+        """Most runs that are read by slices."""
 
     @cached_property
     def runs(self) -> list[slice]:
         """The runs of successive slots, in order."""
-        return _runs(self._numbers)
+        return runs_of(self._numbers)
 
     @cached_property
     def array(self) -> mx.array:
@@ -89,14 +91,14 @@ class Slots:
         return mx.array([*self._numbers], mx.int32)
 
     def some(self, which: Sequence[int]) -> Slots:
-        return Slots([self._numbers[index] for index in which])
+        return Slots([self._numbers[index] for index in which], self.most_runs)
 
 
 def take(packed: Packed, slots: mx.array | Slots, heads: slice = slice(None)) -> Packed:
     """Return some pages of some heads; lazy."""
     if isinstance(slots, mx.array):
         return tuple(array[:, heads][slots] for array in packed)
-    if len(slots.runs) > MOST_RUNS:
+    if len(slots.runs) > slots.most_runs:
         return take(packed, slots.array, heads)
     return tuple(joined([array[run, heads] for run in slots.runs]) for array in packed)
 
@@ -108,11 +110,11 @@ def entries(array: mx.array, which: Sequence[int], axis: int = 0) -> mx.array:
     none for slices.
     """
     before = (slice(None),) * axis
-    parts = [array[(*before, run)] for run in _runs(which)]
+    parts = [array[(*before, run)] for run in runs_of(which)]
     return joined(parts, axis) if parts else array[(*before, slice(0))]
 
 
-def _runs(which: Sequence[int]) -> list[slice]:
+def runs_of(which: Sequence[int]) -> list[slice]:
     """Return the runs of successive indices, in order."""
     starts = [at for at, index in enumerate(which) if not at or index != which[at - 1] + 1]
     ends = pairwise([*starts, len(which)])

@@ -26,6 +26,7 @@ from kvd.worker.cache.page_tables import (
     page_locations,
     to_mlx,
 )
+from kvd.worker.cache.pass_places import PassPlaces
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from protocol.pages import TAIL_TOKENS
@@ -251,28 +252,17 @@ class PrefillStep:
             pages = array("i", chain.from_iterable(seen))
         return PageList.joined([pages])
 
-    def append(
-        self,
-        layer: LayerStore,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        continued: bool = False,
-        last: bool = True,
-    ) -> Chunk:
-        """Give a layer the chunk's keys and values (`LayerStore.put_chunk`); lazy."""
-        row = self.row
-        return layer.put_chunk(
-            row.slot,
-            self.tail_length,
-            row.level,
-            self.new_pages,
-            keys,
-            values,
-            continues=self.continues,
-            continued=continued,
-            last=last,
-        )
+    @cached_property
+    def places(self) -> PassPlaces:
+        """Where the tokens come from and go to, if the pass has no other chunk."""
+        return PassPlaces.of([self])
+
+    def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
+        """Give a layer the chunk's keys and values, ``[1, heads, count, dim]``; lazy."""
+        # Not `keys[0]`: with an int as the only index, MLX gathers, which copies.
+        sides = (side.squeeze(0).swapaxes(0, 1) for side in (keys, values))
+        (chunk,) = layer.put_chunks(self.places, *sides)
+        return chunk
 
 
 def decode_step(
@@ -358,6 +348,15 @@ class PackedPrefill:
     batch: int
     shared: dict[str, Any] = field(default_factory=dict)
     """Values that one layer computes and the next layers reuse."""
+
+    @cached_property
+    def places(self) -> PassPlaces:
+        """Where the tokens come from and go to."""
+        return PassPlaces.of(self.steps)
+
+    def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> list[Chunk]:
+        """Give a layer the keys and values of all chunks, ``[batch, heads, 1, dim]``; lazy."""
+        return layer.put_chunks(self.places, keys.squeeze(2), values.squeeze(2))
 
     @cached_property
     def positions(self) -> mx.array:

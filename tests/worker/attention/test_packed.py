@@ -16,7 +16,7 @@ from kvd.worker.cache.batch import PackedHandle, PrefillHandle
 from kvd.worker.cache.layer import Chunk
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.native.build import NotBuiltError
 from kvd.worker.native.build import load as load_native
 from kvd.worker.native.step import Library
@@ -87,19 +87,23 @@ def packed(chunks: list[mx.array], padding: float) -> mx.array:
     return mx.pad(together, extra, constant_values=mx.array(padding)).swapaxes(0, 2)
 
 
-def bench_of(dim: int = 64, kind: Kind = FULL, scheme: Scheme | None = None) -> Bench:
-    return Bench(LayerGeometry(2, dim, dim), scheme or Scheme(8, 8), layers=1, kind=kind)
+def bench_of(
+    dim: int = 64, kind: Kind = FULL, scheme: Scheme | None = None, heads: int = 2
+) -> Bench:
+    return Bench(LayerGeometry(heads, dim, dim), scheme or Scheme(8, 8), layers=1, kind=kind)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("heads", "dim"), [(2, 64), (2, 80), (2, 96), (2, 128), (2, 256), (1, 64), (1, 80)]
+)
 @pytest.mark.parametrize("repeats", [1, 4])
-def test_unequal_rows_with_unequal_pasts(dim: int, repeats: int) -> None:
-    bench = bench_of(dim)
+def test_unequal_rows_with_unequal_pasts(heads: int, dim: int, repeats: int) -> None:
+    bench = bench_of(dim, heads=heads)
     rows = [bench.new(length) for length in BEFORE]
     for counts in (COUNTS, COUNTS[::-1]):  # in the second pass, every row has earlier tokens
         case = Group(bench, rows, counts, repeats)
         case.check()
-        case.check(mx.array(np.linspace(-2, 9, 2 * repeats), mx.float32))
+        case.check(mx.array(np.linspace(-2, 9, heads * repeats), mx.float32))
         case.finish()
 
 
@@ -126,7 +130,8 @@ def test_on_the_cpu_a_row_has_the_same_bits_alone_and_in_a_group(
     case = Group(bench, [bench.new(length) for _ in counts], counts)
     outputs, queries = case.parts(case.attend()), case.parts(case.queries)
     for own, together, part in zip(queries, outputs, case.handle.parts, strict=True):
-        chunk = Chunk(mx.contiguous(part.chunk.keys), mx.contiguous(part.chunk.values))
+        sides = (part.chunk.keys, part.chunk.values)
+        chunk = Chunk(tuple(mx.contiguous(side.swapaxes(0, 1)) for side in sides))
         alone = PrefillHandle(bench.store, part.layer, part.step, chunk)
         expected = prefill_attention(mx.contiguous(own[None]), alone, case.scale)
         assert mx.isfinite(expected).all()
@@ -150,18 +155,22 @@ def test_pages_of_several_rows_are_quantized_together(monkeypatch: pytest.Monkey
 
 
 def test_pages_of_another_dtype_are_quantized_as_alone() -> None:
-    """A model's values can be narrower than its keys, and a tail makes them as wide as the pool."""
-    layer = bench_of().caches[0].layer
-    wide = mx.random.normal((1, 2, PAGE_TOKENS, 64))
-    narrow = wide.astype(mx.bfloat16)
-    for values, last in ((narrow, False), (wide, True)):
-        layer.put_chunk(0, 0, 0, 1, wide, values, last=last)
-    found = [pages.values[1] for pages in layer.pending]
-    paged = (side.reshape(1, 2, PAGE_TOKENS, 64) for side in (narrow, wide))
-    alone = [layer.pools[0].pack(side, side)[1][1] for side in paged]
-    assert [scales.dtype for scales in found] == [mx.bfloat16, mx.float32]
-    for got, want in zip(found, alone, strict=True):
-        assert mx.array_equal(got, want)
+    """A model's values can be narrower than its keys. A tail in the pass makes them as wide."""
+    bench = bench_of()
+    layer, count, before = bench.caches[0].layer, 200, bench.new(100).row
+    shape = (2 * count, 2, 1, 64)
+    keys, values = mx.random.normal(shape), mx.random.normal(shape).astype(mx.bfloat16)
+    found = []
+    for rows in ([bench.new().row], [before, bench.new().row]):
+        some = slice(-len(rows) * count, None)
+        bench.store.begin_packed(rows, [count] * len(rows), len(rows) * count)
+        bench.caches[0].update_and_fetch(keys[some], values[some])
+        (filled,) = layer.pending
+        found.append([array[-2:] for array in (*filled.keys, *filled.values)])
+        assert bench.store.undo_prefill()
+    for alone, together in zip(*found, strict=True):
+        assert alone.dtype == together.dtype
+        assert mx.array_equal(alone, together)
 
 
 def test_nan_in_the_padding_affects_no_chunk() -> None:

@@ -24,8 +24,8 @@ void attend(
   held.keys = {{8, 64, k_dim, kvd::BLOCK, false, key_codes, groups[0], groups[1]}};
   held.values = {{8, 64, kvd::BLOCK, v_dim, false, value_codes, groups[2], groups[3]}};
   held.room = count;
-  held.dense_keys = keys;
-  held.dense_values = values;
+  held.dense_keys = {keys, 0, int64_t{count} * k_dim, k_dim};
+  held.dense_values = {values, 0, int64_t{count} * v_dim, v_dim};
   const int64_t start = int64_t{pages} * kvd::BLOCK;
   kvd::attend_chunk(
       held, {queries, k_dim, int64_t{count} * k_dim, 1}, {count, pages, start, start, lows}, y);

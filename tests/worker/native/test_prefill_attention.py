@@ -153,6 +153,25 @@ def test_lengths(library: ModuleType, count: int, pages: int, tail: int) -> None
     case(pages=pages, tail=tail, count=count).check(library)
 
 
+@pytest.mark.parametrize("axes", [(1, 0, 2), (2, 0, 1), (0, 2, 1)])
+@pytest.mark.parametrize(("count", "tail"), [(1, 0), (6, 64), (70, 20)])
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("v_dim", [64, 84])  # 84: not whole registers
+def test_keys_and_values_of_any_strides(
+    library: ModuleType, axes: tuple[int, ...], count: int, tail: int, window: int, v_dim: int
+) -> None:
+    """A prefill pass has all its rows' tokens in one array: heads come after tokens."""
+    plain = case(96, v_dim, count=count, tail=tail, bits=16)
+    if window:
+        plain = replace(plain, lows=[max(0, plain.offset + at - window) for at in range(count)])
+    back = [axes.index(axis) for axis in range(3)]
+    keys, values = (
+        mx.contiguous(side.transpose(axes)).transpose(back) for side in (plain.keys, plain.values)
+    )
+    found = replace(plain, keys=keys, values=values).check(library)
+    assert np.array_equal(found, plain.attend(library))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize("count", [1, 70])
 def test_precisions(library: ModuleType, bits: int, count: int) -> None:

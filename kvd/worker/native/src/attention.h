@@ -22,7 +22,17 @@ constexpr int BLOCK = 64;
 constexpr float UNSEEN = -1.0f;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// The keys and values that heads attend to; all arrays are contiguous.
+// Keys or values of dense tokens; a token's elements are contiguous.
+struct DenseTokens {
+  const float* data;
+  int64_t per_slot, per_head, per_token;  // elements from one to the next
+
+  const float* at(int64_t slot, int64_t head) const {
+    return data + slot * per_slot + head * per_head;
+  }
+};
+
+// The keys and values that heads attend to; arrays of pages are contiguous.
 struct Held {
   int64_t q_heads, kv_heads, k_dim, v_dim;
   float scale;
@@ -33,8 +43,7 @@ struct Held {
 
   // Dense tokens after the pages: tails of all rows, or a chunk.
   int64_t room;  // tokens of capacity
-  const float* dense_keys;  // [slots, kv_heads, room, k_dim]
-  const float* dense_values;
+  DenseTokens dense_keys, dense_values;
 };
 
 // A query of one head. It sees the positions from `low` to `last`, and those before `keep`.
@@ -111,7 +120,7 @@ class HeadAttention {
       const float* v = dense(values, page, values_);
       if (values.turned) {
         turned_.resize(held_->v_dim * BLOCK);
-        transpose(v, held_->v_dim, BLOCK, held_->v_dim, turned_.data());
+        transpose(v, held_->v_dim, BLOCK, BLOCK, turned_.data(), held_->v_dim);
         v = turned_.data();
       }
       gather(Dense{v, held_->v_dim}, BLOCK, about[2]);
@@ -120,20 +129,20 @@ class HeadAttention {
 
   // Attend to the first `count` dense tokens of a slot; the first has this `position`.
   void tokens(int64_t slot, int64_t count, int64_t position, int64_t head) {
-    const int64_t at = (slot * held_->kv_heads + head) * held_->room;
+    const int64_t key_pitch = held_->dense_keys.per_token;
+    const int64_t value_pitch = held_->dense_values.per_token;
+    const float* keys = held_->dense_keys.at(slot, head);
+    const float* values = held_->dense_values.at(slot, head);
     keys_.resize(held_->k_dim * BLOCK);
     for (int64_t first = 0; first < count && position + first <= last_; first += BLOCK) {
       if (!seen(position + first)) {
         continue;
       }
       const int64_t some = std::min<int64_t>(BLOCK, count - first);
-      transpose(
-          held_->dense_keys + (at + first) * held_->k_dim, some, held_->k_dim, BLOCK,
-          keys_.data());
+      transpose(keys + first * key_pitch, some, held_->k_dim, key_pitch, keys_.data(), BLOCK);
       score(Dense{keys_.data(), BLOCK}, position + first);
       weigh(some, position + first);
-      const float* values = held_->dense_values + (at + first) * held_->v_dim;
-      gather(Dense{values, held_->v_dim}, some, position + first);
+      gather(Dense{values + first * value_pitch, value_pitch}, some, position + first);
     }
   }
 
@@ -405,7 +414,7 @@ class HeadAttention {
       }
       if constexpr (std::is_same_v<Source, Dense>) {
         if (seen < 0) {
-          gather_seen(first, values.data, count, position);
+          gather_seen(first, values, count, position);
         }
       }
       ++first;
@@ -435,7 +444,7 @@ class HeadAttention {
     }
     if constexpr (std::is_same_v<Source, Dense>) {
       for (int64_t line = first; line < first + LINES; ++line) {
-        gather_rest(line, values.data, from, to, d);
+        gather_rest(line, values, from, to, d);
       }
     }
   }
@@ -483,14 +492,14 @@ class HeadAttention {
   }
 
   // The channels from `first` on, which fill no vector.
-  void gather_rest(int64_t line, const float* values, int64_t from, int64_t to, int64_t first) {
+  void gather_rest(int64_t line, const Dense& values, int64_t from, int64_t to, int64_t first) {
     const float* weights = weights_.data() + line * BLOCK;
     const float fade = from ? 1.0f : fades_.data()[line];
     float* out = output_.data() + line * held_->v_dim;
     for (int64_t d = first; d < held_->v_dim; ++d) {
       float one = out[d] * fade;
       for (int64_t t = from; t < to; ++t) {
-        one = std::fma(weights[t], values[t * held_->v_dim + d], one);
+        one = std::fma(weights[t], values.data[t * values.columns + d], one);
       }
       out[d] = one;
     }
@@ -498,7 +507,7 @@ class HeadAttention {
 
   // For a query that does not see the first tokens: hidden tokens are skipped, because their memory may
   // hold anything.
-  void gather_seen(int64_t line, const float* values, int64_t count, int64_t position) {
+  void gather_seen(int64_t line, const Dense& values, int64_t count, int64_t position) {
     const float* weights = weights_.data() + line * BLOCK;
     float* out = output_.data() + line * held_->v_dim;
     const float fading = fades_.data()[line];
@@ -514,7 +523,7 @@ class HeadAttention {
       if (hidden(lines_[line], position + t)) {
         continue;
       }
-      const float* from = values + t * held_->v_dim;
+      const float* from = values.data + t * values.columns;
       for (d = 0; d + LANES <= held_->v_dim; d += LANES) {
         store(out + d, fma(splat(weights[t]), load(from + d), load(out + d)));
       }

@@ -102,6 +102,10 @@ class Rows {
     return data_ + at;
   }
 
+  int64_t size() const {
+    return size_;
+  }
+
   int64_t stride() const {
     return stride_;
   }
@@ -430,8 +434,8 @@ class Attention : public Operation {
     found.scale = scale_;
     found.keep = keep_;
     found.pages = inputs[1].data<int32_t>();
-    found.dense_keys = inputs[2].data<float>();
-    found.dense_values = inputs[3].data<float>();
+    found.dense_keys = dense(inputs[2]);
+    found.dense_values = dense(inputs[3]);
     found.sinks = sinks_ ? inputs[next++].data<float>() : nullptr;
     for (size_t level = 0; level < keys_.size(); ++level) {
       found.keys.push_back(side(inputs, next, keys_[level], found.k_dim, kvd::BLOCK));
@@ -443,6 +447,12 @@ class Attention : public Operation {
   }
 
  private:
+  // Of [slots, heads, tokens, dim] or [heads, tokens, dim].
+  static kvd::DenseTokens dense(const mx::array& x) {
+    const int64_t per_slot = x.ndim() > 3 ? x.strides(-4) : 0;
+    return {x.data<float>(), per_slot, x.strides(-3), x.strides(-2)};
+  }
+
   static kvd::Packed side(
       const Arrays& inputs, size_t& next, Packing packing, int64_t a, int64_t b) {
     kvd::Packed found;
@@ -718,13 +728,25 @@ class Prefill : public Attention {
         queries.data<float>(), queries.strides(2), queries.strides(1), queries.strides(3)};
     const kvd::ChunkPlace chunk{
         queries.shape(2), pages_, offset_, start_, inputs[4].data<int32_t>()};
-    run([held = held(inputs), from, chunk, y = out.data<float>()] {
+    run([held = held(inputs), keys = Rows(inputs[2]), values = Rows(inputs[3]), from, chunk,
+         y = out.data<float>()]() mutable {
+      std::vector<float> key_room, value_room;
+      contiguous(held.dense_keys, held.room, keys, key_room);
+      contiguous(held.dense_values, held.room, values, value_room);
       kvd::attend_chunk(held, from, chunk, y);
     });
   }
 
  private:
   int pages_, offset_, start_;
+
+  // Copy tokens whose elements are not contiguous to `room`.
+  static void contiguous(
+      kvd::DenseTokens& dense, int64_t tokens, const Rows& from, std::vector<float>& room) {
+    if (from.stride() != 1) {
+      dense = {from.all(room), 0, tokens * from.size(), from.size()};
+    }
+  }
 };
 
 // Rows of a packed weight, [panels, inputs, 16], by their numbers.
@@ -1081,8 +1103,8 @@ mx::array prefill_attention(
     const Told& value_packings, float scale, int keep, const std::optional<mx::array>& sinks,
     int count, int offset, int start) {
   return attend<Prefill>(
-      queries, pages, plain(keys), plain(values), lows, pools, key_packings,
-      value_packings, scale, keep, sinks, count, offset, start);
+      queries, pages, mx::astype(keys, mx::float32), mx::astype(values, mx::float32), lows, pools,
+      key_packings, value_packings, scale, keep, sinks, count, offset, start);
 }
 
 }  // namespace

@@ -179,17 +179,18 @@ inline void transpose_lanes(const float* from, int64_t pitch, float* to, int64_t
   }
 }
 
-// [rows, columns] to [columns, rows], whose rows begin every `pitch` elements.
-inline void transpose(const float* from, int64_t rows, int64_t columns, int64_t pitch, float* to) {
+// [rows, columns] to [columns, rows]; rows begin every `pitch` and `to_pitch` elements.
+inline void transpose(
+    const float* from, int64_t rows, int64_t columns, int64_t pitch, float* to, int64_t to_pitch) {
   const int64_t whole_rows = rows / LANES * LANES, whole_columns = columns / LANES * LANES;
   for (int64_t r = 0; r < whole_rows; r += LANES) {
     for (int64_t c = 0; c < whole_columns; c += LANES) {
-      transpose_lanes(from + r * columns + c, columns, to + c * pitch + r, pitch);
+      transpose_lanes(from + r * pitch + c, pitch, to + c * to_pitch + r, to_pitch);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) {
-      to[c * pitch + r] = from[r * columns + c];
+      to[c * to_pitch + r] = from[r * pitch + c];
     }
   }
 }

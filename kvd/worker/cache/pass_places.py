@@ -1,0 +1,152 @@
+"""Where the keys and values of a prefill pass come from and go to, computed once for all layers.
+
+In each layer, the tokens of a pass follow the tails of those rows that have one, in one array::
+
+    source    t t t . u u u u | a a a b b b b c c .      t, u: tails of two rows
+              |<--- tails --->|<----- batch ----->|      a, b, c: chunks; .: unused
+
+New pages and new tails are taken from it for all rows at once: on accelerators the host takes as
+long to launch an operation for one row as for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Protocol
+
+from kvd.worker.cache.packed import Slots, runs_of
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import PAGE_TOKENS
+
+_MOST_RUNS = 2
+"""Most runs of tokens that are read by slices, see `Slots`."""
+
+
+class PlannedChunk(Protocol):
+    """What places depend on; see `PrefillStep`."""
+
+    @property
+    def row(self) -> Row: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def tail_length(self) -> int: ...
+    @property
+    def new_pages(self) -> int: ...
+    @property
+    def continues(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class FilledPages:
+    """Pages of one level that are quantized together."""
+
+    level: int
+    tokens: Slots
+    """Places of their tokens."""
+
+
+@dataclass(frozen=True)
+class ChunkPlaces:
+    """What a chunk attends to besides its row's pages: the tail before it, and itself."""
+
+    tokens: tuple[slice, ...]
+    earlier: tuple[int, ...]
+    """Indices in `PassPlaces.pages`: what earlier chunks of the row in the same pass fill."""
+
+
+@dataclass(frozen=True)
+class TailPlaces:
+    """Where the new tails come from and go to."""
+
+    slots: tuple[int, ...]
+    tokens: Slots
+    """Places of their tokens. Shorter tails are padded with their last token."""
+
+
+@dataclass(frozen=True)
+class PassPlaces:
+    """Places in the source, and slots of tails; see the module."""
+
+    tails: Slots
+    """Slots of the tails that the source begins with."""
+    tail_width: int
+    """Tokens of each of these tails in the source: the most that one has, as whole pages."""
+    pages: tuple[FilledPages, ...]
+    """In the order of the chunks that fill them."""
+    chunks: tuple[ChunkPlaces, ...]
+    new_tails: TailPlaces
+
+    @staticmethod
+    def of(steps: Sequence[PlannedChunk]) -> PassPlaces:
+        """Return the places of a pass; ``steps``: its chunks, in the order of their tokens."""
+        rows = _by_row(steps)
+        old = [first for first, *_ in rows if first.tail_length]
+        width = _whole_pages(max((first.tail_length for first in old), default=0))
+        pages, chunks, tails = _Pages(), list[ChunkPlaces](), list[list[int]]()
+        tail, token = 0, width * len(old)
+        for some in rows:
+            length, count = some[0].tail_length, sum(step.count for step in some)
+            places = [*range(tail, tail + length), *range(token, token + count)]
+            tail, token = tail + width * bool(length), token + count
+            earlier: list[int] = []
+            for step in some:
+                tokens = runs_of(places[: step.tail_length + step.count])
+                chunks.append(ChunkPlaces(tuple(tokens), tuple(earlier)))
+                full = step.new_pages * PAGE_TOKENS
+                if full:
+                    # A later chunk of the row sees these pages as they will be stored.
+                    is_alone = step is not some[-1]
+                    earlier.append(pages.add(step.row.level, places[:full], is_alone=is_alone))
+                    places = places[full:]
+            tails.append(places)
+        return PassPlaces(
+            Slots([first.row.slot for first in old]),
+            width,
+            pages.groups(),
+            tuple(chunks),
+            TailPlaces(tuple(some[0].row.slot for some in rows), _padded(tails)),
+        )
+
+
+class _Pages:
+    """Collects the pages of a pass in groups."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[int, bool, list[int]]] = []
+
+    def add(self, level: int, places: list[int], *, is_alone: bool) -> int:
+        """Add pages by the places of their tokens; return the number of their group."""
+        if not is_alone and self._groups and self._groups[-1][:2] == (level, False):
+            self._groups[-1][2].extend(places)
+        else:
+            self._groups.append((level, is_alone, [*places]))
+        return len(self._groups) - 1
+
+    def groups(self) -> tuple[FilledPages, ...]:
+        return tuple(
+            FilledPages(level, Slots(places, _MOST_RUNS)) for level, _, places in self._groups
+        )
+
+
+def _by_row(steps: Sequence[PlannedChunk]) -> list[list[PlannedChunk]]:
+    """Return the chunks of each row."""
+    rows: list[list[PlannedChunk]] = []
+    for step in steps:
+        if step.continues:
+            rows[-1].append(step)
+        else:
+            rows.append([step])
+    return rows
+
+
+def _whole_pages(tokens: int) -> int:
+    return PAGE_TOKENS * -(-tokens // PAGE_TOKENS)
+
+
+def _padded(tails: list[list[int]]) -> Slots:
+    most = max(map(len, tails))
+    padded = (chain(tail, repeat(tail[-1], most - len(tail))) for tail in tails)
+    return Slots([*chain.from_iterable(padded)], _MOST_RUNS)
