@@ -67,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class NewTails:
-    """The tails that a pass leaves."""
+    """Tails of the same length that a pass leaves."""
 
     slots: tuple[int, ...]
     keys: mx.array
@@ -143,11 +143,11 @@ class LayerStore:
             sides = (_paged(side) for side in take(source, filled.tokens))
             packed = self.pools[filled.level].pack(*sides)
             self.pending.append(PendingPages(filled.level, *packed))
-        new = places.new_tails
-        tails = (_copied(side, new.tokens) for side in source)
-        rows = (len(new.slots), -1)
-        found = NewTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
-        self.new_tails.append(found)
+        for new in places.new_tails:
+            tails = (_copied(side, new.tokens) for side in source)
+            rows = (len(new.slots), -1)
+            found = NewTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
+            self.new_tails.append(found)
         filled_pages = self.pending[len(self.pending) - len(places.pages) :]
         return [
             Chunk(source, chunk.tokens, tuple(filled_pages[group] for group in chunk.earlier))
@@ -221,6 +221,7 @@ class LayerStore:
                 at = 0
                 for run in runs_of(new.slots):
                     some = side[at : at + run.stop - run.start].swapaxes(1, 2)
+                    # Fewer than `TAIL_TOKENS`: arrays written as a whole get the source's strides.
                     tails[run, :, : some.shape[2]] = some
                     at += len(some)
 

@@ -13,30 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import Protocol
+from functools import lru_cache
+from itertools import chain
 
 from kvd.worker.cache.packed import Slots, runs_of
-from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _MOST_RUNS = 2
 """Most runs of tokens that are read by slices, see `Slots`."""
 
 
-class PlannedChunk(Protocol):
-    """What places depend on; see `PrefillStep`."""
+@dataclass(frozen=True)
+class PlannedChunk:
+    """What the places of a pass depend on; see `PrefillStep`."""
 
-    @property
-    def row(self) -> Row: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def tail_length(self) -> int: ...
-    @property
-    def new_pages(self) -> int: ...
-    @property
-    def continues(self) -> bool: ...
+    slot: int
+    level: int
+    count: int
+    tail_length: int
+    new_pages: int
+    continues: bool
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,11 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class TailPlaces:
-    """Where the new tails come from and go to."""
+    """Where new tails of the same length come from and go to."""
 
     slots: tuple[int, ...]
     tokens: Slots
-    """Places of their tokens. Shorter tails are padded with their last token."""
+    """Places of their tokens, tail by tail."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +69,24 @@ class PassPlaces:
     tails: Slots
     """Slots of the tails that the source begins with."""
     tail_width: int
-    """Tokens of each of these tails in the source: the most that one has, as whole pages."""
+    """Tokens of each of these tails in the source: the longest one's, rounded up to whole pages."""
     pages: tuple[FilledPages, ...]
-    """In the order of the chunks that fill them."""
+    """In the order of the chunks that fill them. Chunks that another one of their row follows have
+    pages of their own."""
     chunks: tuple[ChunkPlaces, ...]
-    new_tails: TailPlaces
+    new_tails: tuple[TailPlaces, ...]
 
     @staticmethod
-    def of(steps: Sequence[PlannedChunk]) -> PassPlaces:
-        """Return the places of a pass; ``steps``: its chunks, in the order of their tokens."""
+    @lru_cache(maxsize=64)
+    def of(steps: tuple[PlannedChunk, ...]) -> PassPlaces:
+        """Return the places of a pass; ``steps``: its chunks, in the order of their tokens.
+
+        Cached for mlx-lm's caches, of which each layer has steps of its own.
+        """
         rows = _by_row(steps)
         old = [first for first, *_ in rows if first.tail_length]
         width = _whole_pages(max((first.tail_length for first in old), default=0))
-        pages, chunks, tails = _Pages(), list[ChunkPlaces](), list[list[int]]()
+        pages, chunks, tails = _Pages(), list[ChunkPlaces](), dict[int, list[int]]()
         tail, token = 0, width * len(old)
         for some in rows:
             length, count = some[0].tail_length, sum(step.count for step in some)
@@ -99,15 +100,15 @@ class PassPlaces:
                 if full:
                     # A later chunk of the row sees these pages as they will be stored.
                     is_alone = step is not some[-1]
-                    earlier.append(pages.add(step.row.level, places[:full], is_alone=is_alone))
+                    earlier.append(pages.add(step.level, places[:full], is_alone=is_alone))
                     places = places[full:]
-            tails.append(places)
+            tails[some[0].slot] = places
         return PassPlaces(
-            Slots([first.row.slot for first in old]),
+            Slots([first.slot for first in old]),
             width,
             pages.groups(),
             tuple(chunks),
-            TailPlaces(tuple(some[0].row.slot for some in rows), _padded(tails)),
+            _by_length(tails),
         )
 
 
@@ -118,7 +119,10 @@ class _Pages:
         self._groups: list[tuple[int, bool, list[int]]] = []
 
     def add(self, level: int, places: list[int], *, is_alone: bool) -> int:
-        """Add pages by the places of their tokens; return the number of their group."""
+        """Add pages by the places of their tokens; return the number of their group.
+
+        ``is_alone``: whether no other pages may be in it.
+        """
         if not is_alone and self._groups and self._groups[-1][:2] == (level, False):
             self._groups[-1][2].extend(places)
         else:
@@ -146,7 +150,11 @@ def _whole_pages(tokens: int) -> int:
     return PAGE_TOKENS * -(-tokens // PAGE_TOKENS)
 
 
-def _padded(tails: list[list[int]]) -> Slots:
-    most = max(map(len, tails))
-    padded = (chain(tail, repeat(tail[-1], most - len(tail))) for tail in tails)
-    return Slots([*chain.from_iterable(padded)], _MOST_RUNS)
+def _by_length(tails: dict[int, list[int]]) -> tuple[TailPlaces, ...]:
+    """Return the tails, given by slot, in groups of the same length: padding would take memory."""
+    found: list[TailPlaces] = []
+    for length in dict.fromkeys(map(len, tails.values())):
+        some = {slot: places for slot, places in tails.items() if len(places) == length}
+        tokens = Slots([*chain.from_iterable(some.values())], _MOST_RUNS)
+        found.append(TailPlaces(tuple(some), tokens))
+    return tuple(found)

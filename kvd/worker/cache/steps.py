@@ -26,7 +26,7 @@ from kvd.worker.cache.page_tables import (
     page_locations,
     to_mlx,
 )
-from kvd.worker.cache.pass_places import PassPlaces
+from kvd.worker.cache.pass_places import PassPlaces, PlannedChunk
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from protocol.pages import TAIL_TOKENS
@@ -255,7 +255,13 @@ class PrefillStep:
     @cached_property
     def places(self) -> PassPlaces:
         """Where the tokens come from and go to, if the pass has no other chunk."""
-        return PassPlaces.of([self])
+        return PassPlaces.of((self.planned,))
+
+    @property
+    def planned(self) -> PlannedChunk:
+        """What the places of its pass depend on."""
+        sizes = self.count, self.tail_length, self.new_pages
+        return PlannedChunk(self.row.slot, self.row.level, *sizes, self.continues)
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
         """Give a layer the chunk's keys and values, ``[1, heads, count, dim]``; lazy."""
@@ -352,7 +358,7 @@ class PackedPrefill:
     @cached_property
     def places(self) -> PassPlaces:
         """Where the tokens come from and go to."""
-        return PassPlaces.of(self.steps)
+        return PassPlaces.of(tuple(step.planned for step in self.steps))
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> list[Chunk]:
         """Give a layer the keys and values of all chunks, ``[batch, heads, 1, dim]``; lazy."""

@@ -1,8 +1,8 @@
 """The masks of decode steps: which tokens the grammars of their rows allow next.
 
 A mask depends on the previous token. Threads therefore advance the matchers and compute the masks
-while the device computes the logits of the step, and the step draws its tokens last. Masks that are
-ready before the forward pass is evaluated save that second evaluation.
+while the device computes the logits of the step, and the step draws its tokens last. If the masks
+are ready before the forward pass is evaluated, pass and draw are evaluated together.
 
 A row whose mask is not ready by then is *late*: the step draws the other rows, and a later step
 draws the late one. Until then, it takes part in no step. So no grammar delays other rows for more
@@ -73,7 +73,7 @@ class StepMasks:
         """Whether a thread waits for the tokens of a step, instead of the calling one."""
         self._order = ReadOrder()
         self._spent: float | None = None
-        """Seconds of the step that its `ReadOrder` decides: waits for tokens and masks, and the
+        """Seconds of the step that depend on the order: waits for tokens and masks, and the
         evaluation of a draw. None: it read no tokens."""
         self.late: list[LateRow] = []
         """Rows that were launched and not drawn, the longest waiting first."""
@@ -85,18 +85,19 @@ class StepMasks:
         self._batches: list[MaskBatch] = []
         """Batches with matchers that are lent, the oldest first."""
         self._awaited: list[MaskBatch] = []
-        """Batches that begun since the last step was drawn."""
+        """Batches that began since the last step was drawn."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        """Seconds from `evaluate` until the masks were there, of steps without late rows."""
+        """Seconds from `prepare` until the masks were there, or pass and draw were launched
+        together; of steps without late rows."""
         self._begun = 0.0
 
     # Matchers advance.
 
     def prepare(self, previous: DecodeStep | None, step: DecodeStep) -> bool:
-        """Start to compute the masks of a step, unless its order is to read tokens later.
+        """If tokens are read first, read them and start to compute the masks of a step.
 
-        ``previous``: the step whose tokens are its input. Return whether all masks are ready. If
-        so, call `draw` before `evaluate`.
+        ``previous``: the step whose tokens are its input. Return whether the masks are then ready.
+        If so, call `draw` before `evaluate`.
         """
         self._begun = time.monotonic()
         if not (self._reads_in_thread or self._order.reads_first):
@@ -106,8 +107,10 @@ class StepMasks:
             return False
         start = time.monotonic()
         for batch in self._awaited:
-            batch.wait(max(0.0, start + TOGETHER_SECONDS - time.monotonic()))
+            if any(map(batch.lends, step.lent)):
+                batch.wait(max(0.0, start + TOGETHER_SECONDS - time.monotonic()))
         self.take_back()
+        self._awaited = [batch for batch in self._awaited if not batch.taken_back]
         if self._spent is not None:
             self._spent += time.monotonic() - start
         return not step.lent
@@ -115,7 +118,7 @@ class StepMasks:
     def evaluate(self, previous: DecodeStep | None, step: DecodeStep, others: list[Any]) -> None:
         """Evaluate a step after `prepare`, and start to compute its masks if that did not.
 
-        ``others``: arrays to evaluate with it.
+        ``previous``: that of `prepare`. ``others``: arrays to evaluate with it.
         """
         mx.async_eval(step.arrays, others)  # type: ignore[no-untyped-call]
         if not (self._reads_in_thread or self._order.reads_first):
@@ -239,8 +242,8 @@ class StepMasks:
 
         ``idle``: whether no step is in flight. Then a step without rows waits for a late row.
 
-        The draw of completions that it returns is ignored, unless the matcher is optional: then it
-        had no mask.
+        Returns completions whose grammar allows no further token. What was drawn for them is
+        ignored, unless the matcher is optional: then it was drawn without a mask.
         """
         self._wait(step, idle=idle)
         late = [at for at, one in enumerate(step.drawing) if one.is_lent and not one.ended]

@@ -154,6 +154,17 @@ def test_pages_of_several_rows_are_quantized_together(monkeypatch: pytest.Monkey
     case.finish()
 
 
+def test_tails_of_unequal_lengths_wait_without_padding() -> None:
+    """The charge for what waits for the flush counts the tokens of a pass."""
+    bench = bench_of()
+    counts = (127, *[4] * 31)
+    Group(bench, [bench.new() for _ in counts], counts)
+    layer = bench.caches[0].layer
+    waiting = sum(new.keys.nbytes + new.values.nbytes for new in layer.new_tails)
+    assert waiting == bench.geometry.dense_bytes(sum(counts))
+    bench.store.finish_prefill()
+
+
 def test_pages_of_another_dtype_are_quantized_as_alone() -> None:
     """A model's values can be narrower than its keys. A tail in the pass makes them as wide."""
     bench = bench_of()

@@ -110,8 +110,10 @@ def test_what_is_launched_before_tokens_are_waited_for(
     demo.run(until=lambda: len(demo.outcomes["person"].tokens) > 3 and _settled(demo))
     with monkeypatch.context() as patch:
         events = _record(patch, ready=ready)
+        demo.engine._batch._masks._recent.clear()
         demo.step()
 
+    assert len(demo.engine._batch._masks._recent) == 1
     order = ["read", "masks", "forward"] if reads_first else ["forward", "read", "masks"]
     draw = [] if reads_first else ["draw"]
     assert events == [*order, *([*draw, "deliver"] if ready else ["deliver", "draw"])]
