@@ -53,6 +53,8 @@ class Step:
     period: float
     waits: float
     """Waiting for tokens and masks, on the host."""
+    spent: float
+    """What depends on the order: that, and launching a draw apart from its pass."""
 
 
 class _Device:
@@ -68,7 +70,7 @@ def step_of(order: Order, times: Times) -> Step:
     """Return the steady step of an order."""
     device = _Device()
     now = token_at = masks_at = 0.0
-    ends, waits = [0.0], [0.0]
+    ends, waits, apart = [0.0], [0.0], False
     for _ in range(STEPS):
         waited, delivers_first, apart = 0.0, False, order != "without"
         now += times.prepare
@@ -102,7 +104,9 @@ def step_of(order: Order, times: Times) -> Step:
         ends.append(now)
         waits.append(waited)
     half = STEPS // 2
-    return Step((ends[-1] - ends[half]) / (STEPS - half), sum(waits[half + 1 :]) / (STEPS - half))
+    waiting = sum(waits[half + 1 :]) / (STEPS - half)
+    spent = waiting + times.apart * apart
+    return Step((ends[-1] - ends[half]) / (STEPS - half), waiting, spent)
 
 
 def speed(order: Order, times: Times) -> float:

@@ -33,6 +33,7 @@ from kvd.worker.serving import (
 from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.serving.probe import Served
 from protocol.types import FusedAttention
+from tests.worker import shallow
 from tests.worker.attention.stand_in import StandIn
 from tests.worker.core.driver import Driver
 from tests.worker.serving.test_probe import VOCAB, model_of
@@ -394,7 +395,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
     monkeypatch.setattr(kernel_choice, "find_kernels", kernels.backend)
     # `test_fused` covers compiled steps, which take long to compile for the CPU.
     monkeypatch.setattr(runner, "obstacle", lambda _: "switched off by the test")
-    fused = Driver("demo")
+    fused = Driver(shallow.path())
     loaded = kernels.launches
     prompt = list(range(5, 140))
     texts = [driver.alone(prompt, max_tokens=20).text for driver in (demo, fused)]
