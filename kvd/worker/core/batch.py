@@ -13,10 +13,10 @@ Decode steps are pipelined: `decode` launches a step from the lazy tokens of the
 reads the previous one while the device computes. A completion that ends in step n therefore still
 runs in step n+1. Its row is freed when step n+1 is read.
 
-If a row has a grammar, its mask depends on the previous token. Then the forward pass is launched
-first, and threads compute the masks meanwhile. If they are ready, the tokens are drawn before the
-previous step is read. If not, that step is read while they are computed. A row whose mask takes too
-long is drawn by a later step (`kvd.worker.core.masks`).
+If a row has a grammar, its mask depends on the previous token. Threads compute the masks. If they
+are ready before the forward pass is launched, pass and draw are launched together. Otherwise the
+draw follows: before the previous step is read if the masks are ready by then, and after it if not.
+A row whose mask takes too long is drawn by a later step (`kvd.worker.core.masks`).
 """
 
 from __future__ import annotations

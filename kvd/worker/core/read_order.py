@@ -23,8 +23,8 @@ PERIOD = 512
 class ReadOrder:
     """Tries both orders, and takes the one whose steps take less time.
 
-    Only times that differ are compared: waits for tokens and masks, and the launch of a draw apart
-    from its pass. The rest of a step is the same work in both.
+    It compares the times that depend on the order: waits for tokens and masks, and the launch of a
+    draw apart from its pass. The rest of a step is the same work in both.
     """
 
     def __init__(self) -> None:
