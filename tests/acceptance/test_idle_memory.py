@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
@@ -32,7 +33,8 @@ def served(daemon: Daemon, words: int, number: int) -> int:
         Reader(daemon, "demo", f"{index} " * words, max_tokens=64, ignore_eos=True, seed=index)
         for index in range(number)
     ]
-    while any(one.is_alive() for one in readers):
+    end = time.monotonic() + 120
+    while any(one.is_alive() for one in readers) and time.monotonic() < end:
         peak = max(peak, memory.footprint(pid))
         readers[-1].join(0.05)
     for one in readers:
