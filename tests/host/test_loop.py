@@ -63,6 +63,6 @@ def test_waits_and_short_delays_count():
         before = loop.time()
         await asyncio.sleep(0.02)
         jumps.append(LATE_S / 2)  # a busy loop
-        assert abs((loop.time() - before) - (time.monotonic() - began) - LATE_S / 2) < 0.01
+        assert abs((loop.time() - before) - (time.monotonic() - began) - LATE_S / 2) < LATE_S / 4
 
     run(main, jumps=jumps)

@@ -251,12 +251,6 @@ def test_a_drained_daemon_accepts_no_requests(daemon: Daemon):
     assert daemon.answers()
 
 
-def test_help_starts_fast(shared: Daemon):
-    began = time.monotonic()
-    assert shared.kvctl("--help").returncode == 0
-    assert time.monotonic() - began < 2.0
-
-
 def test_the_prefix_store_of_a_real_daemon_survives_its_death(daemon: Daemon):
     assert "off; turn it on" in daemon.kvctl("cache").stdout
     assert daemon.kvctl("cache", "drop", "--all").returncode == 6

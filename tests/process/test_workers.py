@@ -104,7 +104,7 @@ def test_a_stopped_daemon_does_not_stall_the_worker(daemon: Daemon):
         assert reader.error is None
         assert len(reader.completion.tokens) == 500
     # A worker that had blocked would still need nearly 5 s.
-    assert max(reader.ended_at for reader in readers) - resumed < 2.5
+    assert max(reader.ended_at for reader in readers) - resumed < 4
     assert daemon.worker_pid("m") == worker
     assert daemon.model("m").restarts == 0
 

@@ -15,7 +15,7 @@ from protocol.worker import LoadModel, Progress, Ready, RowFinished, RowTokens, 
 from tests.worker.process.peer import Process, alive, submit, wait_until
 
 pytestmark = pytest.mark.process
-SOON_S = 2.0
+SOON_S = 10.0
 """Seconds within which a worker must exit after its daemon has."""
 
 
