@@ -286,7 +286,7 @@ class LayerStore:
             more = count - tails.shape[0]
             if more > 0:
                 empty = mx.zeros((more, *tails.shape[1:]), tails.dtype)
-                new = mx.concatenate([tails, empty])
+                new = mx.concatenate([tails, empty]) if len(tails) else empty
             else:  # a slice would keep the whole buffer alive
                 new = mx.contiguous(tails[:count])
             yield [new], partial(setattr, self, name, new)

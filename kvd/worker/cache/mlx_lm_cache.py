@@ -156,7 +156,7 @@ class MlxLmCache:
 
     # Sequences.
 
-    def new_row(self, level: int = 0) -> MlxLmRow:  # noqa: ARG002 - interface
+    def new_row(self, level: int = 0, coming: int = 1) -> MlxLmRow:  # noqa: ARG002 - interface
         row = MlxLmRow(self.new_caches())
         self.sequences.append(row)
         return row

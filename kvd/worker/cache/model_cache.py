@@ -149,9 +149,10 @@ class ModelCache:
 
     # Sequences.
 
-    def new_row(self, level: int = 0) -> SequenceRow:
+    def new_row(self, level: int = 0, coming: int = 1) -> SequenceRow:
+        """Return an empty sequence. ``coming``: see `KVStore.new_row`."""
         start = self.settings.store_level(level)
-        sequence = SequenceRow([store.new_row(start) for store in self.stores])
+        sequence = SequenceRow([store.new_row(start, coming) for store in self.stores])
         self.states.add(sequence)
         self.sequences.append(sequence)
         return sequence

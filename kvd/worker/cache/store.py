@@ -113,8 +113,9 @@ class KVStore:
 
     # Rows.
 
-    def new_row(self, level: int = 0) -> Row:
-        row = Row(self.tails.take(), level, anchored=self.kind.anchored_pages)
+    def new_row(self, level: int = 0, coming: int = 1) -> Row:
+        """Return an empty row. ``coming``: new rows before the next step, this one included."""
+        row = Row(self.tails.take(coming), level, anchored=self.kind.anchored_pages)
         self.rows.append(row)
         return row
 

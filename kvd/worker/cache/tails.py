@@ -30,12 +30,15 @@ class TailSlots:
     def nbytes(self) -> int:
         return self.count * self.row_bytes
 
-    def take(self) -> int:
-        """Return a free slot. If there is none, the arrays grow by one slot."""
+    def take(self, coming: int = 1) -> int:
+        """Return a free slot.
+
+        If there is none, the arrays grow by ``coming`` slots: each growth copies all tails.
+        """
         if not self._free:
-            self._resize(self.count + 1)
-            self._free.append(self.count)
-            self.count += 1
+            self._resize(self.count + coming)
+            self._free += range(self.count, self.count + coming)
+            self.count += coming
         slot = self._free.pop(0)
         if slot in self._dirty:
             self._dirty.remove(slot)

@@ -137,11 +137,14 @@ class Batch:
 
     # Prompts.
 
-    def new_row(self, request: Request, hit: Hit) -> Row:
-        """Return a row with the content of a checkpoint, or an empty one."""
+    def new_row(self, request: Request, hit: Hit, coming: int = 1) -> Row:
+        """Return a row with the content of a checkpoint, or an empty one.
+
+        ``coming``: see `KVStore.new_row`.
+        """
         if hit.tokens:
             return self.cache.restore(hit.snapshot)
-        return self.cache.new_row(request.level)
+        return self.cache.new_row(request.level, coming)
 
     def open_row(self, request: Request, hit: Hit | None = None) -> None:
         request.row = self.new_row(request, hit or Hit(0))

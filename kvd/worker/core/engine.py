@@ -325,6 +325,7 @@ class MLXEngine:
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
+            self._deliver()
             self._request_memory(self._idle_work.run())
         elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
             self._preemption.wait(WAIT_SECONDS)

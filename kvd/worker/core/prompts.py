@@ -76,15 +76,18 @@ class Prompts:
     def _has_new_hit(self, rid: str) -> bool:
         return self._prefix_cache.has_new_hit(self._batch.requests[rid].tracked)
 
-    def _begin(self, rid: str) -> int:
-        """Give a request its row; return the number of prompt tokens that the row holds."""
+    def _begin(self, rid: str, coming: int) -> int:
+        """Give a request its row; return the number of prompt tokens that the row holds.
+
+        ``coming``: see `KVStore.new_row`.
+        """
         request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
         if self.segments is not None and (tokens := self.segments.restore(request, hit)):
             return tokens
         if hit.tokens:
             self._batch.synchronize()  # the row gets tails and pages
-        self._batch.take_row(request, self._batch.new_row(request, hit), hit.tokens)
+        self._batch.take_row(request, self._batch.new_row(request, hit, coming), hit.tokens)
         return hit.tokens
 
     def begin_single_tokens(self, rids: Sequence[str]) -> None:

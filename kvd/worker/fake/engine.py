@@ -263,7 +263,7 @@ class FakeEngine:
     def _has_new_hit(self, rid: str) -> bool:
         return self._prefix_cache.has_new_hit(self._rows[rid].tracked)
 
-    def _begin_prefill(self, rid: str) -> int:
+    def _begin_prefill(self, rid: str, _: int) -> int:
         row = self._rows[rid]
         hit = self._prefix_cache.begin_prefill(row.tracked)
         self._pages.hold(row.pages)

@@ -80,7 +80,7 @@ class Follower:
             case records.Free():
                 self._cache.free(self._rows.pop(record.row), clean=record.clean)
             case records.NewRow():
-                self._rows[record.row] = self._cache.new_row(record.level)
+                self._rows[record.row] = self._cache.new_row(record.level, record.coming)
             case records.Drop():
                 self._cache.snapshots.drop(self._snapshots.pop(record.snapshot))
             case _:

@@ -129,9 +129,9 @@ class LeaderCache(Summed):
     def limit_bytes(self, value: int | None) -> None:
         self._one.limit_bytes = None if value is None else value // self._ranks
 
-    def new_row(self, level: int = 0) -> SequenceRow:
-        self._sender.send(records.NewRow(self._sender.coming, level))
-        row: SequenceRow = self._one.new_row(level)
+    def new_row(self, level: int = 0, coming: int = 1) -> SequenceRow:
+        self._sender.send(records.NewRow(self._sender.coming, level, coming))
+        row: SequenceRow = self._one.new_row(level, coming)
         self._sender.add(row)
         return row
 

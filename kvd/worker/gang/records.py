@@ -28,10 +28,11 @@ class Load(_Record, frozen=True):
 
 
 class NewRow(_Record, frozen=True):
-    """Create an empty row at a precision level."""
+    """Create an empty row at a precision level (`ModelCache.new_row`)."""
 
     row: int
     level: int
+    coming: int
 
 
 class Restore(_Record, frozen=True):

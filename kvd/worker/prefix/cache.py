@@ -28,26 +28,25 @@ from protocol.types import PrefixUse
 
 
 def next_chunks(
-    scheduler: Scheduler, has_new_hit: Callable[[str], bool], begin: Callable[[str], int]
+    scheduler: Scheduler, has_new_hit: Callable[[str], bool], begin: Callable[[str, int], int]
 ) -> tuple[Chunk, ...]:
     """Begin prompts that the cache holds in part; return the chunks to prefill next.
 
     ``has_new_hit(rid)``: whether a checkpoint for the prompt was made recently. Such a prompt may
-    begin ahead of the prefill order. ``begin(rid)`` gives a request its row and returns the number
-    of tokens that the row holds.
+    begin ahead of the prefill order. ``begin(rid, coming)`` gives a request its row and returns the
+    number of tokens that the row holds. ``coming``: prompts that will begin now, this one included.
     """
     for rid in scheduler.cache_candidates:
         if has_new_hit(rid) and rid in scheduler.cache_candidates:
-            scheduler.skip_to(rid, begin(rid))
+            scheduler.skip_to(rid, begin(rid, 1))
     while True:
         group = scheduler.next_group()
-        # Begin one prompt at a time: the next may have to wait for what this one prefills.
-        unstarted = next(
-            (chunk.rid for chunk in group if not scheduler.find(chunk.rid).prompt_started), None
-        )
-        if unstarted is None:
+        rids = dict.fromkeys(chunk.rid for chunk in group)
+        unstarted = [rid for rid in rids if not scheduler.find(rid).prompt_started]
+        if not unstarted:
             return group
-        scheduler.skip_to(unstarted, begin(unstarted))
+        # Begin one prompt at a time: the next may have to wait for what this one prefills.
+        scheduler.skip_to(unstarted[0], begin(unstarted[0], len(unstarted)))
 
 
 @dataclass(eq=False)

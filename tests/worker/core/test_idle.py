@@ -6,9 +6,12 @@ import pytest
 
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.tails import TailSlots
+from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
 from protocol.pages import SLAB_PAGES
+from protocol.worker import MemoryRequested, Report
 from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
@@ -71,3 +74,49 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
         serve(driver, [conversation[:tokens]])
 
     assert 0 < len(copied) / pools < len(lengths) / 2
+
+
+def test_prompts_that_begin_together_get_their_tails_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each growth copies the tails of all rows."""
+    counts: list[int] = []
+    resize = TailSlots._resize
+
+    def noted(slots: TailSlots, count: int) -> None:
+        counts.append(count)
+        resize(slots, count)
+
+    driver = Driver(shallow.path())
+    monkeypatch.setattr(TailSlots, "_resize", noted)
+    serve(driver, [prompt_of(20, seed) for seed in range(8)])
+    assert counts == [8]
+
+
+def test_a_prompt_has_one_tail_until_its_answers_begin() -> None:
+    """More would be charged for, and plain steps read the tails that no row uses, too."""
+    driver = Driver(shallow.path())
+    driver.submit("r", prompt_of(700, 1), n=8, max_tokens=4)
+    driver.step()
+    assert driver.engine._prompts.computed_tokens > 0
+    assert driver.engine._runner.cache.tail_slots == 1
+    driver.run()
+
+
+def test_the_last_tokens_are_sent_before_memory_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(shallow.path())
+    batch = driver.engine._batch
+    unsent: list[list[Report]] = []
+    run = IdleWork.run
+
+    def noted(work: IdleWork) -> MemoryRequested | None:
+        unsent.append(list(batch.reports))
+        return run(work)
+
+    monkeypatch.setattr(IdleWork, "run", noted)
+    driver.engine.watch(lambda _: None, driver.take)
+    serve(driver, [prompt_of(40, 1)])
+    assert unsent
+    assert not any(unsent)
