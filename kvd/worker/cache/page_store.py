@@ -93,6 +93,12 @@ class PageStore:
     def idle_charge(self) -> int:
         return sum(allocator.idle * self.charge(allocator.level) for allocator in self.allocators)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the pages that snapshots reference."""
+        counts = ((len(one.snapshot_references), one.level) for one in self.allocators)
+        return sum(count * self.page_bytes(level) for count, level in counts)
+
     # References.
 
     def retain(self, pages: Iterable[PageId], *, snapshot: bool = False) -> None:

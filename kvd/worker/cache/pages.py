@@ -29,13 +29,15 @@ class PageAllocator:
         self.level = level
         self.capacity = capacity
         self._free = list(range(capacity))
-        self._references: dict[int, int] = {}
-        self._snapshot: dict[int, int] = {}
+        self.references: dict[int, int] = {}
+        """By slot, without free pages; only this class changes them."""
+        self.snapshot_references: dict[int, int] = {}
+        """Those of `references` that are from snapshots, without zeros."""
         self.idle = 0
 
     @property
     def used(self) -> int:
-        return len(self._references)
+        return len(self.references)
 
     @property
     def free(self) -> int:
@@ -50,21 +52,21 @@ class PageAllocator:
 
     def packing(self) -> dict[int, int]:
         """Return the moves, old slot to new, after which the pages in use come first."""
-        used = len(self._references)
-        high = sorted(slot for slot in self._references if slot >= used)
+        used = len(self.references)
+        high = sorted(slot for slot in self.references if slot >= used)
         low = sorted(slot for slot in self._free if slot < used)
         return dict(zip(high, low, strict=True))
 
     def moved(self, moves: dict[int, int]) -> None:
         for old, new in moves.items():
-            self._references[new] = self._references.pop(old)
-            if old in self._snapshot:
-                self._snapshot[new] = self._snapshot.pop(old)
-        self._free = [slot for slot in range(self.capacity) if slot not in self._references]
+            self.references[new] = self.references.pop(old)
+            if old in self.snapshot_references:
+                self.snapshot_references[new] = self.snapshot_references.pop(old)
+        self._free = [slot for slot in range(self.capacity) if slot not in self.references]
 
     def cut(self, capacity: int) -> None:
         """Remove the slots from ``capacity`` on. Raises ``ValueError`` if one is in use."""
-        if any(slot >= capacity for slot in self._references):
+        if any(slot >= capacity for slot in self.references):
             raise ValueError(f"a page in use lies at or beyond slot {capacity}")
         self._free = [slot for slot in self._free if slot < capacity]
         heapq.heapify(self._free)
@@ -79,7 +81,7 @@ class PageAllocator:
             raise ValueError(f"cannot take {count} pages: {self.free} of {self.capacity} are free")
         slots = [heapq.heappop(self._free) for _ in range(count)]
         for slot in slots:
-            self._references[slot] = 1
+            self.references[slot] = 1
         return [PageId(self.level, slot) for slot in slots]
 
     def retain(self, page: PageId, *, snapshot: bool = False) -> None:
@@ -88,8 +90,8 @@ class PageAllocator:
     def release(self, page: PageId, *, snapshot: bool = False) -> None:
         """Remove a reference of the kind that was added. The last one frees the page."""
         self._count(page.slot, -1, snapshot=snapshot)
-        if not self._references[page.slot]:
-            del self._references[page.slot]
+        if not self.references[page.slot]:
+            del self.references[page.slot]
             heapq.heappush(self._free, page.slot)
 
     def release_running(self) -> None:
@@ -97,19 +99,16 @@ class PageAllocator:
 
         This includes references to pages that a failed step had not yet given to a row.
         """
-        for slot in list(self._references):
-            for _ in range(self._references[slot] - self._snapshot.get(slot, 0)):
+        for slot in list(self.references):
+            for _ in range(self.references[slot] - self.snapshot_references.get(slot, 0)):
                 self.release(PageId(self.level, slot))
 
     def _count(self, slot: int, change: int, *, snapshot: bool) -> None:
-        before, snapshots_before = self._references[slot], self._snapshot.get(slot, 0)
+        before, snapshots_before = self.references[slot], self.snapshot_references.get(slot, 0)
         after, snapshots_after = before + change, snapshots_before + change * snapshot
-        self._references[slot] = after
+        self.references[slot] = after
         if snapshot:
-            self._snapshot[slot] = snapshots_after
+            self.snapshot_references[slot] = snapshots_after
         if not snapshots_after:
-            self._snapshot.pop(slot, None)
+            self.snapshot_references.pop(slot, None)
         self.idle += (after == snapshots_after > 0) - (before == snapshots_before > 0)
-
-    def references(self, page: PageId) -> int:
-        return self._references.get(page.slot, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -110,28 +110,52 @@ class SequenceSnapshots:
         return pages + snapshot.nbytes
 
     def held_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
-        """Return the bytes that these snapshots reference; pages that they share count once."""
-        pages = sum(
-            _bytes_of(store, {page for one in snapshots for page in one.rows[index].pages})
-            for index, store in enumerate(self._stores)
-        )
-        return pages + sum(snapshot.nbytes for snapshot in snapshots)
+        """Return the bytes that these snapshots reference; pages that they share count once.
+
+        The prefix cache asks for nearly all snapshots at each change. They hold all pages in
+        snapshots, minus those that only the other snapshots hold.
+        """
+        chosen = set(snapshots)
+        others = [one for one in self.all if one not in chosen]
+        held = sum(snapshot.nbytes for snapshot in snapshots)
+        for index, store in enumerate(self._stores):
+            if len(others) < len(chosen):
+                held += store.pages.snapshot_bytes
+                held -= _bytes_of(store, _only_in(others, index, store, rows_count=False))
+            else:
+                held += _bytes_of(store, (level for level, _ in set(_pages_of(chosen, index))))
+        return held
 
     def freed_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
         """Return the bytes that are freed if all these snapshots are dropped."""
         freed = sum(snapshot.nbytes for snapshot in snapshots)
         for index, store in enumerate(self._stores):
-            counts = Counter(page for one in snapshots for page in one.rows[index].pages)
-            allocators = store.pages.allocators
-            unshared = [
-                page
-                for page, count in counts.items()
-                if allocators[page.level].references(page) == count
-            ]
-            freed += _bytes_of(store, unshared)
+            freed += _bytes_of(store, _only_in(snapshots, index, store))
         return freed
 
 
-def _bytes_of(store: KVStore, pages: Collection[PageId]) -> int:
-    levels = Counter(page.level for page in pages)
-    return sum(count * store.pages.page_bytes(level) for level, count in levels.items())
+def _pages_of(snapshots: Iterable[SequenceSnapshot], store: int) -> Iterator[PageId]:
+    return (page for one in snapshots for page in one.rows[store].pages)
+
+
+def _only_in(
+    some: Collection[SequenceSnapshot], index: int, store: KVStore, *, rows_count: bool = True
+) -> list[int]:
+    """Return the level of each page that only ``some`` snapshots, which are alive, reference.
+
+    ``rows_count``: whether running rows may not reference it either.
+    """
+    references = [
+        one.references if rows_count else one.snapshot_references for one in store.pages.allocators
+    ]
+    if len(some) == 1:
+        # A row has each page once. An eviction compares all checkpoints in this way, one by one.
+        return [level for level, slot in _pages_of(some, index) if references[level][slot] == 1]
+    counts = Counter(_pages_of(some, index))
+    return [level for (level, slot), count in counts.items() if references[level][slot] == count]
+
+
+def _bytes_of(store: KVStore, levels: Iterable[int]) -> int:
+    """Return the bytes of pages of these levels."""
+    counts = Counter(levels)
+    return sum(count * store.pages.page_bytes(level) for level, count in counts.items())

@@ -15,14 +15,14 @@ from protocol.pages import TAIL_TOKENS
 
 
 def check_allocator(allocator: PageAllocator) -> None:
-    free, used = set(allocator._free), set(allocator._references)
+    free, used = set(allocator._free), set(allocator.references)
     assert len(free) == len(allocator._free), "a slot is in the free list twice"
     assert not free & used, f"free and in use: {sorted(free & used)}"
     assert free | used == set(range(allocator.capacity)), "a slot is lost"
-    assert all(count > 0 for count in allocator._references.values())
-    snapshots = allocator._snapshot.items()
-    assert all(0 < count <= allocator._references[slot] for slot, count in snapshots)
-    idle = [slot for slot, count in snapshots if count == allocator._references[slot]]
+    assert all(count > 0 for count in allocator.references.values())
+    snapshots = allocator.snapshot_references.items()
+    assert all(0 < count <= allocator.references[slot] for slot, count in snapshots)
+    idle = [slot for slot, count in snapshots if count == allocator.references[slot]]
     assert allocator.idle == len(idle), "idle pages are miscounted"
 
 
@@ -52,7 +52,7 @@ def check_store(store: KVStore) -> None:
         check_allocator(allocator)
         level = allocator.level
         mine = {page: count for page, count in held.items() if page.level == level}
-        assert mine == {page: allocator.references(page) for page in mine}
+        assert mine == {page: allocator.references.get(page.slot, 0) for page in mine}
         assert len(mine) == allocator.used, "a page in use is referenced by no row"
         assert allocator.idle == sum(page in mine for page in only_snapshots)
         pools = [layer.pools[level] for layer in store.layers]
@@ -88,3 +88,10 @@ def check_cache(cache: ModelCache | MlxLmCache) -> None:
         assert all(row.is_placed == sequence.is_placed for row in sequence.rows)
     for snapshot in cache.snapshots.all:
         assert all(row.alive and row.length == snapshot.length for row in snapshot.rows)
+    snapshots = cache.snapshots.all
+    for some in (snapshots, snapshots[1:], snapshots[:1]):
+        held = sum(one.nbytes for one in some)
+        for index, store in enumerate(cache.stores):
+            pages = {page for one in some for page in one.rows[index].pages}
+            held += sum(store.pages.page_bytes(page.level) for page in pages)
+        assert cache.snapshots.held_bytes(some) == held

@@ -255,7 +255,7 @@ class DenseStore:
         assert len(set(places.values())) == len(places), "two pages in one place"
         for page, count in holders.items():
             place = places[page]
-            assert self.store.pages.allocators[place.level].references(place) == count
+            assert self.store.pages.allocators[place.level].references[place.slot] == count
         seen = {
             page for row, mine in self.rows.items() if not row.is_snapshot for page in mine.pages
         }

@@ -73,7 +73,7 @@ class Allocation(RuleBasedStateMachine):
         assert self.pages.free == self.pages.capacity - len(self.held)
         idle = 0
         for page, count in self.held.items():
-            assert self.pages.references(page) == count
+            assert self.pages.references.get(page.slot, 0) == count
             idle += self.snapshot.get(page, 0) == count
         assert self.pages.idle == idle
 

@@ -225,7 +225,7 @@ def test_merging_and_splitting_copies_no_key(quantized) -> None:
             alone(model, prompt, 1, prompt_cache=cache)
             parts.append(cache)
         mx.synchronize()
-        pages = [dict(one.shared.rows.pages.allocators[0]._references) for one in parts[0]]
+        pages = [dict(one.shared.rows.pages.allocators[0].references) for one in parts[0]]
         before, held = mx.get_active_memory(), kv.nbytes
         mx.reset_peak_memory()
         batch = [one.merge([one, two]) for one, two in zip(*parts, strict=True)]
@@ -235,7 +235,7 @@ def test_merging_and_splitting_copies_no_key(quantized) -> None:
         assert mx.get_active_memory() == before
         grown.append(max(0, mx.get_peak_memory() - before))
         assert kv.nbytes == held
-        assert pages == [dict(one.shared.rows.pages.allocators[0]._references) for one in batch]
+        assert pages == [dict(one.shared.rows.pages.allocators[0].references) for one in batch]
         del batch, cache, parts
     assert grown == [0, 0]
 

@@ -281,7 +281,7 @@ def held(store: SharedStore) -> tuple[Any, ...]:
     return (
         rows.pages.used_bytes,
         [row.slot for row in rows.rows],
-        [dict(one._references) for one in rows.pages.allocators],
+        [dict(one.references) for one in rows.pages.allocators],
     )
 
 
