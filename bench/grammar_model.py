@@ -19,7 +19,7 @@ from kvd.worker.core.masks import TOGETHER_SECONDS
 PIECES = 3
 """Parts of a launch: MLX commits about 100 operations at once, and a pass has some 200."""
 TOGETHER = 1e3 * TOGETHER_SECONDS
-STEPS = 400
+STEPS = 80
 Order = Literal["without", "launch first", "read first"]
 
 

@@ -181,7 +181,7 @@ def test_a_body_up_to_kvds_limit_has_its_session(
     answers = [client.post(PATH, json=body | {"seed": seed}) for seed in range(3)]
     assert {answer.status_code for answer in answers} == {404}, answers[0].text
     assert len({answer.headers["x-kvd-daemon"] for answer in answers}) == 1
-    assert max(answer.elapsed.total_seconds() for answer in answers) < 5
+    assert max(answer.elapsed.total_seconds() for answer in answers) < 30
     assert client.post(PATH, content=b" " * (8 * 2**20 + 1)).status_code == 413
 
 

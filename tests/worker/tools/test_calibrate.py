@@ -33,7 +33,7 @@ from kvd.worker.tools.fidelity import Floor
 from kvd.worker.tools.partial_losses import PartialLosses
 from protocol.errors import InvalidRequest
 from protocol.kv import KVSpec
-from tests.worker import tiny_model
+from tests.worker import shallow, tiny_model
 from tests.worker.core.driver import Driver
 from tests.worker.serving.test_kernel_plan import Ahead, Requests
 
@@ -265,14 +265,14 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
 def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, tmp_path):
     pretend_to_measure(monkeypatch, fidelity.Agreement(10, 0.001, 0.99, 1.0, 1.1))
     measured: list[int] = []
-    measure_layer = sensitivity.measure_layer
 
-    def interrupted(runner, layer, prompts):
+    def interrupted(_runner, layer, _prompts):
         if layer == 4 and measured.count(3) == 1:
             measured.append(-1)
             raise KeyboardInterrupt
         measured.append(layer)
-        return measure_layer(runner, layer, prompts)
+        losses = {bits: 1e-3 * layer / bits for bits in sensitivity.MEASURED}
+        return LayerLoss(layer=layer, keys=losses, values=losses)
 
     monkeypatch.setattr(calibrate.sensitivity, "measure_layer", interrupted)
 
@@ -320,13 +320,14 @@ def test_kernels_are_requested_ahead_and_decode_all_levels_in_one_step(monkeypat
 
     monkeypatch.setattr(calibrate.fidelity, "measure", counted)
     schemes = [K8V8, K8V4, K4V4]
-    found = calibrate.calibrate("demo", schemes, Floor(), lambda *_: None, count=1, tokens=420)
+    place, report = shallow.path(), lambda *_: None
+    found = calibrate.calibrate(place, schemes, Floor(), report, count=1, tokens=420)
     assert requests.late
     assert requests.late <= requests.early
     # Layers are measured without decoding. Then each token is a step of the levels with one scheme
     # in all layers, and one of the levels with a mix.
     assert [bool(level.mix) for level in found.levels] == [False, True, True]
-    assert launched == [0, 0, 0, 2 * 8 * 6]
+    assert launched == [0, 0, 2 * 8 * 3]
     assert kept
 
 
