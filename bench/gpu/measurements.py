@@ -144,7 +144,7 @@ def _correctness() -> list[Measurement]:
             "starts",
             "bench.gpu.starts",
             {"--shape": SMALL, "--runs": "1"},
-            {"--shape": "demo"},
+            {"--shape": "tiny"},
             150,
         ),
         Measurement(

@@ -92,7 +92,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "vocab_size": 512,
+        "vocab_size": 4096,
         "tie_word_embeddings": True,
     },
 }

@@ -30,6 +30,7 @@ from unittest import mock
 import mlx.core as mx
 
 from bench.jit.recorder import Keys, Patched, Recorder
+from kvd.worker import lean_imports
 
 PROMPT = "The amber falcon waits beside the river until the evening. " * 20
 TOKENS = 16
@@ -71,6 +72,7 @@ def measure(kv: str) -> Keys:
     recorder = Recorder()
     patched = Patched(recorder)
     with patched.installed(), tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        lean_imports.install()
         from bench.gpu import shapes
         from bench.jit.device import as_cuda, phases
         from kvd.config.kv import parse_kv
@@ -111,6 +113,7 @@ def measure_calibration() -> Keys:
     recorder = Recorder()
     patched = Patched(recorder)
     with patched.installed(), tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
+        lean_imports.install()
         from bench.gpu import shapes
         from bench.jit.device import as_cuda, phases
         from kvd.worker.tools import calibrate, fidelity

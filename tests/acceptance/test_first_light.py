@@ -24,9 +24,9 @@ from tests.process.helpers import Daemon, wait_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
-LENGTHS = (10, 4000, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
+LENGTHS = (10, 2500, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
 """Exact prompt tokens of the concurrent requests."""
-MAX_TOKENS = 100
+MAX_TOKENS = 70
 
 
 TOKENIZER = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))

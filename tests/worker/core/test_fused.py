@@ -129,7 +129,7 @@ def test_the_time_of_flushes_changes_no_bit(name: str, events: str) -> None:
         for length in (3, 70, 100, 300):
             side.join(length)
     draw = np.random.default_rng(4)
-    for step in range(150):
+    for step in range(100):
         if draw.random() < 0.1:
             hasty.runner.cache.flush()
             if events == "all":

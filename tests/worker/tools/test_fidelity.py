@@ -25,6 +25,8 @@ from tests.worker.architectures.zoo import build
 pytestmark = pytest.mark.mlx
 
 SCHEMES = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4), Scheme(2, 2)]
+DECODED = 70
+"""Last tokens of a prompt that are decoded: a page becomes full meanwhile."""
 
 
 def levels(*kls: float, top1: float = 1.0) -> list[Agreement]:
@@ -63,7 +65,8 @@ def test_each_level_is_worse_than_the_one_above():
     loaded = model_files.load(demo.path())
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=512)
 
-    measured = fidelity.measure([fidelity.serve(loaded.model, SCHEMES)], prompts)
+    served = fidelity.serve(loaded.model, SCHEMES)
+    measured = fidelity.measure([served], prompts, decoded=DECODED)
 
     kls = [agreement.kl for agreement in measured]
     assert all(math.isfinite(kl) for kl in kls)
@@ -80,9 +83,9 @@ def test_levels_are_measured_together_as_they_are_alone():
     seam.install()
     loaded = model_files.load(Path(shallow.path()))
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=450)
-    pair = fidelity.measure([fidelity.serve(loaded.model, SCHEMES[1:3])], prompts)
+    pair = fidelity.measure([fidelity.serve(loaded.model, SCHEMES[1:3])], prompts, decoded=DECODED)
     alone = [fidelity.serve(loaded.model, [scheme]) for scheme in SCHEMES[1:3]]
-    assert fidelity.measure(alone, prompts) == pair
+    assert fidelity.measure(alone, prompts, decoded=DECODED) == pair
 
 
 @pytest.mark.parametrize(
