@@ -265,14 +265,14 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
 def test_an_interrupted_calibration_continues_with_the_next_layer(monkeypatch, tmp_path):
     pretend_to_measure(monkeypatch, fidelity.Agreement(10, 0.001, 0.99, 1.0, 1.1))
     measured: list[int] = []
+    measure_layer = sensitivity.measure_layer
 
-    def interrupted(_runner, layer, _prompts):
+    def interrupted(runner, layer, prompts):
         if layer == 4 and measured.count(3) == 1:
             measured.append(-1)
             raise KeyboardInterrupt
         measured.append(layer)
-        losses = {bits: 1e-3 * layer / bits for bits in sensitivity.MEASURED}
-        return LayerLoss(layer=layer, keys=losses, values=losses)
+        return measure_layer(runner, layer, prompts)
 
     monkeypatch.setattr(calibrate.sensitivity, "measure_layer", interrupted)
 
