@@ -14,7 +14,7 @@ from tests.http.kills import KINDS, deltas, is_new, joined, kill_in_parts, text_
 from tests.http.live import Live
 from tests.process.helpers import source, wait_for
 
-KILLS = 7
+KILLS = 10
 """Kills for each kind of part."""
 SCHEMA = {
     "type": "object",
