@@ -347,7 +347,7 @@ def _timeline(name: str, more: dict[str, str]) -> Measurement:
 
 
 def _pressure(shape: str, *, streams: int, estimate_s: float) -> Measurement:
-    """One copy of a model beside the wide one, with little more memory than both need at rest."""
+    """One copy of a model beside the wide one, with little more memory than both need when idle."""
     return Measurement(
         f"pressure-{shape.removeprefix('qwen3-')}",
         "bench.pressure",

@@ -41,6 +41,12 @@ class Live(Daemon):
         raw.connect(str(self.home.http_socket))
         return raw
 
+    def unload(self, model: str) -> None:
+        """Unload a model that an earlier test may have loaded."""
+        with self.client() as kvd:
+            if model not in kvd.status().unloaded:
+                kvd.unload(model)
+
 
 @contextlib.contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:

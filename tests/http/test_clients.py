@@ -123,9 +123,7 @@ def test_openais_errors(ai: openai.OpenAI):
 
 
 def test_openai_lists_models_and_a_request_loads_an_unloaded_one(ai: openai.OpenAI, live: Live):
-    with live.client() as kvd:
-        if "on-demand" not in kvd.status().unloaded:
-            kvd.unload("on-demand")
+    live.unload("on-demand")
     states = {model.id: model.model_extra["kvd"]["state"] for model in ai.models.list()}
     assert states["fast"] == "ready"
     assert states["on-demand"] == "unloaded"

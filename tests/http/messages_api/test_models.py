@@ -19,9 +19,7 @@ VERSION = {"anthropic-version": "2023-06-01"}
 
 
 def test_the_package_lists_and_describes_models(live: Live):
-    with live.client() as kvd:
-        if "on-demand" not in kvd.status().unloaded:  # another test has asked it
-            kvd.unload("on-demand")
+    live.unload("on-demand")
     with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as ai:
         found = {model.id: model for model in ai.models.list(limit=2)}
         assert {"fast", "slow", "on-demand"} <= found.keys()
