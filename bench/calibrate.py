@@ -31,7 +31,7 @@ def calibrate(model: str, folder: Path, prompts: int, tokens: int) -> dict[str, 
     cache = folder / "cache"
     library = cache / "kvd" / "native"
     if not library.exists():
-        library.parent.mkdir(mode=0o700, parents=True)
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         library.symlink_to(cache_folder("native"))
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
