@@ -30,9 +30,11 @@ def calibrate(model: str, folder: Path, prompts: int, tokens: int) -> dict[str, 
     """Calibrate in a process with its own caches; return seconds, and the levels."""
     cache = folder / "cache"
     library = cache / "kvd" / "native"
-    if not library.exists():
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        library.symlink_to(cache_folder("native"))
+    if not library.is_symlink():
+        library.parent.mkdir(mode=0o700, parents=True)
+        compiled = cache_folder("native")
+        compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+        library.symlink_to(compiled)
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
         "KVD_HOME": str(folder / "home"),
