@@ -51,9 +51,9 @@ def shows(selector: str, text: str) -> str:
 # Keeps each text of the legend in `window.legends`: a level is in it for as long as rows have it.
 KEEP_LEGENDS = """
 window.legends = [];
-new MutationObserver(() => {
-  window.legends.push(document.querySelector("#legend").textContent);
-}).observe(document.querySelector("#legend"), {childList: true, subtree: true, characterData: true});
+const all = {childList: true, subtree: true, characterData: true};
+const legend = document.querySelector("#legend");
+new MutationObserver(() => window.legends.push(legend.textContent)).observe(legend, all);
 0
 """
 
