@@ -38,6 +38,8 @@ class _Joined:
         """``[outputs of all, inputs]``."""
         self.weight = self.stored[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
+        self.transposed = self.stored.T
+        """``[inputs, outputs of all]``, a view. ``weight[0]`` would be a gather, which copies."""
         # The bias of a divided layer is added to the sum, not to the products.
         biases = [layer.bias for layer in layers if _is_plain(layer) and "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
@@ -79,7 +81,7 @@ class _Joined:
             biases = mx.split(self.bias, self._ends)
             return [product + bias for product, bias in zip(products, biases, strict=True)]
         few = x.ndim == 3 and x.shape[0] <= _MOST_VIEWS
-        product = x @ (self._wide(x.shape[0]) if few else self.weight[0])
+        product = x @ (self._wide(x.shape[0]) if few else self.transposed)
         if self.bias is not None:
             product = product + self.bias
         return list(mx.split(product, self._ends, axis=-1)) if self._ends else [product]
@@ -94,7 +96,7 @@ class _Joined:
 
     def _multiply_alone(self, x: mx.array, member: int) -> mx.array:
         columns = self.columns(member)
-        product = x @ self.weight[0, :, columns]
+        product = x @ self.transposed[:, columns]
         return product if self.bias is None else product + self.bias[columns]
 
 
@@ -109,7 +111,7 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
     @property
     def weight(self) -> mx.array:
         """``[outputs, inputs]``: a view, for models that read it."""
-        return self.joined.weight[0, :, self.joined.columns(self._member)].T
+        return self.joined.stored[self.joined.columns(self._member)]
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.joined.part(x, self._member)

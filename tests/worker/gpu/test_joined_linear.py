@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
+from bench.gpu.graph import VIEWS, primitives
 from kvd.worker.gpu import joined_linear
 
 pytestmark = pytest.mark.mlx
@@ -199,3 +200,13 @@ def test_logits_of_few_rows_use_the_product_too() -> None:
     for x in (few, many, few.astype(mx.float16)):
         assert_same([joined.embed_tokens.as_linear(x)], [plain.embed_tokens.as_linear(x)])
     assert calls == [((8, 1, 32), [48])]
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 1000])
+def test_the_weights_are_not_copied(sequences: int):
+    """A pass of many prompt tokens, one per sequence, took most of its time to copy them (CUDA)."""
+    _, model = two(bias=False)
+    mx.eval(joined_linear.joined_arrays(model))
+    products = model.layers[0](mx.zeros((sequences, 1, 32)))
+    assert not primitives(products).keys() & {"Gather", "Contiguous", "Copy"}
+    assert not primitives([model.layers[0].k_proj.weight]).keys() - VIEWS
