@@ -5,9 +5,8 @@ Steps are compiled, and attention is planned, for each shape. Padding leaves few
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.device import on_cuda
 
 SIZES_PER_DOUBLING = 4
 """Padded sizes between a power of two and the next, so that padding adds less than a quarter."""
@@ -32,7 +31,7 @@ def attention_is_planned() -> bool:
 
     cuDNN takes 50 to 100 ms for a plan.
     """
-    return bool(mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available())
+    return on_cuda()
 
 
 def padded_width(tokens: int) -> int:
