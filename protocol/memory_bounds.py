@@ -17,6 +17,9 @@ held 90 MB more, and decoding and prefill took more processor time.
 """
 FREED_BYTES = 128 * 1024 * 1024
 """Bytes of freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
+FREED_BYTES_ON_CUDA = 512 * 1024 * 1024
+"""Replaces `FREED_BYTES` on CUDA, where a pass has more tokens. With 128 MiB, a prompt of 2048
+tokens took 2,500 allocations and as many releases, of 9 µs together (H200, Qwen3-0.6B's shape)."""
 MAX_TRACES = 64
 """Maximum number of compiled functions; the least recently used one is dropped first."""
 TRACE_BYTES = 160 * 1024
@@ -104,8 +107,11 @@ def pass_tokens(chunk: int, *, cuda: bool) -> int:
     return max(chunk, CUDA_PASS_TOKENS if cuda else PASS_TOKENS)
 
 
-def freed_bytes(*, on_cpu: bool) -> int:
-    return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
+def freed_bytes(*, on_cpu: bool, cuda: bool) -> int:
+    """Return how many bytes of freed buffers MLX may keep for reuse."""
+    if on_cpu:
+        return FREED_BYTES_ON_CPU
+    return FREED_BYTES_ON_CUDA if cuda else FREED_BYTES
 
 
 def waiting_bytes(token_bytes: int, layer_bytes: int, tokens: int) -> int:

@@ -41,7 +41,12 @@ def find(scene: Scene, folder: Path, rows: int, tokens: int) -> Room:
     stored = weights.in_memory(4 if on_cpu else None)
     step = memory_bounds.step_bytes(config, _CHUNK, rows, on_cpu=on_cpu)
     kv = rows * tokens * kv_bytes(config, 4 if on_cpu else 2)
-    one = PROCESS_BYTES + stored + step + memory_bounds.freed_bytes(on_cpu=on_cpu)
+    one = (
+        PROCESS_BYTES
+        + stored
+        + step
+        + memory_bounds.freed_bytes(on_cpu=on_cpu, cuda=scene.platform != "darwin")
+    )
     needed = Room(kvd=one + kv, mlx_lm=one + _KV_COPIES * kv)
     total, free = needed.kvd + needed.mlx_lm, available(scene)
     if total > free:

@@ -22,6 +22,7 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.scheme import Scheme, floors_of
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cpu, on_cuda
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.prefix.segment_io import STAGED_RECORDS, STAGING_BYTES
@@ -29,7 +30,7 @@ from kvd.worker.process import memory, shortage
 from kvd.worker.scheduling.budget import load_refusal
 from kvd.worker.serving import calibration, describe, fast_paths, kernel_choice, model_files, probe
 from kvd.worker.serving.kernel_check import describe_verdict
-from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.runner import Runner
 from protocol import memory_bounds, model_folder
 from protocol.costs import Costs
 from protocol.embedding import EmbeddingInfo
@@ -141,7 +142,7 @@ def info_of(
 
 def freed_bytes() -> int:
     """Return how many bytes of freed buffers MLX may keep for reuse on this device."""
-    return memory_bounds.freed_bytes(on_cpu=on_cpu())
+    return memory_bounds.freed_bytes(on_cpu=on_cpu(), cuda=on_cuda())
 
 
 def has_separate_memory() -> bool:
