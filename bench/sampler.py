@@ -19,9 +19,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from kvd.worker.device import on_cpu
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
-from kvd.worker.serving.runner import on_cpu
 from protocol.types import Sampling
 
 PROMPT = list(range(20))

@@ -17,7 +17,7 @@ PACKAGES = ("protocol", "actors", "kvd")
 MAX_MODULE_LINES = 500
 MAX_CLASS_METHODS = 35
 MAX_FUNCTION_LINES = 60
-MAX_LOOSE_MODULES = {"kvd": 2, "kvd/worker": 4}
+MAX_LOOSE_MODULES = {"kvd": 2, "kvd/worker": 5}
 """Limit of modules, except ``__init__``, that are directly in a package with subpackages."""
 
 EXCEPTIONS: dict[str, str] = {}

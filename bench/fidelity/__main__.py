@@ -35,8 +35,8 @@ from bench.fidelity.flow import CHUNK, DECODED, Score, run
 from bench.fidelity.recipes import parse
 from bench.fidelity.texts import file_texts, recall_texts
 from kvd.host.home import locate
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import model_files, seam
-from kvd.worker.serving.runner import on_cpu
 
 OUTLIER = 16
 """Copy of the constant in demo_training/export.py, which needs torch and so is not imported."""

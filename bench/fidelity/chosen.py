@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import bit_choice, bit_mix, bit_probe, calibration
 from kvd.worker.serving.bit_probe import BitProbe
 from kvd.worker.serving.model_files import Headers, LoadedModel
-from kvd.worker.serving.runner import on_cpu
 
 LEVELS = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 WIDTHS = {"probe": bit_choice.WIDTHS, "probe48": (4, 8)}

@@ -46,11 +46,12 @@ from bench.retrace import retrace
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.scheme import Scheme, schemes_of
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cpu
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.serving import kernel_choice, probe, seam
 from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.model_files import default_dtype
-from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.runner import Runner
 
 HOST_LIMIT_MS = 4.0
 """Limit of a step's host time outside attention."""

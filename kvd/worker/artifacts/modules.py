@@ -29,6 +29,7 @@ import mlx.core as mx
 from kvd.worker.artifacts.cuda_text import KernelText
 from kvd.worker.artifacts.entries import Entries, cache_folder, digest_of, make_private
 from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
+from kvd.worker.device import on_cuda
 from kvd.worker.engine import ReportProgress
 
 FOLDER_VARIABLE = "MLX_PTX_CACHE_DIR"
@@ -179,9 +180,7 @@ def ahead(fraction: float) -> AbstractContextManager[None]:
 def activate(progress: ReportProgress) -> None:
     """Let this process keep modules, if its device runs CUDA. Call it before MLX compiles any."""
     global _current  # noqa: PLW0603 - MLX's folder belongs to the process as well
-    if _current is not None or FOLDER_VARIABLE in os.environ or not mx.cuda.is_available():
-        return
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if _current is not None or FOLDER_VARIABLE in os.environ or not on_cuda():
         return
     info, compiler = mx.device_info(), Nvrtc.loaded()
     capability = [info.get(f"compute_capability_{part}") for part in ("major", "minor")]

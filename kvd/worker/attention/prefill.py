@@ -22,6 +22,7 @@ from kvd.worker.cache.batch import PrefillHandle
 from kvd.worker.cache.packed import Packed, Slots, unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.device import on_cpu
 
 Tile = tuple[mx.array, mx.array, mx.array | None]
 """Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of the keys that each query
@@ -101,9 +102,7 @@ def _planned(task: _Task) -> tuple[_Task, Plan]:
     scratch = task.handle.store.scratch.limit
     cut = plan(task.work, scratch)
     # A fused kernel makes no matrix of scores, so more lazy layers fit the scratch.
-    if (
-        not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
-    ) and task.is_fused_available():
+    if (not task.fits_one_call(cut) or not on_cpu()) and task.is_fused_available():
         task = replace(task, work=replace(task.work, fused=True))
         cut = plan(task.work, scratch)
     return task, cut

@@ -14,8 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-import mlx.core as mx
-
+from kvd.worker.device import on_cuda
 from kvd.worker.lean_imports import np
 
 _log = logging.getLogger("kvd.worker")
@@ -79,7 +78,7 @@ def _do_nothing() -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    if mx.default_device().type == mx.DeviceType.cpu or not mx.cuda.is_available():
+    if not on_cuda():
         return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -15,6 +15,7 @@ from kvd.worker.cache.pass_places import PassPlaces
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement
+from kvd.worker.device import on_cpu
 from protocol.pages import TAIL_TOKENS
 
 Sides = tuple[Packed, Packed]
@@ -212,7 +213,7 @@ class LayerStore:
 
     def put(self, writes: FlushWrites) -> None:
         """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
-        in_place = mx.default_device().type == mx.DeviceType.cpu
+        in_place = on_cpu()
         for level, slots, keys, values in writes.pages:
             pool = self.pools[level]
             (pool.write_in_place if in_place else pool.write)(slots, keys, values)

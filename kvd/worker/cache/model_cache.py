@@ -29,6 +29,7 @@ from kvd.worker.cache.sequence_snapshots import SequenceSnapshot, SequenceSnapsh
 from kvd.worker.cache.settings import CacheSettings, Scratch
 from kvd.worker.cache.store import KVStore
 from kvd.worker.cache.usage import CacheUsage
+from kvd.worker.device import on_cpu
 
 
 class ModelCache:
@@ -280,7 +281,7 @@ class ModelCache:
         sequences that need no flush. Its exceptions drop the pass. ``share``: see `stage_ends`.
         """
         ends = self.stage_ends(share)
-        by_layer = mx.default_device().type == mx.DeviceType.cpu
+        by_layer = on_cpu()
         built = 0
         waiting: list[LayerStore] = []
 

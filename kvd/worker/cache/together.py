@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
+from kvd.worker.device import on_cpu
+
 GPU_BYTES = 16 * 1024 * 1024
 """Bytes that are evaluated together on an accelerator. They exist twice meanwhile."""
 CPU_BYTES = 256 * 1024
@@ -21,8 +23,7 @@ Replacement = tuple[Sequence[mx.array], Callable[[], None]]
 
 def limit_bytes() -> int:
     """Return how many bytes this device should evaluate together."""
-    gpu = mx.default_device().type == mx.DeviceType.gpu
-    return GPU_BYTES if gpu else CPU_BYTES
+    return CPU_BYTES if on_cpu() else GPU_BYTES
 
 
 def replace_all(replacements: Iterable[Replacement]) -> None:

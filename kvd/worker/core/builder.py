@@ -20,6 +20,7 @@ from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cuda
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.gang import part
 from kvd.worker.gang.leader import EngineRunner, Gang, LeaderRunner
@@ -254,7 +255,7 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.pack(checks)
     served.runner.interleave(checks)
     served.runner.split_head(checks)
-    if mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available():
+    if on_cuda():
         sampler.compile_modules()
         if isinstance(cache := served.runner.cache, ModelCache):
             layers = [layer for store in cache.stores for layer in store.layers]

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.rates import Rates
+from kvd.worker.device import on_cpu
 from kvd.worker.engine import ignore_phase
-from kvd.worker.serving.runner import Row, on_cpu
+from kvd.worker.serving.runner import Row
 
 STAGE_SECONDS = 0.008
 """Seconds of a stage, about. Shorter ones would delay first tokens more."""

@@ -26,12 +26,12 @@ import mlx.core as mx
 from kvd.worker.core.decode_step import DecodeStep, LateRow
 from kvd.worker.core.read_order import ReadOrder
 from kvd.worker.core.request import Completion, Request
+from kvd.worker.device import on_cpu
 from kvd.worker.grammar.mask_threads import HELPED_SECONDS, MaskBatch, MaskThreads, Work
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.lean_imports import np
 from kvd.worker.native.activation import thread_count
 from kvd.worker.sampling.sampler import Sampler
-from kvd.worker.serving.runner import on_cpu
 from protocol.errors import KvdError
 
 Over = tuple[Completion, KvdError | None]

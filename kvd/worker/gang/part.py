@@ -14,6 +14,7 @@ from kvd.worker.artifacts import modules
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cpu
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gang import records
 from kvd.worker.gang.agreed_checks import AgreedChecks
@@ -24,7 +25,7 @@ from kvd.worker.process import shortage
 from kvd.worker.serving import calibration, loading, model_files, probe, seam
 from kvd.worker.serving.bit_choice import choose_bits
 from kvd.worker.serving.rounding import batch_floor
-from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.runner import Runner
 from protocol.errors import UnsupportedModel
 from protocol.worker import LoadModel
 

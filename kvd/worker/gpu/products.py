@@ -32,6 +32,7 @@ import mlx.core as mx
 from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
+from kvd.worker.device import on_cuda
 
 COMPILING = 0.1
 """Fraction of the load before these kernels are compiled."""
@@ -170,7 +171,7 @@ def find(dtype: mx.Dtype | None, checks: Checks | None = None) -> Product | None
 
     ``checks``: kept results. ``KVD_NATIVE=off`` in the environment disables the kernel.
     """
-    if mx.default_device().type == mx.DeviceType.cpu or not mx.cuda.is_available():
+    if not on_cuda():
         return None
     if dtype not in _PTX or os.environ.get("KVD_NATIVE") == "off":
         return None

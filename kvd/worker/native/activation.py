@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import mlx.core as mx
-
+from kvd.worker.device import on_cpu
 from kvd.worker.engine import ReportProgress
 from kvd.worker.native import build, operations
 
@@ -31,7 +30,7 @@ def activate(progress: ReportProgress, ranks: int = 1) -> Activation:
     ``ranks``: processes that share the CPU for one model. ``KVD_NATIVE=off`` in the environment
     disables the library.
     """
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return Activation(None)
     if os.environ.get("KVD_NATIVE") == "off":
         return Activation(None, "switched off")

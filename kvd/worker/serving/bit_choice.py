@@ -28,12 +28,12 @@ import msgspec
 import kvd
 from kvd.demo.recall import make_recall_prompt
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import bit_mix, bit_probe, calibration
 from kvd.worker.serving.bit_probe import BitProbe, NoEstimateError, SideCosts
 from kvd.worker.serving.calibration import CalibrationResult
 from kvd.worker.serving.model_files import Headers, LoadedModel
 from kvd.worker.serving.probe import UnknownCacheError
-from kvd.worker.serving.runner import on_cpu
 from protocol.kv import BitsMode
 from protocol.types import BitsByLayer
 from protocol.weights import BrokenFileError

@@ -13,9 +13,9 @@ from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.store import KVStore
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.probe import Served
-from kvd.worker.serving.runner import on_cpu
 from protocol.costs import Costs, KVCost
 from protocol.types import FastPath, FastPathCause, FastPathName, KVPart
 

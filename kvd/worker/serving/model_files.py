@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvd.worker.artifacts.checks import Checks
+from kvd.worker.device import on_cpu
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import pack_weights, packed_arrays
@@ -334,7 +335,7 @@ def read_weights(
 
 def _join(model: Any, checks: Checks | None) -> bool:
     """Join a model's layers on accelerators; return whether kvd's own products are used."""
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu():
         return False
     product = products.find(joined_linear.dtype_of(model), checks)
     joined_linear.join(model, product)

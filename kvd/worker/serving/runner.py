@@ -16,6 +16,7 @@ from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
 from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
@@ -41,10 +42,6 @@ _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 Row = Any
 """A sequence of the runner's cache: `SequenceRow` or `OwnRow`."""
-
-
-def on_cpu() -> bool:
-    return mx.default_device().type == mx.DeviceType.cpu
 
 
 class Runner:

@@ -10,13 +10,14 @@ from kvd.worker.cache.layout import AttentionPart, Layout
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cpu
 from kvd.worker.serving.bit_choice import text_ids
 from kvd.worker.serving.bit_mix import MEASURED, LayerSides, Side, complete
 from kvd.worker.serving.bit_probe import CPU_UNIT, UNITS, BitProbe, NoEstimateError
 from kvd.worker.serving.calibration import LayerLoss
 from kvd.worker.serving.model_files import LoadedModel
 from kvd.worker.serving.probe import UnknownCacheError
-from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.runner import Runner
 from kvd.worker.tools import fidelity
 
 _DENSE = Scheme(16, 16)

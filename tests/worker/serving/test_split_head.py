@@ -9,8 +9,9 @@ import pytest
 
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.device import on_cpu
 from kvd.worker.serving import probe
-from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.runner import Runner
 from protocol import memory_bounds
 from tests.worker.serving.test_probe import TINY, model_of
 

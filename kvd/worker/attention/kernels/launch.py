@@ -15,6 +15,7 @@ from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 from kvd.worker.cache.backend import LevelPackings
+from kvd.worker.device import on_cpu
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def run(launch: Launch, language: Language) -> list[mx.array]:
 
 
 def find_language() -> Language | None:
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu():
         return None
     if mx.metal.is_available():
         return METAL
