@@ -29,10 +29,11 @@ from tests.worker.cache.invariants import check_cache
 pytestmark = pytest.mark.mlx
 
 CHUNK = 64
-PROMPTS = (1, 70, 310)
-STEPS = 14
-"""The longest sequence commits a page during the steps, and has several pages before."""
-JOINS, LEAVES = 3, 6
+PROMPTS = (1, 70, 314)
+"""The longest exceeds every window and chunk of the models: they have up to 200 tokens."""
+STEPS = 9
+"""The longest sequence has three pages before the steps. The last step commits its fourth one."""
+JOINS, LEAVES = 2, 4
 """The step at which the longest sequence joins and the shortest leaves."""
 CLOSE = 1e-4
 SCHEME, CHUNK_SCHEME = "k8v4", "k4v8"

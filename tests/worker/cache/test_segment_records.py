@@ -42,7 +42,7 @@ ENDS = (128, 320, 704)
 PROMPT = ids(ENDS[-1])
 MORE = ids(70, 8)
 """Decoded tokens during which a row commits a page. Wrong pages, tails or states show at once."""
-SOME = 6
+SOME = 3
 
 
 @functools.cache
