@@ -49,8 +49,8 @@ def test_first_chunks_of_one_width_are_attended_together(
     dim: int, repeats: int, kind: Kind, calls: list[tuple[int, ...]]
 ) -> None:
     bench = bench_of(dim, kind)
-    # One group of wide chunks, two of narrow ones, and single ones of either width and between.
-    counts = (200, 64, 255, 63, 65, 1, 193, 90, 256, 64, 2, 64, 33, 64, 40, 194)
+    # One group of wide chunks, two of narrow ones, and some of both widths that make no group.
+    counts = (200, 64, 255, 63, 65, 1, 193, 90, 256, 64, 2, 64, 33, 64, 40, 194, 50)
     rows = [bench.new(100 if count == 90 else 0) for count in counts]
     case = Group(bench, rows, counts, repeats)
     case.check()
