@@ -32,6 +32,9 @@ class GangProcesses(Peer):
             fds = [one.fileno() for one in own]
             link = pairs[rank][1].fileno()
             code = (programs or {}).get(rank, "") + "\nfrom kvd.worker.__main__ import main\nmain()"
+            if engine == "mlx":
+                # Workers do it before any import of mlx-lm, and a rank's program may import it.
+                code = f"from kvd.worker import lean_imports\nlean_imports.install()\n{code}"
             command = [sys.executable, "-c", code, str(link), "--engine", engine]
             command += ["--ranks", str(ranks), "--rank", str(rank), "--ring", ring]
             command += ["--controls", ",".join(map(str, fds))]

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.mlx
 JOIN = """
 import sys
 from pathlib import Path
+from kvd.worker import lean_imports
+lean_imports.install()
 from kvd.worker.gang import control, ring, startup
 print("joining", flush=True)
 place = startup.Place(0, sys.argv[1].split(","), [], "ring")

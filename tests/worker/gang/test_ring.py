@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.process, pytest.mark.mlx]
 RANK = """
 import json, os, socket, sys
 import mlx.core as mx
+from kvd.worker import lean_imports
+lean_imports.install()
 from kvd.worker.gang import control, ring, startup
 
 rank, processors = int(sys.argv[1]), json.loads(sys.argv[2])
