@@ -212,7 +212,7 @@ class Runner:
         folders = self._folders | {"model": model}
         command = ["-m", one.module, *one.arguments(folders, str(file), dry=dry)]
         limit_s = DRY_LIMIT_S if dry else min(one.limit_s, self.rest_s - _KILL_S)
-        environment = one.environment | {"TMPDIR": str(self._options.models)}
+        environment = one.variables | {"TMPDIR": str(self._options.models)}
         ended = run([sys.executable, *command], log, limit_s, environment)
         if ended.status == 0 and file.exists():
             outcome = {"status": _DONE, "seconds": round(time.monotonic() - start, 1)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bars import Bar
+from kvd.worker.process import interpreter
 
 Report = dict[str, Any]
 SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"
@@ -117,6 +118,12 @@ class Measurement:
                 paths = [folder / name for name in names.split()]
                 found += [str(path) for path in paths if not path.is_file()]
         return found
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of its process's environment. Beside mlx-lm, kvd's own are not set."""
+        own = {} if "mlx_lm" in self.packages else interpreter.LAUNCHES
+        return own | self.environment
 
     @property
     def limit_s(self) -> float:

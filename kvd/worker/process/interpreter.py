@@ -10,15 +10,21 @@ SWITCH_INTERVAL_S = 0.0005
 The thread that computes takes the lock many times in a step, also from threads that write or
 compile grammars."""
 
+LAUNCHES = {"MLX_USE_CUDA_GRAPHS": "0"}
+"""How MLX launches kernels on CUDA, as variables of the environment: one by one.
+
+By default it collects them in graphs, and updates these for each use. On an H200, that takes longer
+than the launches: without graphs, prefill and decode steps took 0.68 to 0.85 of the time, if MLX
+also keeps enough freed buffers."""
+
 
 def prepare() -> None:
     """Set up this process; call it before mlx-lm is imported."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The Hub's client for xet buffers gigabytes, which are not part of any grant.
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    # MLX on CUDA collects launches in graphs, which it updates for each use. On an H200, launching
-    # each kernel directly takes 0.68 to 0.85 of the time, if MLX also keeps enough freed buffers.
-    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+    for name, value in LAUNCHES.items():
+        os.environ.setdefault(name, value)
     # transformers imports these if they are installed: hundreds of megabytes, above the limit of a
     # worker without a grant, and seconds of each load. No model here needs them.
     sys.modules |= dict.fromkeys(("torch", "tensorflow", "jax", "flax"))  # type: ignore[arg-type]
