@@ -220,7 +220,8 @@ class Runner:
             outcome = _failure(f"took more than {limit_s:.0f} s", start, log)
         else:
             outcome = _failure(f"exit status {ended.status}", start, log)
-        command = ["python", *command]
+        variables = [f"{name}={value}" for name, value in one.variables.items()]
+        command = [*variables, "python", *command]
         return outcome | {"command": shlex.join(command), "bars": _bars(one, file)}
 
     def _model(self, shape: str, log: Path) -> str:

@@ -97,6 +97,9 @@ class Measurement:
     """Files that must be in the folder which is the value of an option."""
     packages: Sequence[str] = ("mlx",)
     """Modules that must be installed."""
+    runs_mlx_lm: bool = False
+    """Whether mlx-lm is measured in its process or in processes that it starts. MLX then launches
+    kernels in its own way, not as in a worker (`interpreter.LAUNCHES`)."""
     environment: dict[str, str] = field(default_factory=dict)
     bars: Callable[[Report], list[Report]] = stated
     more_time: float = 2.0
@@ -121,9 +124,9 @@ class Measurement:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of its process's environment. Beside mlx-lm, kvd's own are not set."""
-        own = {} if "mlx_lm" in self.packages else interpreter.LAUNCHES
-        return own | self.environment
+        """Variables of its process's environment."""
+        launches = {} if self.runs_mlx_lm else interpreter.LAUNCHES
+        return launches | self.environment
 
     @property
     def limit_s(self) -> float:
@@ -212,6 +215,7 @@ def _servers() -> list[Measurement]:
             360,
             model=SMALL,
             packages=("mlx", "mlx_lm"),
+            runs_mlx_lm=True,
             more_time=1.4,
         ),
         Measurement(
@@ -300,6 +304,7 @@ def _engines() -> list[Measurement]:
             },
             180,
             packages=("mlx", "mlx_lm"),
+            runs_mlx_lm=True,
         ),
         Measurement(
             "prefill",

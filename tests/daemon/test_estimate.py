@@ -92,6 +92,15 @@ def test_ranks_divide_the_matrices_of_layers_and_repeat_the_rest(tmp_path):
     assert on_cpu.base_bytes - on_cpu.weights_bytes - waiting == 2 * each
 
 
+def test_freed_buffers_are_charged_for_the_device(tmp_path):
+    path = folder(tmp_path, QWEN)
+    metal = replace(MACHINE, on_cpu=False, prefill_chunk=4096)
+    bases = [
+        estimate(path, KVSpec(), one).costs.base_bytes for one in (metal, replace(metal, cuda=True))
+    ]
+    assert bases[1] - bases[0] == (512 - 128) * 2**20
+
+
 def test_activations_are_those_of_a_whole_pass(tmp_path):
     """256 tokens or one chunk, on CUDA 4096; rows that do not decode add theirs."""
     path = folder(tmp_path, QWEN)

@@ -22,6 +22,7 @@ from kvd.host.home import Home
 from kvd.worker.artifacts import modules
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
+from kvd.worker.process import interpreter
 from kvd.worker.serving import bit_mix, calibration, kernel_choice, model_files, seam
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
 from kvd.worker.serving.model_files import LoadedModel
@@ -229,4 +230,5 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    interpreter.launch_directly()
     print_result(lambda: _run(_arguments()))

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from bench.gpu.graph import primitives
 from kvd.worker.cache import packed as pk
-from kvd.worker.cache.packed import PageIndex, entries
+from kvd.worker.cache.packed import PageIndex, Slots, entries, take
 from kvd.worker.cache.scheme import BITS, Packing
 
 pytestmark = pytest.mark.mlx
@@ -101,3 +102,18 @@ def test_pages_of_width_0():
 def test_entries_are_those_of_a_gather(which: list[int], axis: int) -> None:
     array = mx.arange(25).reshape(5, 5)
     assert np.array_equal(entries(array, which, axis), np.take(np.array(array), which, axis))
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_pages_in_some_runs_are_joined_and_on_cuda_gathered(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    monkeypatch.setattr(pk, "on_cuda", lambda: cuda)
+    numbers = [0, 1, 3, 5, 6]
+    array = mx.random.normal((8, HEADS, 4, 64))
+    mx.eval(array)
+    (taken,) = take((array,), Slots(numbers))
+    assert ("Gather" in primitives([taken])) == cuda
+    assert mx.array_equal(taken, array[mx.array(numbers)])
+    (two,) = take((array,), Slots([0, 1, 3]))
+    assert "Gather" not in primitives([two])

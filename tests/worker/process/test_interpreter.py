@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+
+from kvd.worker.process import interpreter
 
 _PROGRAM = """
 import importlib, json, os, sys
@@ -18,7 +21,8 @@ for name in ("torch", "jax", "json"):
         importlib.import_module(name)
     except ImportError:
         missing.append(name)
-print(json.dumps([missing, sys.getswitchinterval(), os.environ["HF_HUB_DISABLE_XET"]]))
+print(json.dumps([missing, sys.getswitchinterval(), os.environ["HF_HUB_DISABLE_XET"],
+                  os.environ["MLX_USE_CUDA_GRAPHS"]]))
 """
 
 
@@ -31,7 +35,14 @@ def test_libraries_that_no_model_needs_are_not_imported(tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    missing, interval, xet = json.loads(done.stdout)
+    missing, interval, xet, graphs = json.loads(done.stdout)
     assert missing == ["torch", "jax"]
     assert interval == pytest.approx(0.0005)
     assert xet == "1"
+    assert graphs == "0"
+
+
+def test_a_choice_of_launches_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", "1")
+    interpreter.launch_directly()
+    assert os.environ["MLX_USE_CUDA_GRAPHS"] == "1"
