@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,18 +22,6 @@ class Stranger(KVCache):
     """A cache of an unknown class."""
 
 
-class OnCuda:
-    """``mlx.core``, on a machine that seems to have CUDA."""
-
-    cuda = SimpleNamespace(is_available=lambda: True)
-
-    def default_device(self) -> Any:
-        return SimpleNamespace(type=mx.DeviceType.gpu)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-
 @pytest.mark.parametrize("own_caches", [False, True], ids=["pages", "mlx-lm's own caches"])
 def test_a_model_loads_on_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_caches: bool
@@ -47,7 +34,7 @@ def test_a_model_loads_on_cuda(
         compile_modules(written[-1])
 
     monkeypatch.setattr(pool, "compile_modules", noted)
-    monkeypatch.setattr(builder, "mx", OnCuda())
+    monkeypatch.setattr(builder, "on_cuda", lambda: True)
     folder = tiny_model.save(tmp_path / "tiny")
     if own_caches:
         caches = lambda model: [Stranger() for _ in model.layers]  # noqa: E731
