@@ -27,7 +27,7 @@ from typing import Any
 from kvd.worker import lean_imports
 
 if __name__ == "__main__":
-    lean_imports.install()  # before the imports of mlx-lm, which then take 1 s less of CPU time
+    lean_imports.install()  # before the imports of mlx-lm
 
 import mlx.core as mx
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from kvd.worker import lean_imports
 
 if __name__ == "__main__":
-    lean_imports.install()  # before the imports of mlx-lm, which then take 1 s less of CPU time
+    lean_imports.install()  # before the imports of mlx-lm
 
 from kvd.bench.measure import percentile
 from kvd.config.kv import parse_kv

@@ -83,7 +83,7 @@ class Slots:
         self._numbers = numbers
         self._most_runs = most_runs
 
-    @property
+    @cached_property
     def most_runs(self) -> int:
         """Most runs that are read by slices, by default as many as this device should read."""
         if self._most_runs is not None:

@@ -210,3 +210,6 @@ def test_the_weights_are_not_copied(sequences: int):
     products = model.layers[0](mx.zeros((sequences, 1, 32)))
     assert not primitives(products).keys() & {"Gather", "Contiguous", "Copy"}
     assert not primitives([model.layers[0].k_proj.weight]).keys() - VIEWS
+    model.layers[1](mx.zeros((sequences, 1, 32)), mx.ones((sequences, 1, 32)))  # other keys' input
+    alone = model.layers[1].k_proj(mx.zeros((sequences, 1, 32)))
+    assert not primitives([alone]).keys() & {"Gather", "Contiguous", "Copy"}
