@@ -3,6 +3,7 @@ plain operations. Otherwise the reason is logged."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvd.worker.serving import (
     probe,
     runner,
     selfcheck,
+    timed_kernels,
 )
 from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.serving.probe import Served
@@ -368,6 +370,8 @@ def test_loading_tries_kernels_unless_the_environment_forbids_them(
     caplog.set_level(logging.INFO, "kvd.worker")
     monkeypatch.setenv(kernel_choice.VARIABLE, setting)
     monkeypatch.setattr(kernel_choice, "find_kernels", StandIn().backend)
+    times = itertools.cycle([2.0, 0.5])  # of the first call and of the second
+    monkeypatch.setattr(timed_kernels, "_seconds", lambda work: (mx.eval(work()), next(times))[1])
     stages: list[str] = []
     loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, own_products=False)
     found = loading.serve(
