@@ -38,6 +38,7 @@ from kvd.bench.measure import percentile
 from kvd.config.kv import parse_kv
 from kvd.worker.core import interleaving
 from kvd.worker.core.engine import MLXEngine
+from protocol.kv import BitsMode
 from protocol.types import Sampling
 from protocol.worker import Grant, LoadModel, MemoryRequested, Report, RowTokens, Submit
 
@@ -86,7 +87,15 @@ class Step:
 class Timeline:
     """One engine with a model."""
 
-    def __init__(self, model: str, kv: str, chunk: int, *, whole_passes: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        kv: str,
+        chunk: int,
+        *,
+        whole_passes: bool,
+        bits_by_layer: BitsMode = "auto",
+    ) -> None:
         self.engine = MLXEngine()
         self._total = 0
         self._seq = 0
@@ -94,8 +103,10 @@ class Timeline:
         self.arrivals: dict[str, list[float]] = {}
         self.steps: list[Step] = []
         self._thread_times = ThreadTimes()
-        command = LoadModel(source=model, kv=parse_kv(kv), prefill_chunk=chunk)
-        self.engine.load(command, lambda *_: None, self._ask)
+        command = LoadModel(
+            source=model, kv=parse_kv(kv), prefill_chunk=chunk, bits_by_layer=bits_by_layer
+        )
+        self.info = self.engine.load(command, lambda *_: None, self._ask)
         if whole_passes:
             self.engine._prompts._runner.interleaves = False  # noqa: SLF001
         self.engine.watch(self._note_phase, self._take)

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "simd.h"
@@ -47,16 +48,52 @@ inline uint64_t eight(const uint8_t* from) {
   }
 }
 
+// Of COUNT codes from a byte on: the two bytes that hold each code, as x86 shuffles number them in
+// each register of 16 bytes that begins with the same codes.
+template <int BITS, int COUNT>
+constexpr std::array<int8_t, 4 * COUNT> places() {
+  std::array<int8_t, 4 * COUNT> found{};
+  for (int i = 0; i < COUNT; ++i) {
+    const int first = i * BITS / 8, last = ((i + 1) * BITS - 1) / 8;
+    found[4 * i] = static_cast<int8_t>(first);
+    found[4 * i + 1] = static_cast<int8_t>(last > first ? last : -1);  // -1: zero
+    found[4 * i + 2] = found[4 * i + 3] = -1;
+  }
+  return found;
+}
+
+// Where each code begins in its two bytes.
+template <int BITS, int COUNT>
+constexpr std::array<int32_t, COUNT> offsets() {
+  std::array<int32_t, COUNT> found{};
+  for (int i = 0; i < COUNT; ++i) {
+    found[i] = i * BITS % 8;
+  }
+  return found;
+}
+
 template <int BITS>
 inline F8 codes(const uint8_t* from) {
   if constexpr (BITS == 8) {
     return widen(from);
   } else {
     const uint64_t all = eight<BITS>(from);
+#if defined(__AVX2__)
+    alignas(32) static constexpr auto bytes = places<BITS, LANES>();
+    alignas(32) static constexpr auto first = offsets<BITS, LANES>();
+    const __m256i words = _mm256_shuffle_epi8(
+        _mm256_set1_epi64x(static_cast<int64_t>(all)),
+        *reinterpret_cast<const __m256i*>(bytes.data()));
+    const __m256i found = _mm256_and_si256(
+        _mm256_srlv_epi32(words, *reinterpret_cast<const __m256i*>(first.data())),
+        _mm256_set1_epi32((1 << BITS) - 1));
+    return (F8)_mm256_cvtepi32_ps(found);
+#else
     const auto low = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> (4 * BITS));
     const U8 both = {low, low, low, low, high, high, high, high};
     const U8 shifts = {0, BITS, 2 * BITS, 3 * BITS, 0, BITS, 2 * BITS, 3 * BITS};
     return __builtin_convertvector((I8)((both >> shifts) & ((1u << BITS) - 1)), F8);
+#endif
   }
 }
 
@@ -68,17 +105,15 @@ inline Wide wide_codes(const uint8_t* from) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
   } else {
-    const uint64_t left = eight<BITS>(from), right = eight<BITS>(from + BITS);
-    const __m128i fours = _mm_setr_epi32(
-        static_cast<int>(left), static_cast<int>(left >> (4 * BITS)), static_cast<int>(right),
-        static_cast<int>(right >> (4 * BITS)));
-    const __m512i words = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-        _mm512_castsi128_si512(fours));
-    const __m512i shifts =
-        _mm512_broadcast_i32x4(_mm_setr_epi32(0, BITS, 2 * BITS, 3 * BITS));
-    const __m512i found =
-        _mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32((1 << BITS) - 1));
+    const __m128i bytes =
+        _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << (2 * BITS)) - 1), from);
+    alignas(64) static constexpr auto both = places<BITS, WIDE>();
+    alignas(64) static constexpr auto first = offsets<BITS, WIDE>();
+    const __m512i words = _mm512_shuffle_epi8(
+        _mm512_broadcast_i32x4(bytes), _mm512_load_si512(both.data()));
+    const __m512i found = _mm512_and_si512(
+        _mm512_srlv_epi32(words, _mm512_load_si512(first.data())),
+        _mm512_set1_epi32((1 << BITS) - 1));
     return (Wide)_mm512_cvtepi32_ps(found);
   }
 #else
