@@ -7,8 +7,8 @@ r"""Measures decode steps of an engine with the same bits in all layers and with
 The engines run in this process (`bench.timeline`), one for each scheme, in alternation, because a
 machine's speed changes over time. A step counts if it prefills nothing and delivers a token to
 every row. The speed of a scheme is relative to the first one: the median over rounds, and the
-least and the greatest. With `:auto` after a scheme, bits differ by layer as in any load, by a
-calibration (``KVD_CALIBRATION``, `kvctl calibrate`) or the probe.
+least and the greatest. With `:auto` after a scheme, the layers have the
+bits of the calibration in ``KVD_CALIBRATION`` (`kvctl calibrate`); without one, all have the same.
 """
 
 from __future__ import annotations
