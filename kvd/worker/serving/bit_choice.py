@@ -254,9 +254,15 @@ def _even(schemes: Sequence[Scheme], layers: int, *, fits: bool) -> list[tuple[S
     return found
 
 
-def fast_widths() -> tuple[int, ...]:
-    """Return the bits that attention on this device is known to read at about full speed."""
-    return METAL_WIDTHS if mx.metal.is_available() and not on_cpu() else WIDTHS
+def fast_widths(*, calibrated: bool = False) -> tuple[int, ...]:
+    """Return the bits that attention on this device is known to read at about full speed.
+
+    ``calibrated``: for bits whose loss is measured afterwards. These may be 2, of which the probe
+    knows too little.
+    """
+    if mx.metal.is_available() and not on_cpu():
+        return METAL_WIDTHS
+    return bit_mix.WIDTHS if calibrated else WIDTHS
 
 
 class Probing:

@@ -23,7 +23,14 @@ from kvd.worker.artifacts import modules
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
 from kvd.worker.process import interpreter
-from kvd.worker.serving import bit_mix, calibration, kernel_choice, model_files, seam
+from kvd.worker.serving import (
+    bit_choice,
+    bit_mix,
+    calibration,
+    kernel_choice,
+    model_files,
+    seam,
+)
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, LayerLoss, MeasuredLevel
 from kvd.worker.serving.model_files import LoadedModel
 from kvd.worker.serving.runner import Runner
@@ -140,7 +147,8 @@ def _measured(
     losses = estimates | losses
     found = [losses[layer] for layer in layers]
     sides = list(sensitivity.sides_of(layout, found))
-    mixes = bit_mix.mix_bits(sides, len(layout.entries), schemes)
+    widths = bit_choice.fast_widths(calibrated=True)
+    mixes = bit_mix.mix_bits(sides, len(layout.entries), schemes, widths)
     mixed = [number for number, mix in enumerate(mixes) if mix is not None]
     runners = [runner]
     if mixed:

@@ -50,14 +50,33 @@ def pointers(*arrays: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("target", ["avx2", "generic"])
-@pytest.mark.parametrize(("k_dim", "v_dim", "repeats"), [(64, 64, 2), (128, 80, 1), (40, 24, 5)])
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "repeats", "bits"),
+    [
+        (64, 64, 2, (8, 8)),
+        (64, 64, 1, (2, 3)),
+        (64, 64, 1, (3, 5)),
+        (64, 64, 1, (5, 4)),
+        (64, 64, 1, (6, 6)),
+        (128, 80, 1, (8, 8)),
+        (40, 24, 5, (8, 8)),
+    ],
+)
 def test_attention(
-    built: Callable[[str], ctypes.CDLL], target: str, k_dim: int, v_dim: int, repeats: int
+    built: Callable[[str], ctypes.CDLL],
+    target: str,
+    k_dim: int,
+    v_dim: int,
+    repeats: int,
+    bits: tuple[int, int],
 ) -> None:
     rng = np.random.default_rng(k_dim)
     kv_heads, count, dims = 2, 75, (k_dim, v_dim)
     pages = 0 if v_dim % 64 else 3  # a page's values have whole groups
-    codes = [rng.integers(0, 256, (pages, kv_heads, 64 * dim)).astype(np.uint8) for dim in dims]
+    codes = [
+        rng.integers(0, 256, (pages, kv_heads, 8 * dim * one)).astype(np.uint8)
+        for dim, one in zip(dims, bits, strict=True)
+    ]
     groups = [
         rng.normal(size=(pages, kv_heads, dim)).astype(np.float32) * 0.01
         for dim in dims
@@ -71,7 +90,7 @@ def test_attention(
     for name in ("own", target):
         y = np.full((kv_heads * repeats, count, v_dim), np.nan, np.float32)
         held = (ctypes.c_void_p * 4)(*(one.ctypes.data for one in groups))
-        shape = (kv_heads * repeats, kv_heads, k_dim, v_dim, pages, count)
+        shape = (*bits, kv_heads * repeats, kv_heads, k_dim, v_dim, pages, count)
         arrays = pointers(about, *codes, held, queries, *dense, lows, 5, y)
         built(name).attend(*shape, *arrays)
         outputs.append(y)

@@ -100,7 +100,7 @@ inline F8 codes(const uint8_t* from) {
 // Sixteen codes: 2 * BITS bytes.
 template <int BITS>
 inline Wide wide_codes(const uint8_t* from) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
   if constexpr (BITS == 8) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
