@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +85,11 @@ OTHERS = (
     ("llama.cpp q4_0", "llama", "llama q4_0"),
     ("mlx-lm, 8 bits, flat keys", "flat-keys", "k8v8:mlx-lm"),
     ("mlx-lm, 4 bits, flat keys", "flat-keys", "k4v4:mlx-lm"),
+    ("larger model: kvd K8V8", "trained", "k8v8"),
+    ("larger model: mlx-lm, 8 bits", "trained", "k8v8:mlx-lm"),
+    ("larger model: kvd K4V4 in all layers", "trained", "k4v4"),
+    ("larger model: kvd K4V4, from the probe", "trained", "k4v4:probe"),
+    ("larger model: mlx-lm, 4 bits", "trained", "k4v4:mlx-lm"),
 )
 TRAINED = (
     ("K8V8 in all layers", "k8v8"),
@@ -95,14 +99,7 @@ TRAINED = (
     ("K5V3 in all layers", "k5v3"),
     ("K4V4's size, from the probe", "k4v4:probe"),
 )
-TRAINED_OTHERS = (
-    ("kvd K8V8", "k8v8"),
-    ("mlx-lm, 8 bits", "k8v8:mlx-lm"),
-    ("kvd K4V4 in all layers", "k4v4"),
-    ("kvd K4V4, from the probe", "k4v4:probe"),
-    ("mlx-lm, 4 bits", "k4v4:mlx-lm"),
-)
-CPU_RUNS = ("bits", "flat-keys", "llama")
+CPU_RUNS = ("bits", "flat-keys", "llama", "trained")
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,12 @@ class Run:
         raise KeyError(f"{recipe} at {length} was not measured")
 
     def row(self, title: str, recipe: str) -> list[str]:
-        """Return a line of a table with all lengths, of which some may not be measured."""
+        """Return a line of a table with all lengths, of which some may not be measured.
+
+        ``recipe``: as in the file, or the name for which bits were chosen, such as ``k4v4:probe``.
+        """
+        names = {given: name for name, given in self.found.get("chosen", {}).items()}
+        recipe = names.get(recipe, recipe)
         found = {one["length"]: one for one in self.found["results"] if one["recipe"] == recipe}
         some = next(iter(found.values()))
         parts = [one[part] for one in found.values() for part in ("prefill", "decode")]
@@ -133,6 +135,7 @@ class Run:
             f"{some['bytes_to_dense']:.3f}",
             *(_both(found[n], "kl", _kl) if n in found else "not measured" for n in LENGTHS),
             f"{min(part['top1'] for part in parts):.4f}",
+            f"{100 * max((part['perplexity_change'] for part in parts), key=abs):+.2f}",
             " ".join(f"{100 * found[n]['recall']:.0f}" for n in LENGTHS if n in found),
         ]
 
@@ -235,21 +238,20 @@ def by_layer(run: Run) -> str:
     return _table(_row_head("bits"), [run.row(*one) for one in BY_LAYER])
 
 
-def trained(run: Run, first: str, recipes: Sequence[tuple[str, str]]) -> str:
-    """Tabulate a larger model; recipes with chosen bits are found by their given names."""
-    names = {given: name for name, given in run.found["chosen"].items()}
-    rows = [run.row(title, names.get(recipe, recipe)) for title, recipe in recipes]
-    return _table(_row_head(first), rows)
+def trained(run: Run) -> str:
+    """Tabulate a larger model."""
+    return _table(_row_head("bits"), [run.row(*one) for one in TRAINED])
 
 
 def others(runs: dict[str, Run]) -> str:
-    """Tabulate kvd's pages beside the caches of mlx-lm and llama.cpp."""
+    """Tabulate kvd's pages beside the caches of mlx-lm and llama.cpp, for both models."""
     rows = [runs[name].row(title, recipe) for title, name, recipe in OTHERS]
     return _table(_row_head("cache"), rows)
 
 
 def _row_head(first: str) -> list[str]:
-    return [first, "bytes", *(f"KL at {length}" for length in LENGTHS), "least top-1", "recall %"]
+    kl = (f"KL at {length}" for length in LENGTHS)
+    return [first, "bytes", *kl, "least top-1", "perplexity %", "recall %"]
 
 
 def plot(exported: Run, flat: Run, mixed: Run, even: Run) -> None:
@@ -306,8 +308,7 @@ def main() -> None:
         "layers": layers(runs["mixes"]),
         "by layer": by_layer(on_cpu["bits"]),
         "others": others(on_cpu),
-        "trained": trained(Run.read("h200", "trained"), "bits", TRAINED),
-        "trained, others": trained(Run.read("linux-cpu", "trained"), "cache", TRAINED_OTHERS),
+        "trained": trained(Run.read("h200", "trained")),
     }
     page = PAGE.read_text()
     for name, block in blocks.items():

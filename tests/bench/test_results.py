@@ -146,6 +146,35 @@ def test_mlx_lm_and_llama_cpp_lose_at_least_five_times_as_much(length: int) -> N
             assert 5 * ours[part]["kl"] <= other[part]["kl"]
 
 
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_mlx_lm_loses_at_least_five_times_as_much_with_the_larger_model(length: int) -> None:
+    run = result("fidelity-linux-cpu-trained")
+    [probed] = (name for name, given in run["chosen"].items() if given == "k4v4:probe")
+    ours, theirs = (entry(run, recipe, length) for recipe in (probed, "k4v4:mlx-lm"))
+    assert ours["bytes_to_dense"] <= theirs["bytes_to_dense"]
+    for part in PARTS:
+        assert 0 < 5 * ours[part]["kl"] <= theirs[part]["kl"]
+
+
+def test_the_top_token_of_a_calibrated_model_is_dense_kvs_in_99_percent() -> None:
+    run = result("fidelity-linux-cpu-top1")
+    found = {one["length"]: one for one in run["results"] if one["recipe"] == CALIBRATED}
+    assert set(found) == set(LENGTHS)
+    text = page("fidelity")
+    for one in found.values():
+        assert one["decode"]["positions"] >= 4096
+        assert one["decode"]["top1"] >= 0.99
+        assert f"{one['decode']['top1']:.4f} ±" in text
+
+
+def test_bits_by_layer_decode_as_fast_as_k4v4_on_a_cpu() -> None:
+    found = result("decode-bits-linux-cpu")
+    assert found["bits"]["k4v4:auto"]["source"] == "calibration"
+    assert [one["prompt"] for one in found["lengths"]] == [1024, 4096, 8192]
+    for one in found["lengths"]:
+        assert np.median(one["speeds"]["k4v4:auto"]) >= 0.9
+
+
 def test_the_tables_of_the_fidelity_page_are_those_of_the_results() -> None:
     pytest.importorskip("matplotlib")
     from bench.fidelity import report
@@ -161,6 +190,7 @@ def test_the_tables_of_the_fidelity_page_are_those_of_the_results() -> None:
         "layers": report.layers(runs["mixes"]),
         "by layer": report.by_layer(on_cpu["bits"]),
         "others": report.others(on_cpu),
+        "trained": report.trained(report.Run.read("h200", "trained")),
     }
     text = page("fidelity")
     for name, block in blocks.items():
