@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from aiohttp import ClientError
+
 from bench.bars import Bar
 from bench.gpu.shapes import SHAPES
 from kvd import demo
@@ -136,21 +138,32 @@ async def idle(servers: dict[str, Server]) -> dict[str, list[float]]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start all servers, alternate between them, and return medians over the rounds."""
+    """Start all servers, alternate between them, and return medians over the rounds.
+
+    Another server than kvd's that fails is left out from then on; its entry has the error.
+    """
     found: dict[str, list[dict[str, float]]] = {}
+    failed: dict[str, Any] = {}
     chosen = sides(str(folder / "model"), options.ranks, folder)
     chosen = [side for side in chosen if options.only in (None, side.name)]
     async with Fleet(chosen, folder, lambda line: print(line, flush=True)) as servers:
         for number in range(options.rounds + 1):
-            for name, server in servers.items():
-                one = await ask(server, options.streams, options.tokens)
-                if options.prompt:
-                    one |= await prefill(server, number, options.prompt)
+            for name, server in list(servers.items()):
+                try:
+                    one = await play(server, number, options)
+                except (RuntimeError, TimeoutError, ClientError) as error:
+                    if name.startswith("kvd"):
+                        raise
+                    failed[name] = {"failed": str(error)}
+                    found.pop(name, None)
+                    del servers[name]
+                    print(f"{name} failed and is left out: {error}", flush=True)
+                    continue
                 print(f"round {number}, {name}: {one['tokens/s']:.1f} tokens/s", flush=True)
                 if number:  # the first one compiles, and fills caches
                     found.setdefault(name, []).append(one)
         shares = await idle(servers)
-    return {
+    return failed | {
         name: {
             **{key: round(statistics.median(one[key] for one in each), 2) for key in each[0]},
             "rounds, tokens/s": [round(one["tokens/s"], 1) for one in each],
@@ -158,6 +171,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
         for name, each in found.items()
     }
+
+
+async def play(server: Server, number: int, options: argparse.Namespace) -> dict[str, float]:
+    """Return what one server measured in a round."""
+    one = await ask(server, options.streams, options.tokens)
+    if options.prompt:
+        one |= await prefill(server, number, options.prompt)
+    return one
 
 
 def write_in_process(shape: str, folder: Path) -> None:
