@@ -6,6 +6,7 @@ and shows the result.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import rich_click as click
@@ -36,6 +37,12 @@ from protocol.kv import KVSpec
 )
 @option("--prompts", "N", "Texts to measure on.", type=click.IntRange(1, 10_000), default=4)
 @option("--tokens", "N", "Length of each text.", type=Tokens(1), default=1024)
+@option(
+    "--text",
+    "FILE",
+    "Measure on the first 4 MiB of a text file. Default: kvd's own texts.",
+    type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+)
 @common_options("home", "json")
 def calibrate(
     common: CommonOptions,
@@ -46,6 +53,7 @@ def calibrate(
     min_top1: float,
     prompts: int,
     tokens: int,
+    text: Path | None,
 ) -> None:
     """Find and store a model's quality floor, which later loads of the model respect.
 
@@ -67,6 +75,7 @@ def calibrate(
             f"--min-top1={min_top1}",
             f"--prompts={prompts}",
             f"--tokens={tokens}",
+            *([f"--text={text.absolute()}"] if text else []),
             absolute(model),
         ]
         result = run_tool("calibrate", arguments, quiet=common.json)

@@ -130,3 +130,14 @@ def test_a_folder_with_other_files_is_not_used_as_a_home(kvctl, home: Home):
     code, _, err = kvctl("calibrate", "demo")
     assert code == 5
     assert "is not a home of kvd" in err
+
+
+@pytest.mark.process
+def test_the_text_is_given_with_its_whole_path(kvctl, tmp_path, monkeypatch):
+    (tmp_path / "own.txt").write_text("words")
+    monkeypatch.chdir(tmp_path)  # where the command looks for it
+    _, out, _ = kvctl("calibrate", "demo", "--json", "--text", "own.txt")
+    assert f"--text={tmp_path / 'own.txt'}" in json.loads(out)["arguments"]
+    code, _, err = kvctl("calibrate", "demo", "--text", "none.txt")
+    assert code == 2
+    assert "none.txt" in err

@@ -77,6 +77,8 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     levels: list[MeasuredLevel]
     losses: list[LayerLoss] = []
     """Losses by which the mixes were chosen."""
+    text: str = ""
+    """File whose text was measured; empty: kvd's own recall tasks."""
     prompts: int
     tokens: int
     date: str

@@ -52,15 +52,17 @@ def calibrate(
     *,
     count: int = 4,
     tokens: int = 1024,
+    text: Path | None = None,
     partial: PartialLosses | None = None,
 ) -> CalibrationResult:
     """Load a model, choose bits by layer for each precision level, measure them; return the result.
 
     ``schemes``: from the top level down. A level keeps its scheme in all layers where a mix of the
     same size is no better. Measures with ``count`` prompts of about ``tokens`` tokens each, cut to
-    the model's context. ``partial``: measured layers of an interrupted run, and where to store
-    them. Raises the `KvdError` of a model that cannot be loaded, `UnsupportedModel` for one that
-    has no quantized keys and values, and `InvalidRequest` for prompts that are too short.
+    the model's context. They are from the file ``text``, or kvd's recall tasks. ``partial``:
+    measured layers of an interrupted run, and where to store them. Raises the `KvdError` of a model
+    that cannot be loaded, `UnsupportedModel` for one that has no quantized keys and values, and
+    `InvalidRequest` for texts that are too short.
     """
     # Before models are imported, as in a worker. Plain operations would take three times as long.
     modules.activate(lambda *_: None)
@@ -70,12 +72,7 @@ def calibrate(
     report("weights")
     headers = model_files.inspect(model_files.resolve(source))
     loaded = model_files.load(headers.path, library=library)
-    context = loaded.context_length
-    try:
-        prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=min(tokens, context))
-    except ValueError as error:  # too few tokens for the prompt's facts
-        raise InvalidRequest(f"tokens: {error}", field="tokens") from error
-    prompts = [prompt[:context] for prompt in prompts]
+    prompts = _prompts(loaded, text, count, tokens)
     key = calibration.content_key(headers)
     try:
         serve = partial_of(fidelity.serve, loaded.model, library=library, kernels=kernels)
@@ -93,12 +90,27 @@ def calibrate(
         min_top1=floor.min_top1,
         levels=[_level_result(level, floor) for level in levels],
         losses=losses,
+        text="" if text is None else str(text),
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=mx.default_device().type.name,
         versions=calibration.versions(),
     )
+
+
+def _prompts(loaded: LoadedModel, text: Path | None, count: int, tokens: int) -> list[list[int]]:
+    context = loaded.context_length
+    size = min(tokens, context)
+    field = "tokens" if text is None else "text"
+    try:
+        if text is None:
+            prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=size)
+        else:
+            prompts = fidelity.own_texts(loaded.tokenizer, text, count=count, tokens=size)
+    except ValueError as error:  # such as too few tokens for the prompt's facts
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+    return [prompt[:context] for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -199,6 +211,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--min-top1", type=float, default=floor.min_top1)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--text", type=Path, help="a text file to measure on")
     return parser.parse_args()
 
 
@@ -227,6 +240,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         progress(1 + count),
         count=count,
         tokens=tokens,
+        text=arguments.text,
         partial=PartialLosses(folder),
     )
     try:

@@ -8,9 +8,11 @@ Only positions that attend to a quantized page count; the others are exact by co
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +33,8 @@ CHUNK = 256
 DECODED = PAGE_TOKENS
 """Tokens at the end of each prompt that are decoded: enough that one of them commits a page."""
 SCRATCH = 256 * 1024 * 1024
+TEXT_BYTES = 4 * 1024 * 1024
+"""Most bytes that are read of the user's own text."""
 _SMALL = 1.0
 """Largest difference of logarithms for which a KL term is computed with ``expm1``. For larger ones
 that form is less exact than the other."""
@@ -170,6 +174,36 @@ def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[l
     """
     tasks = (make_recall_prompt(seed, tokens, tokenizer) for seed in range(count))
     return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
+
+
+def own_texts(
+    tokenizer: Tokenizer, path: Path, *, count: int = 4, tokens: int = 1024
+) -> list[list[int]]:
+    """Return ``count`` prompts of ``tokens`` token ids from a text file, evenly spread over it.
+
+    Reads the first `TEXT_BYTES` of the file. Prompts overlap if the text is short. Raises
+    ``ValueError`` if the file cannot be read, is not UTF-8, or has fewer tokens than one prompt.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(TEXT_BYTES)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    try:  # a character that the limit cuts is left out
+        text = getincrementaldecoder("utf-8")().decode(found, final=len(found) < TEXT_BYTES)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    ids = list(tokenizer.encode(text))
+    start = ids[:1] if ids and ids[0] == getattr(tokenizer, "bos_token_id", None) else []
+    body, size = ids[len(start) :], tokens - len(start)
+    if len(body) < size:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens, and a text needs {tokens}; give a longer file or fewer"
+            " tokens (--tokens)"
+        )
+    last = len(body) - size
+    firsts = [last * number // max(1, count - 1) for number in range(count)]
+    return [start + body[first : first + size] for first in firsts]
 
 
 def serve(

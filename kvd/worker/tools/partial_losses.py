@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ class _Partial(msgspec.Struct, frozen=True):
     """Contents of the file. Other versions and other texts measure something else."""
 
     version: str
-    prompts: list[int]
-    """Lengths of the texts. The model's tokenizer and these lengths determine them."""
+    prompts: str
+    """Hash of the texts' tokens."""
     losses: list[LayerLoss]
 
 
@@ -37,7 +38,7 @@ class PartialLosses:
             found = msgspec.json.decode(self._file(key).read_bytes(), type=_Partial)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return {}
-        if (found.version, found.prompts) != (kvd.__version__, [len(one) for one in prompts]):
+        if (found.version, found.prompts) != (kvd.__version__, _hash(prompts)):
             return {}
         return {loss.layer: loss for loss in found.losses}
 
@@ -45,7 +46,7 @@ class PartialLosses:
         self, key: str, prompts: Sequence[Sequence[int]], losses: Mapping[int, LayerLoss]
     ) -> None:
         """Replace the file. An error is logged: only an interruption would cost more time."""
-        partial = _Partial(kvd.__version__, [len(one) for one in prompts], list(losses.values()))
+        partial = _Partial(kvd.__version__, _hash(prompts), list(losses.values()))
         try:
             calibration.replace_file(self._file(key), msgspec.json.encode(partial))
         except OSError as error:
@@ -57,3 +58,7 @@ class PartialLosses:
 
     def _file(self, key: str) -> Path:
         return self._folder / f"{key}.partial"
+
+
+def _hash(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(prompts)).hexdigest()

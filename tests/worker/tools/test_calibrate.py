@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
 import msgspec
@@ -426,3 +427,72 @@ def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch, capsys
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "invalid_request"
     assert not list(tmp_path.iterdir())
+
+
+# The user's own text.
+
+
+def letters(text: str) -> list[int]:
+    return [1, *map(ord, text)]
+
+
+def test_own_texts_are_spread_over_the_file(tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("".join(chr(0x100 + number) for number in range(100)))
+    tokenizer = SimpleNamespace(encode=letters, bos_token_id=1)
+    prompts = fidelity.own_texts(tokenizer, file, count=3, tokens=41)
+    assert [one[0] for one in prompts] == [1, 1, 1]
+    assert [[id_ - 0x100 for id_ in one[1:]] for one in prompts] == [
+        list(range(first, first + 40)) for first in (0, 30, 60)
+    ]
+    [whole] = fidelity.own_texts(tokenizer, file, count=1, tokens=101)
+    assert len(whole) == 101
+
+
+def test_a_character_at_the_end_of_what_is_read_may_be_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "TEXT_BYTES", 9)
+    file = tmp_path / "own.txt"
+    file.write_text("\u20ac" * 2 + "ab\u00e9" + "c")
+    tokenizer = SimpleNamespace(encode=lambda text: list(map(ord, text)))
+    assert fidelity.own_texts(tokenizer, file, count=1, tokens=4) == [
+        [0x20AC, 0x20AC, ord("a"), ord("b")]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff\xfe\x00", r"is not UTF-8 text \(byte 0\)"),
+        (b"a few words", "has .* tokens, and a text needs 200; give a longer file or fewer"),
+        (None, "cannot read .*: No such file"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, reason):
+    file = tmp_path / "own.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        calibrate.calibrate(
+            "demo", [K8V8], Floor(), lambda *_: None, count=1, tokens=200, text=file
+        )
+    assert caught.value.detail["field"] == "text"
+
+
+def test_losses_of_other_texts_of_the_same_length_are_not_continued(tmp_path):
+    partial = PartialLosses(tmp_path)
+    partial.write("key", [[1, 2, 3]], {})
+    loss = LayerLoss(layer=0, keys={4: 1.0}, values={4: 1.0})
+    partial.write("key", [[1, 2, 3]], {0: loss})
+    assert partial.read("key", [[1, 2, 3]]) == {0: loss}
+    assert partial.read("key", [[1, 2, 4]]) == {}
+
+
+def test_a_calibration_measures_the_given_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "texts", pytest.fail)
+    file = tmp_path / "own.txt"
+    file.write_text((demo.path() / "config.json").read_text() * 8)
+    found = calibrate.calibrate(
+        "demo", [K8V8], Floor(), lambda *_: None, count=1, tokens=300, text=file
+    )
+    assert (found.text, found.tokens) == (str(file), 300)
+    assert found.levels[0].kl is not None
