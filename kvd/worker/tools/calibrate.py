@@ -90,7 +90,7 @@ def calibrate(
         min_top1=floor.min_top1,
         levels=[_level_result(level, floor) for level in levels],
         losses=losses,
-        text="" if text is None else str(text),
+        text="" if text is None else fidelity.readable_name(text),
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

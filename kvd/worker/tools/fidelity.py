@@ -8,6 +8,7 @@ Only positions that attend to a quantized page count; the others are exact by co
 from __future__ import annotations
 
 import math
+import os
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served
 from kvd.worker.serving.runner import Row, Runner
+from protocol import paths
 from protocol.errors import UnsupportedModel
 
 CHUNK = 256
@@ -181,29 +183,40 @@ def own_texts(
 ) -> list[list[int]]:
     """Return ``count`` prompts of ``tokens`` token ids from a text file, evenly spread over it.
 
-    Reads the first `TEXT_BYTES` of the file. Prompts overlap if the text is short. Raises
-    ``ValueError`` if the file cannot be read, is not UTF-8, or has fewer tokens than one prompt.
+    Reads the first `TEXT_BYTES` of the file. Prompts overlap if the text is short, and there are
+    fewer if some would be equal. Raises ``ValueError`` if the file cannot be read, is not UTF-8, or
+    has fewer tokens than one prompt.
     """
+    name = readable_name(path)
+    if paths.exists(path) and not paths.is_file(path):  # to open a pipe could block
+        raise ValueError(f"{name} is not a regular file")
     try:
         with path.open("rb") as file:
             found = file.read(TEXT_BYTES)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
     try:  # a character that the limit cuts is left out
-        text = getincrementaldecoder("utf-8")().decode(found, final=len(found) < TEXT_BYTES)
+        text = getincrementaldecoder("utf-8-sig")().decode(found, final=len(found) < TEXT_BYTES)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from error
+    if "\0" in text:  # UTF-16 without a byte order mark can be valid UTF-8
+        raise ValueError(f"{name} is not UTF-8 text (it contains null characters)")
     ids = list(tokenizer.encode(text))
     start = ids[:1] if ids and ids[0] == getattr(tokenizer, "bos_token_id", None) else []
     body, size = ids[len(start) :], tokens - len(start)
     if len(body) < size:
         raise ValueError(
-            f"{path} has {len(ids)} tokens, and a text needs {tokens}; give a longer file or fewer"
+            f"{name} has {len(ids)} tokens, and a text needs {tokens}; give a longer file or fewer"
             " tokens (--tokens)"
         )
     last = len(body) - size
-    firsts = [last * number // max(1, count - 1) for number in range(count)]
+    firsts = dict.fromkeys(last * number // max(1, count - 1) for number in range(count))
     return [start + body[first : first + size] for first in firsts]
+
+
+def readable_name(path: Path) -> str:
+    """Return a path as valid text, whatever bytes it has."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def serve(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -447,6 +449,26 @@ def test_own_texts_are_spread_over_the_file(tmp_path):
     ]
     [whole] = fidelity.own_texts(tokenizer, file, count=1, tokens=101)
     assert len(whole) == 101
+    short = fidelity.own_texts(tokenizer, file, count=4, tokens=100)
+    assert [one[1] - 0x100 for one in short] == [0, 1]  # no prompt is measured twice
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("abc", encoding="utf-8-sig")
+    tokenizer = SimpleNamespace(encode=lambda text: list(map(ord, text)))
+    assert fidelity.own_texts(tokenizer, file, count=1, tokens=3) == [list(map(ord, "abc"))]
+
+
+def test_a_pipe_is_refused_without_opening_it(tmp_path):
+    pipe = tmp_path / "own"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="own is not a regular file"):
+        fidelity.own_texts(SimpleNamespace(encode=letters), pipe, count=1, tokens=3)
+
+
+def test_the_name_of_a_text_is_valid_text():
+    assert fidelity.readable_name(Path(os.fsdecode(b"own\xff"))) == "own\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_character_at_the_end_of_what_is_read_may_be_cut(tmp_path, monkeypatch):
@@ -463,6 +485,7 @@ def test_a_character_at_the_end_of_what_is_read_may_be_cut(tmp_path, monkeypatch
     ("content", "reason"),
     [
         (b"\xff\xfe\x00", r"is not UTF-8 text \(byte 0\)"),
+        ("text".encode("utf-16-le"), "is not UTF-8 text .it contains null characters"),
         (b"a few words", "has .* tokens, and a text needs 200; give a longer file or fewer"),
         (None, "cannot read .*: No such file"),
     ],
