@@ -33,8 +33,8 @@ from protocol.kv import BitsMode
 
 
 def _timeline(model: str, text: str) -> Timeline:
-    kv, _, mode = text.partition(":")
-    bits: BitsMode = "auto" if mode == "auto" else "off"
+    kv = text.removesuffix(":auto")
+    bits: BitsMode = "off" if kv == text else "auto"
     return Timeline(model, kv, 64, whole_passes=True, bits_by_layer=bits)
 
 

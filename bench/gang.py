@@ -92,7 +92,8 @@ async def ask(server: Server, streams: int, tokens: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     used = sum(one.cpu_s for one in processes.read(server.pids())) - before
     count = sum(stream.output_tokens for stream in found)
-    assert count == streams * tokens, f"{server.side.name} made {count} tokens"
+    if count != streams * tokens:
+        raise RuntimeError(f"{server.side.name} made {count} tokens, not {streams * tokens}")
     return {"tokens/s": count / seconds, "CPU s per 1000 tokens": 1000 * used / count}
 
 
@@ -154,7 +155,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 except (RuntimeError, TimeoutError, ClientError) as error:
                     if name.startswith("kvd"):
                         raise
-                    failed[name] = {"failed": str(error)}
+                    failed[name] = {"failed": str(error) or repr(error)}
                     found.pop(name, None)
                     del servers[name]
                     print(f"{name} failed and is left out: {error}", flush=True)

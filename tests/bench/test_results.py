@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +161,12 @@ def test_the_top_token_of_a_calibrated_model_is_dense_kvs_in_99_percent() -> Non
     run = result("fidelity-linux-cpu-top1")
     found = {one["length"]: one for one in run["results"] if one["recipe"] == CALIBRATED}
     assert set(found) == set(LENGTHS)
-    text = page("fidelity")
     for one in found.values():
         assert one["decode"]["positions"] >= 4096
         assert one["decode"]["top1"] >= 0.99
-        assert f"{one['decode']['top1']:.4f} ±" in text
+    cells = [f"{found[length]['decode']['top1']:.4f}" for length in (1024, 4096, 8192)]
+    row = r" \| ".join(rf"{cell} ± 0\.\d+" for cell in cells)
+    assert re.search(rf"from a calibration \| 0\.281 \| {row}", page("fidelity"))
 
 
 def test_bits_by_layer_decode_as_fast_as_k4v4_on_a_cpu() -> None:

@@ -220,8 +220,9 @@ def _checked_floor(arguments: argparse.Namespace) -> Floor:
         raise InvalidRequest("max_kl must be 0 or more", field="max_kl")
     if not 0 <= arguments.min_top1 <= 1:
         raise InvalidRequest("min_top1 is a share, from 0 to 1", field="min_top1")
-    if arguments.prompts < 1:
-        raise InvalidRequest("prompts must be at least 1", field="prompts")
+    for field in ("prompts", "tokens"):
+        if getattr(arguments, field) < 1:
+            raise InvalidRequest(f"{field} must be at least 1", field=field)
     return Floor(arguments.max_kl, arguments.min_top1)
 
 

@@ -371,6 +371,7 @@ def test_the_result_lies_in_the_home_s_folder(tmp_path, tiny, monkeypatch):
 
 
 def test_a_calibration_gives_only_widths_that_the_device_reads_fast(monkeypatch):
+    monkeypatch.setattr(bit_choice, "on_cpu", lambda: True)
     assert set(bit_choice.fast_widths(calibrated=True)) - set(bit_choice.fast_widths()) == {2}
     monkeypatch.setattr(bit_choice, "on_cpu", lambda: False)
     monkeypatch.setattr(bit_choice.mx.metal, "is_available", lambda: True)

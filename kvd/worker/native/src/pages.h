@@ -116,6 +116,9 @@ inline Wide wide_codes(const uint8_t* from) {
         _mm512_set1_epi32((1 << BITS) - 1));
     return (Wide)_mm512_cvtepi32_ps(found);
   }
+#elif defined(__AVX512F__)
+  const __m512d low = _mm512_castpd256_pd512((__m256d)codes<BITS>(from));
+  return (Wide)_mm512_insertf64x4(low, (__m256d)codes<BITS>(from + BITS), 1);
 #else
   return {codes<BITS>(from), codes<BITS>(from + BITS)};
 #endif
