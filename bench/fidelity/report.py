@@ -234,7 +234,7 @@ def layers(run: Run) -> str:
 
 
 def by_layer(run: Run) -> str:
-    """Tabulate bits by layer beside the same bits in all layers."""
+    """Tabulate bits by layer, and the same bits in all layers."""
     return _table(_row_head("bits"), [run.row(*one) for one in BY_LAYER])
 
 
@@ -244,7 +244,7 @@ def trained(run: Run) -> str:
 
 
 def others(runs: dict[str, Run]) -> str:
-    """Tabulate kvd's pages beside the caches of mlx-lm and llama.cpp, for both models."""
+    """Tabulate kvd's pages and the caches of mlx-lm and llama.cpp, for both models."""
     rows = [runs[name].row(title, recipe) for title, name, recipe in OTHERS]
     return _table(_row_head("cache"), rows)
 
