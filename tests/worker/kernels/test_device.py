@@ -24,7 +24,7 @@ from kvd.worker.attention.kernels.launch import (
     rotate_launch,
     run,
 )
-from tests.worker.kernels import cases, test_append, test_rotate
+from tests.worker.kernels import cases, test_append, test_prefill, test_rotate
 from tests.worker.kernels.decoding import LANGUAGES, Case, Step
 from tests.worker.kernels.right import assert_right
 
@@ -46,7 +46,9 @@ def attend(step: Step) -> np.ndarray:
 
 def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
     assert LANGUAGE is not None
-    return [np.array(one.astype(mx.float32)) for one in run(make(LANGUAGE, given), LANGUAGE)]
+    found = run(make(LANGUAGE, given), LANGUAGE)
+    # Packed numbers stay integers.
+    return [np.array(one if one.dtype == mx.uint32 else one.astype(mx.float32)) for one in found]
 
 
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
@@ -79,6 +81,26 @@ def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
     dtype: mx.Dtype, token_places: list[int], token_rows: list[int] | None
 ) -> None:
     test_append.check(partial(made, append_launch), dtype, token_places, token_rows)
+
+
+@pytest.mark.parametrize("case", test_prefill.CASES.values(), ids=test_prefill.CASES.keys())
+def test_pages_of_a_pass_are_those_of_mlx(case: test_prefill.Case) -> None:
+    test_prefill.check_pack(made, case)
+    test_prefill.check_unpack(made, [case])
+
+
+def test_dense_pages_of_several_levels() -> None:
+    test_prefill.check_unpack(made, test_prefill.LEVELS)
+
+
+@pytest.mark.parametrize("case", test_prefill.SPREAD.values(), ids=test_prefill.SPREAD.keys())
+def test_spread_vectors_match_float64(case: tuple[Any, ...]) -> None:
+    test_prefill.check_spread(made, *case)
+
+
+def test_rows_are_gathered_and_tails_written() -> None:
+    test_prefill.check_gather(made)
+    test_prefill.check_tails(made, mx.bfloat16)
 
 
 def test_modules_compiled_by_kvd_are_the_ones_that_run(tmp_path: Path) -> None:

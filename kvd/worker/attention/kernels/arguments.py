@@ -94,3 +94,83 @@ class Rotate:
     token_places: mx.array
     token_rows: mx.array | None
     """Tails are as in `Attention`, ``token_places`` and ``token_rows`` as in `Append`."""
+
+
+# Arguments of the kernels of a prefill pass. Places are as in `kernels.pack`.
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Arguments of the kernel that applies norms and RoPE, and puts tokens in their places."""
+
+    rotation: Rotation
+    qkv: mx.array
+    """``[batch, q_heads * k_dim + kv_heads * (k_dim + v_dim)]``, as in `Rotate`."""
+    sources: mx.array
+    """``[places]`` int32: the row of ``qkv`` of each place; -1: zeros."""
+    q_heads: int
+    kv_heads: int
+    dims: tuple[int, int]
+    """``k_dim`` and ``v_dim``."""
+    offsets: mx.array
+    """``[batch]`` int32: positions of the tokens."""
+    frequencies: mx.array
+    weights: tuple[mx.array, mx.array] | None
+    """As in `Rotate`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PassTokens:
+    """Keys and values that a pass reads: its own, and the tails of all rows."""
+
+    keys: mx.array
+    """``[places, kv_heads, k_dim]``."""
+    values: mx.array
+    tail_keys: mx.array
+    """As in `Attention`."""
+    tail_values: mx.array
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Arguments of quantizing pages and copying tokens of new tails."""
+
+    tokens: PassTokens
+    paged: mx.array | None
+    """``[pages * 64]`` int32: the places of the pages' tokens; None: no pages."""
+    packings: tuple[LevelPackings, LevelPackings]
+    """How the pages' level packs keys and values."""
+    kept: mx.array
+    """``[tokens]`` int32: the places of the tokens of new tails, tail by tail."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unpack:
+    """Arguments of making dense keys and values."""
+
+    tokens: PassTokens
+    count: int
+    """Number of tokens of the result."""
+    paged: mx.array | None
+    """``[pages, 3]`` int32: index of the level, slot, and the page's first token in the result;
+    None: no pages."""
+    pools: Sequence[mx.array]
+    key_packings: LevelPackings
+    value_packings: LevelPackings
+    """``pools`` and packings are as in `Attention`."""
+    copied: mx.array
+    """``[tokens, 2]`` int32: place, or `kernels.unpack.PADDING`, and index in the result."""
+
+
+@dataclass(frozen=True, eq=False)
+class PutTails:
+    """Arguments of writing new tails."""
+
+    tail_keys: mx.array
+    tail_values: mx.array
+    """As in `Attention`."""
+    kept_keys: mx.array
+    """``[tokens, kv_heads, dim]``."""
+    kept_values: mx.array
+    starts: mx.array
+    """``[tails, 2]`` int32: index of each tail's first new token, and how many it gets."""

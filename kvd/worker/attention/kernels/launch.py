@@ -1,4 +1,4 @@
-"""Turns a decode step's arrays into kernel launches, and passes these to MLX."""
+"""Turns a decode step's arrays into kernel launches, and passes launches to MLX."""
 
 from __future__ import annotations
 
@@ -36,47 +36,7 @@ class Launch:
     template: tuple[tuple[str, mx.Dtype], ...]
 
 
-class Fused:
-    """The kernels of decode steps, three per layer: one for tails, two for attention."""
-
-    def __init__(self, language: Language) -> None:
-        self.language = language
-        self.launches = 0
-
-    def decode_attention(self, given: Attention) -> mx.array:
-        q_heads, kv_heads = given.queries.shape[1], given.tail_keys.shape[1]
-        shape = Shape(
-            given.queries.dtype,
-            given.queries.shape[3],
-            given.tail_values.shape[3],
-            kv_heads,
-            q_heads // kv_heads,
-            given.queries.shape[2],
-            _sides(given.key_packings),
-            _sides(given.value_packings),
-            given.scale,
-            given.keep,
-            given.sinks is not None,
-            tuple(zip(*map(_sides, given.schemes), strict=True)),
-        )
-        (parts,) = self._run(split_launch(shape, self.language, given))
-        (out,) = self._run(combine_launch(shape, self.language, given, parts))
-        return out
-
-    def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        keys, values = self._run(append_launch(self.language, given))
-        return keys, values
-
-    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
-        queries, keys, values = self._run(rotate_launch(self.language, given))
-        return queries, keys, values
-
-    def _run(self, launch: Launch) -> list[mx.array]:
-        self.launches += 1
-        return run(launch, self.language)
-
-
-def _sides(packings: LevelPackings) -> tuple[Side, ...]:
+def sides_of(packings: LevelPackings) -> tuple[Side, ...]:
     return tuple(Side(*packing) for packing in packings)
 
 
@@ -98,7 +58,7 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
         **dict(zip(_pool_names(shape), given.pools, strict=True)),
     }
     return Launch(
-        name=_name("split", text),
+        name=kernel_name("split", text),
         input_names=tuple(arrays),
         output_names=("parts",),
         source=text,
@@ -118,7 +78,7 @@ def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx
     batch, q_heads = given.queries.shape[:2]
     extra = [] if given.sinks is None else [given.sinks]
     return Launch(
-        name=_name("combine", text),
+        name=kernel_name("combine", text),
         input_names=("parts", "rows", *(["sinks"] if extra else [])),
         output_names=("out",),
         source=text,
@@ -148,7 +108,7 @@ def append_launch(language: Language, given: Append) -> Launch:
         **({} if given.token_rows is None else {"givers": given.token_rows}),
     }
     return Launch(
-        name=_name("append", text),
+        name=kernel_name("append", text),
         input_names=tuple(arrays),
         output_names=("new_keys", "new_values"),
         source=text,
@@ -183,7 +143,7 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
         **({} if given.token_rows is None else {"givers": given.token_rows}),
     }
     return Launch(
-        name=_name("rotate", text),
+        name=kernel_name("rotate", text),
         input_names=tuple(arrays),
         output_names=("new_queries", "new_keys", "new_values"),
         source=text,
@@ -229,15 +189,15 @@ def _pool_names(shape: Shape) -> list[str]:
     return names
 
 
-@lru_cache(64)
+@lru_cache(256)
 def _split_plan(shape: Shape, language: Language) -> tuple[str, int, int]:
     """Return the kernel's text, its tiles and its warps."""
     return decode.split_source(shape, language), *shape.plan(language)
 
 
-_combine_text = lru_cache(64)(decode.combine_source)
-_append_text = lru_cache(64)(append.append_source)
-_rotate_text = lru_cache(64)(rotate.rotate_source)
+_combine_text = lru_cache(256)(decode.combine_source)
+_append_text = lru_cache(256)(append.append_source)
+_rotate_text = lru_cache(256)(rotate.rotate_source)
 
 
 def _header(shape: Shape, language: Language, threads: int = 0) -> str:
@@ -249,12 +209,12 @@ def _header(shape: Shape, language: Language, threads: int = 0) -> str:
 
 
 @lru_cache(256)
-def _name(part: str, text: str) -> str:
+def kernel_name(part: str, text: str) -> str:
     # MLX finds a compiled kernel by its name, so the name covers all that the source depends on.
     return f"kvd_{part}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-@lru_cache(64)
+@lru_cache(256)
 def _kernel(
     language: str,
     name: str,

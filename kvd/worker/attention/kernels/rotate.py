@@ -35,7 +35,6 @@ def rotate_source(
     text.add(f"""
 constexpr int Q_HEADS = {q_heads}, K_DIM = {k_dim};
 constexpr int VALUES = (Q_HEADS + HEADS) * K_DIM, ROW = VALUES + HEADS * {v_dim};
-constexpr int ROTATED = {rotation.dims}, HALF = ROTATED / 2;
 const int q_vectors = qkv_shape[0] * Q_HEADS, vectors = q_vectors + tails * HEADS;
 const int vector_blocks = (vectors + {WARPS} - 1) / {WARPS};
 if (int(block.x) < vector_blocks) {{
@@ -50,33 +49,45 @@ if (int(block.x) < vector_blocks) {{
   {language.output} T* to = new_queries + vector * K_DIM;
   if (!is_query) to = new_keys + ((tail * HEADS + kv_head) * TAIL + places[tail] % TAIL) * K_DIM;
 """)
-    if rotation.normed:
-        text.add(f"""
-  float squares = 0;
-  for (int one = lane; one < K_DIM; one += {LANES}) squares += float(from[one]) * float(from[one]);
-  const float factor = 1.0f / SQRT(SUM(squares) / K_DIM + {literal(rotation.eps)});
-""")
-    first, second = (
-        ("2 * pair", "2 * pair + 1") if rotation.traditional else ("pair", "pair + HALF")
-    )
+    add_rotation(text, rotation)
     text.add(f"""
-  for (int pair = lane; pair < HALF; pair += {LANES}) {{
-    const float angle = float(offsets[row]) * frequencies[pair];
-    const float c = COS(angle), s = SIN(angle);
-    const float x = {_normed("from", first, rotation)};
-    const float y = {_normed("from", second, rotation)};
-    to[{first}] = T(x * c - y * s);
-    to[{second}] = T(x * s + y * c);
-  }}
-  for (int one = ROTATED + lane; one < K_DIM; one += {LANES}) {{
-    to[one] = T({_normed("from", "one", rotation)});
-  }}
   return;
 }}
 int at = (int(block.x) - vector_blocks) * {THREADS} + me;
 """)
     add_copies(text, language, {"values": "qkv + giver * ROW + VALUES"}, token_rows=token_rows)
     return str(text)
+
+
+def add_rotation(text: Text, rotation: Rotation) -> None:
+    """Add the code by which a warp applies norm and RoPE to one vector.
+
+    The code before it declares ``from``, ``to``, ``K_DIM``, ``is_query``, and the ``row`` whose
+    position is ``offsets[row]``.
+    """
+    text.add(f"constexpr int ROTATED = {rotation.dims}, HALF = ROTATED / 2;")
+    if rotation.normed:
+        text.add(f"""
+float squares = 0;
+for (int one = lane; one < K_DIM; one += {LANES}) squares += float(from[one]) * float(from[one]);
+const float factor = 1.0f / SQRT(SUM(squares) / K_DIM + {literal(rotation.eps)});
+""")
+    first, second = (
+        ("2 * pair", "2 * pair + 1") if rotation.traditional else ("pair", "pair + HALF")
+    )
+    text.add(f"""
+for (int pair = lane; pair < HALF; pair += {LANES}) {{
+  const float angle = float(offsets[row]) * frequencies[pair];
+  const float c = COS(angle), s = SIN(angle);
+  const float x = {_normed("from", first, rotation)};
+  const float y = {_normed("from", second, rotation)};
+  to[{first}] = T(x * c - y * s);
+  to[{second}] = T(x * s + y * c);
+}}
+for (int one = ROTATED + lane; one < K_DIM; one += {LANES}) {{
+  to[one] = T({_normed("from", "one", rotation)});
+}}
+""")
 
 
 def blocks(q_vectors: int, kv_vectors: int, tail_bytes: int, piece: int) -> int:

@@ -88,6 +88,7 @@ inline float __logf(float x) { return __builtin_logf(x); }
 inline float cosf(float x) { return __builtin_cosf(x); }
 inline float sinf(float x) { return __builtin_sinf(x); }
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
+inline float rintf(float x) { return __builtin_rintf(x); }
 inline float rsqrtf(float x) { return 1.0f / __builtin_sqrtf(x); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }

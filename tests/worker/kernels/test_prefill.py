@@ -1,0 +1,329 @@
+"""The kernels of prefill passes, in both languages, compared with plain computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels.arguments import (
+    Pack,
+    PassTokens,
+    PutTails,
+    Rotation,
+    Spread,
+    Unpack,
+)
+from kvd.worker.attention.kernels.language import CUDA, METAL, Language
+from kvd.worker.attention.kernels.launch import Launch
+from kvd.worker.attention.kernels.launch_prefill import (
+    gather_launch,
+    pack_launch,
+    put_tails_launch,
+    spread_launch,
+    unpack_launch,
+)
+from kvd.worker.attention.kernels.unpack import PADDING
+from kvd.worker.cache.backend import schemes_of
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from protocol.pages import TAIL_TOKENS
+from tests.worker.kernels import build
+from tests.worker.kernels.run import check_rules, run
+from tests.worker.kernels.test_rotate import rotated_in_float64
+from tests.worker.kernels.wrap import wrap
+
+pytestmark = pytest.mark.mlx
+
+Run = Callable[[Callable[[Language, Any], Launch], Any], list[np.ndarray]]
+"""Runs the launch that a function makes of its arguments."""
+PLACES, TAILS = 150, 3
+BOUNDS = {mx.float32: 2e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+"""Bounds of relative errors: twice the rounding of results, and in float32 that of angles."""
+
+
+def noise(*shape: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+def wide(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+@pytest.fixture(params=[METAL, CUDA], ids=["metal", "cuda"])
+def run_launch(request: pytest.FixtureRequest) -> Run:
+    def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
+        launch = make(request.param, given)
+        if request.param is METAL:
+            check_rules(launch)
+        return run(launch, request.param.name)
+
+    return made
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: mx.Dtype
+    heads: int
+    k_dim: int
+    v_dim: int
+    scheme: Scheme
+
+    @property
+    def geometry(self) -> LayerGeometry:
+        return LayerGeometry(self.heads, self.k_dim, self.v_dim, self.dtype.size)
+
+    def tokens(self) -> PassTokens:
+        shapes = (PLACES, self.heads), (TAILS, self.heads, TAIL_TOKENS)
+        return PassTokens(
+            *(noise(*shapes[0], dim, dtype=self.dtype) for dim in (self.k_dim, self.v_dim)),
+            *(noise(*shapes[1], dim, dtype=self.dtype) for dim in (self.k_dim, self.v_dim)),
+        )
+
+    def pool(self) -> PagePool:
+        return PagePool(self.geometry, self.scheme, self.dtype)
+
+
+CASES = {
+    "k8v8": Case(mx.bfloat16, 2, 128, 128, Scheme(8, 8)),
+    "k4v4": Case(mx.float16, 1, 64, 64, Scheme(4, 4)),
+    "k5v3": Case(mx.bfloat16, 2, 64, 128, Scheme(5, 3)),
+    "k6v2, other head sizes": Case(mx.float32, 3, 96, 64, Scheme(6, 2)),
+    "k3v6, groups of 32": Case(mx.float16, 1, 80, 96, Scheme(3, 6, 32, 32)),
+    "values per channel": Case(mx.bfloat16, 2, 80, 80, Scheme(4, 4)),
+    "dense": Case(mx.bfloat16, 2, 64, 64, Scheme(16, 16)),
+    "dense values": Case(mx.float16, 1, 64, 64, Scheme(8, 16)),
+}
+
+LEVELS = [Case(mx.bfloat16, 2, 64, 64, Scheme(*bits)) for bits in ((16, 16), (8, 4))]
+
+
+def looked_up(tokens: PassTokens, places: Sequence[int], side: int) -> np.ndarray:
+    """Return the vectors at places, ``[places, heads, dim]``."""
+    own = wide((tokens.keys, tokens.values)[side])
+    tails = wide((tokens.tail_keys, tokens.tail_values)[side])
+    return np.stack(
+        [
+            own[place] if place >= 0 else tails[~place // TAIL_TOKENS, :, ~place % TAIL_TOKENS]
+            for place in places
+        ]
+    )
+
+
+def some_places(count: int, seed: int) -> list[int]:
+    draw = np.random.default_rng(seed)
+    return [
+        int(draw.integers(PLACES))
+        if draw.random() < 0.7
+        else ~int(draw.integers(TAILS * TAIL_TOKENS))
+        for _ in range(count)
+    ]
+
+
+def check_pack(run_launch: Run, case: Case) -> None:
+    tokens, pool = case.tokens(), case.pool()
+    places, kept = some_places(3 * PAGE_TOKENS, 1), some_places(70, 2)
+    found = run_launch(
+        pack_launch,
+        Pack(tokens, mx.array(places, mx.int32), schemes_of([pool]), mx.array(kept, mx.int32)),
+    )
+    *packed, kept_keys, kept_values = found
+    assert np.array_equal(kept_keys, looked_up(tokens, kept, 0))
+    assert np.array_equal(kept_values, looked_up(tokens, kept, 1))
+    dense = [
+        mx.array(looked_up(tokens, places, side), mx.float32)
+        .reshape(3, PAGE_TOKENS, case.heads, -1)
+        .swapaxes(1, 2)
+        for side in (0, 1)
+    ]
+    packings = pool.key_packing, pool.value_packing
+    for want, packing in zip(
+        pool.pack(*(side.astype(case.dtype) for side in dense)), packings, strict=True
+    ):
+        got, packed = packed[: len(want)], packed[len(want) :]
+        if packing.bits == 16:
+            assert np.array_equal(got[0], wide(want[0]))
+            continue
+        for mine, theirs in zip(got[1:], want[1:], strict=True):
+            assert np.abs(mine - wide(theirs)).max() <= BOUNDS[case.dtype] * np.abs(mine).max()
+        codes, expected = (unpacked(words, packing.bits) for words in (got[0], np.array(want[0])))
+        assert np.abs(codes - expected).max() <= 1
+        assert (codes != expected).mean() < 0.01
+    assert not packed
+
+
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers of packed words, the lowest bits of the first word first."""
+    flags = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    numbers = flags.reshape(*flags.shape[:-1], -1, bits)
+    found: np.ndarray = (numbers.astype(np.int64) << np.arange(bits)).sum(-1)
+    return found
+
+
+def check_unpack(run_launch: Run, cases: Sequence[Case]) -> None:
+    """``cases`` differ in their schemes only: they are the levels."""
+    case, tokens = cases[0], cases[0].tokens()
+    pools = [one.pool() for one in cases]
+    for number, pool in enumerate(pools):
+        shapes = ((4, case.heads, PAGE_TOKENS, dim) for dim in (case.k_dim, case.v_dim))
+        pool.keys, pool.values = pool.pack(
+            *(noise(*shape, dtype=case.dtype) + number for shape in shapes)
+        )
+        pool.keys, pool.values = (
+            tuple(map(mx.contiguous, side)) for side in (pool.keys, pool.values)
+        )
+    # A chunk: pages 3 and 1, 70 tokens, 6 of padding. Another: page 2 of the last level, 5 tokens.
+    pages = [(0, 3, 0), (len(pools) - 1, 1, 64), (len(pools) - 1, 2, 204)]
+    places = some_places(75, 3)
+    rows = [*range(128, 198), *range(268, 273)]
+    padding = [(PADDING, row) for row in range(198, 204)]
+    found = run_launch(
+        unpack_launch,
+        Unpack(
+            tokens,
+            273,
+            mx.array(pages, mx.int32),
+            [array for pool in pools for array in pool.arrays()],
+            *schemes_of(pools),
+            mx.array([*zip(places, rows, strict=True), *padding], mx.int32),
+        ),
+    )
+    for side, got in enumerate(found):
+        assert np.isfinite(got).all()
+        for level, slot, row in pages:
+            dense = wide(pools[level].read(mx.array([slot]))[side])[0].swapaxes(0, 1)
+            mine = got[row : row + PAGE_TOKENS]
+            assert np.abs(mine - dense).max() <= BOUNDS[case.dtype] * np.abs(dense).max()
+        assert np.array_equal(got[rows], looked_up(tokens, places, side))
+        assert not got[198:204].any()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_packed_pages_are_those_of_mlx(run_launch: Run, case: Case) -> None:
+    check_pack(run_launch, case)
+
+
+def test_a_pass_that_fills_no_page_only_copies_tokens(run_launch: Run) -> None:
+    tokens = CASES["k8v8"].tokens()
+    kept = some_places(5, 4)
+    found = run_launch(pack_launch, Pack(tokens, None, ([], []), mx.array(kept, mx.int32)))
+    for side, got in enumerate(found):
+        assert np.array_equal(got, looked_up(tokens, kept, side))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_dense_pages_are_those_of_mlx(run_launch: Run, case: Case) -> None:
+    check_unpack(run_launch, [case])
+
+
+def test_dense_pages_of_several_levels(run_launch: Run) -> None:
+    check_unpack(run_launch, LEVELS)
+
+
+def test_chunks_without_pages_only_copy_tokens(run_launch: Run) -> None:
+    tokens = CASES["k8v8"].tokens()
+    copied = [(~5, 1), (7, 0), (PADDING, 2)]
+    given = Unpack(tokens, 3, None, [], [], [], mx.array(copied, mx.int32))
+    for side, got in enumerate(run_launch(unpack_launch, given)):
+        assert np.array_equal(got[:2], looked_up(tokens, [7, ~5], side))
+        assert not got[2].any()
+
+
+def check_spread(run_launch: Run, rotation: Rotation, k_dim: int, dtype: mx.Dtype) -> None:
+    q_heads, kv_heads, v_dim = 6, 2, 64
+    sources = [1, 3, -1, 0, 2, -1]
+    offsets = mx.array([0, 4097, 77, 31], mx.int32)
+    weights = tuple(noise(k_dim, dtype=dtype) + shift for shift in (1, 2))
+    frequencies = 1e4 ** (-np.arange(rotation.dims // 2) / (rotation.dims // 2))
+    qkv = noise(4, q_heads * k_dim + kv_heads * (k_dim + v_dim), dtype=dtype)
+    given = Spread(
+        rotation,
+        qkv,
+        mx.array(sources, mx.int32),
+        q_heads,
+        kv_heads,
+        (k_dim, v_dim),
+        offsets,
+        mx.array(frequencies, mx.float32),
+        weights if rotation.normed else None,
+    )
+    found = run_launch(spread_launch, given)
+    ends = [q_heads * k_dim, (q_heads + kv_heads) * k_dim]
+    queries, keys, values = mx.split(qkv, ends, axis=-1)
+    wanted = [
+        rotated_in_float64(given, queries, q_heads, 0),
+        rotated_in_float64(given, keys, kv_heads, 1),
+        wide(values).reshape(4, kv_heads, v_dim),
+    ]
+    for got, want in zip(found, wanted, strict=True):
+        assert np.isfinite(got).all()
+        for place, source in enumerate(sources):
+            right = want[source] if source >= 0 else 0 * want[0]
+            assert np.abs(got[place] - right).max() <= BOUNDS[dtype] * np.abs(want).max()
+
+
+SPREAD = {
+    "plain": (Rotation(80, traditional=False), 80, mx.float32),
+    "normed": (Rotation(128, False, True, 1e-6), 128, mx.bfloat16),
+    "partial, traditional": (Rotation(64, True, True, 1e-3), 96, mx.float16),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD.keys())
+def test_spread_vectors_match_float64(run_launch: Run, case: tuple[Any, ...]) -> None:
+    check_spread(run_launch, *case)
+
+
+def check_gather(run_launch: Run) -> None:
+    parts = [noise(rows, 16, dtype=mx.bfloat16) for rows in (5, 1, 9)]
+    rows = [(2, 8), (0, 0), (-1, 0), (1, 0), (0, 4), (2, 0)]
+    (got,) = run_launch(
+        lambda language, given: gather_launch(language, *given),
+        (parts, mx.array(rows, mx.int32)),
+    )
+    for mine, (part, row) in zip(got, rows, strict=True):
+        assert np.array_equal(mine, wide(parts[part][row]) if part >= 0 else np.zeros(16))
+
+
+def test_rows_are_gathered(run_launch: Run) -> None:
+    check_gather(run_launch)
+
+
+def check_tails(run_launch: Run, dtype: mx.Dtype) -> None:
+    tails = [noise(3, 2, TAIL_TOKENS, dim, dtype=dtype) for dim in (64, 96)]
+    kept = [noise(135, 2, dim, dtype=dtype) for dim in (64, 96)]
+    starts = [(127, 8), (0, 0), (0, 127)]
+    given = PutTails(*tails, *kept, mx.array(starts, mx.int32))
+    for got, old, new in zip(run_launch(put_tails_launch, given), tails, kept, strict=True):
+        want = wide(old)
+        for tail, (first, count) in enumerate(starts):
+            want[tail, :, :count] = wide(new)[first : first + count].swapaxes(0, 1)
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+def test_new_tails_replace_the_first_tokens_of_their_rows(run_launch: Run, dtype: mx.Dtype) -> None:
+    check_tails(run_launch, dtype)
+
+
+@pytest.mark.skipif(build.find_clang() is None, reason="needs clang++ 17 or newer")
+def test_clang_accepts_the_address_spaces_of_the_texts() -> None:
+    case = CASES["k5v3"]
+    tokens, pool = case.tokens(), case.pool()
+    places, kept = (mx.array(some_places(count, 1), mx.int32) for count in (128, 9))
+    schemes = schemes_of([pool])
+    launches = [
+        pack_launch(METAL, Pack(tokens, places, schemes, kept)),
+        unpack_launch(
+            METAL,
+            Unpack(
+                tokens, 70, mx.array([(0, 0, 0)], mx.int32), pool.arrays(), *schemes,
+                mx.array([(0, 69)], mx.int32),
+            ),
+        ),
+    ]  # fmt: skip
+    assert [build.refused_by_clang(wrap(launch, "metal")) for launch in launches] == ["", ""]
