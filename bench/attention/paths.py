@@ -12,7 +12,8 @@ from bench.attention.timing import Call
 from bench.attention.truth import attended, error_over_pages, relative_error
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.fused import FusedStep, Kernels
-from kvd.worker.attention.kernels.launch import Fused, find_language
+from kvd.worker.attention.kernels.fused import Fused
+from kvd.worker.attention.kernels.launch import find_language
 from kvd.worker.cache.page_tables import PageList
 from kvd.worker.native import build
 from kvd.worker.native.step import NativeStep

@@ -34,6 +34,8 @@ from tests.worker.gpu import plain_products
 
 Opaque = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+PREFILL = ("spread", "pack", "unpack", "gather", "put_tails")
+"""Kernels of prefill passes."""
 PROBE = "probe of layers"
 """The phase of the probe, which a load leaves to idle steps."""
 PHASES: list[tuple[Any, str, str]] = [
@@ -58,7 +60,7 @@ class Kernels(StandIn):
 
     def __init__(self, opaque: Opaque) -> None:
         super().__init__()
-        for name in ("append", "rotate", "decode_attention"):
+        for name in ("append", "rotate", "decode_attention", *PREFILL):
             setattr(self, name, opaque(getattr(self, name)))
 
 

@@ -4,7 +4,7 @@ A common layer has these parts: norm; queries, keys and values; norms of heads a
 residual; norm; gated MLP; residual. A layer is recognized by its submodules. Whether its own code
 computes in this order, too, is left to the probe: it compares the model's logits with those over
 mlx-lm's caches, with which layers run their own code. Blocks refuse passes that they do not
-compute, and the layer's own code runs then. Accelerators' blocks compute decode steps only.
+compute, and the layer's own code runs then.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ BlockOf = Callable[[Parts], Block | str]
 
 
 def fuse(model: Any, block_of: BlockOf) -> int:
-    """Make a model's layers run decode steps as blocks; return the number of changed layers."""
+    """Make a model's layers run as blocks; return the number of changed layers."""
     count = 0
     for layer in list(model.modules()):
         parts = _parts_of(layer)

@@ -1,18 +1,36 @@
-"""The backend that runs decode attention as GPU kernels; prefill uses plain operations."""
+"""The backend that runs decode attention as GPU kernels.
+
+Its prefill uses plain operations, except in whole layers (`kvd.worker.attention.fused_prefill`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
+from kvd.worker.attention.kernels.append import PIECE
+from kvd.worker.attention.kernels.arguments import (
+    Append,
+    Attention,
+    Pack,
+    PassTokens,
+    PutTails,
+    Rotate,
+    Rotation,
+    Spread,
+    Unpack,
+)
 from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
+from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.padded_sizes import padded_length, padded_work
 from kvd.worker.cache.page_tables import PageList
+from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.splits import Splits
+from protocol.pages import TAIL_TOKENS
 
 if TYPE_CHECKING:
     from kvd.worker.cache.attention_kind import Kind
@@ -28,7 +46,7 @@ long to process."""
 
 
 class Kernels(Protocol):
-    """The interface of `kvd.worker.attention.kernels.launch.Fused`."""
+    """The interface of `kvd.worker.attention.kernels.fused.Fused`."""
 
     launches: int
     """Kernels that were added to graphs so far, or replayed by compiled steps."""
@@ -41,6 +59,23 @@ class Kernels(Protocol):
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries ``[batch, q_heads, 1, k_dim]`` after norm and RoPE, and tails; lazy."""
+
+    # What prefill passes launch; lazy.
+
+    def spread(self, given: Spread) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values after norm and RoPE, ``[places, heads, dim]``."""
+
+    def pack(self, given: Pack) -> list[mx.array]:
+        """Return the arrays of packed pages, then tokens of keys and values."""
+
+    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+        """Return dense keys and values, ``[rows, kv_heads, dim]``."""
+
+    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
+        """Return rows of ``parts``, ``[rows, columns]``; see `launch_prefill.gather_launch`."""
+
+    def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
+        """Return tails with new tokens at their front."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +112,24 @@ class FusedBackend:
 
     def prefill(self, _kind: Kind, _step: PrefillStep) -> None:
         """Return None, so that plain operations attend to the chunk."""
+
+    def pack_tails(
+        self, layer: LayerStore, level: int, slots: Sequence[int]
+    ) -> tuple[Packed, Packed] | None:
+        """See `Backend.pack_tails`; None: a head's vector is no multiple of 16 bytes."""
+        tails, geometry = (layer.tail_keys, layer.tail_values), layer.geometry
+        pool = layer.pools[level]
+        dims = geometry.k_dim, geometry.v_dim
+        if any(not dim or dim * layer.dtype.size % PIECE for dim in dims):
+            return None
+        keys, values = (
+            tail.reshape(-1, geometry.kv_heads, dim) for tail, dim in zip(tails, dims, strict=True)
+        )  # stand for the arrays of a pass, which no place refers to
+        tokens = PassTokens(keys, values, *tails)
+        places = _first_places(tuple(slots))
+        packed = self.kernels.pack(Pack(tokens, places, schemes_of([pool]), places[:1]))
+        ends = len(pool.keys)
+        return tuple(packed[:ends]), tuple(packed[ends:-2])
 
     def launched(self, more: int = 0) -> int:
         """Add ``more`` kernels that a compiled step launched; return the count so far."""
@@ -169,3 +222,10 @@ class FusedStep:
             backend=replace(self, rows=rows, pages=page_list, splits=split_list),
             shared={"offsets": offsets},
         )
+
+
+@lru_cache(8)
+def _first_places(slots: tuple[int, ...]) -> mx.array:
+    """Return the places of the tails' first 64 tokens (`kernels.pack`), the same for all layers."""
+    places = [~(slot * TAIL_TOKENS + token) for slot in slots for token in range(PAGE_TOKENS)]
+    return mx.array(places, mx.int32)

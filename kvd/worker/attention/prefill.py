@@ -201,7 +201,7 @@ class _Task:
     def is_fused_available(self) -> bool:
         """Return whether MLX's dense kernel can do this task without a matrix of scores."""
         sinks = None if self.sinks is None else self.sinks.dtype
-        return _is_fused_available(self.work, self.queries.dtype, sinks, mx.default_device().type)
+        return is_fused_available(self.work, self.queries.dtype, sinks, mx.default_device().type)
 
     def fits_one_call(self, cut: Plan) -> bool:
         return cut.keys is None and cut.heads == self.work.kv_heads
@@ -217,7 +217,7 @@ class _Task:
 
 
 @lru_cache(maxsize=4096)
-def _is_fused_available(
+def is_fused_available(
     work: Work, dtype: mx.Dtype, sinks: mx.Dtype | None, _: mx.DeviceType
 ) -> bool:
     """Return whether the dense kernel of this device can do such work in one call.

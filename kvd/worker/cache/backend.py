@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore, PendingPages
+from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.page_tables import EARLIER, PageList
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
@@ -33,6 +34,11 @@ class Backend(Protocol):
 
     def prefill(self, kind: Kind, step: PrefillStep) -> BackendPrefill | None:
         """Return the description of a chunk, or None to decline the chunk."""
+
+    def pack_tails(
+        self, layer: LayerStore, level: int, slots: Sequence[int]
+    ) -> tuple[Packed, Packed] | None:
+        """Quantize the first 64 tokens of these tails as pages of a level; None to decline."""
 
     def launched(self, more: int = 0) -> int:
         """Add ``more`` kernel launches by replayed compiled steps; return the total so far."""

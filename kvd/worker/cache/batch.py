@@ -81,7 +81,7 @@ class BatchQuantizedKVCache:
     """
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
-        self._store = store
+        self.store = store
         self.layer = store.layers[layer]
         self._batched = batched
         self._fetched: Any = None
@@ -90,9 +90,9 @@ class BatchQuantizedKVCache:
 
     @property
     def step(self) -> DecodeStep | PrefillStep | PackedPrefill:
-        if self._store.step is None:
+        if self.store.step is None:
             raise RuntimeError("no step has begun: call begin_decode or begin_prefill first")
-        return self._store.step
+        return self.store.step
 
     @property
     def offset(self) -> mx.array | int:
@@ -116,7 +116,7 @@ class BatchQuantizedKVCache:
         step = self.step
         assert not isinstance(step, PackedPrefill), "such models take no packed prefill"
         position = step.offset if isinstance(step, PrefillStep) else step.lengths[0] - 1
-        return max(0, self._store.kind.low(position))
+        return max(0, self.store.kind.low(position))
 
     def maybe_trim_front(self) -> None:
         """Do nothing: the store frees pages that leave a window."""
@@ -127,21 +127,26 @@ class BatchQuantizedKVCache:
         handle: KVHandle
         if isinstance(step, DecodeStep):
             step.append(self.layer, keys, values)
-            handle = DecodeHandle(self._store, self.layer, step)
+            handle = DecodeHandle(self.store, self.layer, step)
         elif isinstance(step, PackedPrefill):
             chunks = step.append(self.layer, keys, values)
             parts = tuple(
-                PrefillHandle(self._store, self.layer, part, chunk)
+                PrefillHandle(self.store, self.layer, part, chunk)
                 for part, chunk in zip(step.steps, chunks, strict=True)
             )
-            handle = PackedHandle(self._store, step, parts, keys, values)
+            handle = PackedHandle(self.store, step, parts, keys, values)
         else:
             chunk = step.append(self.layer, keys, values)
-            handle = PrefillHandle(self._store, self.layer, step, chunk)
+            handle = PrefillHandle(self.store, self.layer, step, chunk)
         self._fetched = fetched = handle, handle
-        if not isinstance(step, DecodeStep) and self._store.on_chunk is not None:
-            self._store.on_chunk(self.layer)
+        if not isinstance(step, DecodeStep):
+            self.notify_appended()
         return fetched
+
+    def notify_appended(self) -> None:
+        """Report that the layer has got the keys and values of a prefill pass, which are lazy."""
+        if self.store.on_chunk is not None:
+            self.store.on_chunk(self.layer)
 
     def forget(self) -> None:
         """Drop what the finished pass fetched.
@@ -168,7 +173,7 @@ class BatchQuantizedKVCache:
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
         """Return no mask. Raises ``TypeError`` if the model needs an array or another window."""
-        window = self._store.kind.window
+        window = self.store.kind.window
         if window_size is not None and window_size != window:
             raise TypeError(f"the model asks for a window of {window_size} tokens, not {window}")
         if return_array and n > 1:
@@ -220,7 +225,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     def _rectangle(self) -> Rectangle:
         """Return the layout of the pass's tokens, which all layers of the store share."""
-        step, kind = self.step, self._store.kind
+        step, kind = self.step, self.store.kind
         if "rectangle" not in step.shared:
             step.shared["rectangle"] = rectangle_of(step, kind)
         return cast("Rectangle", step.shared["rectangle"])
@@ -258,7 +263,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
             else step.tail_length + step.count
         )
         cells = self._rectangle().positions.size
-        if self._store.scratch.reserve(gathering_bytes([self.layer], paged, loose, cells)):
+        if self.store.scratch.reserve(gathering_bytes([self.layer], paged, loose, cells)):
             mx.eval(*lazy)
 
     def _gathered(self) -> tuple[mx.array, mx.array]:
@@ -278,7 +283,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> mx.array | str | None:
         """Return mlx-lm's mask: None, ``causal``, bool ``[batch, 1, 1, most]`` or ``[n, most]``."""
-        step, kind = self.step, self._store.kind
+        step, kind = self.step, self.store.kind
         if isinstance(step, DecodeStep) and self._batched:
             queries = np.array(step.lengths)[:, None] - 1
             return mx.array(self._sees(queries, window_size)[:, None, None])
@@ -291,7 +296,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         return mx.array(self._sees(np.arange(first, first + n)[:, None], window_size))
 
     def _sees(self, queries: np.ndarray, window_size: int | None) -> np.ndarray:
-        kind, positions = self._store.kind, self._rectangle().positions
+        kind, positions = self.store.kind, self._rectangle().positions
         seen: np.ndarray = (positions >= 0) & (positions <= queries)
         if window_size is not None:
             # As in mlx-lm, the window that the model asks for applies to what the cache still has.

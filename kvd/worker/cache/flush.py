@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from kvd.worker.cache.dense_start import DenseStart
-from kvd.worker.cache.layer import FlushWrites, LayerStore, Placement
+from kvd.worker.cache.layer import FlushWrites, LayerStore, PackTails, Placement
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
@@ -55,9 +55,16 @@ class _NewPages:
 class Flusher:
     """Writes the pages of one store's rows."""
 
-    def __init__(self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart) -> None:
+    def __init__(
+        self,
+        layers: list[LayerStore],
+        pages: PageStore,
+        dense_start: DenseStart,
+        pack_tails: PackTails,
+    ) -> None:
         self._layers = layers
         self._pages = pages
+        self._pack_tails = pack_tails
         self._dense_start = dense_start
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
@@ -77,7 +84,8 @@ class Flusher:
             pages.pages = self._pages.take(pages.level, pages.count)
         placements = [pages.placement() for pages in new]
         limit = limit_bytes()
-        _write(self._layers, (layer.gather_pages(placements) for layer in self._layers), limit)
+        gathered = (layer.gather_pages(placements, self._pack_tails) for layer in self._layers)
+        _write(self._layers, gathered, limit)
         if any(layer.new_tails for layer in self._layers):
             _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)
         for pages in new:
@@ -95,7 +103,7 @@ def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: i
     nbytes = 0
     for pair in zip(layers, writes, strict=True):
         together.append(pair)
-        nbytes += sum(array.nbytes for array in pair[1].arrays())
+        nbytes += pair[1].created_bytes
         del pair  # frees what was written before more is gathered
         if nbytes >= limit:
             _write_together(together)
@@ -104,10 +112,11 @@ def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: i
 
 
 def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> None:
-    # Evaluated first, so that nothing except the write references a pool: only then is the write
-    # in place.
-    mx.eval([writes.arrays() for _, writes in together])
-    for layer, writes in together:
-        layer.put(writes)
-    mx.eval([layer.written(writes) for layer, writes in together])
+    if all(layer.writes_by_kernel(writes) for layer, writes in together):
+        mx.eval([layer.put(writes) for layer, writes in together])
+    else:
+        # Evaluated first, so that nothing except the write references a pool: only then is the
+        # write in place.
+        mx.eval([writes.arrays() for _, writes in together])
+        mx.eval([layer.put(writes) for layer, writes in together])
     together.clear()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import ClassVar, Protocol
 
 import mlx.core as mx
 
+from kvd.worker.cache import device_pages
 from kvd.worker.cache.host_copy import Record, copy_pages
 from kvd.worker.cache.packed import Packed, Slots, joined, runs_of, take
 from kvd.worker.cache.pages import PageId
@@ -15,10 +17,12 @@ from kvd.worker.cache.pass_places import PassPlaces
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement
-from kvd.worker.device import on_cpu
 from protocol.pages import TAIL_TOKENS
 
 Sides = tuple[Packed, Packed]
+PackTails = Callable[["LayerStore", int, Sequence[int]], Sides | None]
+"""Packs the first 64 tokens of tails, given by slot, as pages of a level. Returns None to leave
+that to plain operations."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +70,53 @@ class Chunk:
         return joined([self.source[side][some] for some in self.tokens]).swapaxes(0, 1)
 
 
+class NewTails(Protocol):
+    """Tails that a pass leaves in one layer."""
+
+    in_place: ClassVar[bool]
+    """Whether `put` writes in place if the device is idle."""
+
+    @property
+    def keys(self) -> mx.array: ...
+
+    @property
+    def values(self) -> mx.array: ...
+
+    def put(self, layer: LayerStore) -> None:
+        """Write them to the front of their rows' tails; lazy."""
+
+
 @dataclass(frozen=True)
-class NewTails:
-    """Tails of the same length that a pass leaves."""
+class EqualTails:
+    """Tails of the same length."""
+
+    in_place: ClassVar[bool] = True
 
     slots: tuple[int, ...]
     keys: mx.array
     """``[rows, tokens, heads, dim]``."""
     values: mx.array
 
+    def put(self, layer: LayerStore) -> None:
+        for tails, side in ((layer.tail_keys, self.keys), (layer.tail_values, self.values)):
+            at = 0
+            for run in runs_of(self.slots):
+                some = side[at : at + run.stop - run.start].swapaxes(1, 2)
+                # Fewer than `TAIL_TOKENS`: arrays written as a whole get the source's strides.
+                tails[run, :, : some.shape[2]] = some
+                at += len(some)
+
 
 @dataclass
 class FlushWrites:
     """What a flush writes into one layer."""
 
-    pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
-    """Level, slots, keys and values."""
+    pages: list[tuple[int, Sequence[int | None], Packed, Packed]] = field(default_factory=list)
+    """Level, slots, keys and values. With a kernel (`device_pages`), a slot may be None: its page
+    is left out."""
     tails: list[NewTails] = field(default_factory=list)
+    created_bytes: int = 0
+    """Bytes that the write takes until its end."""
 
     def arrays(self) -> list[mx.array]:
         packed = [array for _, _, *sides in self.pages for side in sides for array in side]
@@ -147,7 +181,7 @@ class LayerStore:
         for new in places.new_tails:
             tails = (_copied(side, new.tokens) for side in source)
             rows = (len(new.slots), -1)
-            found = NewTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
+            found = EqualTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
             self.new_tails.append(found)
         filled_pages = self.pending[len(self.pending) - len(places.pages) :]
         return [
@@ -183,11 +217,22 @@ class LayerStore:
 
     # The flush. The device is idle.
 
-    def gather_pages(self, placements: list[Placement]) -> FlushWrites:
-        """Remove and return the pages that a flush writes; lazy, for `put`."""
+    def gather_pages(self, placements: list[Placement], pack_tails: PackTails) -> FlushWrites:
+        """Remove and return the pages that a flush writes; lazy, for `put`.
+
+        ``pack_tails``: how a backend packs the pages of tails.
+        """
         pending, self.pending = self.pending, []
         writes = FlushWrites()
         for place in placements:
+            if device_pages.is_prepared(self.pools[place.level].arrays()):
+                writes.pages += self._unjoined(place, pending)
+                if place.tails:
+                    packed = self._pack_tails(place, pack_tails)
+                    slots = place.slots[len(place.kept) :]
+                    writes.pages.append((place.level, slots, *self._as_stored(place, packed)))
+                    writes.created_bytes += sum(array.nbytes for side in packed for array in side)
+                continue
             parts = []
             if place.kept:
                 same_level = [
@@ -195,48 +240,73 @@ class LayerStore:
                 ]
                 parts.append(_kept(_joined(same_level), place.kept))
             if place.tails:
-                parts.append(self._pack_tails(place))
-            pool = self.pools[place.level]
-            keys, values = map(_as_stored, _joined(parts), (pool.keys, pool.values))
-            writes.pages.append((place.level, place.slots, keys, values))
+                parts.append(self._pack_tails(place, pack_tails))
+            sides = self._as_stored(place, _joined(parts))
+            writes.pages.append((place.level, place.slots, *sides))
+            writes.created_bytes += sum(array.nbytes for side in sides for array in side)
         return writes
 
-    def _pack_tails(self, place: Placement) -> Sides:
+    def _as_stored(self, place: Placement, sides: Sides) -> Sides:
+        pool = self.pools[place.level]
+        keys, values = map(_as_stored, sides, (pool.keys, pool.values))
+        return keys, values
+
+    def _unjoined(
+        self, place: Placement, pending: Sequence[PendingPages]
+    ) -> Iterator[tuple[int, Sequence[int | None], Packed, Packed]]:
+        """Yield the pending pages of a placement as they are: nothing is copied."""
+        slots = dict(zip(place.kept, place.slots, strict=False))
+        first = 0
+        for pages in pending:
+            if pages.level == place.level:
+                keys, values = self._as_stored(place, (pages.keys, pages.values))
+                count = keys[0].shape[0]
+                where = [slots.get(index) for index in range(first, first + count)]
+                yield place.level, where, keys, values
+                first += count
+
+    def _pack_tails(self, place: Placement, pack_tails: PackTails) -> Sides:
+        if (found := pack_tails(self, place.level, place.tails)) is not None:
+            return found
         slots = mx.array(place.tails)
         # The slice first: both at once would be a gather with three arrays of indices.
         heads = (side[:, :, :PAGE_TOKENS][slots] for side in (self.tail_keys, self.tail_values))
         return self.pools[place.level].pack(*heads)
 
     def gather_tails(self) -> FlushWrites:
-        new_tails, self.new_tails = self.new_tails, []
-        return FlushWrites(tails=new_tails)
+        tails, self.new_tails = self.new_tails, []
+        created = sum(
+            new.keys.nbytes + new.values.nbytes if new.in_place else self.tail_bytes
+            for new in tails
+        )
+        return FlushWrites(tails=tails, created_bytes=created)
 
-    def put(self, writes: FlushWrites) -> None:
-        """Write what was gathered and evaluated; lazy. Evaluate `written` to write in place."""
-        in_place = on_cpu()
+    def writes_by_kernel(self, writes: FlushWrites) -> bool:
+        """Return whether `put` takes arrays that are not evaluated."""
+        pools = (self.pools[level] for level, *_ in writes.pages)
+        return all(device_pages.is_prepared(pool.arrays()) for pool in pools) and all(
+            not new.in_place for new in writes.tails
+        )
+
+    def put(self, writes: FlushWrites) -> list[mx.array]:
+        """Write gathered pages and tails; return the arrays whose evaluation writes them.
+
+        ``writes.arrays()`` must have been evaluated, unless `writes_by_kernel`.
+        """
+        written = list[mx.array]()
         for level, slots, keys, values in writes.pages:
-            pool = self.pools[level]
-            (pool.write_in_place if in_place else pool.write)(slots, keys, values)
+            written += self.pools[level].store(slots, keys, values)
         for new in writes.tails:
-            for tails, side in ((self.tail_keys, new.keys), (self.tail_values, new.values)):
-                at = 0
-                for run in runs_of(new.slots):
-                    some = side[at : at + run.stop - run.start].swapaxes(1, 2)
-                    # Fewer than `TAIL_TOKENS`: arrays written as a whole get the source's strides.
-                    tails[run, :, : some.shape[2]] = some
-                    at += len(some)
-
-    def written(self, writes: FlushWrites) -> list[mx.array]:
-        arrays = [array for level, *_ in writes.pages for array in self.pools[level].arrays()]
-        return [*arrays, self.tail_keys, self.tail_values] if writes.tails else arrays
+            new.put(self)
+        return [*written, self.tail_keys, self.tail_values] if writes.tails else written
 
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
-        # Evaluated first, so that nothing except the write references the pool.
-        mx.eval(keys, values)
         pool = self.pools[level]
-        pool.write(slots, keys, values)
-        mx.eval(pool.arrays())
+        if not device_pages.is_prepared(pool.arrays()):
+            mx.eval(keys, values)  # first, so that nothing except the write references the pool
+        stored = map(_as_stored, (keys, values), (pool.keys, pool.values))
+        mx.eval(pool.store(slots, *stored))
 
     def write_record(
         self, level: int, slots: Sequence[int | None], record: Record
@@ -290,7 +360,8 @@ class LayerStore:
                 new = mx.concatenate([tails, empty]) if len(tails) else empty
             else:  # a slice would keep the whole buffer alive
                 new = mx.contiguous(tails[:count])
-            yield [new], partial(setattr, self, name, new)
+            copied_bytes = new.nbytes if len(tails) else 0
+            yield Replacement([new], partial(setattr, self, name, new), copied_bytes)
 
     def clear_tail(self, slot: int) -> None:
         """Set a tail's values to zero; lazy."""
@@ -340,6 +411,8 @@ def _as_stored(side: Packed, stored: Packed) -> Packed:
 
     A model's values can have another dtype than its keys, whose dtype the pools have.
     """
+    if len(side) > 1 and side[1].dtype == stored[1].dtype:
+        return side  # quantized pages are contiguous
     return tuple(
         mx.contiguous(array.astype(like.dtype)) for array, like in zip(side, stored, strict=True)
     )

@@ -12,11 +12,13 @@ from functools import partial
 
 import mlx.core as mx
 
+from kvd.worker.cache import device_pages
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.host_copy import put_entries
 from kvd.worker.cache.packed import Packed, Slots
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement, replace_all
+from kvd.worker.device import on_cpu
 
 
 class PagePool:
@@ -123,6 +125,21 @@ class PagePool:
             values if self.value_packing == target.value_packing else new_values,
         )
 
+    def store(
+        self, slots: Sequence[int | None], keys: Packed, values: Packed
+    ) -> Sequence[mx.array]:
+        """Store contiguous pages in the fastest way; return the arrays whose evaluation does it.
+
+        With a kernel (`device_pages`), pages may be lazy, and those whose slot is None are left
+        out. Otherwise they must have been evaluated.
+        """
+        done = device_pages.put(self.arrays(), slots, (*keys, *values))
+        if done is not None:
+            return [done]
+        places = [slot for slot in slots if slot is not None]
+        (self.write_in_place if on_cpu() else self.write)(places, keys, values)
+        return self.arrays()
+
     def write(self, slots: Sequence[int], keys: Packed, values: Packed) -> None:
         """Store packed pages at ``slots``; lazy, in place once evaluated."""
         # On the CPU, a slice of 16 pages of 8 heads is written in 0.6 ms, a scatter in 2.7 ms.
@@ -147,7 +164,7 @@ class PagePool:
                 put_entries(target, slots, source)
 
     def grow(self, capacity: int) -> None:
-        """Add zeroed pages up to ``capacity``; evaluates."""
+        """Add pages of undefined content up to ``capacity``; evaluates."""
         replace_all(self.grown(capacity))
 
     def cut(self, capacity: int) -> None:
@@ -171,8 +188,9 @@ class PagePool:
         replace_all([self._replacement(side, capacity)])
 
     def _replacement(self, side: int, capacity: int) -> Replacement:
-        new = self._resized(side, capacity)
-        return new, partial(self._put_side, side, new)
+        new, copied_pages = self._resized(side, capacity)
+        copied_bytes = copied_pages * self._page_bytes[side]
+        return Replacement(new, partial(self._put_side, side, new), copied_bytes)
 
     def resize_behind_steps(self, side: int, capacity: int) -> list[mx.array]:
         """Resize without waiting: the device copies behind the steps in flight.
@@ -180,19 +198,24 @@ class PagePool:
         Returns small arrays that are evaluated once the copies are made. References to the new
         arrays themselves would keep their memory after the pool is cut.
         """
-        new = self._resized(side, capacity)
+        new, _ = self._resized(side, capacity)
         marks = [array.reshape(-1)[:1] + 0 for array in new]
         mx.async_eval(*new, *marks)  # type: ignore[no-untyped-call]
         self._put_side(side, new)
         return marks
 
-    def _resized(self, side: int, capacity: int) -> Packed:
-        old = (self.keys, self.values)[side]
-        more = capacity - self.capacities[side]
-        if more < 0:  # copies: a slice would keep the whole buffer alive
-            return tuple(mx.contiguous(array[:capacity]) for array in old)
-        added = (self._empty_keys, self._empty_values)[side](more)
-        return tuple(mx.concatenate(list(pair)) for pair in zip(old, added, strict=True))
+    def _resized(self, side: int, capacity: int) -> tuple[Packed, int]:
+        """Return a side's arrays with another capacity, and how many pages exist twice then."""
+        old, count = (self.keys, self.values)[side], self.capacities[side]
+        if (found := device_pages.resized(old, capacity)) is not None:
+            return found, min(count, capacity)
+        if capacity < count:  # copies: a slice would keep the whole buffer alive
+            return tuple(mx.contiguous(array[:capacity]) for array in old), capacity
+        added = (self._empty_keys, self._empty_values)[side](capacity - count)
+        if not count:
+            return added, 0
+        pairs = zip(old, added, strict=True)
+        return tuple(mx.concatenate(list(pair)) for pair in pairs), capacity
 
     def _put_side(self, side: int, new: Packed) -> None:
         if side == 0:

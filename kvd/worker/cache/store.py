@@ -27,7 +27,7 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.dense_start import DenseStart
 from kvd.worker.cache.flush import Flusher
 from kvd.worker.cache.layer import LayerStore, fill_tails
-from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.packed import Packed, page_product
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.row_snapshots import RowSnapshot, RowSnapshots
@@ -87,7 +87,12 @@ class KVStore:
         self.pages = PageStore(self.layers, len(self.schemes), self._holders, self.tables)
         self.dense_start = DenseStart(quantized_start, self.pages)
         self.snapshots = RowSnapshots(self.layers, self.pages, self.dense_start, kind)
-        self._flusher = Flusher(self.layers, self.pages, self.dense_start)
+        self._flusher = Flusher(self.layers, self.pages, self.dense_start, self._pack_tails)
+
+    def _pack_tails(
+        self, layer: LayerStore, level: int, slots: Sequence[int]
+    ) -> tuple[Packed, Packed] | None:
+        return None if self.backend is None else self.backend.pack_tails(layer, level, slots)
 
     def _holders(self) -> list[Row]:
         return [*self.rows, *self.snapshots.all]

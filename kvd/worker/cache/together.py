@@ -7,18 +7,28 @@ model of 28 layers its tails and pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from kvd.worker.device import on_cpu
 
-GPU_BYTES = 16 * 1024 * 1024
-"""Bytes that are evaluated together on an accelerator. They exist twice meanwhile."""
+GPU_BYTES = 64 * 1024 * 1024
+"""Bytes that are evaluated together on an accelerator. They exist twice meanwhile, in the scratch,
+which nothing else uses then."""
 CPU_BYTES = 256 * 1024
 """Bytes that are evaluated together on a CPU, where a wait costs less."""
 
-Replacement = tuple[Sequence[mx.array], Callable[[], None]]
-"""Lazy copies of arrays, and a function that puts them in their place."""
+
+class Replacement(NamedTuple):
+    """Copies that replace arrays, such as larger ones."""
+
+    arrays: Sequence[mx.array]
+    """The copies, lazy."""
+    put: Callable[[], None]
+    """Replaces the arrays by the copies, after their evaluation."""
+    copied_bytes: int
+    """Bytes that exist twice until then: those that both the arrays and the copies have."""
 
 
 def limit_bytes() -> int:
@@ -36,7 +46,7 @@ def replace_all(replacements: Iterable[Replacement]) -> None:
     nbytes, limit = 0, limit_bytes()
     for replacement in replacements:
         together.append(replacement)
-        nbytes += sum(array.nbytes for array in replacement[0])
+        nbytes += replacement.copied_bytes
         if nbytes >= limit:
             _put(together)
             nbytes = 0
@@ -45,7 +55,7 @@ def replace_all(replacements: Iterable[Replacement]) -> None:
 
 
 def _put(together: list[Replacement]) -> None:
-    mx.eval([arrays for arrays, _ in together])
-    for _, put in together:
-        put()
+    mx.eval([replacement.arrays for replacement in together])
+    for replacement in together:
+        replacement.put()
     together.clear()

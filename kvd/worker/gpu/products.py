@@ -165,6 +165,11 @@ class Norm:
     """``[inputs]``."""
     eps: float
 
+    def of(self, x: mx.array) -> mx.array:
+        """Return normed inputs, by MLX's operation; lazy."""
+        found: mx.array = mx.fast.rms_norm(x, self.weight, self.eps)
+        return found
+
 
 def find(dtype: mx.Dtype | None, checks: Checks | None = None) -> Product | None:
     """Return the kernel for weights of this dtype, if it works on the device with right results.

@@ -34,6 +34,9 @@ class Library:
     def prefill(self, kind: Kind, step: PrefillStep) -> NativePrefill:
         return NativePrefill.of(self.module, kind, step)
 
+    def pack_tails(self, *_: Any) -> None:
+        """Return None: plain operations are as fast."""
+
     def launched(self, _: int = 0) -> int:
         return 0
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace as restruct
 from kvd.worker import decoder_layers
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.launch import Fused, find_language
+from kvd.worker.attention.kernels.fused import Fused
+from kvd.worker.attention.kernels.launch import find_language
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks
 from kvd.worker.native import whole_layers

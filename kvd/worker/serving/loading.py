@@ -18,6 +18,7 @@ import msgspec
 
 from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache import device_pages
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.scheme import Scheme, floors_of
@@ -87,6 +88,10 @@ def serve(
     _log.info("attention: %s, error %.2g", found.path, found.error)
     if found.fused is not None:
         _log.info("%s", describe_verdict(found.fused))
+    if isinstance(cache := found.runner.cache, ModelCache):
+        for layer in (layer for store in cache.stores for layer in store.layers):
+            for pool in layer.pools:
+                device_pages.prepare(pool.arrays())
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
-from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
+from kvd.worker.attention.kernels.arguments import (
+    Append,
+    Attention,
+    Pack,
+    PassTokens,
+    PutTails,
+    Rotate,
+    Spread,
+    Unpack,
+)
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 
 _Given = TypeVar("_Given")
@@ -89,6 +98,35 @@ class TimedKernels:
         arrays = [*tails, given.qkv]
         return self._called(self._kernels.rotate, given, self._appends, variant, arrays)
 
+    def spread(self, given: Spread) -> tuple[mx.array, mx.array, mx.array]:
+        heads = given.q_heads, given.kv_heads, given.dims
+        variant = "spread", given.rotation, *heads, given.qkv.dtype
+        return self._called(self._kernels.spread, given, self._appends, variant, [given.qkv])
+
+    def pack(self, given: Pack) -> list[mx.array]:
+        variant = "pack", *map(tuple, given.packings), *_shapes(given.tokens)
+        return self._called(
+            self._kernels.pack, given, self._appends, variant, _arrays(given.tokens)
+        )
+
+    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+        packings = tuple(given.key_packings), tuple(given.value_packings)
+        variant = "unpack", *packings, *_shapes(given.tokens)
+        arrays = [*_arrays(given.tokens), *given.pools]
+        return self._called(self._kernels.unpack, given, self._appends, variant, arrays)
+
+    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
+        variant = "gather", len(parts), parts[0].shape[1:], parts[0].dtype
+        return self._called(
+            partial(self._kernels.gather, parts), rows, self._appends, variant, [*parts, rows]
+        )
+
+    def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
+        tails = given.tail_keys, given.tail_values
+        variant = "tails", *(tuple(tail.shape[1:]) for tail in tails), given.tail_keys.dtype
+        arrays = [*tails, given.kept_keys, given.kept_values]
+        return self._called(self._kernels.put_tails, given, self._appends, variant, arrays)
+
     def _called(
         self,
         kernel: Callable[[_Given], _Found],
@@ -112,6 +150,14 @@ class TimedKernels:
         if self.launches <= before:
             raise SelfCheckFailed("no kernel was launched")
         return found
+
+
+def _arrays(tokens: PassTokens) -> list[mx.array]:
+    return [tokens.keys, tokens.values, tokens.tail_keys, tokens.tail_values]
+
+
+def _shapes(tokens: PassTokens) -> tuple[object, ...]:
+    return *(tuple(one.shape[1:]) for one in _arrays(tokens)), tokens.keys.dtype
 
 
 def first_line(error: Exception) -> str:

@@ -6,17 +6,29 @@ attends to the pages that its splits list.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
+from kvd.worker.attention.kernels.arguments import (
+    Append,
+    Attention,
+    Pack,
+    PassTokens,
+    PutTails,
+    Rotate,
+    Spread,
+    Unpack,
+)
 from kvd.worker.attention.kernels.language import METAL
-from kvd.worker.cache.packed import take, unpack
+from kvd.worker.attention.kernels.unpack import PADDING
+from kvd.worker.cache.packed import pack, take, unpack
 from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
 
 
 class StandIn:
-    """Replaces `kvd.worker.attention.kernels.launch.Fused`."""
+    """Replaces `kvd.worker.attention.kernels.fused.Fused`."""
 
     def __init__(self, error: float = 0.0) -> None:
         self.launches = 0
@@ -24,6 +36,10 @@ class StandIn:
         """Calls of `decode_attention`, including those while a compiled step is traced."""
         self.rotated = 0
         """Calls of `rotate`, counted in the same way."""
+        self.spreads = 0
+        """Calls of `spread`: layers of packed prefills."""
+        self.unpacks = 0
+        """Calls of `unpack`."""
         self.error = error
         """Relative error added to all results."""
 
@@ -61,6 +77,82 @@ class StandIn:
         return queries, *self.append(
             Append(*tails, keys, values, given.token_places, given.token_rows)
         )
+
+    def spread(self, given: Spread) -> tuple[mx.array, mx.array, mx.array]:
+        self.launches += 1
+        self.spreads += 1
+        count, (k_dim, v_dim) = given.qkv.shape[0], given.dims
+        ends = [given.q_heads * k_dim, (given.q_heads + given.kv_heads) * k_dim]
+        *vectors, values = mx.split(given.qkv, ends, axis=-1)
+        weights = given.weights or (None, None)
+        queries, keys = (
+            _rotated(given, one.reshape(count, heads, 1, -1), weight).squeeze(2)
+            for one, heads, weight in zip(
+                vectors, (given.q_heads, given.kv_heads), weights, strict=True
+            )
+        )
+        sides = queries, keys, values.reshape(count, given.kv_heads, v_dim)
+        real = (given.sources >= 0)[:, None, None]
+        found = [mx.where(real, one[mx.maximum(given.sources, 0)], 0) for one in sides]
+        return found[0], found[1], found[2]
+
+    def pack(self, given: Pack) -> list[mx.array]:
+        self.launches += 1
+        found = []
+        if given.paged is not None:
+            for side, packings in enumerate(given.packings):
+                dense = mx.unflatten(_looked_up(given.tokens, given.paged, side), 0, (-1, 64))
+                ((bits, group, along_tokens),) = packings
+                dense = dense.transpose(0, 2, 3, 1) if along_tokens else dense.swapaxes(1, 2)
+                found += pack(dense, Packing(bits, group, not along_tokens))
+        return found + [_looked_up(given.tokens, given.kept, side) for side in (0, 1)]
+
+    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+        self.launches += 1
+        self.unpacks += 1
+        sides, arrays = list[mx.array](), iter(given.pools)
+        levels = zip(given.key_packings, given.value_packings, strict=True)
+        pages = [
+            [[next(arrays) for _ in range(1 if bits == 16 else 3)] for bits, *_ in level]
+            for level in levels
+        ]
+        for side, packings in enumerate((given.key_packings, given.value_packings)):
+            tokens = _looked_up(given.tokens, given.copied[:, 0], side)
+            dense = mx.zeros((given.count, *tokens.shape[1:]), tokens.dtype)
+            dense[given.copied[:, 1]] = tokens
+            for number, (bits, group, along_tokens) in enumerate(packings):
+                assert given.paged is not None
+                for level, slot, row in given.paged.tolist():
+                    if level == number:
+                        one = take(tuple(pages[level][side]), mx.array([slot]))
+                        page = unpack(one, Packing(bits, group, not along_tokens))[0]
+                        order = (2, 0, 1) if along_tokens else (1, 0, 2)
+                        dense[row : row + 64] = page.transpose(*order)
+            sides.append(dense)
+        return sides[0], sides[1]
+
+    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
+        self.launches += 1
+        found = mx.zeros((rows.shape[0], parts[0].shape[1]), parts[0].dtype)
+        for number, part in enumerate(parts):
+            picked = part[mx.minimum(rows[:, 1], part.shape[0] - 1)]
+            found = mx.where((rows[:, 0] == number)[:, None], picked, found)
+        return found
+
+    def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
+        self.launches += 1
+        first, count = given.starts[:, 0], given.starts[:, 1]
+        token = mx.arange(given.tail_keys.shape[2])
+        index = mx.minimum(first[:, None] + token, given.kept_keys.shape[0] - 1)
+        new = (token < count[:, None])[:, None, :, None]
+        found = [
+            mx.where(new, kept[index].swapaxes(1, 2), old)
+            for kept, old in (
+                (given.kept_keys, given.tail_keys),
+                (given.kept_values, given.tail_values),
+            )
+        ]
+        return found[0], found[1]
 
     def decode_attention(self, given: Attention) -> mx.array:
         self.launches += 2
@@ -120,7 +212,7 @@ class StandIn:
         return mx.pad(found.astype(queries.dtype), [(0, batch - count), (0, 0), (0, 0), (0, 0)])
 
 
-def _rotated(given: Rotate, x: mx.array, weight: mx.array | None) -> mx.array:
+def _rotated(given: Rotate | Spread, x: mx.array, weight: mx.array | None) -> mx.array:
     rotation = given.rotation
     if weight is not None:
         x = mx.fast.rms_norm(x, weight, rotation.eps)
@@ -133,6 +225,15 @@ def _rotated(given: Rotate, x: mx.array, weight: mx.array | None) -> mx.array:
         offset=given.offsets,
         freqs=1 / given.frequencies,
     )
+
+
+def _looked_up(tokens: PassTokens, places: mx.array, side: int) -> mx.array:
+    """Return keys (side 0) or values at places, ``[places, heads, dim]``; zeros for padding."""
+    own = (tokens.keys, tokens.values)[side]
+    tails = (tokens.tail_keys, tokens.tail_values)[side].swapaxes(1, 2).flatten(0, 1)
+    theirs = mx.where(places == PADDING, 0, mx.maximum(-1 - places, 0))
+    found = mx.where((places >= 0)[:, None, None], own[mx.maximum(places, 0)], tails[theirs])
+    return mx.where((places == PADDING)[:, None, None], 0, found)
 
 
 def _dense(given: Attention) -> tuple[mx.array, mx.array]:

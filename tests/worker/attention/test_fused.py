@@ -14,8 +14,9 @@ import pytest
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.fused import Fused
 from kvd.worker.attention.kernels.language import METAL
-from kvd.worker.attention.kernels.launch import Fused, Launch
+from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle
 from kvd.worker.cache.pages import PageId

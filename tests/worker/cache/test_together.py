@@ -30,7 +30,7 @@ def evaluations(cache: ModelCache, monkeypatch: pytest.MonkeyPatch) -> list[int]
     put = together._put
 
     def counted(replacements: list[together.Replacement]) -> None:
-        found.append(sum(len(arrays) for arrays, _ in replacements))
+        found.append(sum(len(replacement.arrays) for replacement in replacements))
         put(replacements)
 
     monkeypatch.setattr(together, "_put", counted)
@@ -63,7 +63,12 @@ def test_pools_of_all_layers_change_size_in_one_evaluation(
 def test_arrays_beyond_the_limit_are_evaluated_in_parts() -> None:
     put: list[int] = []
     bytes_each = together.limit_bytes() // 2 + 1
-    items = [([mx.zeros((bytes_each,), mx.uint8)], lambda at=at: put.append(at)) for at in range(5)]
+    items = [
+        together.Replacement(
+            [mx.zeros((bytes_each,), mx.uint8)], lambda at=at: put.append(at), bytes_each
+        )
+        for at in range(5)
+    ]
     seen = []
 
     def given():
@@ -83,5 +88,5 @@ def test_an_evaluation_that_fails_puts_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(together.mx, "eval", fail)
     put: list[int] = []
     with pytest.raises(MemoryError):
-        together.replace_all([([mx.zeros(3)], lambda: put.append(1))])
+        together.replace_all([together.Replacement([mx.zeros(3)], lambda: put.append(1), 12)])
     assert not put

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.fused import Fused
 from kvd.worker.attention.kernels.language import METAL
-from kvd.worker.attention.kernels.launch import Fused, Launch
+from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
@@ -147,10 +148,10 @@ def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:
     for length in (200, 300):
         sides.each("join", length)
     sides.step(1)
-    counted = kernels.launches
+    counted = kernels.attended
     sides.each("lower", 0, 1)
     sides.step(2)
-    assert kernels.launches == counted
+    assert kernels.attended == counted
 
     sides.each("lower", 1, 1)
     sides.step(3)

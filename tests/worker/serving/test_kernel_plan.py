@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,14 @@ import mlx.core as mx
 import pytest
 
 from kvd.worker.artifacts import modules
-from kvd.worker.attention.kernels.arguments import Append, Attention
+from kvd.worker.attention.kernels.arguments import (
+    Append,
+    Attention,
+    Pack,
+    PutTails,
+    Spread,
+    Unpack,
+)
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import kernel_plan, kernel_timing, probe
@@ -64,6 +71,26 @@ class Requests(StandIn):
         shapes = given.tail_keys.shape[1:], given.tail_values.shape[1:]
         self._note(given.tail_keys.dtype, *shapes, given.token_rows is None)
         return super().append(given)
+
+    def pack(self, given: Pack) -> list[mx.array]:
+        self._note("pack", given.packings, given.paged is None, given.tokens.keys.shape[1:])
+        return super().pack(given)
+
+    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+        self._note("unpack", given.key_packings, given.value_packings)
+        return super().unpack(given)
+
+    def spread(self, given: Spread) -> tuple[mx.array, mx.array, mx.array]:
+        self._note("spread", given.rotation)
+        return super().spread(given)
+
+    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
+        self._note("gather", len(parts))
+        return super().gather(parts, rows)
+
+    def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
+        self._note("put_tails")
+        return super().put_tails(given)
 
 
 @pytest.fixture

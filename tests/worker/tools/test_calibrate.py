@@ -326,7 +326,9 @@ def test_kernels_are_requested_ahead_and_decode_all_levels_in_one_step(monkeypat
     place, report = shallow.path(), lambda *_: None
     found = calibrate.calibrate(place, schemes, Floor(), report, count=1, tokens=420)
     assert requests.late
-    assert requests.late <= requests.early
+    # The load does not know the schemes with which single layers are measured. What packs their
+    # pages is compiled when it first runs, in a fraction of a second each.
+    assert {one for one in requests.late if "'pack'" not in one} <= requests.early
     # Layers are measured without decoding. Then each token is a step of the levels with one scheme
     # in all layers, and one of the levels with a mix.
     assert [bool(level.mix) for level in found.levels] == [False, True, True]

@@ -1,0 +1,177 @@
+"""Packed prefills of whole layers as blocks, compared with the layers' own code.
+
+Plain operations replace the kernels (`tests.worker.attention.stand_in`), which
+`tests.worker.kernels` tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.gpu import blocks, joined_linear, products
+from kvd.worker.serving.probe import find_layout
+from kvd.worker.serving.runner import Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.attention.stand_in import StandIn
+from tests.worker.gpu import plain_products
+
+pytestmark = [pytest.mark.mlx, pytest.mark.usefixtures("plain_operations")]
+CLOSE = 2e-4
+"""Error of logits relative to the largest one: a number that lies between two codes of a page may
+be rounded either way."""
+
+
+@pytest.fixture
+def plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "multiply", plain_products.multiply)
+    monkeypatch.setattr(products, "multiply_gated", plain_products.multiply_gated)
+
+
+@dataclass
+class Side:
+    """A runner, and rows that are prefilled several at a time."""
+
+    model: Any
+    backend: Backend | None
+    schemes: tuple[Scheme, ...] = (Scheme(8, 8), Scheme(8, 4))
+    scratch: int = 256 << 20
+    rows: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout, settings = (
+            find_layout(self.model),
+            CacheSettings(self.schemes, scratch=self.scratch),
+        )
+        self.runner = Runner(self.model, ModelCache(layout, settings))
+        self.runner.cache.use(page_product, self.backend)
+        self.runner.packs = True
+
+    def join(self, count: int) -> None:
+        self.rows += [self.runner.cache.new_row() for _ in range(count)]
+
+    def prefill(self, chunks: list[tuple[int, int]]) -> None:
+        """Prefill chunks in one pass, each given by its row and its number of tokens."""
+        tokens = [[(7 * row + at) % 50 + 5 for at in range(count)] for row, count in chunks]
+        self.runner.prefill_pass([self.rows[row] for row, _ in chunks], tokens)
+
+    def step(self) -> np.ndarray:
+        cache = self.runner.cache
+        if cache.needs_flush(self.rows):
+            cache.flush()
+        logits = self.runner.decode(self.rows, mx.arange(len(self.rows)) + 9)
+        mx.eval(logits, cache.arrays())
+        return np.array(logits.astype(mx.float32))
+
+
+class Pair:
+    """Runs the same rows with the layers' own code and with blocks."""
+
+    def __init__(self, name: str, **about: Any) -> None:
+        plain, _ = build(name)
+        fused, _ = build(name)
+        joined_linear.join(fused, plain_products.multiply)
+        assert blocks.fuse(fused)
+        self.kernels = StandIn()
+        self.sides = Side(plain, None, **about), Side(fused, self.kernels.backend(), **about)
+
+    def run(self, passes: list[list[tuple[int, int]]], rows: int, close: float = CLOSE) -> None:
+        """Prefill ``passes`` of ``rows`` new rows, with a decode step of all rows after each."""
+        before = self.kernels.spreads
+        for side in self.sides:
+            side.join(rows)
+        for chunks in passes:
+            for side in self.sides:
+                side.prefill(chunks)
+            want, got = (side.step() for side in self.sides)
+            assert np.isfinite(got).all()
+            assert np.abs(got - want).max() <= close * np.abs(want).max()
+        stores = self.sides[1].runner.cache.stores
+        layers = sum(len(store.layers) for store in stores if not store.kind.bounded)
+        assert self.kernels.spreads - before == layers * len(passes)
+
+
+PASSES = {
+    "one chunk": [[(0, 64)]],
+    "unequal prompts": [[(0, 1), (1, 63), (2, 64), (3, 65), (4, 200)]],
+    "prompts of one width": [[(row, 100 + row) for row in range(9)]],
+    "chunks of one row": [[(0, 200), (0, 130), (0, 1)], [(0, 64), (0, 64)]],
+    "continued": [[(0, 130), (1, 3)], [(1, 70), (0, 300)], [(0, 1), (1, 1)]],
+    "mixed": [[(0, 64), (0, 64), (1, 5), (2, 300)], [(3, 90), (0, 90), (2, 1), (2, 127)]],
+}
+
+
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_blocks_prefill_like_the_layers_own_code(
+    name: str, passes: list[list[tuple[int, int]]]
+) -> None:
+    Pair(name).run(passes, 1 + max(row for chunks in passes for row, _ in chunks))
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [(Scheme(16, 16),), (Scheme(4, 4),), (Scheme(3, 6, 32, 32),)],
+    ids=["dense", "k4v4", "k3v6"],
+)
+def test_pages_of_every_kind(schemes: tuple[Scheme, ...]) -> None:
+    Pair("qwen3", schemes=schemes).run(PASSES["mixed"], 4)
+
+
+def test_rows_on_different_levels_share_a_pass() -> None:
+    pair = Pair("qwen3")
+    for side in pair.sides:
+        side.join(3)
+        side.prefill([(0, 200), (1, 200), (2, 200)])
+        side.runner.cache.flush()
+        side.runner.step_down([side.rows[1]], 1).advance(1e9, lambda: 0.0)
+    pair.run([[(0, 200), (1, 200), (2, 80)]], 0, close=2e-3)  # codes of 4 bits are further apart
+
+
+def test_copies_that_exceed_the_scratch_are_made_in_turn() -> None:
+    """The smaller scratch has room for two copies of about 125 tokens, and for one of more."""
+    passes = [[(row, 60) for row in range(3)] for _ in range(4)]
+    unpacks = []
+    for scratch in (64 << 20, 3_000_000):
+        pair = Pair("qwen3", scratch=scratch)
+        pair.run(passes, 3)
+        unpacks.append(pair.kernels.unpacks)
+    assert unpacks == [3 * 3, 3 * (2 + 3 + 3)]
+
+
+def test_a_row_that_is_too_long_for_the_scratch_runs_the_layers_own_code() -> None:
+    pair = Pair("qwen3", scratch=1 << 18)
+    for side in pair.sides:
+        side.join(1)
+        side.prefill([(0, 400)])
+        side.prefill([(0, 100)])
+    want, got = (side.step() for side in pair.sides)
+    assert np.abs(got - want).max() <= CLOSE * np.abs(want).max()
+    assert not pair.kernels.spreads
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_random_passes(data: st.DataObject) -> None:
+    counts = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 190])
+    passes = [
+        [
+            (row, count)
+            for row in range(4)
+            for count in data.draw(st.lists(counts, max_size=3), f"row {row}")
+        ]
+        for _ in range(2)
+    ]
+    passes = [[(row, 3) for row in range(4)], *filter(None, passes)]
+    Pair("qwen3").run(passes, 4)
