@@ -25,6 +25,7 @@ from kvd.worker.attention.fused import FusedBackend, Kernels, RotarySettings
 from kvd.worker.attention.kernels.append import PIECE
 from kvd.worker.attention.kernels.arguments import Pack, PassTokens, PutTails, Spread, Unpack
 from kvd.worker.attention.pass_layout import (
+    MOST_PARTS,
     TOGETHER,
     Call,
     DenseCopies,
@@ -42,8 +43,6 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry
 from kvd.worker.cache.steps import PackedPrefill
 from kvd.worker.cache.store import KVStore
 
-MOST_PARTS = 16
-"""Most inputs of a `gather` kernel. One is compiled for each power of two."""
 OWN_BUFFERS = 8
 """Arrays that the `unpack` kernel reads or writes besides the pools."""
 LEVEL_BUFFERS = 6
@@ -187,26 +186,14 @@ class FusedPass:
         return self.kernels.unpack(given)
 
     def _gathered(self, found: list[mx.array]) -> mx.array:
-        """Return the results of all calls as the batch."""
+        """Return the results of all calls as the batch. Kernels are compiled for powers of two."""
         rows = self.layout.rows
         if rows is None:
             return found[0]
         if len(found) > MOST_PARTS:
-            rows, found = _joined(rows, found, self.layout.calls)
+            found = [mx.concatenate(found)]
         count = 1 << (len(found) - 1).bit_length()
         return self.kernels.gather(found + found[:1] * (count - len(found)), rows)
-
-
-def _joined(
-    rows: mx.array, found: list[mx.array], calls: Sequence[Call]
-) -> tuple[mx.array, list[mx.array]]:
-    """Return all results as one, and the rows in it."""
-    ends = [0]
-    for call in calls:
-        ends.append(ends[-1] + len(call.chunks) * call.width)
-    part = mx.maximum(rows[:, 0], 0)
-    where = mx.take(mx.array(ends[:-1], mx.int32), part) + rows[:, 1]
-    return mx.stack([mx.minimum(rows[:, 0], 0), where], axis=1), [mx.concatenate(found)]
 
 
 def _pass_of(

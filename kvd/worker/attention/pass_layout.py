@@ -31,6 +31,8 @@ from protocol.pages import TAIL_TOKENS
 
 TOGETHER = 4
 """First chunks in one call. With any number of them, there would be too many shapes to plan."""
+MOST_PARTS = 16
+"""Most results of calls that one `gather` kernel reads. More are joined first."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ class PassLayout:
     calls: tuple[Call, ...]
     copies: tuple[DenseCopies, ...]
     rows: mx.array | None
-    """For each token, the call and the row in it, ``[batch, 2]`` int32 (call -1: padding); None:
-    there is one call, whose rows are the batch."""
+    """For each token, the call and the row in its result, ``[batch, 2]`` int32 (call -1: padding).
+    With more than `MOST_PARTS` calls, 0 and the row in all results, joined. None: there is one
+    call, whose rows are the batch."""
 
     @staticmethod
     def of(step: PackedPrefill, most_tokens: int) -> PassLayout | None:
@@ -235,14 +238,14 @@ class _Planner:
     def _rows(self, calls: Sequence[Call]) -> mx.array | None:
         found = array("i", [-1, 0]) * self._step.batch
         parts = [*self._step.parts()]
+        joins, end = len(calls) > MOST_PARTS, 0
         for number, call in enumerate(calls):
             for index, chunk in enumerate(call.chunks):
-                part, first = parts[chunk], index * call.width
-                count = part.stop - part.start
-                found[2 * part.start : 2 * part.stop : 2] = array("i", [number]) * count
-                found[2 * part.start + 1 : 2 * part.stop : 2] = array(
-                    "i", range(first, first + count)
-                )
+                tokens, first = parts[chunk], index * call.width + end
+                for token in range(tokens.start, tokens.stop):
+                    found[2 * token] = 0 if joins else number
+                    found[2 * token + 1] = first + token - tokens.start
+            end += joins * len(call.chunks) * call.width
         if len(calls) == 1 and found == array("i", chain(*((0, n) for n in range(self._end)))):
             return None
         return to_mlx(found).reshape(-1, 2)

@@ -108,6 +108,7 @@ PASSES = {
     "prompts of one width": [[(row, 100 + row) for row in range(9)]],
     "chunks of one row": [[(0, 200), (0, 130), (0, 1)], [(0, 64), (0, 64)]],
     "continued": [[(0, 130), (1, 3)], [(1, 70), (0, 300)], [(0, 1), (1, 1)]],
+    "many short ones": [[(row, 2) for row in range(20)], [(row, 1 + row % 3) for row in range(20)]],
     "mixed": [[(0, 64), (0, 64), (1, 5), (2, 300)], [(3, 90), (0, 90), (2, 1), (2, 127)]],
 }
 
