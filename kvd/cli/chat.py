@@ -195,7 +195,7 @@ class Chat:
 
     def _stream(self, completion: Completion) -> None:
         width = stdout_console().width if sys.stdout.isatty() else None
-        stream = Stream(completion, WordWrap(width) if width else None)
+        stream = Stream(completion, self._common, WordWrap(width) if width else None)
         for event in stream:
             if self._last is not None:
                 self._last.record(event)

@@ -110,7 +110,8 @@ def attach(common: CommonOptions, request: str, n: int) -> None:
 
 def show(completion: Completion, common: CommonOptions) -> None:
     """Print a completion as it arrives; Ctrl-C cancels it."""
-    stream = WholeChoices(completion) if len(completion.choices) > 1 else Stream(completion)
+    kind = WholeChoices if len(completion.choices) > 1 else Stream
+    stream = kind(completion, common)
     try:
         for event in stream:
             if common.json:

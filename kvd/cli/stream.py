@@ -9,11 +9,19 @@ from types import FrameType
 
 from rich.text import Text
 
+from kvd.cli.common import CommonOptions
 from kvd.cli.console import print_message, stderr_console, stdout_console, write
 from kvd.cli.word_wrap import WordWrap
-from kvd.client import Completion
+from kvd.client import Client, Completion
+from protocol.errors import KvdError
 from protocol.messages import Event, Paused, Queued, Tokens
 from protocol.parts import PartReader, Piece
+from protocol.types import ModelState
+
+ANSWER_S = 2.0
+"""Seconds in which a daemon that is not busy answers."""
+COMING: frozenset[ModelState] = frozenset({"spawning", "loading", "backoff"})
+"""States of a model that will serve its requests later."""
 
 
 class Stream:
@@ -22,10 +30,13 @@ class Stream:
     The first Ctrl-C cancels the completion, the second one interrupts the program.
     """
 
-    def __init__(self, completion: Completion, wrap: WordWrap | None = None) -> None:
+    def __init__(
+        self, completion: Completion, common: CommonOptions, wrap: WordWrap | None = None
+    ) -> None:
         self._completion = completion
+        self._common = common
         self._wrap = wrap
-        completion.on_silence = _report_silence
+        completion.on_silence = self._report_silence
         self._reader = PartReader()
         self._aside = Aside()
         self._last = ""
@@ -42,6 +53,24 @@ class Stream:
         # An exception here could lose bytes that are read but not yet parsed.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._completion.cancel()
+
+    def _report_silence(self) -> None:
+        """Print what a completion may wait for that has had no event for ten seconds."""
+        about = {"socket": self._common.socket, "home": self._common.home}
+        try:
+            with Client(**about, timeout_s=ANSWER_S) as client:
+                models = client.status().models
+        except KvdError:
+            print_message(
+                "[dim]no message from the daemon for 10 s; `kvctl status` shows whether it is busy "
+                "or stopped; Ctrl-C twice leaves[/]"
+            )
+            return
+        coming = [model.name for model in models if model.requests and model.state in COMING]
+        for name in coming:
+            print_message("[dim]{} is loading; the answer begins when it is ready[/]", name)
+        if not coming:
+            print_message("[dim]no token for 10 s, but the daemon answers: see `kvctl status`[/]")
 
     def show(self, event: Event) -> None:
         """Write an event's text at once; before the first text, print why the request waits.
@@ -101,8 +130,8 @@ class Aside:
 class WholeChoices(Stream):
     """Several choices: each is written when it and all choices before it have finished."""
 
-    def __init__(self, completion: Completion) -> None:
-        super().__init__(completion)
+    def __init__(self, completion: Completion, common: CommonOptions) -> None:
+        super().__init__(completion, common)
         self._written = 0
 
     def show(self, event: Event) -> None:  # noqa: ARG002 - the completion has recorded it
@@ -144,10 +173,3 @@ def _report_wait(event: Event) -> None:
             print_message("[dim]paused: the model's worker restarts[/]")
         case Paused():
             print_message("[dim]paused: other requests need the memory[/]")
-
-
-def _report_silence() -> None:
-    print_message(
-        "[dim]no message from the daemon for 10 s; `kvctl status` shows whether it is busy or "
-        "stopped; Ctrl-C twice leaves[/]"
-    )

@@ -49,6 +49,7 @@ class _Connection(Calls["Completion", "Load"]):
             if on_silence is not None and not self._readable(exchange.QUICK_S):
                 on_silence()
                 on_silence = None
+                continue
             try:
                 data = self._socket.recv(exchange.RECEIVE_BYTES)
             except ConnectionResetError:

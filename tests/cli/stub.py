@@ -58,13 +58,22 @@ def stub_daemon(path: Path, answer: Answer) -> Iterator[list[m.Request]]:
 
 
 def _accept(listener: socket.socket, answer: Answer, requests: list[m.Request]) -> None:
+    threads: list[threading.Thread] = []
     while True:
         try:
             peer, _ = listener.accept()
         except OSError:
-            return
-        with peer, contextlib.suppress(ConnectionError):
-            _converse(peer, answer, requests)
+            break
+        one = threading.Thread(target=_serve, args=(peer, answer, requests), daemon=True)
+        one.start()
+        threads.append(one)
+    for one in threads:
+        one.join(5)
+
+
+def _serve(peer: socket.socket, answer: Answer, requests: list[m.Request]) -> None:
+    with peer, contextlib.suppress(ConnectionError):
+        _converse(peer, answer, requests)
 
 
 def _converse(peer: socket.socket, answer: Answer, requests: list[m.Request]) -> None:

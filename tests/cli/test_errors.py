@@ -18,6 +18,7 @@ from kvd.host.listen import hold_lock
 from protocol import errors
 from protocol import messages as m
 from protocol.framing import encode_line
+from protocol.types import ModelState, ModelStatus
 from tests.cli.stub import STRANGE, daemon_status, stub_daemon, well
 
 
@@ -59,6 +60,7 @@ def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
     reported = threading.Event()
     messages = []
     monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.cli.stream.ANSWER_S", 0.05)
     monkeypatch.setattr(
         "kvd.cli.stream.print_message", lambda text: (messages.append(text), reported.set())
     )
@@ -72,6 +74,42 @@ def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
     assert (code, out) == (0, "Grüße all")
     assert len(messages) == 1
     assert "no message from the daemon" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [("loading", "m1 is loading; the answer begins when it is ready"), ("ready", "no token for")],
+)
+def test_silence_while_a_model_loads_is_explained(
+    kvctl, home: Home, monkeypatch, state: ModelState, said: str
+):
+    """Other models that load, without requests, are not the reason."""
+    reported = threading.Event()
+    messages = []
+    monkeypatch.setattr("kvd.client.exchange.QUICK_S", 0.05)
+
+    def note(text: str, *values: object) -> None:
+        messages.append(text.format(*values))
+        reported.set()
+
+    monkeypatch.setattr("kvd.cli.stream.print_message", note)
+    models = [
+        ModelStatus(name=name, source="demo", state=one, requests=requests)
+        for name, one, requests in (("m1", state, 1), ("m2", "loading", 0))
+    ]
+
+    def answer(request):
+        if isinstance(request, m.Status):
+            yield m.StatusReply(id=request.id, status=daemon_status(*models))
+            return
+        assert reported.wait(10)
+        yield from well(request)
+
+    with stub_daemon(home.socket, answer):
+        code, out, _ = kvctl("generate", "m1", "Hi")
+    assert (code, out) == (0, "Grüße all")
+    assert len(messages) == 1
+    assert said in messages[0]
 
 
 def test_a_daemon_that_still_runs_is_not_reported_as_stopped(kvctl, home: Home, monkeypatch):

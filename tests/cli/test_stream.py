@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvd.cli import stream
+from kvd.cli.common import CommonOptions
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Resumed, Tokens
 
@@ -25,7 +26,7 @@ def messages_for(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str
     monkeypatch.setattr(stream, "stderr_console", lambda: Console(force_terminal=terminal))
     monkeypatch.setattr(stream, "print_message", lines.append)
     completion = Completion.__new__(Completion)
-    shown = stream.Stream(completion)
+    shown = stream.Stream(completion, CommonOptions())
     for event in EVENTS:
         shown.show(event)
     return lines
