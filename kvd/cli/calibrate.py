@@ -84,6 +84,10 @@ def calibrate(
             return
         stdout_console().print(table(result))
         print_message(verdict(result))
+        measured = "[dim]measured on {} texts of up to {} tokens from {}[/]"
+        print_message(
+            measured, result["prompts"], result["tokens"], result["text"] or "kvd's own tasks"
+        )
         stored = "[dim]stored in {}; models already loaded keep their levels[/]"
         print_message(stored, result["file"])
 

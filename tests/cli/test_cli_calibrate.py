@@ -33,7 +33,7 @@ mix = {"mix": ["k4v3", "k4v3", "k6v5"], "uniform_kl": 0.001}
 levels = [{"scheme": "k8v8", "mix": []} | first, {"scheme": "k4v4"} | mix | bad]
 print(json.dumps({
     "lowest": lowest, "levels": levels, "max_kl": 0.02, "min_top1": 0.95, "file": "/h/[1].json",
-    "arguments": arguments,
+    "prompts": 4, "tokens": 1024, "text": "/h/[own].txt", "arguments": arguments,
 }))
 """
 
@@ -81,6 +81,7 @@ def test_the_result_is_a_table_and_a_sentence(kvctl):
     ]
     assert "outside a running daemon's budget" in err
     assert "rows may step down as far as k8v8 (KL up to 0.02, top-1 from 0.95)" in err
+    assert "measured on 4 texts of up to 1024 tokens from /h/[own].txt" in err
     assert "/h/[1].json" in err
 
 

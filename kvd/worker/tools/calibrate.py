@@ -66,13 +66,17 @@ def calibrate(
     """
     # Before models are imported, as in a worker. Plain operations would take three times as long.
     modules.activate(lambda *_: None)
+    try:
+        own = None if text is None else fidelity.OwnText.read(text)
+    except ValueError as error:
+        raise InvalidRequest(f"text: {error}", field="text") from error
     library = activation.activate(lambda stage, _: report(stage)).library
     kernels = None if kernel_choice.plain_only() else kernel_choice.find_kernels()
     seam.install()
     report("weights")
     headers = model_files.inspect(model_files.resolve(source))
     loaded = model_files.load(headers.path, library=library)
-    prompts = _prompts(loaded, text, count, tokens)
+    prompts = _prompts(loaded, own, count, tokens)
     key = calibration.content_key(headers)
     try:
         serve = partial_of(fidelity.serve, loaded.model, library=library, kernels=kernels)
@@ -90,7 +94,7 @@ def calibrate(
         min_top1=floor.min_top1,
         levels=[_level_result(level, floor) for level in levels],
         losses=losses,
-        text="" if text is None else fidelity.readable_name(text),
+        text="" if own is None else own.name,
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -99,15 +103,17 @@ def calibrate(
     )
 
 
-def _prompts(loaded: LoadedModel, text: Path | None, count: int, tokens: int) -> list[list[int]]:
+def _prompts(
+    loaded: LoadedModel, own: fidelity.OwnText | None, count: int, tokens: int
+) -> list[list[int]]:
     context = loaded.context_length
     size = min(tokens, context)
-    field = "tokens" if text is None else "text"
+    field = "tokens" if own is None else "text"
     try:
-        if text is None:
+        if own is None:
             prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=size)
         else:
-            prompts = fidelity.own_texts(loaded.tokenizer, text, count=count, tokens=size)
+            prompts = own.prompts(loaded.tokenizer, count=count, tokens=size)
     except ValueError as error:  # such as too few tokens for the prompt's facts
         raise InvalidRequest(f"{field}: {error}", field=field) from error
     return [prompt[:context] for prompt in prompts]

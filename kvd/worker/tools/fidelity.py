@@ -178,40 +178,53 @@ def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[l
     return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
 
 
-def own_texts(
-    tokenizer: Tokenizer, path: Path, *, count: int = 4, tokens: int = 1024
-) -> list[list[int]]:
-    """Return ``count`` prompts of ``tokens`` token ids from a text file, evenly spread over it.
+@dataclass(frozen=True)
+class OwnText:
+    """A text of the user, from a file."""
 
-    Reads the first `TEXT_BYTES` of the file. Prompts overlap if the text is short, and there are
-    fewer if some would be equal. Raises ``ValueError`` if the file cannot be read, is not UTF-8, or
-    has fewer tokens than one prompt.
-    """
-    name = readable_name(path)
-    if paths.exists(path) and not paths.is_file(path):  # to open a pipe could block
-        raise ValueError(f"{name} is not a regular file")
-    try:
-        with path.open("rb") as file:
-            found = file.read(TEXT_BYTES)
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
-    try:  # a character that the limit cuts is left out
-        text = getincrementaldecoder("utf-8-sig")().decode(found, final=len(found) < TEXT_BYTES)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from error
-    if "\0" in text:  # UTF-16 without a byte order mark can be valid UTF-8
-        raise ValueError(f"{name} is not UTF-8 text (it contains null characters)")
-    ids = list(tokenizer.encode(text))
-    start = ids[:1] if ids and ids[0] == getattr(tokenizer, "bos_token_id", None) else []
-    body, size = ids[len(start) :], tokens - len(start)
-    if len(body) < size:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens, and a text needs {tokens}; give a longer file or fewer"
-            " tokens (--tokens)"
-        )
-    last = len(body) - size
-    firsts = dict.fromkeys(last * number // max(1, count - 1) for number in range(count))
-    return [start + body[first : first + size] for first in firsts]
+    name: str
+    content: str
+
+    @staticmethod
+    def read(path: Path) -> OwnText:
+        """Read the first `TEXT_BYTES` of a file.
+
+        Raises ``ValueError`` if it cannot be read, is no regular file or is not UTF-8.
+        """
+        name = readable_name(path)
+        if paths.exists(path) and not paths.is_file(path):  # to open a pipe could block
+            raise ValueError(f"{name} is not a regular file")
+        try:
+            with path.open("rb") as file:
+                found = file.read(TEXT_BYTES)
+        except OSError as error:
+            raise ValueError(f"cannot read {name}: {error.strerror}") from error
+        try:  # a character that the limit cuts is left out
+            decoder = getincrementaldecoder("utf-8-sig")()
+            text = decoder.decode(found, final=len(found) < TEXT_BYTES)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from error
+        if "\0" in text:  # UTF-16 without a byte order mark can be valid UTF-8
+            raise ValueError(f"{name} is not UTF-8 text (it contains null characters)")
+        return OwnText(name, text)
+
+    def prompts(self, tokenizer: Tokenizer, *, count: int, tokens: int) -> list[list[int]]:
+        """Return ``count`` prompts of ``tokens`` token ids, evenly spread over the text.
+
+        Prompts overlap if the text is short, and there are fewer if some would be equal. Raises
+        ``ValueError`` if the text has fewer tokens than one prompt.
+        """
+        ids = list(tokenizer.encode(self.content))
+        start = ids[:1] if ids and ids[0] == getattr(tokenizer, "bos_token_id", None) else []
+        body, size = ids[len(start) :], tokens - len(start)
+        if len(body) < size:
+            raise ValueError(
+                f"{self.name} has {len(ids)} tokens, and a text needs {tokens}; give a longer file"
+                " or fewer tokens (--tokens)"
+            )
+        last = len(body) - size
+        firsts = dict.fromkeys(last * number // max(1, count - 1) for number in range(count))
+        return [start + body[first : first + size] for first in firsts]
 
 
 def readable_name(path: Path) -> str:

@@ -444,14 +444,14 @@ def test_own_texts_are_spread_over_the_file(tmp_path):
     file = tmp_path / "own.txt"
     file.write_text("".join(chr(0x100 + number) for number in range(100)))
     tokenizer = SimpleNamespace(encode=letters, bos_token_id=1)
-    prompts = fidelity.own_texts(tokenizer, file, count=3, tokens=41)
+    prompts = fidelity.OwnText.read(file).prompts(tokenizer, count=3, tokens=41)
     assert [one[0] for one in prompts] == [1, 1, 1]
     assert [[id_ - 0x100 for id_ in one[1:]] for one in prompts] == [
         list(range(first, first + 40)) for first in (0, 30, 60)
     ]
-    [whole] = fidelity.own_texts(tokenizer, file, count=1, tokens=101)
+    [whole] = fidelity.OwnText.read(file).prompts(tokenizer, count=1, tokens=101)
     assert len(whole) == 101
-    short = fidelity.own_texts(tokenizer, file, count=4, tokens=100)
+    short = fidelity.OwnText.read(file).prompts(tokenizer, count=4, tokens=100)
     assert [one[1] - 0x100 for one in short] == [0, 1]  # no prompt is measured twice
 
 
@@ -459,14 +459,22 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     file = tmp_path / "own.txt"
     file.write_text("abc", encoding="utf-8-sig")
     tokenizer = SimpleNamespace(encode=lambda text: list(map(ord, text)))
-    assert fidelity.own_texts(tokenizer, file, count=1, tokens=3) == [list(map(ord, "abc"))]
+    assert fidelity.OwnText.read(file).prompts(tokenizer, count=1, tokens=3) == [
+        list(map(ord, "abc"))
+    ]
 
 
 def test_a_pipe_is_refused_without_opening_it(tmp_path):
     pipe = tmp_path / "own"
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="own is not a regular file"):
-        fidelity.own_texts(SimpleNamespace(encode=letters), pipe, count=1, tokens=3)
+        fidelity.OwnText.read(pipe)
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate.model_files, "inspect", pytest.fail)
+    with pytest.raises(InvalidRequest, match=r"text: cannot read .*none\.txt"):
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda *_: None, text=tmp_path / "none.txt")
 
 
 def test_the_name_of_a_text_is_valid_text():
@@ -478,7 +486,7 @@ def test_a_character_at_the_end_of_what_is_read_may_be_cut(tmp_path, monkeypatch
     file = tmp_path / "own.txt"
     file.write_text("\u20ac" * 2 + "ab\u00e9" + "c")
     tokenizer = SimpleNamespace(encode=lambda text: list(map(ord, text)))
-    assert fidelity.own_texts(tokenizer, file, count=1, tokens=4) == [
+    assert fidelity.OwnText.read(file).prompts(tokenizer, count=1, tokens=4) == [
         [0x20AC, 0x20AC, ord("a"), ord("b")]
     ]
 
