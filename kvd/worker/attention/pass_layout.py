@@ -222,9 +222,8 @@ class _Planner:
             )
             paged += locations
             row += PAGE_TOKENS * count
-            for place in places:
-                copied.extend((place, row))
-                row += 1
+            copied += _pairs(places, range(row, row + len(places)))
+            row += len(places)
         levels = tuple(sorted(set(paged[::PAGE_NUMBERS])))
         index = {level: number for number, level in enumerate(levels)}
         paged[::PAGE_NUMBERS] = array("i", map(index.__getitem__, paged[::PAGE_NUMBERS]))
@@ -242,13 +241,20 @@ class _Planner:
         for number, call in enumerate(calls):
             for index, chunk in enumerate(call.chunks):
                 tokens, first = parts[chunk], index * call.width + end
-                for token in range(tokens.start, tokens.stop):
-                    found[2 * token] = 0 if joins else number
-                    found[2 * token + 1] = first + token - tokens.start
+                rows = range(first, first + tokens.stop - tokens.start)
+                where = slice(2 * tokens.start, 2 * tokens.stop)
+                found[where] = _pairs(repeat(0 if joins else number, len(rows)), rows)
             end += joins * len(call.chunks) * call.width
-        if len(calls) == 1 and found == array("i", chain(*((0, n) for n in range(self._end)))):
+        if len(calls) == 1 and found == _pairs(repeat(0, self._end), range(self._end)):
             return None
         return to_mlx(found).reshape(-1, 2)
+
+
+def _pairs(left: Iterable[int], right: Sequence[int]) -> array[int]:
+    """Return pairs of numbers, one after the other. There is no loop over them, which is slow."""
+    found = array("i", bytes(2 * len(right) * array("i").itemsize))
+    found[::2], found[1::2] = array("i", left), array("i", right)
+    return found
 
 
 def _together(steps: Sequence[PrefillStep]) -> list[list[int]]:

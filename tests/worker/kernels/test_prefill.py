@@ -156,6 +156,40 @@ def check_pack(run_launch: Run, case: Case) -> None:
     assert not packed
 
 
+def check_precision(run_launch: Run, case: Case) -> None:
+    """Groups may be far from zero, on either side. Errors are at most a step of their range.
+
+    Half a step is rounding. As the scale divides one end of the range, the other may be cut.
+    """
+    tokens = case.tokens()
+    shift = mx.array([-30.0, 30.0, 0.0, 0.0] * 64).astype(case.dtype)
+    shifted = PassTokens(
+        *(
+            side + (shift[: side.shape[-1]] if number % 2 == 0 else shift[0])
+            for number, side in enumerate(
+                (tokens.keys, tokens.values, tokens.tail_keys, tokens.tail_values)
+            )
+        )
+    )
+    pool, places = case.pool(), some_places(PAGE_TOKENS, 5)
+    given = Pack(shifted, mx.array(places, mx.int32), schemes_of([pool]), mx.array([0], mx.int32))
+    *packed, _, _ = run_launch(pack_launch, given)
+    for side, packing in enumerate((pool.key_packing, pool.value_packing)):
+        count = 1 if packing.bits == 16 else 3
+        arrays, packed = packed[:count], packed[count:]
+        if packing.bits == 16:
+            continue
+        dense = looked_up(shifted, places, side).transpose(1, 0, 2)  # [heads, 64, dim]
+        dense = dense if packing.per_token else dense.swapaxes(1, 2)
+        groups = dense.reshape(*dense.shape[:2], -1, packing.group)
+        words, scales, biases = arrays
+        codes = unpacked(words[0], packing.bits).reshape(groups.shape)
+        found = codes * scales[0][..., None] + biases[0][..., None]
+        step = (groups.max(-1) - groups.min(-1)) / (2**packing.bits - 1)
+        rounding = BOUNDS[case.dtype] * np.abs(groups).max(-1)
+        assert (np.abs(found - groups).max(-1) <= step + rounding).all()
+
+
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     """Return the numbers of packed words, the lowest bits of the first word first."""
     flags = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
@@ -205,6 +239,11 @@ def check_unpack(run_launch: Run, cases: Sequence[Case]) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_packed_pages_are_those_of_mlx(run_launch: Run, case: Case) -> None:
     check_pack(run_launch, case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_packed_pages_are_precise_far_from_zero(run_launch: Run, case: Case) -> None:
+    check_precision(run_launch, case)
 
 
 def test_a_pass_that_fills_no_page_only_copies_tokens(run_launch: Run) -> None:
