@@ -28,9 +28,9 @@ from tests.worker.attention.stand_in import StandIn
 from tests.worker.gpu import plain_products
 
 pytestmark = [pytest.mark.mlx, pytest.mark.usefixtures("plain_operations")]
-CLOSE = 1e-3
-"""Error of logits relative to the largest one: a number that lies between two codes of a page may
-be rounded either way."""
+CLOSE = 2e-2 if mx.cuda.is_available() else 1e-3
+"""Error of logits relative to the largest one. A number that lies between two codes of a page may
+be rounded either way, and on CUDA products of float32 have the precision of TF32."""
 
 
 @pytest.fixture
@@ -137,7 +137,8 @@ def test_rows_on_different_levels_share_a_pass() -> None:
         side.prefill([(0, 200), (1, 200), (2, 200)])
         side.runner.cache.flush()
         side.runner.step_down([side.rows[1]], 1).advance(1e9, lambda: 0.0)
-    pair.run([[(0, 200), (1, 200), (2, 80)]], 0, close=2e-3)  # codes of 4 bits are further apart
+    # Codes of 4 bits are further apart.
+    pair.run([[(0, 200), (1, 200), (2, 80)]], 0, close=2 * CLOSE)
 
 
 def test_copies_that_exceed_the_scratch_are_made_in_turn() -> None:
