@@ -156,7 +156,7 @@ def test_sixteen_concurrent_requests_get_the_same_text_as_alone(daemon: Daemon) 
         else:
             assert (index, process.returncode) == (index, 0), errors
             assert (index, output) == (index, alone[index])
-    # How many overlap depends on how fast the machine starts processes.
+    # The number of requests that overlap depends on how fast the machine starts processes.
     assert daemon.model("demo").stats.max_rows_in_step >= 4
     wait_for("no page is in use", lambda: daemon.model("demo").stats.pages_used == 0)
 

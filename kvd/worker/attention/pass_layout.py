@@ -25,6 +25,7 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.unpack import PADDING
 from kvd.worker.cache.padded_sizes import padded_width
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
+from kvd.worker.cache.pass_places import by_row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import PackedPrefill, PrefillStep
 from protocol.pages import TAIL_TOKENS
@@ -137,7 +138,7 @@ class _Planner:
             end += padded_width(self._steps[chunk].count)
         self._end = end
         chunk = 0
-        for some in _by_row(self._steps):
+        for some in by_row(self._steps):
             self._add_row(chunk, some)
             chunk += len(some)
         self.fits = all(self._tokens_of(chunk) <= most_tokens for chunk in self._first)
@@ -271,13 +272,3 @@ def _together(steps: Sequence[PrefillStep]) -> list[list[int]]:
     ]
     grouped = set(chain.from_iterable(groups))
     return groups + [[chunk] for chunk in range(len(steps)) if chunk not in grouped]
-
-
-def _by_row(steps: Iterable[PrefillStep]) -> list[list[PrefillStep]]:
-    rows: list[list[PrefillStep]] = []
-    for step in steps:
-        if step.continues:
-            rows[-1].append(step)
-        else:
-            rows.append([step])
-    return rows

@@ -10,19 +10,22 @@ copy before its first use (`prepare`), and is not used if it differs.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 
-from kvd.worker.artifacts import modules
-from kvd.worker.artifacts.cuda_text import Argument, KernelText
+from kvd.worker.artifacts.cuda_text import Argument
 from kvd.worker.cache import cuda_driver
+from kvd.worker.cache.page_kernels import (
+    WORD_BYTES,
+    PageShape,
+    kernel_of,
+    slots_array,
+    text_of,
+)
 from kvd.worker.lean_imports import np
 
 if TYPE_CHECKING:
@@ -31,29 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvd.worker")
 
 _Bytes: TypeAlias = "NDArray[np.uint8]"
-WORD_BYTES = 16
-"""Bytes that a thread copies at once."""
 _THREADS, _BLOCKS = 256, 128
 _CHECK_PAGES = 5
-
-
-@dataclass(frozen=True)
-class PageShape:
-    """What a kernel depends on: the bytes of one page in each array, and the arrays' dtypes."""
-
-    sizes: tuple[int, ...]
-    dtypes: tuple[mx.Dtype, ...]
-
-    @staticmethod
-    def of(arrays: Sequence[mx.array]) -> PageShape:
-        sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
-        dtypes = (array.dtype for array, size in zip(arrays, sizes, strict=True) if size)
-        return PageShape(tuple(filter(None, sizes)), tuple(dtypes))
-
-    @property
-    def fits(self) -> bool:
-        """Whether a kernel can copy such pages."""
-        return bool(self.sizes) and not any(size % WORD_BYTES for size in self.sizes)
 
 
 _prepared: dict[PageShape, bool] = {}
@@ -97,7 +79,7 @@ def _run(
 ) -> Callable[[], None]:
     filled = [array for array in arrays if array.size]
     (done,) = _kernel(shape)(
-        inputs=[_place(address), _slots(tuple(slots)), *filled],
+        inputs=[_place(address), slots_array(tuple(slots)), *filled],
         grid=(_BLOCKS * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1,)],
@@ -172,13 +154,6 @@ def _place(address: int) -> mx.array:
     return place
 
 
-@lru_cache(8)
-def _slots(slots: tuple[int | None, ...]) -> mx.array:
-    found = mx.array([-1 if slot is None else slot for slot in slots], mx.int32)
-    mx.eval(found)
-    return found
-
-
 @cache
 def _stream() -> mx.Stream:
     """Return a stream other than that of the steps."""
@@ -187,31 +162,7 @@ def _stream() -> mx.Stream:
 
 @lru_cache(32)
 def _kernel(shape: PageShape) -> Any:
-    text = text_of(shape)
-    if (kept := modules.current()) is not None:
-        kept.provide(text)
-    return mx.fast.cuda_kernel(
-        name=text.name,
-        input_names=[one.name for one in text.inputs],
-        output_names=[one.name for one in text.outputs],
-        source=text.mlx_source,
-        ensure_row_contiguous=False,  # else the kernel could write into a copy
-    )
-
-
-def text_of(shape: PageShape) -> KernelText:
-    """Return the texts of a kernel; see `source_of`."""
-    source = source_of(shape)
-    # MLX finds a compiled kernel by its name, so the name covers all that it depends on.
-    about = hashlib.sha256(f"{source}{shape.dtypes}".encode()).hexdigest()[:16]
     arrays = (Argument(f"a{number}", dtype) for number, dtype in enumerate(shape.dtypes))
-    return KernelText(
-        name=f"kvd_pages_{about}",
-        inputs=(Argument("place", mx.uint64), Argument("slots", mx.int32), *arrays),
-        outputs=(Argument("done", mx.uint32),),
-        template=(),
-        source=source,
-        header="",
-        mlx_source=source,
-        mlx_header="",
-    )
+    inputs = Argument("place", mx.uint64), Argument("slots", mx.int32), *arrays
+    outputs = (Argument("done", mx.uint32),)
+    return kernel_of(text_of("pages", source_of(shape), shape, inputs, outputs))

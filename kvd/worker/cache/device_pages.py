@@ -11,7 +11,6 @@ plain copies, once for each shape; they are not used if they differ.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,9 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.cuda_text import Argument, KernelText
-from kvd.worker.cache.device_copy import WORD_BYTES, PageShape
+from kvd.worker.cache import page_kernels
+from kvd.worker.cache.page_kernels import WORD_BYTES, PageShape, slots_array, text_of
 from kvd.worker.device import on_cuda
 from kvd.worker.lean_imports import np
 
@@ -95,7 +94,7 @@ def _put(
 ) -> mx.array:
     filled = [array for array in arrays if array.size]
     (done,) = _put_kernel(shape)(
-        inputs=[_slots(tuple(slots)), *filled, *(page for page in pages if page.size)],
+        inputs=[slots_array(tuple(slots)), *filled, *(page for page in pages if page.size)],
         grid=(_BLOCKS * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1,)],
@@ -162,33 +161,14 @@ def is_right(shape: PageShape) -> bool:
     )
 
 
-@lru_cache(8)
-def _slots(slots: tuple[int | None, ...]) -> mx.array:
-    found = mx.array([-1 if slot is None else slot for slot in slots], mx.int32)
-    mx.eval(found)
-    return found
-
-
 @lru_cache(32)
 def _put_kernel(shape: PageShape) -> Any:
-    return _kernel(put_text(shape))
+    return page_kernels.kernel_of(put_text(shape))
 
 
 @lru_cache(32)
 def _resize_kernel(shape: PageShape) -> Any:
-    return _kernel(resize_text(shape))
-
-
-def _kernel(text: KernelText) -> Any:
-    if (kept := modules.current()) is not None:
-        kept.provide(text)
-    return mx.fast.cuda_kernel(
-        name=text.name,
-        input_names=[one.name for one in text.inputs],
-        output_names=[one.name for one in text.outputs],
-        source=text.mlx_source,
-        ensure_row_contiguous=False,  # else `put` could write into a copy
-    )
+    return page_kernels.kernel_of(resize_text(shape))
 
 
 def put_text(shape: PageShape) -> KernelText:
@@ -199,7 +179,7 @@ def put_text(shape: PageShape) -> KernelText:
         for number, dtype in enumerate(shape.dtypes)
     ]
     inputs = Argument("slots", mx.int32), *arrays
-    return _text("put", put_source(shape), shape, inputs, (Argument("done", mx.uint32),))
+    return text_of("put", put_source(shape), shape, inputs, (Argument("done", mx.uint32),))
 
 
 def resize_text(shape: PageShape) -> KernelText:
@@ -209,25 +189,4 @@ def resize_text(shape: PageShape) -> KernelText:
         for name in ("a", "new")
     )
     inputs = Argument("sizes", mx.int32), *old
-    return _text("resize", resize_source(shape), shape, inputs, tuple(new))
-
-
-def _text(
-    part: str,
-    source: str,
-    shape: PageShape,
-    inputs: tuple[Argument, ...],
-    outputs: tuple[Argument, ...],
-) -> KernelText:
-    # MLX finds a compiled kernel by its name, so the name covers all that it depends on.
-    about = hashlib.sha256(f"{source}{shape.dtypes}".encode()).hexdigest()[:16]
-    return KernelText(
-        name=f"kvd_{part}_{about}",
-        inputs=inputs,
-        outputs=outputs,
-        template=(),
-        source=source,
-        header="",
-        mlx_source=source,
-        mlx_header="",
-    )
+    return text_of("resize", resize_source(shape), shape, inputs, tuple(new))

@@ -230,7 +230,7 @@ class LayerStore:
                 if place.tails:
                     packed = self._pack_tails(place, pack_tails)
                     slots = place.slots[len(place.kept) :]
-                    writes.pages.append((place.level, slots, *self._as_stored(place, packed)))
+                    writes.pages.append((place.level, slots, *self._stored_sides(place, packed)))
                     writes.created_bytes += sum(array.nbytes for side in packed for array in side)
                 continue
             parts = []
@@ -241,12 +241,12 @@ class LayerStore:
                 parts.append(_kept(_joined(same_level), place.kept))
             if place.tails:
                 parts.append(self._pack_tails(place, pack_tails))
-            sides = self._as_stored(place, _joined(parts))
+            sides = self._stored_sides(place, _joined(parts))
             writes.pages.append((place.level, place.slots, *sides))
             writes.created_bytes += sum(array.nbytes for side in sides for array in side)
         return writes
 
-    def _as_stored(self, place: Placement, sides: Sides) -> Sides:
+    def _stored_sides(self, place: Placement, sides: Sides) -> Sides:
         pool = self.pools[place.level]
         keys, values = map(_as_stored, sides, (pool.keys, pool.values))
         return keys, values
@@ -259,7 +259,7 @@ class LayerStore:
         first = 0
         for pages in pending:
             if pages.level == place.level:
-                keys, values = self._as_stored(place, (pages.keys, pages.values))
+                keys, values = self._stored_sides(place, (pages.keys, pages.values))
                 count = keys[0].shape[0]
                 where = [slots.get(index) for index in range(first, first + count)]
                 yield place.level, where, keys, values

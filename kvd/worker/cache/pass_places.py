@@ -15,12 +15,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Protocol, TypeVar
 
 from kvd.worker.cache.packed import Slots, runs_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _MOST_RUNS = 2
 """Most runs of tokens that are read by slices, see `Slots`."""
+
+
+class Chunk(Protocol):
+    """A chunk of a pass."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the chunk before it is of the same row."""
+
+
+C = TypeVar("C", bound=Chunk)
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class PassPlaces:
 
         Cached for mlx-lm's caches, of which each layer has steps of its own.
         """
-        rows = _by_row(steps)
+        rows = by_row(steps)
         old = [first for first, *_ in rows if first.tail_length]
         width = _whole_pages(max((first.tail_length for first in old), default=0))
         pages, chunks, tails = _Pages(), list[ChunkPlaces](), dict[int, list[int]]()
@@ -135,9 +147,9 @@ class _Pages:
         )
 
 
-def _by_row(steps: Sequence[PlannedChunk]) -> list[list[PlannedChunk]]:
+def by_row(steps: Sequence[C]) -> list[list[C]]:
     """Return the chunks of each row."""
-    rows: list[list[PlannedChunk]] = []
+    rows: list[list[C]] = []
     for step in steps:
         if step.continues:
             rows[-1].append(step)

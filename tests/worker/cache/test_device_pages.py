@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvd.worker.artifacts.cuda_text import KernelText
-from kvd.worker.cache import device_pages
-from kvd.worker.cache.device_copy import PageShape
+from kvd.worker.cache import device_pages, page_kernels
+from kvd.worker.cache.page_kernels import PageShape
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from tests.worker.cache.test_device_copy import address
@@ -94,7 +94,7 @@ class Compiled:
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     made = Compiled(tmp_path)
-    monkeypatch.setattr(device_pages, "_kernel", made)
+    monkeypatch.setattr(page_kernels, "kernel_of", made)
     monkeypatch.setattr(device_pages, "_prepared", {})
     monkeypatch.setattr(device_pages, "on_cuda", lambda: True)
     device_pages._put_kernel.cache_clear()
