@@ -1,1 +1,1 @@
-"""Kernels of decode steps for Metal and CUDA: flash decoding over pages, RoPE, tail updates."""
+"""Kernels of decode steps and prefill passes for Metal and CUDA: attention over pages, RoPE, tails."""
