@@ -1,1 +1,1 @@
-"""Kernels of decode steps and prefill passes for Metal and CUDA: attention over pages, RoPE, tails."""
+"""Kernels of decode steps and prefill passes for Metal and CUDA: attention, RoPE, pages, tails."""
