@@ -39,6 +39,7 @@ MOST_BYTES = 256 * 1024 * 1024
 MOST_THREADS = 16
 FIRST_CAPABILITY = 80
 """Older devices cannot convert floats to bfloat16 in one instruction, as kvd's text does."""
+HOPPER = 90
 PROGRESS_S = 0.5
 """Seconds between two reports of how many kernels are compiled."""
 _UNLOCKED_S = 3600.0
@@ -60,8 +61,13 @@ class Modules:
         stored: Entries,
         folder: Path,
         progress: ReportProgress = lambda _stage, _fraction: None,
+        architecture: str = "",
     ) -> None:
-        """``key``: what modules depend on besides their text. ``folder``: MLX's."""
+        """``key``: what modules depend on besides their text. ``folder``: MLX's.
+
+        ``architecture``: what `Compile` compiles for, such as ``sm_90a``.
+        """
+        self.architecture = architecture
         self._compile = compile_text
         self._key = key
         self._progress = progress
@@ -195,11 +201,17 @@ def activate(progress: ReportProgress) -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         _log.info("compiled kernels are not kept: %s", error)
         return
-    architecture = f"sm_{number}"
+    # The letter allows instructions that only this architecture has.
+    architecture = f"sm_{number}a" if number >= HOPPER else f"sm_{number}"
     key = digest_of(architecture, compiler.version, version("mlx"))
     stored = Entries(root / "kernels", MOST_BYTES)
     found = Modules(
-        lambda text: compiler.compile(text, architecture), key, stored, folder, progress
+        lambda text: compiler.compile(text, architecture),
+        key,
+        stored,
+        folder,
+        progress,
+        architecture,
     )
     found.restore()
     os.environ[FOLDER_VARIABLE] = str(folder)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.append import PIECE
 from kvd.worker.attention.kernels.arguments import (
     Append,
+    Attend,
     Attention,
     Pack,
     PassTokens,
@@ -63,16 +64,22 @@ class Kernels(Protocol):
     # What prefill passes launch; lazy.
 
     def spread(self, given: Spread) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries, keys and values after norm and RoPE, ``[places, heads, dim]``."""
+        """Return queries, keys and values after norm and RoPE, ``[batch, heads, dim]``."""
 
     def pack(self, given: Pack) -> list[mx.array]:
         """Return the arrays of packed pages, then tokens of keys and values."""
 
-    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
-        """Return dense keys and values, ``[rows, kv_heads, dim]``."""
+    def unpack(self, given: Unpack) -> mx.array:
+        """Write dense keys and values; return an array on which their readers depend."""
 
-    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
-        """Return rows of ``parts``, ``[rows, columns]``; see `launch_prefill.gather_launch`."""
+    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
+        """Return the most tokens of a tile of `attend`; 0: there is no such kernel.
+
+        ``group``: query heads for each KV head.
+        """
+
+    def attend(self, given: Attend) -> mx.array:
+        """Attend chunks; return ``[rows, q_heads * v_dim]``."""
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         """Return tails with new tokens at their front."""

@@ -21,11 +21,13 @@ from typing import cast
 
 import mlx.core as mx
 
-from kvd.worker.attention.pass_layout import TOGETHER
 from kvd.worker.attention.prefill import Copies, prefill_attention, starts_attention
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.batch import PackedHandle, PrefillHandle
 from kvd.worker.cache.steps import PackedPrefill, PrefillStep
+
+TOGETHER = 4
+"""First chunks in one call. With any number of them, there would be too many shapes to plan."""
 
 
 def packed_attention(

@@ -1,15 +1,19 @@
 """Where the tokens of a packed prefill are for its kernels, computed once for all layers.
 
-Attention reads each chunk at consecutive *places*, padded at the end to whole pages, which have 8
-tokens in this drawing::
+A chunk's queries see, in this order, its row's pages, the tail before it, and the chunk as far as
+themselves. Pages, and a tail that is not in the batch, are read from dense *copies*. In this
+drawing pages have 4 tokens. Row 1 has a page and a tail before the pass, and two chunks ::
 
-    batch    a a a b b b b b c c c c .             chunks of three rows, and padding
-    places   a a a . . . . . b b b b b . . . c c c c . . . .
+    batch    u v w x y z A A A A b b b .     u to z, A: chunks of row 1; b: one of row 2; .: padding
+    copies   p p p p | q q q u | q q q       p: the page; q: the tail; q q q u: the page that the
+                                             first chunk fills
 
-Chunks that are attended in one call have the same width, and come first. A chunk whose row has no
-tokens before it attends to its places as they are. Any other has a dense copy of its row's pages,
-of the tail before it, and of itself. These copies follow each other in one array, as far as the
-scratch allows.
+    chunk    copies of pages     copies of the tail     batch
+    u to z   p p p p             q q q                  from u on
+    A        p p p p q q q u                            from v on
+
+Copies exist only during a layer. Rows whose copies exceed the scratch together have them in
+different *parts* of the layer, one after the other.
 """
 
 from __future__ import annotations
@@ -18,30 +22,22 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.unpack import PADDING
-from kvd.worker.cache.padded_sizes import padded_width
+from kvd.worker.attention.kernels.attend import COLUMNS
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
 from kvd.worker.cache.pass_places import by_row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import PackedPrefill, PrefillStep
 from protocol.pages import TAIL_TOKENS
 
-TOGETHER = 4
-"""First chunks in one call. With any number of them, there would be too many shapes to plan."""
-MOST_PARTS = 16
-"""Most results of calls that one `gather` kernel reads. More are joined first."""
-
 
 @dataclass(frozen=True)
 class DenseCopies:
-    """Dense copies of some chunks' keys and values, made by one kernel."""
+    """Dense copies of some rows' keys and values, made by one kernel."""
 
-    tokens: int
-    """Number of tokens of all copies."""
     levels: tuple[int, ...]
     """Levels of the pages. Those from `EARLIER` on: pages that the pass itself fills."""
     paged: mx.array | None
@@ -50,29 +46,14 @@ class DenseCopies:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Chunks that are attended in one call of the dense kernel."""
+class Part:
+    """Rows that are attended by one kernel."""
 
-    chunks: tuple[int, ...]
-    """Their indices in the pass."""
-    width: int
-    """Places of each chunk."""
-    first: int
-    """The first place."""
-    copies: int | None = None
-    """Index in `PassLayout.copies`; None: the chunks attend to their own places only."""
-    tokens: slice | None = None
-    """What the chunk attends to in these copies."""
-
-    @property
-    def places(self) -> slice:
-        return slice(self.first, self.first + len(self.chunks) * self.width)
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a query and a key."""
-        keys = self.width if self.tokens is None else self.tokens.stop - self.tokens.start
-        return len(self.chunks) * self.width * keys
+    tokens: int
+    """Number of their tokens in the batch. The last part has the batch's padding, too."""
+    tiles: mx.array
+    """As in `kernels.arguments.Attend`."""
+    copies: DenseCopies | None
 
 
 @dataclass
@@ -98,157 +79,147 @@ class NewTailPlaces:
 
 @dataclass(frozen=True)
 class PassLayout:
-    """Where a pass's tokens are, and what its kernels and calls of attention read."""
+    """Where a pass's tokens are, and what its kernels read."""
 
-    sources: mx.array
-    """``[places]`` int32: the token of each place; -1: padding."""
     pages: dict[int, mx.array]
     """By level: the places of the tokens of new pages, ``[pages * 64]`` int32."""
     tails: NewTailPlaces
-    calls: tuple[Call, ...]
-    copies: tuple[DenseCopies, ...]
-    rows: mx.array | None
-    """For each token, the call and the row in its result, ``[batch, 2]`` int32 (call -1: padding).
-    With more than `MOST_PARTS` calls, 0 and the row in all results, joined. None: there is one
-    call, whose rows are the batch."""
+    parts: tuple[Part, ...]
+    copied: int
+    """Number of tokens of the copies of the largest part."""
 
     @staticmethod
-    def of(step: PackedPrefill, most_tokens: int) -> PassLayout | None:
-        """Return the layout of a pass, or None if a chunk attends to more than ``most_tokens``.
+    def of(step: PackedPrefill, most_copied: int, tile_tokens: int) -> PassLayout | None:
+        """Return the layout of a pass, or None if a row's copies have more than ``most_copied``.
 
-        ``most_tokens``: limit for one chunk, and for the dense copies of one kernel, with padding.
+        ``most_copied``: limit for the copies of one part, in tokens. ``tile_tokens``: tokens that
+        one block of the kernel attends.
         """
-        planner = _Planner(step, most_tokens)
-        return planner.layout() if planner.fits else None
+        planner = _Planner(step, most_copied, tile_tokens)
+        return planner.layout() if planner.largest <= most_copied else None
+
+
+@dataclass
+class _PartPlan:
+    """A part under construction."""
+
+    paged: array[int] = field(default_factory=lambda: array("i"))
+    copied: array[int] = field(default_factory=lambda: array("i"))
+    size: int = 0
+    """Number of tokens of its copies."""
+    tokens: int = 0
+    tiles: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add_pages(self, locations: array[int]) -> int:
+        """Copy pages; return where the first token is."""
+        first, count = self.size, len(locations) // PAGE_NUMBERS
+        self.size += PAGE_TOKENS * count
+        locations = locations[:]
+        locations[2::PAGE_NUMBERS] = array("i", range(first, self.size, PAGE_TOKENS))
+        self.paged += locations
+        return first
+
+    def add_tokens(self, places: Sequence[int]) -> int:
+        first = self.size
+        self.size += len(places)
+        self.copied += _pairs(places, range(first, self.size))
+        return first
+
+    def part(self) -> Part:
+        levels = tuple(sorted(set(self.paged[::PAGE_NUMBERS])))
+        index = {level: number for number, level in enumerate(levels)}
+        paged = self.paged
+        paged[::PAGE_NUMBERS] = array("i", map(index.__getitem__, paged[::PAGE_NUMBERS]))
+        copies = None
+        if self.size:
+            copies = DenseCopies(
+                levels,
+                to_mlx(paged).reshape(-1, PAGE_NUMBERS) if paged else None,
+                to_mlx(self.copied).reshape(-1, 2),
+            )
+        # Blocks start in this order, and those with many keys shall not be the last.
+        self.tiles.sort(key=lambda tile: -(tile[3] + tile[6] + tile[8]))
+        numbers = array("i", chain.from_iterable(self.tiles))
+        return Part(self.tokens, to_mlx(numbers).reshape(-1, COLUMNS), copies)
 
 
 class _Planner:
-    def __init__(self, step: PackedPrefill, most_tokens: int) -> None:
-        self._step, self._steps, self._most_tokens = step, step.steps, most_tokens
-        self._first: dict[int, int] = {}
-        """The first place of each chunk."""
+    def __init__(self, step: PackedPrefill, most_copied: int, tile_tokens: int) -> None:
+        self._most_copied, self._tile_tokens = most_copied, tile_tokens
         self._pages: dict[int, array[int]] = defaultdict(lambda: array("i"))
         self._slots, self._kept = list[int](), list[list[int]]()
-        self._copied: dict[int, tuple[array[int], list[int]]] = {}
-        """For each chunk with a dense copy: locations of its pages, and places of other tokens."""
-        self._groups = _together(self._steps)
-        end = 0
-        for chunk in chain.from_iterable(self._groups):
-            self._first[chunk] = end
-            end += padded_width(self._steps[chunk].count)
-        self._end = end
-        chunk = 0
-        for some in by_row(self._steps):
-            self._add_row(chunk, some)
-            chunk += len(some)
-        self.fits = all(self._tokens_of(chunk) <= most_tokens for chunk in self._first)
+        self._parts = [_PartPlan()]
+        self._end = 0
+        for steps in by_row(step.steps):
+            self._add_row(steps)
+        self._add_padding(step.batch - self._end)
+        for part in self._parts:
+            if part.size and not part.copied:  # kernels get no empty arrays
+                part.add_tokens([0])
+        self.largest = max(part.size for part in self._parts)
 
-    def _add_row(self, first_chunk: int, steps: Sequence[PrefillStep]) -> None:
-        row, start = steps[0].row, steps[0].row.slot * TAIL_TOKENS
-        places = [~place for place in range(start, start + steps[0].tail_length)]
-        earlier = array("i")
-        for chunk, step in enumerate(steps, first_chunk):
-            first = self._first[chunk]
-            places += range(first, first + step.count)
-            if step.offset:
-                padding = padded_width(step.count) - step.count
-                locations = page_locations(row) + earlier
-                self._copied[chunk] = locations, [*places, *repeat(PADDING, padding)]
+    def _add_row(self, steps: Sequence[PrefillStep]) -> None:
+        row, pages = steps[0].row, self._pages[steps[0].row.level]
+        tail = [~(row.slot * TAIL_TOKENS + at) for at in range(steps[0].tail_length)]
+        filled = len(pages) // PAGE_TOKENS
+        new = range(filled, filled + sum(step.new_pages for step in steps[:-1]))
+        locations = page_locations(row)
+        for number in new:
+            locations.extend((EARLIER + row.level, number, 0))
+        part = self._part_for(len(locations) // PAGE_NUMBERS * PAGE_TOKENS, steps)
+        paged, seen = part.add_pages(locations), PAGE_TOKENS * len(row.pages)
+        for step in steps:
+            outside = bool(tail) and tail[0] < 0
+            copied = part.size, len(tail) if outside else 0
+            if outside:
+                part.add_tokens(tail)
+            before = 0 if outside else len(tail)
+            self._add_tiles(part, step.count, before, (paged, seen, *copied))
+            tail += range(self._end, self._end + step.count)
+            self._end += step.count
+            part.tokens += step.count
             full = step.new_pages * PAGE_TOKENS
-            pages = self._pages[row.level]
-            filled = len(pages) // PAGE_TOKENS
-            for number in range(filled, filled + step.new_pages):
-                earlier.extend((EARLIER + row.level, number, 0))
-            pages.extend(places[:full])
-            del places[:full]
+            seen += full
+            pages.extend(tail[:full])
+            del tail[:full]
         self._slots.append(row.slot)
-        self._kept.append(places)
+        self._kept.append(tail)
 
-    def _tokens_of(self, chunk: int) -> int:
-        if chunk not in self._copied:
-            return padded_width(self._steps[chunk].count)
-        locations, places = self._copied[chunk]
-        return len(locations) // PAGE_NUMBERS * PAGE_TOKENS + len(places)
+    def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> _PartPlan:
+        """Return the part of a row with so many tokens in pages; begin one if there is no room."""
+        part, most = self._parts[-1], paged + sum(step.tail_length for step in steps)
+        if part.size and part.size + most > self._most_copied:
+            self._parts.append(part := _PartPlan())
+        return part
+
+    def _add_tiles(
+        self, part: _PartPlan, count: int, before: int, runs: tuple[int, int, int, int]
+    ) -> None:
+        """Add a chunk's tiles. ``before``: tokens of the batch before it that it sees."""
+        for token in range(0, count, self._tile_tokens):
+            some = min(self._tile_tokens, count - token)
+            where = self._end + token, part.tokens + token, some
+            part.tiles.append((*where, before + token + 1, self._end - before, *runs))
+
+    def _add_padding(self, count: int) -> None:
+        """Add tiles for tokens without keys, whose results are zeros."""
+        part = self._parts[-1]
+        for token in range(0, count, self._tile_tokens):
+            some = min(self._tile_tokens, count - token)
+            part.tiles.append((0, part.tokens + token, some, 1 - some, 0, 0, 0, 0, 0))
+        part.tokens += count
 
     def layout(self) -> PassLayout:
-        calls, copies = self._calls()
         return PassLayout(
-            self._sources(),
             {level: to_mlx(places) for level, places in self._pages.items() if places},
             NewTailPlaces(
                 self._slots,
                 [*map(len, self._kept)],
                 to_mlx(array("i", chain.from_iterable(self._kept))),
             ),
-            calls,
-            copies,
-            self._rows(calls),
+            tuple(part.part() for part in self._parts),
+            self.largest,
         )
-
-    def _sources(self) -> mx.array:
-        found = array("i", [-1]) * self._end
-        for chunk, part in enumerate(self._step.parts()):
-            first = self._first[chunk]
-            found[first : first + part.stop - part.start] = array("i", range(part.start, part.stop))
-        return to_mlx(found)
-
-    def _calls(self) -> tuple[tuple[Call, ...], tuple[DenseCopies, ...]]:
-        calls, copies, waiting, rows = list[Call](), list[DenseCopies](), list[int](), 0
-        for group in self._groups:
-            chunk = group[0]
-            width = padded_width(self._steps[chunk].count)
-            if chunk not in self._copied:
-                calls.append(Call(tuple(group), width, self._first[chunk]))
-                continue
-            own = self._tokens_of(chunk)
-            if waiting and rows + own > self._most_tokens:
-                copies.append(self._dense(waiting))
-                waiting, rows = [], 0
-            waiting.append(chunk)
-            where = slice(rows, rows + own)
-            calls.append(Call((chunk,), width, self._first[chunk], len(copies), where))
-            rows += own
-        if waiting:
-            copies.append(self._dense(waiting))
-        return tuple(calls), tuple(copies)
-
-    def _dense(self, chunks: Sequence[int]) -> DenseCopies:
-        paged, copied, row = array("i"), array("i"), 0
-        for chunk in chunks:
-            locations, places = self._copied[chunk]
-            count = len(locations) // PAGE_NUMBERS
-            locations = locations[:]
-            locations[2::PAGE_NUMBERS] = array(
-                "i", range(row, row + PAGE_TOKENS * count, PAGE_TOKENS)
-            )
-            paged += locations
-            row += PAGE_TOKENS * count
-            copied += _pairs(places, range(row, row + len(places)))
-            row += len(places)
-        levels = tuple(sorted(set(paged[::PAGE_NUMBERS])))
-        index = {level: number for number, level in enumerate(levels)}
-        paged[::PAGE_NUMBERS] = array("i", map(index.__getitem__, paged[::PAGE_NUMBERS]))
-        return DenseCopies(
-            row,
-            levels,
-            to_mlx(paged).reshape(-1, PAGE_NUMBERS) if paged else None,
-            to_mlx(copied).reshape(-1, 2),
-        )
-
-    def _rows(self, calls: Sequence[Call]) -> mx.array | None:
-        found = array("i", [-1, 0]) * self._step.batch
-        parts = [*self._step.parts()]
-        joins, end = len(calls) > MOST_PARTS, 0
-        for number, call in enumerate(calls):
-            for index, chunk in enumerate(call.chunks):
-                tokens, first = parts[chunk], index * call.width + end
-                rows = range(first, first + tokens.stop - tokens.start)
-                where = slice(2 * tokens.start, 2 * tokens.stop)
-                found[where] = _pairs(repeat(0 if joins else number, len(rows)), rows)
-            end += joins * len(call.chunks) * call.width
-        if len(calls) == 1 and found == _pairs(repeat(0, self._end), range(self._end)):
-            return None
-        return to_mlx(found).reshape(-1, 2)
 
 
 def _pairs(left: Iterable[int], right: Sequence[int]) -> array[int]:
@@ -256,19 +227,3 @@ def _pairs(left: Iterable[int], right: Sequence[int]) -> array[int]:
     found = array("i", bytes(2 * len(right) * array("i").itemsize))
     found[::2], found[1::2] = array("i", left), array("i", right)
     return found
-
-
-def _together(steps: Sequence[PrefillStep]) -> list[list[int]]:
-    """Return the chunks of each call, by their numbers."""
-    by_width = defaultdict[int, list[int]](list)
-    for chunk, step in enumerate(steps):
-        if not step.offset:
-            by_width[padded_width(step.count)].append(chunk)
-    # Whole groups: attention is planned for each number of chunks.
-    groups = [
-        chunks[first : first + TOGETHER]
-        for chunks in by_width.values()
-        for first in range(0, len(chunks) // TOGETHER * TOGETHER, TOGETHER)
-    ]
-    grouped = set(chain.from_iterable(groups))
-    return groups + [[chunk] for chunk in range(len(steps)) if chunk not in grouped]

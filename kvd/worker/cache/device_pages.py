@@ -44,23 +44,24 @@ def prepare(arrays: Sequence[mx.array]) -> None:
             _prepared[shape] = False
 
 
-def is_prepared(arrays: Sequence[mx.array]) -> bool:
-    """Return whether `put` writes such arrays."""
-    return bool(_prepared) and _prepared.get(PageShape.of(arrays), False)
+def is_prepared(shape: PageShape) -> bool:
+    """Return whether `put` writes pages of this shape."""
+    return _prepared.get(shape, False)
 
 
 def put(
-    arrays: Sequence[mx.array], slots: Sequence[int | None], pages: Sequence[mx.array]
+    shape: PageShape,
+    arrays: Sequence[mx.array],
+    slots: Sequence[int | None],
+    pages: Sequence[mx.array],
 ) -> mx.array | None:
-    """Write ``pages`` to ``slots`` of the arrays' first axes, in place; lazy.
+    """Write ``pages`` to ``slots`` of the first axes of ``arrays``, in place; lazy.
 
-    Evaluate the result to write them. ``pages`` are contiguous and have the arrays' dtypes; those
-    whose slot is None are left out. Returns None, and does nothing, if no kernel is prepared for
-    such arrays.
+    Evaluate the result to write them. ``shape``: that of the arrays' pages. ``pages`` are
+    contiguous and have the arrays' dtypes; those whose slot is None are left out. Returns None, and
+    does nothing, if no kernel is prepared for such pages.
     """
-    if not is_prepared(arrays):
-        return None
-    return _put(PageShape.of(arrays), arrays, slots, pages)
+    return _put(shape, arrays, slots, pages) if is_prepared(shape) else None
 
 
 def resized(arrays: Sequence[mx.array], capacity: int) -> tuple[mx.array, ...] | None:

@@ -9,7 +9,6 @@ from typing import ClassVar, Protocol
 
 import mlx.core as mx
 
-from kvd.worker.cache import device_pages
 from kvd.worker.cache.host_copy import Record, copy_pages
 from kvd.worker.cache.packed import Packed, Slots, joined, runs_of, take
 from kvd.worker.cache.pages import PageId
@@ -225,7 +224,7 @@ class LayerStore:
         pending, self.pending = self.pending, []
         writes = FlushWrites()
         for place in placements:
-            if device_pages.is_prepared(self.pools[place.level].arrays()):
+            if self.pools[place.level].is_written_by_kernel:
                 writes.pages += self._unjoined(place, pending)
                 if place.tails:
                     packed = self._pack_tails(place, pack_tails)
@@ -284,7 +283,7 @@ class LayerStore:
     def writes_by_kernel(self, writes: FlushWrites) -> bool:
         """Return whether `put` takes arrays that are not evaluated."""
         pools = (self.pools[level] for level, *_ in writes.pages)
-        return all(device_pages.is_prepared(pool.arrays()) for pool in pools) and all(
+        return all(pool.is_written_by_kernel for pool in pools) and all(
             not new.in_place for new in writes.tails
         )
 
@@ -303,7 +302,7 @@ class LayerStore:
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
         pool = self.pools[level]
-        if not device_pages.is_prepared(pool.arrays()):
+        if not pool.is_written_by_kernel:
             mx.eval(keys, values)  # first, so that nothing except the write references the pool
         stored = map(_as_stored, (keys, values), (pool.keys, pool.values))
         mx.eval(pool.store(slots, *stored))

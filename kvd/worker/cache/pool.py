@@ -8,7 +8,7 @@ that reads the buffer references it, and then the update silently copies the who
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import mlx.core as mx
 
@@ -16,6 +16,7 @@ from kvd.worker.cache import device_pages
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.host_copy import put_entries
 from kvd.worker.cache.packed import Packed, Slots
+from kvd.worker.cache.page_kernels import PageShape
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.together import Replacement, replace_all
 from kvd.worker.device import on_cpu
@@ -73,6 +74,15 @@ class PagePool:
 
     def arrays(self) -> list[mx.array]:
         return [*self.keys, *self.values]
+
+    @cached_property
+    def page_shape(self) -> PageShape:
+        return PageShape.of(self.arrays())
+
+    @property
+    def is_written_by_kernel(self) -> bool:
+        """Whether `store` writes pages by a kernel."""
+        return device_pages.is_prepared(self.page_shape)
 
     @property
     def array_count(self) -> int:
@@ -133,7 +143,7 @@ class PagePool:
         With a kernel (`device_pages`), pages may be lazy, and those whose slot is None are left
         out. Otherwise they must have been evaluated.
         """
-        done = device_pages.put(self.arrays(), slots, (*keys, *values))
+        done = device_pages.put(self.page_shape, self.arrays(), slots, (*keys, *values))
         if done is not None:
             return [done]
         places = [slot for slot in slots if slot is not None]

@@ -21,10 +21,11 @@ import msgspec
 
 from kvd.worker.engine import Engine
 from kvd.worker.process import memory
+from kvd.worker.process.bursts import Bursts
 from kvd.worker.process.link import Link
 from kvd.worker.process.memory_limit import limit
 from kvd.worker.process.phases import Phases
-from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
+from kvd.worker.process.time_slice_gate import TimeSliceGate, is_accelerator, uses_time_slices
 from protocol import worker as wire
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 
@@ -82,6 +83,9 @@ class Loop:
         self._phases = Phases()
         self._gate = TimeSliceGate(on=False)
         self._phase_due = clock() + PHASE_INTERVAL_S
+        self._bursts: Bursts | None = None
+        """None: prompts are processed one after the other, so waiting for more would not help."""
+        self._submitted = 0
         engine.watch(self._enter, self._send_early)
 
     def run(self) -> None:
@@ -120,6 +124,7 @@ class Loop:
         gc.collect()
         gc.freeze()
         self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
+        self._bursts = Bursts(self._clock) if is_accelerator(info.device) else None
         # Sent before `Ready`, so that the list of segments arrives before the first request.
         for report in self._engine.take_reports():
             self._link.put(report)
@@ -188,6 +193,9 @@ class Loop:
         if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
         self._pass_on(reports)
+        if self._bursts is not None:
+            self._link.pump()
+            self._bursts.step_done(sum(isinstance(one, wire.Submit) for one in self._link.commands))
         self._worked = True
         self._report_stats()
 
@@ -223,6 +231,16 @@ class Loop:
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
+        if self._bursts is not None:
+            before = self._submitted
+            self._handle_commands()
+            if self._submitted > before:
+                self._bursts.begin(before, lambda: self._submitted, self._receive)
+
+    def _receive(self, seconds: float) -> None:
+        """Wait for commands, and handle them."""
+        self._link.wait(seconds)
+        self._handle_commands()
 
     def _handle_commands(self) -> None:
         """Handle the commands that were read; many of them at once do not delay the rows."""
@@ -264,6 +282,7 @@ class Loop:
         if self._stopping:
             self._refuse(request, Draining("the model accepts no requests: it is being unloaded"))
             return
+        self._submitted += 1
         self._enter("tokenize")
         try:
             prompt_tokens = self._engine.submit(request)

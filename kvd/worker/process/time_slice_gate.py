@@ -27,12 +27,13 @@ _UNLIMITED = float("inf")
 
 
 def uses_time_slices(mode: TimeSlicesMode, device: str) -> bool:
-    """Return whether workers on this device share it by time slices.
+    """Return whether workers on this device share it by time slices."""
+    return mode == "on" or (mode == "auto" and is_accelerator(device))
 
-    ``device``: as in `ModelInfo`.
-    """
-    has_accelerator = device not in ("cpu", "none")  # the fake engine has "none"
-    return mode == "on" or (mode == "auto" and has_accelerator)
+
+def is_accelerator(device: str) -> bool:
+    """``device``: as in `ModelInfo`."""
+    return device not in ("cpu", "none")  # the fake engine has "none"
 
 
 class TimeSliceGate:

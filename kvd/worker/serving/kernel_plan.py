@@ -24,8 +24,6 @@ ROWS = (9, 17, 25)
 """Numbers of rows with which products use other kernels than with up to 8 rows."""
 CHUNKS = ((TAIL,), (3 * PAGE_TOKENS, TAIL))
 """Chunks of one row in a pass. The last one of two reads pages that the first one fills."""
-GATHERED = (2, 3, 5, 9)
-"""Calls of attention in a pass, for each of which another `gather` kernel is compiled."""
 DONE = 0.8
 """Fraction of the load before this."""
 
@@ -87,8 +85,6 @@ def _passes(cache: Any) -> Iterator[list[tuple[Levels, Sequence[int]]]]:
     for levels in ((), *_neighbors(cache)):
         for counts in CHUNKS:
             yield [(levels, counts)]
-    for results in GATHERED:
-        yield [((), (TAIL + PAGE_TOKENS * number,)) for number in range(results)]
 
 
 def _build(runner: Runner, levels: Levels, rows: int, decoded: int) -> None:

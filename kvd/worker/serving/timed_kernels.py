@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import mlx.core as mx
 from kvd.worker.attention.fused import Kernels
 from kvd.worker.attention.kernels.arguments import (
     Append,
+    Attend,
     Attention,
     Pack,
     PassTokens,
@@ -109,17 +110,20 @@ class TimedKernels:
             self._kernels.pack, given, self._appends, variant, _arrays(given.tokens)
         )
 
-    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+    def unpack(self, given: Unpack) -> mx.array:
         packings = tuple(given.key_packings), tuple(given.value_packings)
         variant = "unpack", *packings, *_shapes(given.tokens)
-        arrays = [*_arrays(given.tokens), *given.pools]
+        arrays = [*_arrays(given.tokens), *given.pools, given.dense_keys, given.dense_values]
         return self._called(self._kernels.unpack, given, self._appends, variant, arrays)
 
-    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
-        variant = "gather", len(parts), parts[0].shape[1:], parts[0].dtype
-        return self._called(
-            partial(self._kernels.gather, parts), rows, self._appends, variant, [*parts, rows]
-        )
+    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
+        return self._kernels.tile_tokens(dtype, group, k_dim, v_dim)
+
+    def attend(self, given: Attend) -> mx.array:
+        shapes = (tuple(one.shape[1:]) for one in (given.queries, given.keys, given.values))
+        variant = "attend", *shapes, given.queries.dtype, given.scale
+        arrays = [given.queries, given.keys, given.values, given.ready]
+        return self._called(self._kernels.attend, given, self._appends, variant, arrays)
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         tails = given.tail_keys, given.tail_values

@@ -6,13 +6,12 @@ attends to the pages that its splits list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import (
     Append,
+    Attend,
     Attention,
     Pack,
     PassTokens,
@@ -22,7 +21,6 @@ from kvd.worker.attention.kernels.arguments import (
     Unpack,
 )
 from kvd.worker.attention.kernels.language import METAL
-from kvd.worker.attention.kernels.unpack import PADDING
 from kvd.worker.cache.packed import pack, take, unpack
 from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
 
@@ -91,10 +89,7 @@ class StandIn:
                 vectors, (given.q_heads, given.kv_heads), weights, strict=True
             )
         )
-        sides = queries, keys, values.reshape(count, given.kv_heads, v_dim)
-        real = (given.sources >= 0)[:, None, None]
-        found = [mx.where(real, one[mx.maximum(given.sources, 0)], 0) for one in sides]
-        return found[0], found[1], found[2]
+        return queries, keys, values.reshape(count, given.kv_heads, v_dim)
 
     def pack(self, given: Pack) -> list[mx.array]:
         self.launches += 1
@@ -107,19 +102,18 @@ class StandIn:
                 found += pack(dense, Packing(bits, group, not along_tokens))
         return found + [_looked_up(given.tokens, given.kept, side) for side in (0, 1)]
 
-    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+    def unpack(self, given: Unpack) -> mx.array:
         self.launches += 1
         self.unpacks += 1
-        sides, arrays = list[mx.array](), iter(given.pools)
+        arrays = iter(given.pools)
         levels = zip(given.key_packings, given.value_packings, strict=True)
         pages = [
             [[next(arrays) for _ in range(1 if bits == 16 else 3)] for bits, *_ in level]
             for level in levels
         ]
         for side, packings in enumerate((given.key_packings, given.value_packings)):
-            tokens = _looked_up(given.tokens, given.copied[:, 0], side)
-            dense = mx.zeros((given.count, *tokens.shape[1:]), tokens.dtype)
-            dense[given.copied[:, 1]] = tokens
+            dense = (given.dense_keys, given.dense_values)[side]
+            dense[given.copied[:, 1]] = _looked_up(given.tokens, given.copied[:, 0], side)
             for number, (bits, group, along_tokens) in enumerate(packings):
                 assert given.paged is not None
                 for level, slot, row in given.paged.tolist():
@@ -128,16 +122,36 @@ class StandIn:
                         page = unpack(one, Packing(bits, group, not along_tokens))[0]
                         order = (2, 0, 1) if along_tokens else (1, 0, 2)
                         dense[row : row + 64] = page.transpose(*order)
-            sides.append(dense)
-        return sides[0], sides[1]
+        return mx.ones((1,), mx.int32)
 
-    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
+    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
+        return 64 // group
+
+    def attend(self, given: Attend) -> mx.array:
         self.launches += 1
-        found = mx.zeros((rows.shape[0], parts[0].shape[1]), parts[0].dtype)
-        for number, part in enumerate(parts):
-            picked = part[mx.minimum(rows[:, 1], part.shape[0] - 1)]
-            found = mx.where((rows[:, 0] == number)[:, None], picked, found)
-        return found
+        q_heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
+        found: dict[int, mx.array] = {}
+        for first, row, count, seen, own, *runs in given.tiles.tolist():
+            ahead = max(0, seen + count - 1)
+            earlier = [at for one in (0, 2) for at in range(runs[one], runs[one] + runs[one + 1])]
+            sides = []
+            for mine, dense in (
+                (given.keys, given.dense_keys), (given.values, given.dense_values),
+            ):  # fmt: skip
+                parts = [dense[mx.array(earlier, mx.int32)]] if earlier else []
+                joined = mx.concatenate([*parts, mine[own : own + ahead]]).astype(mx.float32)
+                sides.append(mx.repeat(joined.swapaxes(0, 1), q_heads // kv_heads, 0))
+            keys, values = sides
+            if not keys.shape[1]:
+                found[row] = mx.zeros((count, q_heads * values.shape[2]), given.queries.dtype)
+                continue
+            queries = given.queries[first : first + count].astype(mx.float32).swapaxes(0, 1)
+            ends = len(earlier) + seen + mx.arange(count)
+            scores = queries @ keys.swapaxes(1, 2) * given.scale
+            scores = mx.where(mx.arange(keys.shape[1]) < ends[:, None], scores, -mx.inf)
+            attended = mx.softmax(scores, axis=-1) @ values
+            found[row] = attended.swapaxes(0, 1).flatten(1).astype(given.queries.dtype)
+        return mx.concatenate([found[row] for row in sorted(found)])
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         self.launches += 1
@@ -228,12 +242,11 @@ def _rotated(given: Rotate | Spread, x: mx.array, weight: mx.array | None) -> mx
 
 
 def _looked_up(tokens: PassTokens, places: mx.array, side: int) -> mx.array:
-    """Return keys (side 0) or values at places, ``[places, heads, dim]``; zeros for padding."""
+    """Return keys (side 0) or values at places, ``[places, heads, dim]``."""
     own = (tokens.keys, tokens.values)[side]
     tails = (tokens.tail_keys, tokens.tail_values)[side].swapaxes(1, 2).flatten(0, 1)
-    theirs = mx.where(places == PADDING, 0, mx.maximum(-1 - places, 0))
-    found = mx.where((places >= 0)[:, None, None], own[mx.maximum(places, 0)], tails[theirs])
-    return mx.where((places == PADDING)[:, None, None], 0, found)
+    theirs = tails[mx.maximum(-1 - places, 0)]
+    return mx.where((places >= 0)[:, None, None], own[mx.maximum(places, 0)], theirs)
 
 
 def _dense(given: Attention) -> tuple[mx.array, mx.array]:

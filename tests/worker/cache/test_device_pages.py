@@ -129,7 +129,7 @@ def test_pages_are_written_like_plain_writes(kernels: Compiled, scheme: Scheme) 
     for mine, theirs in zip(pool.arrays(), other.arrays(), strict=True):
         theirs[:] = mine
     device_pages.prepare(pool.arrays())
-    assert device_pages.is_prepared(pool.arrays())
+    assert pool.is_written_by_kernel
     before = kernels.launches
     keys, values = some_pages(pool, 4)
     mx.eval(pool.store([8, None, 0, 3], keys, values))
@@ -178,7 +178,7 @@ def test_kernels_are_not_used_if_one_is_wrong(kernels: Compiled, right: str) -> 
     kernels.change = lambda source: source.replace(right, wrong)
     pool = pool_of(Scheme(8, 8), 4)
     device_pages.prepare(pool.arrays())
-    assert not device_pages.is_prepared(pool.arrays())
+    assert not pool.is_written_by_kernel
     assert device_pages.resized(pool.keys, 8) is None
     launches = kernels.launches
     keys, values = some_pages(pool, 1)

@@ -36,7 +36,7 @@ def test_blocks_prefill_like_the_layers_own_code(
     for store in sides[1].runner.cache.stores:  # the other side writes pages with MLX's operations
         for pool in (pool for layer in store.layers for pool in layer.pools):
             device_pages.prepare(pool.arrays())
-            assert device_pages.is_prepared(pool.arrays())
+            assert pool.is_written_by_kernel
     for side in sides:
         side.join(1 + max(row for chunks in passes for row, _ in chunks))
     launched = [side.backend.launched() for side in sides if side.backend is not None]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvd.worker.artifacts import modules
-from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.language import CUDA, Language
 from kvd.worker.attention.kernels.launch import (
     Launch,
     append_launch,
@@ -99,9 +99,14 @@ def test_spread_vectors_match_float64(case: tuple[Any, ...]) -> None:
     test_prefill.check_spread(made, *case)
 
 
-def test_rows_are_gathered_and_tails_written() -> None:
-    test_prefill.check_gather(made)
+def test_tails_are_written() -> None:
     test_prefill.check_tails(made, mx.bfloat16)
+
+
+@pytest.mark.skipif(LANGUAGE is not CUDA, reason="there is a kernel for CUDA only")
+@pytest.mark.parametrize("shape", test_prefill.ATTENDED.values(), ids=test_prefill.ATTENDED.keys())
+def test_chunks_attend_like_float64(shape: test_prefill.Shape) -> None:
+    test_prefill.check_attend(made, shape, 64)
 
 
 def test_modules_compiled_by_kvd_are_the_ones_that_run(tmp_path: Path) -> None:

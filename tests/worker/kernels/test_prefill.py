@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvd.worker.attention.kernels.arguments import (
+    Attend,
     Pack,
     PassTokens,
     PutTails,
@@ -21,13 +22,13 @@ from kvd.worker.attention.kernels.arguments import (
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.launch_prefill import (
-    gather_launch,
+    attend_launch,
     pack_launch,
     put_tails_launch,
     spread_launch,
     unpack_launch,
 )
-from kvd.worker.attention.kernels.unpack import PADDING
+from kvd.worker.attention.kernels.unpack import WRITTEN
 from kvd.worker.cache.backend import schemes_of
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
@@ -198,6 +199,21 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     return found
 
 
+def written_by_unpack(language: Language, given: Unpack) -> Launch:
+    """Return the launch of `unpack` with the arrays that it writes as outputs."""
+    launch = unpack_launch(language, given)
+    arrays = dict(zip(launch.input_names, launch.inputs, strict=True))
+    written = [arrays.pop(name) for name in WRITTEN]
+    return replace(
+        launch,
+        input_names=tuple(arrays),
+        inputs=list(arrays.values()),
+        output_names=(*WRITTEN, *launch.output_names),
+        output_shapes=[*(array.shape for array in written), *launch.output_shapes],
+        output_dtypes=[*(array.dtype for array in written), *launch.output_dtypes],
+    )
+
+
 def check_unpack(run_launch: Run, cases: Sequence[Case]) -> None:
     """``cases`` differ in their schemes only: they are the levels."""
     case, tokens = cases[0], cases[0].tokens()
@@ -210,30 +226,29 @@ def check_unpack(run_launch: Run, cases: Sequence[Case]) -> None:
         pool.keys, pool.values = (
             tuple(map(mx.contiguous, side)) for side in (pool.keys, pool.values)
         )
-    # A chunk: pages 3 and 1, 70 tokens, 6 of padding. Another: page 2 of the last level, 5 tokens.
-    pages = [(0, 3, 0), (len(pools) - 1, 1, 64), (len(pools) - 1, 2, 204)]
+    # A row: pages 3 and 1, 70 tokens. Another: page 2 of the last level, 5 tokens.
+    pages = [(0, 3, 0), (len(pools) - 1, 1, 64), (len(pools) - 1, 2, 198)]
     places = some_places(75, 3)
-    rows = [*range(128, 198), *range(268, 273)]
-    padding = [(PADDING, row) for row in range(198, 204)]
+    rows = [*range(128, 198), *range(262, 267)]
     found = run_launch(
-        unpack_launch,
+        written_by_unpack,
         Unpack(
             tokens,
-            273,
+            *(mx.zeros((267, case.heads, dim), case.dtype) for dim in (case.k_dim, case.v_dim)),
+            tokens.keys,
             mx.array(pages, mx.int32),
             [array for pool in pools for array in pool.arrays()],
             *schemes_of(pools),
-            mx.array([*zip(places, rows, strict=True), *padding], mx.int32),
+            mx.array([*zip(places, rows, strict=True)], mx.int32),
         ),
     )
-    for side, got in enumerate(found):
+    for side, got in enumerate(found[:2]):
         assert np.isfinite(got).all()
         for level, slot, row in pages:
             dense = wide(pools[level].read(mx.array([slot]))[side])[0].swapaxes(0, 1)
             mine = got[row : row + PAGE_TOKENS]
             assert np.abs(mine - dense).max() <= BOUNDS[case.dtype] * np.abs(dense).max()
         assert np.array_equal(got[rows], looked_up(tokens, places, side))
-        assert not got[198:204].any()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -265,16 +280,15 @@ def test_dense_pages_of_several_levels(run_launch: Run) -> None:
 
 def test_chunks_without_pages_only_copy_tokens(run_launch: Run) -> None:
     tokens = CASES["k8v8"].tokens()
-    copied = [(~5, 1), (7, 0), (PADDING, 2)]
-    given = Unpack(tokens, 3, None, [], [], [], mx.array(copied, mx.int32))
-    for side, got in enumerate(run_launch(unpack_launch, given)):
-        assert np.array_equal(got[:2], looked_up(tokens, [7, ~5], side))
-        assert not got[2].any()
+    dense = (mx.zeros((2, 2, 128), mx.bfloat16) for _ in range(2))
+    copied = mx.array([(~5, 1), (7, 0)], mx.int32)
+    given = Unpack(tokens, *dense, tokens.keys, None, [], [], [], copied)
+    for side, got in enumerate(run_launch(written_by_unpack, given)[:2]):
+        assert np.array_equal(got, looked_up(tokens, [7, ~5], side))
 
 
 def check_spread(run_launch: Run, rotation: Rotation, k_dim: int, dtype: mx.Dtype) -> None:
     q_heads, kv_heads, v_dim = 6, 2, 64
-    sources = [1, 3, -1, 0, 2, -1]
     offsets = mx.array([0, 4097, 77, 31], mx.int32)
     weights = tuple(noise(k_dim, dtype=dtype) + shift for shift in (1, 2))
     frequencies = 1e4 ** (-np.arange(rotation.dims // 2) / (rotation.dims // 2))
@@ -282,7 +296,6 @@ def check_spread(run_launch: Run, rotation: Rotation, k_dim: int, dtype: mx.Dtyp
     given = Spread(
         rotation,
         qkv,
-        mx.array(sources, mx.int32),
         q_heads,
         kv_heads,
         (k_dim, v_dim),
@@ -300,9 +313,7 @@ def check_spread(run_launch: Run, rotation: Rotation, k_dim: int, dtype: mx.Dtyp
     ]
     for got, want in zip(found, wanted, strict=True):
         assert np.isfinite(got).all()
-        for place, source in enumerate(sources):
-            right = want[source] if source >= 0 else 0 * want[0]
-            assert np.abs(got[place] - right).max() <= BOUNDS[dtype] * np.abs(want).max()
+        assert np.abs(got - want.reshape(got.shape)).max() <= BOUNDS[dtype] * np.abs(want).max()
 
 
 SPREAD = {
@@ -317,19 +328,88 @@ def test_spread_vectors_match_float64(run_launch: Run, case: tuple[Any, ...]) ->
     check_spread(run_launch, *case)
 
 
-def check_gather(run_launch: Run) -> None:
-    parts = [noise(rows, 16, dtype=mx.bfloat16) for rows in (5, 1, 9)]
-    rows = [(2, 8), (0, 0), (-1, 0), (1, 0), (0, 4), (2, 0)]
-    (got,) = run_launch(
-        lambda language, given: gather_launch(language, *given),
-        (parts, mx.array(rows, mx.int32)),
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a pass, and how many tokens its chunks have and see."""
+
+    dtype: mx.Dtype
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    chunks: tuple[tuple[int, int, int, int], ...]
+    """Tokens; tokens of the batch before them that they see; keys in two runs of copies."""
+
+
+ATTENDED = {
+    "one token": Shape(mx.bfloat16, 2, 2, 64, 64, ((1, 0, 0, 0),)),
+    "groups of 2": Shape(mx.bfloat16, 4, 2, 128, 128, ((65, 0, 0, 0), (33, 64, 64, 0))),
+    "groups of 16": Shape(mx.float16, 16, 1, 64, 128, ((9, 0, 64, 63), (5, 9, 128, 65))),
+    "groups of 3": Shape(mx.bfloat16, 6, 2, 96, 80, ((22, 0, 1, 1), (21, 0, 0, 64), (1, 1, 65, 0))),
+    "groups of 7": Shape(mx.float16, 7, 1, 80, 96, ((64, 0, 0, 127), (63, 64, 192, 0))),
+    "no groups": Shape(mx.bfloat16, 3, 3, 32, 16, ((63, 0, 0, 0), (64, 63, 64, 0), (2, 66, 0, 0))),
+}
+
+
+def check_attend(run_launch: Run, shape: Shape, vectors: int) -> None:
+    """``vectors``: of the kernel's tiles."""
+    padding, group = 5, shape.q_heads // shape.kv_heads
+    batch = sum(count for count, *_ in shape.chunks) + padding
+    copies = max(1, sum(one + two for _, _, one, two in shape.chunks))
+    queries, keys, values, dense_keys, dense_values = (
+        noise(tokens, heads, dim, dtype=shape.dtype) * 3
+        for tokens, heads, dim in (
+            (batch, shape.q_heads, shape.k_dim),
+            (batch, shape.kv_heads, shape.k_dim),
+            (batch, shape.kv_heads, shape.v_dim),
+            (copies + 1, shape.kv_heads, shape.k_dim),
+            (copies + 1, shape.kv_heads, shape.v_dim),
+        )
     )
-    for mine, (part, row) in zip(got, rows, strict=True):
-        assert np.array_equal(mine, wide(parts[part][row]) if part >= 0 else np.zeros(16))
+    tiles, wanted, end, copied, each = list[tuple[int, ...]](), [], 0, 0, vectors // group
+    for count, before, one, two in shape.chunks:
+        runs = copied, one, copied + one, two
+        for token in range(0, count, each):
+            some = min(each, count - token)
+            where = end + token, batch - padding - end - count + token, some
+            tiles.append((*where, before + token + 1, end - before, *runs))
+        seen = [
+            np.concatenate([wide(dense)[copied : copied + one + two], wide(own)[end - before :]])
+            for dense, own in ((dense_keys, keys), (dense_values, values))
+        ]
+        wanted.insert(0, attended(wide(queries)[end : end + count], *seen, one + two + before))
+        end, copied = end + count, copied + one + two
+    tiles += [(0, row, 1, 0, 0, 0, 0, 0, 0) for row in range(end, batch)]
+    given = Attend(
+        queries, keys, values, dense_keys, dense_values, mx.array([1], mx.int32),
+        mx.array(tiles[::-1], mx.int32), batch, shape.k_dim**-0.5,
+    )  # fmt: skip
+    (got,) = run_launch(attend_launch, given)
+    want = np.concatenate(wanted)
+    assert np.isfinite(got).all()
+    assert np.abs(got[:end] - want).max() <= 2 * BOUNDS[shape.dtype] * np.abs(want).max()
+    assert not got[end:].any()
 
 
-def test_rows_are_gathered(run_launch: Run) -> None:
-    check_gather(run_launch)
+def attended(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, before: int) -> np.ndarray:
+    """Attend in float64; each query sees ``before`` keys, those of earlier queries, and its own."""
+    group = queries.shape[1] // keys.shape[1]
+    found = np.zeros((*queries.shape[:2], values.shape[2]))
+    for token, head in np.ndindex(*queries.shape[:2]):
+        seen = before + token + 1
+        scores = keys[:seen, head // group] @ queries[token, head] * queries.shape[2] ** -0.5
+        weights = np.exp(scores - scores.max())
+        found[token, head] = weights @ values[:seen, head // group] / weights.sum()
+    return found.reshape(len(queries), -1)
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups of warps"])
+@pytest.mark.parametrize("shape", ATTENDED.values(), ids=ATTENDED.keys())
+def test_chunks_attend_like_float64(shape: Shape, groups: bool) -> None:
+    def run_launch(make: Callable[..., Launch], given: Any) -> list[np.ndarray]:
+        return run(make(CUDA, given, groups=groups), "cuda")
+
+    check_attend(run_launch, shape, 128 if groups else 64)
 
 
 def check_tails(run_launch: Run, dtype: mx.Dtype) -> None:
@@ -360,8 +440,8 @@ def test_clang_accepts_the_address_spaces_of_the_texts() -> None:
         unpack_launch(
             METAL,
             Unpack(
-                tokens, 70, mx.array([(0, 0, 0)], mx.int32), pool.arrays(), *schemes,
-                mx.array([(0, 69)], mx.int32),
+                tokens, tokens.keys, tokens.values, tokens.keys, mx.array([(0, 0, 0)], mx.int32),
+                pool.arrays(), *schemes, mx.array([(0, 69)], mx.int32),
             ),
         ),
     ]  # fmt: skip

@@ -101,13 +101,11 @@ class Rotate:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Arguments of the kernel that applies norms and RoPE, and puts tokens in their places."""
+    """Arguments of the kernel that applies norms and RoPE, and separates the three."""
 
     rotation: Rotation
     qkv: mx.array
     """``[batch, q_heads * k_dim + kv_heads * (k_dim + v_dim)]``, as in `Rotate`."""
-    sources: mx.array
-    """``[places]`` int32: the row of ``qkv`` of each place; -1: zeros."""
     q_heads: int
     kv_heads: int
     dims: tuple[int, int]
@@ -124,7 +122,7 @@ class PassTokens:
     """Keys and values that a pass reads: its own, and the tails of all rows."""
 
     keys: mx.array
-    """``[places, kv_heads, k_dim]``."""
+    """``[batch, kv_heads, k_dim]``."""
     values: mx.array
     tail_keys: mx.array
     """As in `Attention`."""
@@ -146,20 +144,47 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Unpack:
-    """Arguments of making dense keys and values."""
+    """Arguments of making dense keys and values, in arrays that exist."""
 
     tokens: PassTokens
-    count: int
-    """Number of tokens of the result."""
+    dense_keys: mx.array
+    """``[copies, kv_heads, k_dim]``, which the kernel writes."""
+    dense_values: mx.array
+    after: mx.array
+    """A result of the kernel that read the arrays' earlier content; any array if none did."""
     paged: mx.array | None
-    """``[pages, 3]`` int32: index of the level, slot, and the page's first token in the result;
-    None: no pages."""
+    """``[pages, 3]`` int32: index of the level, slot, and the index of the page's first token in
+    the copies; None: no pages."""
     pools: Sequence[mx.array]
     key_packings: LevelPackings
     value_packings: LevelPackings
     """``pools`` and packings are as in `Attention`."""
     copied: mx.array
-    """``[tokens, 2]`` int32: place, or `kernels.unpack.PADDING`, and index in the result."""
+    """``[tokens, 2]`` int32: place, and index in the copies."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """Arguments of attending chunks of a pass."""
+
+    queries: mx.array
+    """``[batch, q_heads, k_dim]``."""
+    keys: mx.array
+    """``[batch, kv_heads, k_dim]``: of the pass."""
+    values: mx.array
+    dense_keys: mx.array
+    """``[copies, kv_heads, k_dim]``: copies of keys before the pass."""
+    dense_values: mx.array
+    ready: mx.array
+    """The result of the kernel that wrote the copies; any array of int32 if there are none."""
+    tiles: mx.array
+    """``[tiles, 9]`` int32. The tile's queries: the first one's index in the batch and in the
+    result, and their number. Keys of the pass: how many of them the first query sees, with its own
+    (each later query sees one more; 0 or less: none), and the first one's index in the batch. Then
+    the first index and the number of keys in the copies, for two runs of them."""
+    rows: int
+    """Number of tokens of the result."""
+    scale: float
 
 
 @dataclass(frozen=True, eq=False)

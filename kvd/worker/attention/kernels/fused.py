@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import launch, launch_prefill
+from kvd.worker.artifacts import modules
+from kvd.worker.attention.kernels import attend, launch, launch_prefill
 from kvd.worker.attention.kernels.arguments import (
     Append,
+    Attend,
     Attention,
     Pack,
     PutTails,
@@ -18,6 +18,12 @@ from kvd.worker.attention.kernels.arguments import (
 )
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import Shape
+
+
+def has_group_products() -> bool:
+    """Return whether this process compiles kernels for a device that runs `group_products`."""
+    found = modules.current()
+    return found is not None and found.architecture == f"sm_{modules.HOPPER}a"
 
 
 class Fused:
@@ -65,12 +71,19 @@ class Fused:
     def pack(self, given: Pack) -> list[mx.array]:
         return self._run(launch_prefill.pack_launch(self.language, given))
 
-    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
-        keys, values = self._run(launch_prefill.unpack_launch(self.language, given))
-        return keys, values
+    def unpack(self, given: Unpack) -> mx.array:
+        (done,) = self._run(launch_prefill.unpack_launch(self.language, given))
+        return done
 
-    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
-        (found,) = self._run(launch_prefill.gather_launch(self.language, parts, rows))
+    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
+        if not self.language.matrix:
+            return 0
+        groups = has_group_products()
+        return attend.AttendShape(group, 1, k_dim, v_dim, dtype, 1.0, groups).tile_tokens
+
+    def attend(self, given: Attend) -> mx.array:
+        groups = has_group_products()
+        (found,) = self._run(launch_prefill.attend_launch(self.language, given, groups=groups))
         return found
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:

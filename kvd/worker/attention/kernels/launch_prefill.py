@@ -7,8 +7,15 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import append, copies, pack, spread, unpack
-from kvd.worker.attention.kernels.arguments import Pack, PassTokens, PutTails, Spread, Unpack
+from kvd.worker.attention.kernels import append, attend, copies, pack, spread, unpack
+from kvd.worker.attention.kernels.arguments import (
+    Attend,
+    Pack,
+    PassTokens,
+    PutTails,
+    Spread,
+    Unpack,
+)
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.launch import Launch, kernel_name, sides_of
 from kvd.worker.attention.kernels.shape import Side
@@ -20,24 +27,23 @@ Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
 
 
 def spread_launch(language: Language, given: Spread) -> Launch:
-    places, dtype = given.sources.shape[0], given.qkv.dtype
+    tokens, dtype = given.qkv.shape[0], given.qkv.dtype
     k_dim, v_dim = given.dims
     text = _spread_text(language, given.q_heads, given.kv_heads, k_dim, v_dim, given.rotation)
     names = ("query_weight", "key_weight")
     weights = {} if given.weights is None else dict(zip(names, given.weights, strict=True))
     arrays = {
         "qkv": given.qkv,
-        "sources": given.sources,
         "offsets": given.offsets,
         "frequencies": given.frequencies,
         **weights,
     }
     outputs: Outputs = {
-        "new_queries": ((places, given.q_heads, k_dim), dtype),
-        "new_keys": ((places, given.kv_heads, k_dim), dtype),
-        "new_values": ((places, given.kv_heads, v_dim), dtype),
+        "new_queries": ((tokens, given.q_heads, k_dim), dtype),
+        "new_keys": ((tokens, given.kv_heads, k_dim), dtype),
+        "new_values": ((tokens, given.kv_heads, v_dim), dtype),
     }
-    blocks = spread.blocks(places, given.q_heads, given.kv_heads)
+    blocks = spread.blocks(tokens, given.q_heads, given.kv_heads)
     return _launch("spread", language, text, arrays, outputs, blocks, dtype)
 
 
@@ -76,28 +82,47 @@ def unpack_launch(language: Language, given: Unpack) -> Launch:
     levels = tuple(zip(sides_of(given.key_packings), sides_of(given.value_packings), strict=True))
     text = _unpack_text(language, heads, dims, levels, dtype.size)
     arrays, pages = {**_token_arrays(tokens), "copied": given.copied}, 0
+    arrays |= zip(unpack.WRITTEN, (given.dense_keys, given.dense_values), strict=True)
+    arrays["after"] = given.after
     if given.paged is not None:
         pages = given.paged.shape[0]
         arrays |= {"paged": given.paged, **dict(zip(_pool_names(levels), given.pools, strict=True))}
-    outputs: Outputs = {
-        f"dense_{name}": ((given.count, heads, dim), dtype)
-        for name, dim in zip(pack.NAMES, dims, strict=True)
-    }
+    outputs: Outputs = {"done": ((1,), mx.int32)}
     blocks = unpack.blocks(pages, given.copied.shape[0], heads, dims, dtype.size)
     return _launch("unpack", language, text, arrays, outputs, blocks, dtype)
 
 
-def gather_launch(language: Language, parts: Sequence[mx.array], rows: mx.array) -> Launch:
-    """Return the launch that makes an array of rows of ``parts``, ``[rows, columns]`` each.
+def attend_launch(language: Language, given: Attend, *, groups: bool = False) -> Launch:
+    """Return the launch whose result is ``[rows, q_heads * v_dim]``.
 
-    ``rows``: ``[n, 2]`` int32, a part (-1: zeros) and a row in it.
+    ``groups``: see `attend.AttendShape`.
     """
-    columns, dtype = parts[0].shape[1], parts[0].dtype
-    text = _gather_text(language, len(parts), columns * dtype.size)
-    arrays = {"rows": rows, **{f"part{number}": part for number, part in enumerate(parts)}}
-    outputs: Outputs = {"out": ((rows.shape[0], columns), dtype)}
-    blocks = copies.gather_blocks(rows.shape[0], columns * dtype.size)
-    return _launch("gather", language, text, arrays, outputs, blocks, dtype)
+    (_, q_heads, k_dim), (_, kv_heads, v_dim) = given.queries.shape, given.values.shape
+    dtype = given.queries.dtype
+    shape = attend.AttendShape(q_heads, kv_heads, k_dim, v_dim, dtype, given.scale, groups)
+    text = _attend_text(language, shape)
+    arrays = {
+        "queries": given.queries,
+        "keys": given.keys,
+        "values": given.values,
+        "dense_keys": given.dense_keys,
+        "dense_values": given.dense_values,
+        "ready": given.ready,
+        "tiles": given.tiles,
+    }
+    return Launch(
+        name=kernel_name("attend", text),
+        input_names=tuple(arrays),
+        output_names=("out",),
+        source=text,
+        header=language.header + attend.header(shape),
+        inputs=list(arrays.values()),
+        output_shapes=[(given.rows, q_heads * v_dim)],
+        output_dtypes=[dtype],
+        grid=(given.tiles.shape[0] * shape.threads, kv_heads, 1),
+        threadgroup=(shape.threads, 1, 1),
+        template=(("T", dtype),),
+    )
 
 
 def put_tails_launch(language: Language, given: PutTails) -> Launch:
@@ -170,5 +195,5 @@ def _pool_names(levels: Sequence[tuple[Side, Side]]) -> list[str]:
 _spread_text = lru_cache(256)(spread.spread_source)
 _pack_text = lru_cache(256)(pack.pack_source)
 _unpack_text = lru_cache(256)(unpack.unpack_source)
-_gather_text = lru_cache(256)(copies.gather_source)
+_attend_text = lru_cache(256)(attend.attend_source)
 _put_tails_text = lru_cache(256)(copies.put_tails_source)

@@ -1,9 +1,9 @@
-"""The kernel that makes dense keys and values of a prefill pass's chunks, for dense attention.
+"""The kernel that makes dense copies of the keys and values before a pass's chunks.
 
-MLX's own operations would take about fifteen for each chunk: for each side, gathers of packed
-numbers, scales and biases, dequantization, a transposition, and a concatenation of pages, tail and
-chunk. The result has the tokens of one chunk after the other. For each chunk these are its row's
-pages, then the tail before the chunk, the chunk itself, and padding.
+It writes them into arrays that all layers of a pass share: with an array for each layer, a pass
+over a long row would hold as many copies of it as it has layers. So the kernel writes into its
+inputs, and MLX does not know of that. Its one output, and the input ``after``, tell MLX in which
+order the kernels run that write and read the copies.
 
 A block processes one head of a page; a thread reads eight packed numbers at a time. Other blocks
 copy tokens, named by places as in `kvd.worker.attention.kernels.pack`.
@@ -20,8 +20,8 @@ from kvd.worker.attention.kernels.shape import Side
 from kvd.worker.attention.kernels.text import RUN, Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
-PADDING = -(1 << 31)
-"""The place that stands for padding: zeros."""
+WRITTEN = ("dense_keys", "dense_values")
+"""Inputs that the kernel writes."""
 
 
 def unpack_source(
@@ -37,6 +37,9 @@ def unpack_source(
     text.add(f"""
 constexpr int HEADS = {heads};
 const int pages = {"paged_shape[0]" if levels else "0"};
+if (block.x == 0 && me == 0) done[0] = 1;
+{language.output} T* copied_keys = ({language.output} T*)dense_keys;
+{language.output} T* copied_values = ({language.output} T*)dense_values;
 if (int(block.x) < pages * HEADS) {{
 """)
     if levels:
@@ -63,19 +66,14 @@ const int count = copied_shape[0];
 if (at < count * HEADS * {pieces}) {{
   const int piece = at % {pieces}, head = at / {pieces} % HEADS;
   const int token = at / ({pieces} * HEADS), place = copied[token * 2];
-  {language.output} uint4* to = ({language.output} uint4*)dense_{name}
+  {language.output} uint4* to = ({language.output} uint4*)copied_{name}
       + (copied[token * 2 + 1] * HEADS + head) * {pieces} + piece;
-  uint4 found;
-  found.x = found.y = found.z = found.w = 0;
-  if (place != PADDING) {{
-    GLOBAL uint4* from = (GLOBAL uint4*)({vector(name, dim)}) + piece;
-    found = *from;
-  }}
-  *to = found;
+  GLOBAL uint4* from = (GLOBAL uint4*)({vector(name, dim)}) + piece;
+  *to = *from;
   return;
 }}
 at -= count * HEADS * {pieces};
-""".replace("PADDING", f"(-{-PADDING - 1} - 1)")
+"""
         )
     return str(text)
 
@@ -125,7 +123,7 @@ for (int unit = me; unit < {lines * runs}; unit += {THREADS}) {{
     const T x = from[one];
 """)
     text.add(f"""
-    dense_{name}[((row + {token}) * HEADS + head) * {dim} + {channel}] = x;
+    copied_{name}[((row + {token}) * HEADS + head) * {dim} + {channel}] = x;
   }}
 }}
 """)

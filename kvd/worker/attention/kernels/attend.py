@@ -1,0 +1,263 @@
+"""The kernel that attends the chunks of a prefill pass with CUDA's tensor cores.
+
+FlashAttention-2 (arXiv 2307.08691) over several rows at once. A block attends the *tile* of a few
+tokens of one chunk, with all query heads that share a KV head: 16 vectors at most for each warp. It
+reads 64 keys at a time, first those before the pass from dense copies, then those of the pass, of
+which a query sees none behind itself ::
+
+    scores   queries x channels   times   channels x 64 keys
+    outputs  queries x 64 keys    times   64 keys  x channels
+
+Keys and values are loaded while others are multiplied. Sums are float32. Weights are rounded to the
+dtype before they are multiplied, as MLX's dense kernels do.
+
+In the registers of a product's result, lane ``4 g + t`` of a warp has columns ``8 n + 2 t`` and the
+next one, for each ``n``, of rows ``g`` and ``g + 8``: of two *halves*.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import mlx.core as mx
+
+from kvd.worker.attention.kernels import group_products, warp_products
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.shape import LANES
+from kvd.worker.attention.kernels.text import Text, literal
+
+COLUMNS = 9
+"""Numbers of a tile, see `kernels.arguments.Attend`."""
+_KEYS = 64
+_NAMES = {mx.bfloat16: ("BF16", "bf16"), mx.float16: ("F16", "f16")}
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """What the kernel's text depends on."""
+
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: mx.Dtype
+    scale: float
+    groups: bool
+    """Whether four warps multiply together, as Hopper's can (`group_products`)."""
+
+    @property
+    def products(self) -> ModuleType:
+        return group_products if self.groups else warp_products
+
+    @property
+    def vectors(self) -> int:
+        """Most query vectors of a block."""
+        return 16 * self.threads // LANES
+
+    @property
+    def threads(self) -> int:
+        found: int = self.products.THREADS
+        return found
+
+    @property
+    def tile_tokens(self) -> int:
+        """Most tokens of a tile; 0: there is no kernel for this shape."""
+        if self.dtype not in _NAMES:
+            return 0
+        fits = all(dim % 16 == 0 and dim <= 128 for dim in (self.k_dim, self.v_dim))
+        return self.vectors // (self.q_heads // self.kv_heads) if fits else 0
+
+
+@lru_cache(256)
+def header(shape: AttendShape) -> str:
+    """Return the functions that the kernel calls."""
+    name, kind = _NAMES[shape.dtype]
+    bounds = shape.threads, shape.products.RESIDENT
+    # MLX writes the kernel's first line. Redefining `__global__` adds the launch bounds to it.
+    return f"""
+#ifndef COPY
+// Copies 16 bytes, or writes zeros. The copy has ended after `COPIES_END`.
+#define COPY COPY
+__device__ inline void COPY(void* to, const void* from, bool real) {{
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+      ::"r"((uint)__cvta_generic_to_shared(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}}
+__device__ inline void COPIES_END() {{ asm volatile("cp.async.wait_all;" ::: "memory"); }}
+#define ANY(x) __any_sync(0xffffffffu, x)
+__device__ inline uint PAIR_{name}(float low, float high) {{
+  uint both;
+  asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}}
+#endif
+{shape.products.header(name, kind, shape.v_dim)}
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__{bounds}
+"""
+
+
+def attend_source(language: Language, shape: AttendShape) -> str:
+    products, (name, _) = shape.products, _NAMES[shape.dtype]
+    text = Text(1)
+    text.add(language.prologue)
+    text.add(f"""
+constexpr int Q_HEADS = {shape.q_heads}, HEADS = {shape.kv_heads}, GROUP = Q_HEADS / HEADS;
+constexpr int K_DIM = {shape.k_dim}, V_DIM = {shape.v_dim}, PIECE = 8, COUNT = {_KEYS};
+constexpr float BY = {literal(shape.scale * math.log2(math.e))}, LEAST = -1e30f;
+""")
+    text.add(products.MEMORY)
+    text.add(_TILE)
+    _load_queries(text, shape)
+    text.add(products.QUERIES)
+    text.add(_ITEMS)
+    for side, dim in (("keys", "K"), ("values", "V")):
+        _add_load(text, shape, side, dim)
+    text.add("""
+float sums[V_DIM / 8][4] = {}, top[2] = {LEAST, LEAST}, total[2] = {};
+if (end > 0) load_keys(0);
+for (int item = 0; item < end; ++item) {
+COPIES_END();
+SYNC_COPIES();
+SYNC_BLOCK();
+float scores[COUNT / 8][4] = {};
+""")
+    text.add(products.SCORES.replace("KIND", name))
+    text.add(_MASK)
+    text.add(_SOFTMAX)
+    text.add(_WEIGHTS.replace("KIND", name))
+    text.add(products.SUMS.replace("KIND", name))
+    text.add("}")
+    text.add(_WRITE.replace("KIND", name))
+    return str(text)
+
+
+_TILE = f"""
+const int* tile = tiles + block.x * {COLUMNS};
+const int first = tile[0], row = tile[1], count = tile[2], seen = tile[3], own = tile[4];
+const int earlier = tile[5], earlier_count = tile[6], more = tile[7], more_count = tile[8];
+const int head = block.y, g = lane / 4, t = lane % 4;
+const int own_count = max(0, seen + count - 1);
+const int more_at = (earlier_count + COUNT - 1) / COUNT;
+const int own_at = more_at + (more_count + COUNT - 1) / COUNT;
+const int end = own_at + (own_count + COUNT - 1) / COUNT;
+"""
+_ITEMS = """
+// Where the keys of an item begin, in copies or in the pass, and how many it has.
+const auto begin = [&](int item) {
+  if (item < more_at) return earlier + item * COUNT;
+  if (item < own_at) return more + (item - more_at) * COUNT;
+  return own + (item - own_at) * COUNT;
+};
+const auto length = [&](int item) {
+  if (item < more_at) return min(COUNT, earlier_count - item * COUNT);
+  if (item < own_at) return min(COUNT, more_count - (item - more_at) * COUNT);
+  return min(COUNT, own_count - (item - own_at) * COUNT);
+};
+"""
+_MASK = """
+const int number = length(item);
+if (number < COUNT || item >= own_at) {
+#pragma unroll
+for (int half = 0; half < 2; ++half) {
+const int token = (warp * 16 + half * 8 + g) / GROUP;
+const int visible = item < own_at ? number : min(number, seen + token - (item - own_at) * COUNT);
+#pragma unroll
+for (int n = 0; n < COUNT / 8; ++n) {
+if (n * 8 + 2 * t >= visible) scores[n][2 * half] = LEAST;
+if (n * 8 + 2 * t + 1 >= visible) scores[n][2 * half + 1] = LEAST;
+}
+}
+}
+"""
+_SOFTMAX = """
+#pragma unroll
+for (int half = 0; half < 2; ++half) {
+float largest = top[half];
+#pragma unroll
+for (int n = 0; n < COUNT / 8; ++n) {
+largest = max(largest, max(scores[n][2 * half], scores[n][2 * half + 1]));
+}
+largest = max(largest, SWAP(largest, 1));
+largest = max(largest, SWAP(largest, 2));
+const float lower = largest == LEAST ? 0.0f : largest * BY;
+const float factor = POWER(top[half] * BY - lower);
+top[half] = largest;
+float sum = 0;
+#pragma unroll
+for (int n = 0; n < COUNT / 8; ++n) {
+#pragma unroll
+for (int one = 2 * half; one < 2 * half + 2; ++one) {
+scores[n][one] = POWER(scores[n][one] * BY - lower);
+sum += scores[n][one];
+}
+}
+total[half] = total[half] * factor + sum;
+if (ANY(factor != 1)) {
+#pragma unroll
+for (int n = 0; n < V_DIM / 8; ++n) {
+sums[n][2 * half] *= factor;
+sums[n][2 * half + 1] *= factor;
+}
+}
+}
+"""
+_WEIGHTS = """
+uint weights[COUNT / 16][4];
+#pragma unroll
+for (int k = 0; k < COUNT / 16; ++k) {
+#pragma unroll
+for (int one = 0; one < 4; ++one) {
+const float* two = scores[2 * k + one / 2] + one % 2 * 2;
+weights[k][one] = PAIR_KIND(two[0], two[1]);
+}
+}
+"""
+_WRITE = """
+#pragma unroll
+for (int half = 0; half < 2; ++half) {
+total[half] += SWAP(total[half], 1);
+total[half] += SWAP(total[half], 2);
+const float by = total[half] == 0 ? 0.0f : 1 / total[half];
+const int line = warp * 16 + half * 8 + g, token = line / GROUP;
+if (token >= count) continue;
+uint* to = reinterpret_cast<uint*>(
+    out + ((row + token) * Q_HEADS + head * GROUP + line % GROUP) * V_DIM);
+#pragma unroll
+for (int n = 0; n < V_DIM / 8; ++n) {
+to[n * 4 + t] = PAIR_KIND(sums[n][2 * half] * by, sums[n][2 * half + 1] * by);
+}
+}
+"""
+
+
+def _load_queries(text: Text, shape: AttendShape) -> None:
+    text.add(f"""
+for (int one = me; one < {shape.vectors} * K_DIM / PIECE; one += {shape.threads}) {{
+  const int line = one / (K_DIM / PIECE), piece = one % (K_DIM / PIECE), token = line / GROUP;
+  const bool real = token < count;  // the others are zeros
+  const int vector = (first + (real ? token : 0)) * Q_HEADS + head * GROUP + line % GROUP;
+  COPY(PLACE(shared_queries, line, piece, K_DIM), queries + vector * K_DIM + piece * PIECE, real);
+}}
+COPIES_END();
+SYNC_COPIES();
+SYNC_BLOCK();
+""")
+
+
+def _add_load(text: Text, shape: AttendShape, side: str, dim: str) -> None:
+    text.add(f"""
+const auto load_{side} = [&](int item) {{
+  uint4* to = shared_{side} + item % {dim}_BUFFERS * {dim}_SIZE;
+  const int at = begin(item), number = length(item);
+  const T* from = (item < own_at ? dense_{side} : {side}) + (at * HEADS + head) * {dim}_DIM;
+  for (int one = me; one < COUNT * {dim}_DIM / PIECE; one += {shape.threads}) {{
+    const int line = one / ({dim}_DIM / PIECE), piece = one % ({dim}_DIM / PIECE);
+    const bool real = line < number;
+    COPY(PLACE(to, line, piece, {dim}_DIM),
+        from + (real ? line : 0) * (HEADS * {dim}_DIM) + piece * PIECE, real);
+  }}
+}};
+""")
