@@ -3,13 +3,15 @@
     python -m bench.gpu.device_tests [--tests PATH ...] [--processes 6] [--json FILE]
 
 The file is written after each test, so that an interrupted run keeps its results. Warnings are no
-errors, and pytest-asyncio need not be installed.
+errors, and pytest-asyncio need not be installed. MLX multiplies float32 exactly, and launches
+kernels without graphs, as in workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -83,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     plain = ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
     spread = ["-n", str(options.processes)] if options.processes else []
     outcomes = Outcomes(options.json)
+    os.environ |= {"MLX_ENABLE_TF32": "0", "MLX_USE_CUDA_GRAPHS": "0"}  # the processes inherit them
     found = pytest.main(["-q", *plain, *spread, *options.tests], plugins=[outcomes])
     print(json.dumps(outcomes.as_dict()["files"]))
     return 0 if found in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} else int(found)

@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
 from kvd.worker.artifacts import modules
+from kvd.worker.attention.kernels.arguments import Attend
+from kvd.worker.attention.kernels.fused import has_group_products
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
-from kvd.worker.attention.kernels.launch import run
+from kvd.worker.attention.kernels.launch import Launch, run
 from kvd.worker.gpu import products
 from tests.worker.kernels import cases
 from tests.worker.kernels.decoding import Step
 from tests.worker.kernels.right import assert_right
+from tests.worker.kernels.test_prefill import ATTENDED, check_attend
 
 
 def marked() -> float:
@@ -34,6 +38,17 @@ def marked() -> float:
     found._put(text.module, f"{text.kernel}\t{text.symbol}\n".encode(), module)
     launch = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)]}
     return float(kernel(**given, **launch)[0].item())
+
+
+def check_groups() -> None:
+    """Check the kernel that only kvd compiles (`kernels.group_products`)."""
+
+    def made(make: Callable[..., Launch], given: Attend) -> list[np.ndarray]:
+        (found,) = run(make(CUDA, given, groups=True), CUDA)
+        return [np.array(found.astype(mx.float32))]
+
+    for shape in ATTENDED.values():
+        check_attend(made, shape, 128)
 
 
 def main() -> None:
@@ -53,7 +68,11 @@ def main() -> None:
         (out,) = run(step.combine("cuda", parts), CUDA)
         assert_right(step, np.array(out.astype(mx.float32)))
     right = products.find(mx.bfloat16) is not None
+    groups = has_group_products()
+    if groups:
+        check_groups()
     about = {
+        "groups": groups,
         "right": right,
         "compiled": found.compiled,
         "kernels": len(found._known),

@@ -32,6 +32,8 @@ from kvd.worker.attention.kernels.text import Text, literal
 COLUMNS = 9
 """Numbers of a tile, see `kernels.arguments.Attend`."""
 _KEYS = 64
+_PIECE = 8
+"""Elements that are copied at once: 16 bytes."""
 _NAMES = {mx.bfloat16: ("BF16", "bf16"), mx.float16: ("F16", "f16")}
 
 
@@ -105,7 +107,7 @@ def attend_source(language: Language, shape: AttendShape) -> str:
     text.add(language.prologue)
     text.add(f"""
 constexpr int Q_HEADS = {shape.q_heads}, HEADS = {shape.kv_heads}, GROUP = Q_HEADS / HEADS;
-constexpr int K_DIM = {shape.k_dim}, V_DIM = {shape.v_dim}, PIECE = 8, COUNT = {_KEYS};
+constexpr int K_DIM = {shape.k_dim}, V_DIM = {shape.v_dim}, PIECE = {_PIECE}, COUNT = {_KEYS};
 constexpr float BY = {literal(shape.scale * math.log2(math.e))}, LEAST = -1e30f;
 """)
     text.add(products.MEMORY)
@@ -113,8 +115,8 @@ constexpr float BY = {literal(shape.scale * math.log2(math.e))}, LEAST = -1e30f;
     _load_queries(text, shape)
     text.add(products.QUERIES)
     text.add(_ITEMS)
-    for side, dim in (("keys", "K"), ("values", "V")):
-        _add_load(text, shape, side, dim)
+    _add_load(text, shape, "keys", shape.k_dim)
+    _add_load(text, shape, "values", shape.v_dim)
     text.add("""
 float sums[V_DIM / 8][4] = {}, top[2] = {LEAST, LEAST}, total[2] = {};
 if (end > 0) load_keys(0);
@@ -247,17 +249,32 @@ SYNC_BLOCK();
 """)
 
 
-def _add_load(text: Text, shape: AttendShape, side: str, dim: str) -> None:
+def _add_load(text: Text, shape: AttendShape, side: str, dim: int) -> None:
+    """Add the function that loads the keys or values of an item.
+
+    A thread loads the same piece of every n-th line, so that it computes few addresses. n is a
+    multiple of 8, as `PLACE` depends on the last three bits of a line's number.
+    """
+    pieces, letter = dim // _PIECE, side[0]
+    lines = min(_KEYS, shape.threads // pieces // 8 * 8)
+    steps = -(-_KEYS // lines)
+    loads = [] if lines * pieces == shape.threads else [f"{letter}_line < {lines}"]
+    loads += [] if lines * steps == _KEYS else [f"line < {_KEYS}"]
     text.add(f"""
+const int {letter}_line = me / {pieces}, {letter}_piece = me % {pieces};
+const int {letter}_to = PLACE(memory, {letter}_line, {letter}_piece, {dim}) - memory;
+const int {letter}_from = {letter}_line * {dim} * HEADS + {letter}_piece * {_PIECE};
 const auto load_{side} = [&](int item) {{
-  uint4* to = shared_{side} + item % {dim}_BUFFERS * {dim}_SIZE;
-  const int at = begin(item), number = length(item);
-  const T* from = (item < own_at ? dense_{side} : {side}) + (at * HEADS + head) * {dim}_DIM;
-  for (int one = me; one < COUNT * {dim}_DIM / PIECE; one += {shape.threads}) {{
-    const int line = one / ({dim}_DIM / PIECE), piece = one % ({dim}_DIM / PIECE);
+  uint4* to = shared_{side} + item % {side.upper()}_BUFFERS * {side.upper()}_SIZE + {letter}_to;
+  const int number = length(item);
+  const T* from = item < own_at ? dense_{side} : {side};
+  from += (begin(item) * HEADS + head) * {dim};
+#pragma unroll
+  for (int step = 0; step < {steps}; ++step) {{
+    const int line = {letter}_line + step * {lines};
     const bool real = line < number;
-    COPY(PLACE(to, line, piece, {dim}_DIM),
-        from + (real ? line : 0) * (HEADS * {dim}_DIM) + piece * PIECE, real);
+    const int at = real ? {letter}_from + step * {lines * dim} * HEADS : 0;
+    if ({" && ".join(loads) or "true"}) COPY(to + step * {lines} * LINE({dim}), from + at, real);
   }}
 }};
 """)

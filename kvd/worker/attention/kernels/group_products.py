@@ -17,11 +17,11 @@ THREADS = 256
 RESIDENT = 1
 MEMORY = """
 constexpr int SLAB = 64 * 8;
-constexpr int K_SIZE = (K_DIM + 63) / 64 * SLAB, V_SIZE = (V_DIM + 63) / 64 * SLAB;
-constexpr int K_BUFFERS = 2, V_BUFFERS = 1;
-SHARED uint4 memory[K_BUFFERS * K_SIZE + V_SIZE] __attribute__((aligned(1024)));
+constexpr int KEYS_SIZE = (K_DIM + 63) / 64 * SLAB, VALUES_SIZE = (V_DIM + 63) / 64 * SLAB;
+constexpr int KEYS_BUFFERS = 2, VALUES_BUFFERS = 1;
+SHARED uint4 memory[KEYS_BUFFERS * KEYS_SIZE + VALUES_SIZE] __attribute__((aligned(1024)));
 uint4* shared_keys = memory;
-uint4* shared_values = shared_keys + K_BUFFERS * K_SIZE;
+uint4* shared_values = shared_keys + KEYS_BUFFERS * KEYS_SIZE;
 uint4* shared_queries = shared_keys;
 """
 QUERIES = """
@@ -37,7 +37,7 @@ load_values(item);
 COPIES_BEGIN();
 if (item + 1 < end) load_keys(item + 1);
 COPIES_BEGIN();
-const uint4* keys_now = shared_keys + item % K_BUFFERS * K_SIZE;
+const uint4* keys_now = shared_keys + item % KEYS_BUFFERS * KEYS_SIZE;
 GROUP_BEGIN(scores);
 #pragma unroll
 for (int k = 0; k < K_DIM / 16; ++k) {
@@ -61,6 +61,7 @@ _COUNT = 64
 def header(name: str, kind: str, v_dim: int) -> str:
     """Return the functions that the products call; see `warp_products.header`."""
     return f"""
+#define LINE(dim) 8
 __device__ inline uint4* PLACE(uint4* of, int line, int piece, int dim) {{
   const int slab = line / 64 * ((dim + 63) / 64) + piece / 8;
   return of + (slab * 64 + line % 64) * 8 + (piece % 8 ^ line % 8);

@@ -10,7 +10,7 @@ THREADS = 128
 RESIDENT = 3
 """Blocks whose registers must fit a multiprocessor, so that they hide each other's latency."""
 MEMORY = """
-constexpr int K_BUFFERS = 1, V_BUFFERS = 1, K_SIZE = 0, V_SIZE = 0;
+constexpr int KEYS_BUFFERS = 1, VALUES_BUFFERS = 1, KEYS_SIZE = 0, VALUES_SIZE = 0;
 SHARED uint4 memory[COUNT * (K_DIM + V_DIM + 2 * PIECE) / PIECE];
 uint4* shared_keys = memory;
 uint4* shared_values = shared_keys + COUNT * (K_DIM + PIECE) / PIECE;
@@ -81,8 +81,9 @@ def header(name: str, kind: str, _v_dim: int) -> str:
     return f"""
 // Where a piece of 8 numbers is in shared memory. A line has one piece more than it needs, so that
 // eight lines are in different banks.
+#define LINE(dim) (dim / 8 + 1)
 __device__ inline uint4* PLACE(uint4* of, int line, int piece, int dim) {{
-  return of + line * (dim / 8 + 1) + piece;
+  return of + line * LINE(dim) + piece;
 }}
 #define SYNC_COPIES()
 {LOADS}
