@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import attentions, shapes
+from bench.gpu import attentions, chunks, shapes
 from bench.gpu.graph import computing, primitives
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
@@ -127,3 +127,9 @@ def test_a_token_that_the_tokenizer_lacks_never_has_the_largest_logit(
     ids = mx.array([[7 * at % 4096 for at in range(64)]])
 
     assert loaded.model(ids).argmax(axis=-1).max().item() < 4096
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="measures there")
+def test_chunks_are_measured_on_cuda_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chunks.main([]) == 2
+    assert "CUDA" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""Time kvd's kernel for the chunks of a prefill pass, beside MLX's dense attention, on CUDA.
+
+    python -m bench.gpu.chunks [--json FILE]
+
+One chunk of a row, bfloat16, heads of 128. The kernel reads tokens before the chunk from a copy,
+as in a pass. MLX's attention (cuDNN) gets all keys in one array, which a pass would have to make.
+Both products of the kernel are timed: those of single warps and, on Hopper, of groups of warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.artifacts import modules
+from kvd.worker.attention.kernels.arguments import Attend
+from kvd.worker.attention.kernels.fused import has_group_products
+from kvd.worker.attention.kernels.language import CUDA
+from kvd.worker.attention.kernels.launch import run
+from kvd.worker.attention.kernels.launch_prefill import attend_launch
+
+DIM = 128
+CALLS, ROUNDS = 10, 5
+CASES = (
+    (16, 8, 200, 0),
+    (16, 8, 1024, 0),
+    (16, 8, 4096, 0),
+    (16, 8, 64, 6016),
+    (16, 8, 1024, 15_360),
+    (32, 8, 1024, 15_360),
+    (16, 8, 1024, 49_088),
+)
+"""Query heads, KV heads, tokens of the chunk, and tokens before it."""
+
+
+def milliseconds(call: Callable[[], mx.array]) -> float:
+    """Return the median milliseconds of a call; several are evaluated together."""
+    mx.eval([call() for _ in range(3)])
+    seen = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        mx.eval([call() for _ in range(CALLS)])
+        seen.append((time.perf_counter() - start) / CALLS)
+    return 1e3 * statistics.median(seen)
+
+
+def measure(q_heads: int, kv_heads: int, count: int, before: int) -> dict[str, Any]:
+    """Time one case. ``error``: the largest difference of a result, relative to the largest one."""
+
+    def noise(tokens: int, heads: int) -> mx.array:
+        return mx.random.normal((max(1, tokens), heads, DIM)).astype(mx.bfloat16)
+
+    queries, keys, values = noise(count, q_heads), noise(count, kv_heads), noise(count, kv_heads)
+    copies = noise(before, kv_heads), noise(before, kv_heads)
+    q, k, v = (
+        mx.contiguous(mx.concatenate(parts).swapaxes(0, 1)[None])
+        for parts in ([queries], [copies[0][:before], keys], [copies[1][:before], values])
+    )
+    mx.eval(queries, keys, values, copies, q, k, v)
+    scale = DIM**-0.5
+    work = 4 * q_heads * DIM * (count * before + count * count / 2)
+
+    def dense() -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+
+    wanted = dense()[0].swapaxes(0, 1).flatten(1)
+    found: dict[str, Any] = {
+        "query_heads": q_heads, "kv_heads": kv_heads, "tokens": count, "before": before,
+        "mlx": _about(milliseconds(dense), work),
+    }  # fmt: skip
+    for groups in [False, *([True] if has_group_products() else [])]:
+        each = (128 if groups else 64) // (q_heads // kv_heads)
+        tiles = [
+            (at, at, min(each, count - at), at + 1, 0, 0, before, 0, 0)
+            for at in range(0, count, each)
+        ]
+        tiles.sort(key=lambda tile: -tile[3])
+        given = Attend(
+            queries, keys, values, *copies, mx.array([1], mx.int32), mx.array(tiles, mx.int32),
+            count, scale,
+        )  # fmt: skip
+
+        def attend(given: Attend = given, groups: bool = groups) -> mx.array:
+            return run(attend_launch(CUDA, given, groups=groups), CUDA)[0]
+
+        error = mx.abs(attend() - wanted).max() / mx.abs(wanted).max()
+        name = "groups of warps" if groups else "warps"
+        found[name] = {**_about(milliseconds(attend), work), "error": round(error.item(), 5)}
+    return found
+
+
+def _about(ms: float, work: float) -> dict[str, float]:
+    return {"ms": round(ms, 3), "tflops": round(work / ms / 1e9)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write all cases."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu.chunks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if not mx.cuda.is_available():
+        print("the kernel runs on CUDA only, and MLX has no CUDA device here", file=sys.stderr)
+        return 2
+    modules.activate(lambda *_: None)
+    cases = [measure(*case) for case in CASES]
+    for case in cases:
+        print(json.dumps(case))
+    if options.json is not None:
+        options.json.write_text(json.dumps(cases, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
