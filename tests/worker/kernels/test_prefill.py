@@ -349,10 +349,10 @@ class Shape:
 
 ATTENDED = {
     "one token": Shape(mx.bfloat16, 2, 2, 64, 64, ((1, 0, 0, 0),)),
-    "groups of 2": Shape(mx.bfloat16, 4, 2, 128, 128, ((65, 0, 0, 0), (33, 64, 64, 0))),
+    "groups of 2": Shape(mx.bfloat16, 2, 1, 128, 128, ((65, 0, 0, 0), (33, 64, 64, 0))),
     "groups of 16": Shape(mx.float16, 16, 1, 64, 128, ((9, 0, 64, 63), (5, 9, 128, 65))),
-    "groups of 3": Shape(mx.bfloat16, 6, 2, 96, 80, ((22, 0, 1, 1), (21, 0, 0, 64), (1, 1, 65, 0))),
-    "groups of 7": Shape(mx.float16, 7, 1, 80, 96, ((64, 0, 0, 127), (63, 64, 192, 0))),
+    "groups of 3": Shape(mx.bfloat16, 6, 2, 96, 80, ((22, 0, 1, 1), (1, 22, 65, 0))),
+    "groups of 7": Shape(mx.float16, 7, 1, 80, 96, ((10, 0, 0, 127), (19, 10, 192, 0))),
     "no groups": Shape(mx.bfloat16, 3, 3, 32, 16, ((63, 0, 0, 0), (64, 63, 64, 0), (2, 66, 0, 0))),
 }
 
