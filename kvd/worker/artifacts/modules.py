@@ -80,6 +80,8 @@ class Modules:
         self._waiting: list[Future[None]] = []
         self.compiled = 0
         """Modules that were compiled because the store did not have them."""
+        self.failed = 0
+        """Modules that could not be compiled or placed. MLX compiles their kernels itself."""
 
     def provide(self, text: KernelText) -> None:
         """Place a kernel's module where MLX looks for it; if that fails, MLX compiles the kernel.
@@ -125,6 +127,7 @@ class Modules:
             try:
                 module = self._compile(text.own_text)
             except CompileError as error:
+                self.failed += 1
                 _log.warning("MLX compiles the kernel %s itself: %s", text.name, error)
                 return
             self.compiled += 1
@@ -138,6 +141,7 @@ class Modules:
             path.with_suffix(".txt").write_bytes(functions)
             path.write_bytes(module)
         except OSError as error:
+            self.failed += 1
             path.unlink(missing_ok=True)
             _log.warning("MLX compiles %s again: %s", name, error)
 

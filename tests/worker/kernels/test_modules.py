@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,9 +23,12 @@ from kvd.worker.artifacts.entries import Entries
 from kvd.worker.artifacts.modules import Modules
 from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
 from kvd.worker.attention.kernels import kernel_files, launch
+from kvd.worker.attention.kernels.arguments import Attend
+from kvd.worker.attention.kernels.fused import has_group_products
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.attention.kernels.launch import Launch, append_launch, rotate_launch
+from kvd.worker.attention.kernels.launch_prefill import attend_launch
 from kvd.worker.cache import device_copy
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
@@ -194,7 +198,22 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_mlx(
     with found.ahead(0.8):
         found.provide(replace(SMALL, name="other"))
     assert files(found) == {}
+    assert found.failed == 2
     assert caplog.text.count("no such word") == 2
+
+
+def test_kernels_that_mlx_cannot_compile_are_used_only_while_kvd_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not has_group_products()
+    monkeypatch.setattr(modules, "_current", found := make(tmp_path, Compiler()))
+    assert not has_group_products()
+    found.architecture = "sm_90a"
+    assert has_group_products()
+    shutil.rmtree(found.folder)
+    found.folder.write_text("a file where modules should be")
+    found.provide(SMALL)
+    assert not has_group_products()
 
 
 def test_modules_of_mlxs_own_operations_are_kept(tmp_path: Path) -> None:
@@ -388,6 +407,18 @@ def test_nvrtc_compiles_the_products(dtype: mx.Dtype, monkeypatch: pytest.Monkey
     assert len(texts) == 5
     for text in texts:
         assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90")
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups of warps"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_nvrtc_compiles_the_kernel_for_chunks(dtype: mx.Dtype, groups: bool) -> None:
+    nvrtc = compiler.require()
+    vectors, heads = mx.zeros((8, 4, 128), dtype), mx.zeros((8, 2, 128), dtype)
+    tiles, ready = mx.zeros((1, 9), mx.int32), mx.zeros((1,), mx.int32)
+    given = Attend(vectors, *[heads] * 4, ready, tiles, 8, 0.1)
+    text = text_of(attend_launch(CUDA, given, groups=groups))
+    assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90a" if groups else "sm_80")
 
 
 @pytest.mark.usefixtures("device")

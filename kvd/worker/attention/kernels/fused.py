@@ -21,9 +21,13 @@ from kvd.worker.attention.kernels.shape import Shape
 
 
 def has_group_products() -> bool:
-    """Return whether this process compiles kernels for a device that runs `group_products`."""
+    """Return whether this process compiles kernels for a device that runs `group_products`.
+
+    MLX cannot compile them itself, so they are not used once kvd's compiler has failed.
+    """
     found = modules.current()
-    return found is not None and found.architecture == f"sm_{modules.HOPPER}a"
+    hopper = f"sm_{modules.HOPPER}a"
+    return found is not None and found.architecture == hopper and not found.failed
 
 
 class Fused:
