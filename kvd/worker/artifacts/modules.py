@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -142,7 +142,8 @@ class Modules:
             path.write_bytes(module)
         except OSError as error:
             self.failed += 1
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             _log.warning("MLX compiles %s again: %s", name, error)
 
     def restore(self) -> None:
