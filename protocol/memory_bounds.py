@@ -130,9 +130,10 @@ def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:
 
     Native attention reads pages in place. It needs only the quarter of the scratch that stepping
     down may use (`kvd.worker.cache.settings.CacheSettings`). ``parts`` are the bytes of decode
-    steps (`parts_bytes`), which never run together with a prefill step.
+    steps (`parts_bytes`). These run between the stages of a prefill pass, whose dense copies take
+    at most the rest of the scratch.
     """
-    return max(scratch // 4 if native else scratch, parts)
+    return scratch // 4 if native else max(scratch, scratch - scratch // 4 + parts)
 
 
 def parts_bytes(config: dict[str, Any], rows: int, context: int) -> int:

@@ -76,8 +76,8 @@ def measure(q_heads: int, kv_heads: int, count: int, before: int) -> dict[str, A
         "query_heads": q_heads, "kv_heads": kv_heads, "tokens": count, "before": before,
         "mlx": _about(milliseconds(dense), work),
     }  # fmt: skip
-    for groups in [False, *([True] if has_group_products() else [])]:
-        each = (128 if groups else 64) // (q_heads // kv_heads)
+    for warpgroups in [False, *([True] if has_group_products() else [])]:
+        each = (128 if warpgroups else 64) // (q_heads // kv_heads)
         tiles = [
             (at, at, min(each, count - at), at + 1, 0, 0, before, 0, 0)
             for at in range(0, count, each)
@@ -85,14 +85,14 @@ def measure(q_heads: int, kv_heads: int, count: int, before: int) -> dict[str, A
         tiles.sort(key=lambda tile: -tile[3])
         given = Attend(
             queries, keys, values, *copies, mx.array([1], mx.int32), mx.array(tiles, mx.int32),
-            count, scale,
+            count, scale, warpgroups,
         )  # fmt: skip
 
-        def attend(given: Attend = given, groups: bool = groups) -> mx.array:
-            return run(attend_launch(CUDA, given, groups=groups), CUDA)[0]
+        def attend(given: Attend = given) -> mx.array:
+            return run(attend_launch(CUDA, given), CUDA)[0]
 
         error = mx.abs(attend() - wanted).max() / mx.abs(wanted).max()
-        name = "groups of warps" if groups else "warps"
+        name = "groups of warps" if warpgroups else "warps"
         found[name] = {**_about(milliseconds(attend), work), "error": round(error.item(), 5)}
     return found
 

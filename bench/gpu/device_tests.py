@@ -3,8 +3,8 @@
     python -m bench.gpu.device_tests [--tests PATH ...] [--processes 6] [--json FILE]
 
 The file is written after each test, so that an interrupted run keeps its results. Warnings are no
-errors, and pytest-asyncio need not be installed. MLX multiplies float32 exactly, and launches
-kernels without graphs, as in workers.
+errors, and pytest-asyncio need not be installed. MLX multiplies float32 without TF32,
+and launches kernels without graphs, as in workers.
 """
 
 from __future__ import annotations

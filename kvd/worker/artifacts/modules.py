@@ -40,6 +40,7 @@ MOST_THREADS = 16
 FIRST_CAPABILITY = 80
 """Older devices cannot convert floats to bfloat16 in one instruction, as kvd's text does."""
 HOPPER = 90
+"""Compute capability of Hopper. From it on, kvd compiles for the exact device (``sm_90a``)."""
 PROGRESS_S = 0.5
 """Seconds between two reports of how many kernels are compiled."""
 _UNLOCKED_S = 3600.0
@@ -80,22 +81,23 @@ class Modules:
         self._waiting: list[Future[None]] = []
         self.compiled = 0
         """Modules that were compiled because the store did not have them."""
-        self.failed = 0
-        """Modules that could not be compiled or placed. MLX compiles their kernels itself."""
+        self._failed: set[str] = set()
+        """Modules that could not be compiled or placed."""
 
-    def provide(self, text: KernelText) -> None:
-        """Place a kernel's module where MLX looks for it; if that fails, MLX compiles the kernel.
+    def provide(self, text: KernelText) -> bool:
+        """Place a kernel's module where MLX looks for it; return whether it is there.
 
-        MLX must not run the kernel before. Within `ahead`, the module is placed when that ends.
+        If it is not, MLX compiles the kernel. MLX must not run the kernel before. Within `ahead`,
+        the module is placed when that ends, and the answer may be True although that fails.
         """
         name = text.module
-        if name in self._known:
-            return
-        self._known.add(name)
-        if self._threads is None:
-            self._place(text, name)
-        else:
-            self._waiting.append(self._threads.submit(self._place, text, name))
+        if name not in self._known:
+            self._known.add(name)
+            if self._threads is None:
+                self._place(text, name)
+            else:
+                self._waiting.append(self._threads.submit(self._place, text, name))
+        return name not in self._failed
 
     @contextmanager
     def ahead(self, fraction: float) -> Iterator[None]:
@@ -127,7 +129,7 @@ class Modules:
             try:
                 module = self._compile(text.own_text)
             except CompileError as error:
-                self.failed += 1
+                self._failed.add(module_name)
                 _log.warning("MLX compiles the kernel %s itself: %s", text.name, error)
                 return
             self.compiled += 1
@@ -141,7 +143,7 @@ class Modules:
             path.with_suffix(".txt").write_bytes(functions)
             path.write_bytes(module)
         except OSError as error:
-            self.failed += 1
+            self._failed.add(name)
             with suppress(OSError):
                 path.unlink()
             _log.warning("MLX compiles %s again: %s", name, error)

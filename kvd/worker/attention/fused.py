@@ -17,12 +17,14 @@ from kvd.worker.attention.kernels.arguments import (
     Append,
     Attend,
     Attention,
+    Heads,
     Pack,
     PassTokens,
     PutTails,
     Rotate,
     Rotation,
     Spread,
+    Tiling,
     Unpack,
 )
 from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
@@ -72,14 +74,11 @@ class Kernels(Protocol):
     def unpack(self, given: Unpack) -> mx.array:
         """Write dense keys and values; return an array on which their readers depend."""
 
-    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
-        """Return the most tokens of a tile of `attend`; 0: there is no such kernel.
-
-        ``group``: query heads for each KV head.
-        """
+    def tiling(self, given: Heads) -> Tiling | None:
+        """Return how `attend` divides chunks; None: there is no such kernel."""
 
     def attend(self, given: Attend) -> mx.array:
-        """Attend chunks; return ``[rows, q_heads * v_dim]``."""
+        """Attend chunks; return ``[tokens, q_heads * v_dim]``."""
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         """Return tails with new tokens at their front."""

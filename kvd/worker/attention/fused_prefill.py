@@ -1,12 +1,12 @@
-"""A packed prefill of one layer in few kernels, from its joined projection to its output.
+"""A packed prefill of one layer in few kernels, from its joined projection to its output (CUDA).
 
-Launching a kernel takes the host longer than most of a small model's kernels take the device. Plain
-operations launch 60 to 75 in each layer. These kernels replace most of them::
+The host takes longer to launch a kernel than the device takes to run most kernels of a small model.
+MLX's operations need 60 to 75 launches in each layer. These kernels replace most of them::
 
     spread       norms of heads, RoPE; queries, keys and values            `kernels.spread`
-    pack         new pages, quantized, and tokens of new tails             `kernels.pack`
-    unpack       dense copies of pages and tails before the chunks         `kernels.unpack`
-    attend       all chunks                                                `kernels.attend`
+    pack         new pages of one level, quantized; tokens of new tails    `kernels.pack`
+    unpack       dense copies of pages and tails of one part               `kernels.unpack`
+    attend       the chunks of one part                                    `kernels.attend`
 
 The flush writes all new tails of a layer with one more kernel. `pass_layout` says which keys each
 chunk sees. Results are those of `kvd.worker.attention.packed`, except for rounding.
@@ -23,13 +23,14 @@ from kvd.worker.attention.fused import FusedBackend, Kernels, RotarySettings
 from kvd.worker.attention.kernels.append import PIECE
 from kvd.worker.attention.kernels.arguments import (
     Attend,
+    Heads,
     Pack,
     PassTokens,
     PutTails,
     Spread,
     Unpack,
 )
-from kvd.worker.attention.pass_layout import DenseCopies, NewTailPlaces, PassLayout
+from kvd.worker.attention.pass_layout import CopyPlan, NewTailPlaces, PassLayout
 from kvd.worker.cache.backend import schemes_of
 from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.layer import LayerStore, PendingPages
@@ -39,6 +40,8 @@ from kvd.worker.cache.store import KVStore
 
 OWN_BUFFERS = 10
 """Arrays that the `unpack` kernel reads or writes besides the pools."""
+MOST_ELEMENTS = (1 << 31) - 1
+"""Most elements of an array that kernels index with 32 bits."""
 LEVEL_BUFFERS = 6
 """Arrays of the pages of one level, at most."""
 
@@ -72,30 +75,35 @@ class FusedPass:
     """A packed prefill by kernels: what is the same in all layers."""
 
     kernels: Kernels
-    step: PackedPrefill
+    heads: Heads
+    positions: mx.array
+    """Positions of the tokens, ``[batch]`` int32."""
     layout: PassLayout
     copies: tuple[mx.array, mx.array] | None
     """Dense keys and values of the current layer and part, ``[copies, kv_heads, dim]``; None: no
     chunk reads any."""
 
     @staticmethod
-    def of(cache: BatchQuantizedKVCache, dtype: mx.Dtype, q_heads: int) -> FusedPass | None:
+    def of(
+        cache: BatchQuantizedKVCache, dtype: mx.Dtype, q_heads: int, scale: float
+    ) -> FusedPass | None:
         """Return the current packed prefill, or None if these kernels do not fit it.
 
-        ``dtype``: that of the layer's projections. ``q_heads``: query heads of each layer.
+        ``dtype``: that of the layer's projections. All layers that use it must have the same
+        ``q_heads`` and ``scale``.
         """
         store, step = cache.store, cache.step
         if not isinstance(step, PackedPrefill) or not isinstance(store.backend, FusedBackend):
             return None
-        if cache.layer.dtype != dtype:
-            return None
+        geometry = cache.layer.geometry
+        sizes = q_heads, geometry.kv_heads, geometry.k_dim, geometry.v_dim
+        heads = Heads(cache.layer.dtype, *sizes, scale)
         if "fused" not in step.shared:
-            step.shared["fused"] = _pass_of(store, step, store.backend, q_heads)
-        return cast("FusedPass | None", step.shared["fused"])
+            step.shared["fused"] = _pass_of(store, step, store.backend, heads)
+        found = cast("FusedPass | None", step.shared["fused"])
+        return None if found is None or heads.dtype != dtype or found.heads != heads else found
 
-    def attend(
-        self, cache: BatchQuantizedKVCache, qkv: mx.array, how: RotarySettings, scale: float
-    ) -> mx.array:
+    def attend(self, cache: BatchQuantizedKVCache, qkv: mx.array, how: RotarySettings) -> mx.array:
         """Append a layer's keys and values, and attend; lazy.
 
         ``qkv``: queries, keys and values side by side, ``[batch, outputs]``, as the layer's joined
@@ -110,7 +118,7 @@ class FusedPass:
                 how.q_heads,
                 geometry.kv_heads,
                 (geometry.k_dim, geometry.v_dim),
-                self.step.positions,
+                self.positions,
                 how.frequencies,
                 how.weights,
             )
@@ -125,7 +133,10 @@ class FusedPass:
                 dense = self.copies
                 after = found[-1] if found else keys
                 ready = self._unpack(layer, tokens, part.copies, filled, after)
-            given = Attend(queries, keys, values, *dense, ready, part.tiles, part.tokens, scale)
+            given = Attend(
+                queries, keys, values, *dense, ready, part.tiles, part.tokens, self.heads.scale,
+                self.layout.tiling.warpgroups,
+            )  # fmt: skip
             found.append(self.kernels.attend(given))
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
@@ -155,7 +166,7 @@ class FusedPass:
         self,
         layer: LayerStore,
         tokens: PassTokens,
-        copies: DenseCopies,
+        copies: CopyPlan,
         filled: dict[int, list[mx.array]],
         after: mx.array,
     ) -> mx.array:
@@ -180,26 +191,31 @@ class FusedPass:
 
 
 def _pass_of(
-    store: KVStore, step: PackedPrefill, backend: FusedBackend, q_heads: int
+    store: KVStore, step: PackedPrefill, backend: FusedBackend, heads: Heads
 ) -> FusedPass | None:
     geometry = store.layers[0].geometry
     if store.kind.bounded or any(layer.geometry != geometry for layer in store.layers):
         return None
-    heads, dims = geometry.kv_heads, (geometry.k_dim, geometry.v_dim)
+    dims = heads.k_dim, heads.v_dim
     if any(not dim or dim * store.dtype.size % PIECE for dim in dims):
         return None
-    tile_tokens = backend.kernels.tile_tokens(store.dtype, q_heads // heads, *dims)
-    if not tile_tokens:
+    tiling = backend.kernels.tiling(heads)
+    if tiling is None:
         return None
-    most_copied = store.scratch.limit // geometry.dense_bytes(1)
-    layout = PassLayout.of(step, most_copied, tile_tokens)
+    most_copied = min(
+        store.scratch.limit // geometry.dense_bytes(1),
+        MOST_ELEMENTS // (heads.kv_heads * max(dims)),
+    )
+    layout = PassLayout.of(step, most_copied, tiling)
     if layout is None:
         return None
     levels = max((len(part.copies.levels) for part in layout.parts if part.copies), default=0)
     if OWN_BUFFERS + LEVEL_BUFFERS * levels > backend.most_buffers:
         return None
     copies = None
-    if layout.copied:
-        keys, values = (mx.zeros((layout.copied, heads, dim), store.dtype) for dim in dims)
+    if layout.copy_tokens:
+        shape = layout.copy_tokens, heads.kv_heads
+        keys, values = (mx.zeros((*shape, dim), store.dtype) for dim in dims)
         copies = keys, values
-    return FusedPass(backend.kernels, step, layout, copies)
+        store.scratch.hold(geometry.dense_bytes(layout.copy_tokens))
+    return FusedPass(backend.kernels, heads, step.positions, layout, copies)

@@ -1,8 +1,9 @@
 """Where the tokens of a packed prefill are for its kernels, computed once for all layers.
 
-A chunk's queries see, in this order, its row's pages, the tail before it, and the chunk as far as
-themselves. Pages, and a tail that is not in the batch, are read from dense *copies*. In this
-drawing pages have 4 tokens. Row 1 has a page and a tail before the pass, and two chunks ::
+A chunk's query sees, in this order, its row's pages, the tail before the chunk, and the chunk up to
+its own token. Pages are read from dense *copies*. So is the tail, unless all its tokens are in the
+batch. In this drawing, pages have 4 tokens. Before the pass, row 1 has one page and a tail of 3
+tokens. It has two chunks in the pass ::
 
     batch    u v w x y z A A A A b b b .     u to z, A: chunks of row 1; b: one of row 2; .: padding
     copies   p p p p | q q q u | q q q       p: the page; q: the tail; q q q u: the page that the
@@ -12,8 +13,9 @@ drawing pages have 4 tokens. Row 1 has a page and a tail before the pass, and tw
     u to z   p p p p             q q q                  from u on
     A        p p p p q q q u                            from v on
 
-Copies exist only during a layer. Rows whose copies exceed the scratch together have them in
-different *parts* of the layer, one after the other.
+Each layer overwrites the copies. If the copies of all rows do not fit into the scratch together,
+the rows are divided into *parts*. One `unpack` and one `attend` process a part, one part after
+another. A row is never divided.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from itertools import chain
 
 import mlx.core as mx
 
+from kvd.worker.attention.kernels.arguments import Tiling
 from kvd.worker.attention.kernels.attend import COLUMNS
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
 from kvd.worker.cache.pass_places import by_row
@@ -35,11 +38,12 @@ from protocol.pages import TAIL_TOKENS
 
 
 @dataclass(frozen=True)
-class DenseCopies:
-    """Dense copies of some rows' keys and values, made by one kernel."""
+class CopyPlan:
+    """Which keys and values one `unpack` kernel copies, and to which index. Holds no copies."""
 
     levels: tuple[int, ...]
-    """Levels of the pages. Those from `EARLIER` on: pages that the pass itself fills."""
+    """Precision levels of the pages. ``EARLIER + level`` stands for pages of that level that the
+    pass itself fills."""
     paged: mx.array | None
     """As in `kernels.arguments.Unpack`."""
     copied: mx.array
@@ -53,7 +57,7 @@ class Part:
     """Number of their tokens in the batch. The last part has the batch's padding, too."""
     tiles: mx.array
     """As in `kernels.arguments.Attend`."""
-    copies: DenseCopies | None
+    copies: CopyPlan | None
 
 
 @dataclass
@@ -67,7 +71,7 @@ class NewTailPlaces:
     _starts: dict[int, mx.array] = field(default_factory=dict)
 
     def starts(self, tails: int) -> mx.array:
-        """Return ``starts`` of `kernels.arguments.PutTails` for this number of tails."""
+        """Return ``starts`` of `kernels.arguments.PutTails`. ``tails``: tail slots of the layer."""
         if tails not in self._starts:
             numbers, first = array("i", [0] * (2 * tails)), 0
             for slot, length in zip(self.slots, self.lengths, strict=True):
@@ -85,17 +89,17 @@ class PassLayout:
     """By level: the places of the tokens of new pages, ``[pages * 64]`` int32."""
     tails: NewTailPlaces
     parts: tuple[Part, ...]
-    copied: int
+    copy_tokens: int
     """Number of tokens of the copies of the largest part."""
+    tiling: Tiling
 
     @staticmethod
-    def of(step: PackedPrefill, most_copied: int, tile_tokens: int) -> PassLayout | None:
-        """Return the layout of a pass, or None if a row's copies have more than ``most_copied``.
+    def of(step: PackedPrefill, most_copied: int, tiling: Tiling) -> PassLayout | None:
+        """Return the layout of a pass; None if the copies of a part exceed ``most_copied``.
 
-        ``most_copied``: limit for the copies of one part, in tokens. ``tile_tokens``: tokens that
-        one block of the kernel attends.
+        ``most_copied``: limit for the copies of one part, in tokens.
         """
-        planner = _Planner(step, most_copied, tile_tokens)
+        planner = _Planner(step, most_copied, tiling)
         return planner.layout() if planner.largest <= most_copied else None
 
 
@@ -111,7 +115,7 @@ class _PartPlan:
     tiles: list[tuple[int, ...]] = field(default_factory=list)
 
     def add_pages(self, locations: array[int]) -> int:
-        """Copy pages; return where the first token is."""
+        """Plan copies of pages; return the index of their first token in the copies."""
         first, count = self.size, len(locations) // PAGE_NUMBERS
         self.size += PAGE_TOKENS * count
         locations = locations[:]
@@ -132,20 +136,21 @@ class _PartPlan:
         paged[::PAGE_NUMBERS] = array("i", map(index.__getitem__, paged[::PAGE_NUMBERS]))
         copies = None
         if self.size:
-            copies = DenseCopies(
+            copies = CopyPlan(
                 levels,
                 to_mlx(paged).reshape(-1, PAGE_NUMBERS) if paged else None,
                 to_mlx(self.copied).reshape(-1, 2),
             )
-        # Blocks start in this order, and those with many keys shall not be the last.
+        # Blocks start in this order. A block with many keys that starts late would run alone.
         self.tiles.sort(key=lambda tile: -(tile[3] + tile[6] + tile[8]))
         numbers = array("i", chain.from_iterable(self.tiles))
         return Part(self.tokens, to_mlx(numbers).reshape(-1, COLUMNS), copies)
 
 
 class _Planner:
-    def __init__(self, step: PackedPrefill, most_copied: int, tile_tokens: int) -> None:
-        self._most_copied, self._tile_tokens = most_copied, tile_tokens
+    def __init__(self, step: PackedPrefill, most_copied: int, tiling: Tiling) -> None:
+        self._most_copied = most_copied - 1  # a part without tails gets one token more
+        self._tiling = tiling
         self._pages: dict[int, array[int]] = defaultdict(lambda: array("i"))
         self._slots, self._kept = list[int](), list[list[int]]()
         self._parts = [_PartPlan()]
@@ -186,7 +191,7 @@ class _Planner:
         self._kept.append(tail)
 
     def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> _PartPlan:
-        """Return the part of a row with so many tokens in pages; begin one if there is no room."""
+        """Return the part for a row with ``paged`` tokens in pages; begin one if need be."""
         part, most = self._parts[-1], paged + sum(step.tail_length for step in steps)
         if part.size and part.size + most > self._most_copied:
             self._parts.append(part := _PartPlan())
@@ -196,16 +201,16 @@ class _Planner:
         self, part: _PartPlan, count: int, before: int, runs: tuple[int, int, int, int]
     ) -> None:
         """Add a chunk's tiles. ``before``: tokens of the batch before it that it sees."""
-        for token in range(0, count, self._tile_tokens):
-            some = min(self._tile_tokens, count - token)
+        for token in range(0, count, self._tiling.tokens):
+            some = min(self._tiling.tokens, count - token)
             where = self._end + token, part.tokens + token, some
             part.tiles.append((*where, before + token + 1, self._end - before, *runs))
 
     def _add_padding(self, count: int) -> None:
         """Add tiles for tokens without keys, whose results are zeros."""
         part = self._parts[-1]
-        for token in range(0, count, self._tile_tokens):
-            some = min(self._tile_tokens, count - token)
+        for token in range(0, count, self._tiling.tokens):
+            some = min(self._tiling.tokens, count - token)
             part.tiles.append((0, part.tokens + token, some, 1 - some, 0, 0, 0, 0, 0))
         part.tokens += count
 
@@ -219,11 +224,12 @@ class _Planner:
             ),
             tuple(part.part() for part in self._parts),
             self.largest,
+            self._tiling,
         )
 
 
 def _pairs(left: Iterable[int], right: Sequence[int]) -> array[int]:
-    """Return pairs of numbers, one after the other. There is no loop over them, which is slow."""
+    """Return left[0], right[0], left[1], …; by slices, because a loop would be slow."""
     found = array("i", bytes(2 * len(right) * array("i").itemsize))
     found[::2], found[1::2] = array("i", left), array("i", right)
     return found

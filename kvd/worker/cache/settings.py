@@ -83,21 +83,27 @@ class Scratch:
     limit: int = 256 * 1024 * 1024
     """Bytes that dense copies may take at once."""
     used: int = 0
+    held: int = 0
+    """Bytes of copies that stay alive for the whole pass."""
+
+    def hold(self, nbytes: int) -> None:
+        """Count copies that stay alive until `clear`."""
+        self.held += nbytes
 
     def add(self, nbytes: int) -> bool:
         """Count a dense copy. Returns whether the limit is reached; if so, the caller evaluates."""
         self.used += nbytes
-        if self.used < self.limit:
+        if self.used + self.held < self.limit:
             return False
         self.used = 0
         return True
 
     def reserve(self, nbytes: int) -> bool:
         """Count copies that will be made. Returns whether earlier ones must be evaluated first."""
-        exceeds = self.used > 0 and self.used + nbytes > self.limit
+        exceeds = self.used > 0 and self.used + nbytes > self.limit - self.held
         self.used = nbytes if exceeds else self.used + nbytes
         return exceeds
 
     def clear(self) -> None:
         """Forget all copies after an evaluation."""
-        self.used = 0
+        self.used = self.held = 0

@@ -299,6 +299,8 @@ class KVStore:
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")
+        if isinstance(step, PackedPrefill):
+            step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
         self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:

@@ -100,7 +100,7 @@ class Block:
             return None
         if isinstance(cache.step, DecodeStep):
             return self._decode(x, cache.layer, cache.step)
-        fused = FusedPass.of(cache, x.dtype, self.rotary.q_heads)
+        fused = FusedPass.of(cache, x.dtype, self.rotary.q_heads, self.scale)
         return None if fused is None else self._prefill(x, cache, fused)
 
     def _decode(self, x: mx.array, layer: LayerStore, step: DecodeStep) -> mx.array | None:
@@ -120,7 +120,7 @@ class Block:
         qkv = self.before.of(tokens) @ self.qkv.T
         if self.bias is not None:
             qkv = qkv + self.bias
-        attended = fused.attend(cache, qkv, self.rotary, self.scale)
+        attended = fused.attend(cache, qkv, self.rotary)
         h = self.out.added_to_tokens(tokens, attended)
         gate, up = mx.split(self.after.of(h) @ self.gate_up.T, 2, axis=-1)
         found = self.down.added_to_tokens(h, swiglu(gate, up))

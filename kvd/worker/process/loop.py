@@ -1,9 +1,12 @@
 """The worker's main loop: read commands, step the engine, send its reports.
 
-While the engine has work the loop never waits: it handles commands for some milliseconds and writes
-as many reports as the socket takes; the rest stays in the `Outbox`. It sleeps only when the engine
-has nothing to do. If the daemon has closed the socket, the loop ends at once with `Orphaned`. It
-notices that only between steps; during a step, `kvd.worker.process.orphan` ends the process.
+While the engine has work, the loop does not block, with two exceptions. It waits for a time slice.
+Before the first step after idle time, it waits for more requests, up to 12 ms
+(`kvd.worker.process.bursts`).
+Between steps it handles commands for some milliseconds and writes as many reports as the socket
+takes. The rest stays in the `Outbox`. If the daemon has closed the socket, the loop ends at once
+with `Orphaned`. It notices that only between steps; during a step, `kvd.worker.process.orphan` ends
+the process.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class Loop:
         self._gate = TimeSliceGate(on=False)
         self._phase_due = clock() + PHASE_INTERVAL_S
         self._bursts: Bursts | None = None
-        """None: prompts are processed one after the other, so waiting for more would not help."""
+        """None before the load, and on the CPU, where a pass takes time for each of its tokens."""
         self._submitted = 0
         engine.watch(self._enter, self._send_early)
 
@@ -185,6 +188,7 @@ class Loop:
         timed = self._gate.is_timed
         if timed:
             self._send_now(self._gate.before_step(self._clock()))
+        reads_prompts = self._engine.reads_prompts
         start = self._clock()
         reports = self._engine.step()
         now = self._clock()
@@ -193,7 +197,7 @@ class Loop:
         if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
         self._pass_on(reports)
-        if self._bursts is not None:
+        if self._bursts is not None and self._bursts.is_first_step and reads_prompts:
             self._link.pump()
             self._bursts.step_done(sum(isinstance(one, wire.Submit) for one in self._link.commands))
         self._worked = True
@@ -224,7 +228,10 @@ class Loop:
             self._link.send()
 
     def _sleep(self) -> None:
-        """Sleep until there is a command or the engine has work, such as an expired deadline."""
+        """Sleep until there is a command or the engine has work, such as an expired deadline.
+
+        On accelerators, also handle the commands, and wait for the rest of an expected burst.
+        """
         self._send_now(self._gate.work_done(self._clock()))
         self._enter("idle")
         while not (self._link.commands or self._engine.has_work):
@@ -235,12 +242,15 @@ class Loop:
             before = self._submitted
             self._handle_commands()
             if self._submitted > before:
+                self._may_compute()  # requests a time slice, for which the wait leaves time
                 self._bursts.begin(before, lambda: self._submitted, self._receive)
 
     def _receive(self, seconds: float) -> None:
-        """Wait for commands, and handle them."""
-        self._link.wait(seconds)
-        self._handle_commands()
+        """Handle commands until one is a request, at most for so long."""
+        end, before = self._clock() + seconds, self._submitted
+        while self._submitted == before and (left := end - self._clock()) > 0:
+            self._link.wait(left)
+            self._handle_commands()
 
     def _handle_commands(self) -> None:
         """Handle the commands that were read; many of them at once do not delay the rows."""

@@ -16,6 +16,7 @@ import mlx_lm
 
 import kvd
 import protocol
+from kvd.worker.artifacts import modules
 from kvd.worker.artifacts.checks import MOST_BYTES, Checks
 from kvd.worker.artifacts.entries import Entries, cache_folder, digest_of
 from kvd.worker.cache.settings import CacheSettings
@@ -77,6 +78,8 @@ def machine() -> list[str]:
         if name.startswith(_VARIABLES + _MORE_VARIABLES) and name not in _IGNORED
     ]
     processor = [platform.machine(), build.processor(), *_processor_model(), str(thread_count())]
+    kept = modules.current()  # some kernels run only if kvd compiles them
+    processor.append("" if kept is None else kept.architecture)
     files = [*_sources(), *_libraries()]
     parts = (_versions(), files, [str(mx.default_device()), *stable], processor, variables)
     return ["\n".join(part) for part in parts]

@@ -15,11 +15,13 @@ from kvd.worker.attention.kernels.arguments import (
     Append,
     Attend,
     Attention,
+    Heads,
     Pack,
     PassTokens,
     PutTails,
     Rotate,
     Spread,
+    Tiling,
     Unpack,
 )
 from kvd.worker.serving.selfcheck import SelfCheckFailed
@@ -116,12 +118,12 @@ class TimedKernels:
         arrays = [*_arrays(given.tokens), *given.pools, given.dense_keys, given.dense_values]
         return self._called(self._kernels.unpack, given, self._appends, variant, arrays)
 
-    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
-        return self._kernels.tile_tokens(dtype, group, k_dim, v_dim)
+    def tiling(self, given: Heads) -> Tiling | None:
+        return self._kernels.tiling(given)
 
     def attend(self, given: Attend) -> mx.array:
         shapes = (tuple(one.shape[1:]) for one in (given.queries, given.keys, given.values))
-        variant = "attend", *shapes, given.queries.dtype, given.scale
+        variant = "attend", *shapes, given.queries.dtype, given.scale, given.warpgroups
         arrays = [given.queries, given.keys, given.values, given.ready]
         return self._called(self._kernels.attend, given, self._appends, variant, arrays)
 

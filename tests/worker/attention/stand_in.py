@@ -13,11 +13,13 @@ from kvd.worker.attention.kernels.arguments import (
     Append,
     Attend,
     Attention,
+    Heads,
     Pack,
     PassTokens,
     PutTails,
     Rotate,
     Spread,
+    Tiling,
     Unpack,
 )
 from kvd.worker.attention.kernels.language import METAL
@@ -124,8 +126,8 @@ class StandIn:
                         dense[row : row + 64] = page.transpose(*order)
         return mx.ones((1,), mx.int32)
 
-    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
-        return 64 // group
+    def tiling(self, given: Heads) -> Tiling:
+        return Tiling(64 * given.kv_heads // given.q_heads, warpgroups=False)
 
     def attend(self, given: Attend) -> mx.array:
         self.launches += 1

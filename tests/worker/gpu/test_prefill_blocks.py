@@ -6,6 +6,8 @@ Plain operations replace the kernels (`tests.worker.attention.stand_in`), which
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.worker.attention.fused_prefill import FusedPass
 from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.flush import Flusher
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
@@ -162,6 +166,37 @@ def test_a_row_that_is_too_long_for_the_scratch_runs_the_layers_own_code() -> No
     want, got = (side.step() for side in pair.sides)
     assert np.abs(got - want).max() <= CLOSE * np.abs(want).max()
     assert pair.kernels.spreads == 3  # in the first pass, which reads no copies
+
+
+def test_dense_copies_are_freed_before_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which a worker rarely runs."""
+    seen: list[weakref.ref[FusedPass]] = []
+    attend, write = FusedPass.attend, Flusher.write
+
+    def note(self: FusedPass, *given: Any) -> mx.array:
+        assert self.copies is not None
+        assert scratch.held == sum(side.nbytes for side in self.copies)
+        seen.append(weakref.ref(self))
+        return attend(self, *given)
+
+    def check(*given: Any, **named: Any) -> None:
+        assert [one() for one in seen] == [None] * len(seen)
+        write(*given, **named)
+
+    pair = Pair("qwen3")
+    scratch = pair.sides[1].runner.cache.stores[0].scratch
+    for side in pair.sides:
+        side.join(1)
+        side.prefill([(0, 100)])
+    gc.disable()
+    try:
+        monkeypatch.setattr(FusedPass, "attend", note)
+        monkeypatch.setattr(Flusher, "write", check)
+        pair.sides[1].prefill([(0, 100)])
+    finally:
+        gc.enable()
+    assert len(seen) == 3
+    assert scratch.held == 0
 
 
 @settings(max_examples=25, deadline=None)

@@ -17,7 +17,7 @@ from kvd.worker.artifacts import modules
 from kvd.worker.attention.kernels.arguments import Attend
 from kvd.worker.attention.kernels.fused import has_group_products
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
-from kvd.worker.attention.kernels.language import CUDA
+from kvd.worker.attention.kernels.language import CUDA, Language
 from kvd.worker.attention.kernels.launch import Launch, run
 from kvd.worker.gpu import products
 from tests.worker.kernels import cases
@@ -43,12 +43,12 @@ def marked() -> float:
 def check_groups() -> None:
     """Check the kernel that only kvd compiles (`kernels.group_products`)."""
 
-    def made(make: Callable[..., Launch], given: Attend) -> list[np.ndarray]:
-        (found,) = run(make(CUDA, given, groups=True), CUDA)
+    def made(make: Callable[[Language, Attend], Launch], given: Attend) -> list[np.ndarray]:
+        (found,) = run(make(CUDA, given), CUDA)
         return [np.array(found.astype(mx.float32))]
 
     for shape in ATTENDED.values():
-        check_attend(made, shape, 128)
+        check_attend(made, shape, warpgroups=True)
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from kvd.worker.artifacts.entries import Entries
 from kvd.worker.artifacts.modules import Modules
 from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
 from kvd.worker.attention.kernels import kernel_files, launch
-from kvd.worker.attention.kernels.arguments import Attend
-from kvd.worker.attention.kernels.fused import has_group_products
+from kvd.worker.attention.kernels.arguments import Attend, Heads, Tiling
+from kvd.worker.attention.kernels.fused import Fused
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.attention.kernels.launch import Launch, append_launch, rotate_launch
@@ -193,27 +193,30 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_mlx(
     def refuse(_text: str) -> bytes:
         raise CompileError("no such word")
 
-    found = make(tmp_path, refuse)
-    found.provide(SMALL)
+    found, other = make(tmp_path, refuse), replace(SMALL, name="other")
+    assert not found.provide(SMALL)
     with found.ahead(0.8):
-        found.provide(replace(SMALL, name="other"))
+        found.provide(other)
+    assert not found.provide(other)
     assert files(found) == {}
-    assert found.failed == 2
     assert caplog.text.count("no such word") == 2
 
 
-def test_kernels_that_mlx_cannot_compile_are_used_only_while_kvd_can(
+@pytest.mark.usefixtures("device")
+def test_a_kernel_that_mlx_cannot_compile_is_used_only_with_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not has_group_products()
+    kernels, heads = Fused(CUDA), Heads(mx.bfloat16, 4, 2, 128, 64, 0.25)
+    warps, warpgroups = Tiling(32, warpgroups=False), Tiling(64, warpgroups=True)
+    assert kernels.tiling(heads) == warps
     monkeypatch.setattr(modules, "_current", found := make(tmp_path, Compiler()))
-    assert not has_group_products()
+    assert kernels.tiling(heads) == warps
     found.architecture = "sm_90a"
-    assert has_group_products()
+    assert kernels.tiling(heads) == warpgroups
     shutil.rmtree(found.folder)
     found.folder.write_text("a file where modules should be")
-    found.provide(SMALL)
-    assert not has_group_products()
+    assert kernels.tiling(heads) == warpgroups
+    assert kernels.tiling(replace(heads, scale=0.5)) == warps
 
 
 def test_modules_of_mlxs_own_operations_are_kept(tmp_path: Path) -> None:
@@ -410,15 +413,15 @@ def test_nvrtc_compiles_the_products(dtype: mx.Dtype, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups of warps"])
+@pytest.mark.parametrize("warpgroups", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-def test_nvrtc_compiles_the_kernel_for_chunks(dtype: mx.Dtype, groups: bool) -> None:
+def test_nvrtc_compiles_the_kernel_for_chunks(dtype: mx.Dtype, warpgroups: bool) -> None:
     nvrtc = compiler.require()
     vectors, heads = mx.zeros((8, 4, 128), dtype), mx.zeros((8, 2, 128), dtype)
     tiles, ready = mx.zeros((1, 9), mx.int32), mx.zeros((1,), mx.int32)
-    given = Attend(vectors, *[heads] * 4, ready, tiles, 8, 0.1)
-    text = text_of(attend_launch(CUDA, given, groups=groups))
-    assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90a" if groups else "sm_80")
+    given = Attend(vectors, *[heads] * 4, ready, tiles, 8, 0.1, warpgroups)
+    text = text_of(attend_launch(CUDA, given))
+    assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90a" if warpgroups else "sm_80")
 
 
 @pytest.mark.usefixtures("device")

@@ -126,9 +126,9 @@ def some_places(count: int, seed: int) -> list[int]:
 
 
 def check_pack(run_launch: Run, case: Case, *, like_mlx: bool = True) -> None:
-    """``like_mlx``: whether the numbers are those of MLX's quantization, as on a CPU.
+    """``like_mlx``: whether to compare quantized pages with those of `mx.quantize`.
 
-    On CUDA, MLX may take the other end of a group's range as its bias.
+    MLX's kernels for GPUs may use another range for a group; see `kernels.pack`.
     """
     tokens, pool = case.tokens(), case.pool()
     places, kept = some_places(3 * PAGE_TOKENS, 1), some_places(70, 2)
@@ -357,9 +357,8 @@ ATTENDED = {
 }
 
 
-def check_attend(run_launch: Run, shape: Shape, vectors: int) -> None:
-    """``vectors``: of the kernel's tiles."""
-    padding, group = 5, shape.q_heads // shape.kv_heads
+def check_attend(run_launch: Run, shape: Shape, *, warpgroups: bool = False) -> None:
+    padding, vectors = 5, 128 if warpgroups else 64
     batch = sum(count for count, *_ in shape.chunks) + padding
     copies = max(1, sum(one + two for _, _, one, two in shape.chunks))
     queries, keys, values, dense_keys, dense_values = (
@@ -372,7 +371,13 @@ def check_attend(run_launch: Run, shape: Shape, vectors: int) -> None:
             (copies + 1, shape.kv_heads, shape.v_dim),
         )
     )
-    tiles, wanted, end, copied, each = list[tuple[int, ...]](), [], 0, 0, vectors // group
+    tiles, wanted, end, copied, each = (
+        list[tuple[int, ...]](),
+        [],
+        0,
+        0,
+        vectors * shape.kv_heads // shape.q_heads,
+    )
     for count, before, one, two in shape.chunks:
         runs = copied, one, copied + one, two
         for token in range(0, count, each):
@@ -388,7 +393,7 @@ def check_attend(run_launch: Run, shape: Shape, vectors: int) -> None:
     tiles += [(0, row, 1, 0, 0, 0, 0, 0, 0) for row in range(end, batch)]
     given = Attend(
         queries, keys, values, dense_keys, dense_values, mx.array([1], mx.int32),
-        mx.array(tiles[::-1], mx.int32), batch, shape.k_dim**-0.5,
+        mx.array(tiles[::-1], mx.int32), batch, shape.k_dim**-0.5, warpgroups,
     )  # fmt: skip
     (got,) = run_launch(attend_launch, given)
     want = np.concatenate(wanted)
@@ -409,13 +414,10 @@ def attended(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, before: 
     return found.reshape(len(queries), -1)
 
 
-@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups of warps"])
+@pytest.mark.parametrize("warpgroups", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("shape", ATTENDED.values(), ids=ATTENDED.keys())
-def test_chunks_attend_like_float64(shape: Shape, groups: bool) -> None:
-    def run_launch(make: Callable[..., Launch], given: Any) -> list[np.ndarray]:
-        return run(make(CUDA, given, groups=groups), "cuda")
-
-    check_attend(run_launch, shape, 128 if groups else 64)
+def test_chunks_attend_like_float64(shape: Shape, warpgroups: bool) -> None:
+    check_attend(lambda make, given: run(make(CUDA, given), "cuda"), shape, warpgroups=warpgroups)
 
 
 def check_tails(run_launch: Run, dtype: mx.Dtype) -> None:

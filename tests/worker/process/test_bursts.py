@@ -1,4 +1,4 @@
-"""Requests that come at once share the first pass of a worker that was idle."""
+"""Once a worker has seen a burst, it collects the next one before its first step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
 
 @dataclass
-class World:
-    """Requests that come at given seconds, and a clock that moves only while something waits."""
+class Arrivals:
+    """Requests with given arrival times, and a clock that only `receive` and `run` move."""
 
     times: list[float] = field(default_factory=list)
     now: float = 0.0
@@ -37,7 +37,7 @@ class World:
         self.now = min([self.now + seconds, *coming])
 
     def run(self, *delays: float, step: float = 0.03) -> int:
-        """Send a request to the idle worker, and others later; return how many the pass has."""
+        """Send a request, and others after ``delays``; return how many the first pass has."""
         before = len(self.times)
         self.now += 1.0
         self.times += [self.now, *(self.now + delay for delay in delays)]
@@ -49,44 +49,44 @@ class World:
 
 
 def test_single_requests_never_wait() -> None:
-    world = World()
-    assert [world.run() for _ in range(3)] == [1, 1, 1]
-    assert world.waits == 0
+    arrivals = Arrivals()
+    assert [arrivals.run() for _ in range(3)] == [1, 1, 1]
+    assert arrivals.waits == 0
 
 
 def test_a_second_burst_shares_a_pass() -> None:
-    world, delays = World(), [0.001 * number for number in range(1, 8)]
-    assert world.run(*delays) == 1
-    assert world.run(*delays) == 8
-    assert world.run(*delays) == 8
+    arrivals, delays = Arrivals(), [0.001 * number for number in range(1, 8)]
+    assert arrivals.run(*delays) == 1
+    assert arrivals.run(*delays) == 8
+    assert arrivals.run(*delays) == 8
 
 
-def test_a_vain_wait_is_short_and_the_last() -> None:
-    world = World()
-    world.run(0.01)
-    before = world.now
-    assert world.run() == 1
-    assert world.now - before == pytest.approx(1.03 + GAP_S)
-    waits = world.waits
-    assert world.run() == 1
-    assert world.waits == waits
+def test_a_wait_without_another_request_is_short_and_not_repeated() -> None:
+    arrivals = Arrivals()
+    arrivals.run(0.01)
+    before = arrivals.now
+    assert arrivals.run() == 1
+    assert arrivals.now - before == pytest.approx(1.03 + GAP_S)
+    waits = arrivals.waits
+    assert arrivals.run() == 1
+    assert arrivals.waits == waits
 
 
 def test_a_stream_of_requests_is_not_awaited_to_its_end() -> None:
-    world = World()
-    world.run(0.01)
-    together = world.run(*(0.001 * number for number in range(1, 1000)))
+    arrivals = Arrivals()
+    arrivals.run(0.01)
+    together = arrivals.run(*(0.001 * number for number in range(1, 1000)))
     assert together == pytest.approx(MOST_S / 0.001, abs=2)
 
 
 def test_requests_that_come_after_the_first_step_are_no_burst() -> None:
-    world = World()
-    world.run(0.5)
-    assert not world.bursts.expected
+    arrivals = Arrivals()
+    arrivals.run(0.5)
+    assert not arrivals.bursts.expected
 
 
 class Engine(FakeEngine):
-    """Notes what it does. Its first step ends when a request has been sent during it."""
+    """Records its calls. Steps block until the test sets ``sent``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Engine(FakeEngine):
 
 
 def test_the_loop_receives_a_burst_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bursts, "GAP_S", DEADLINE_S)  # the clock ends the wait
+    monkeypatch.setattr(bursts, "GAP_S", DEADLINE_S)  # MOST_S ends the wait, not GAP_S
     engine = Engine()
     peer = Thread(engine, clock=lambda: MOST_S * sum(one != "step" for one in engine.done))
     try:

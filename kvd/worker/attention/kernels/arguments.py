@@ -101,7 +101,7 @@ class Rotate:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Arguments of the kernel that applies norms and RoPE, and separates the three."""
+    """Arguments of `spread`: apply norms and RoPE; separate queries, keys and values."""
 
     rotation: Rotation
     qkv: mx.array
@@ -144,14 +144,15 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Unpack:
-    """Arguments of making dense keys and values, in arrays that exist."""
+    """Arguments of the kernel that writes dense keys and values into existing arrays."""
 
     tokens: PassTokens
     dense_keys: mx.array
     """``[copies, kv_heads, k_dim]``, which the kernel writes."""
     dense_values: mx.array
     after: mx.array
-    """A result of the kernel that read the arrays' earlier content; any array if none did."""
+    """An array that depends on the kernel that last read the copies: its result, or keys of the
+    next layer. Any array before the first use."""
     paged: mx.array | None
     """``[pages, 3]`` int32: index of the level, slot, and the index of the page's first token in
     the copies; None: no pages."""
@@ -173,18 +174,45 @@ class Attend:
     """``[batch, kv_heads, k_dim]``: of the pass."""
     values: mx.array
     dense_keys: mx.array
-    """``[copies, kv_heads, k_dim]``: copies of keys before the pass."""
+    """``[copies, kv_heads, k_dim]``: copies of pages, with those that earlier chunks of the pass
+    fill, and of tails. Any keys if no tile has a run."""
     dense_values: mx.array
     ready: mx.array
     """The result of the kernel that wrote the copies; any array of int32 if there are none."""
     tiles: mx.array
-    """``[tiles, 9]`` int32. The tile's queries: the first one's index in the batch and in the
-    result, and their number. Keys of the pass: how many of them the first query sees, with its own
-    (each later query sees one more; 0 or less: none), and the first one's index in the batch. Then
-    the first index and the number of keys in the copies, for two runs of them."""
-    rows: int
+    """``[tiles, 9]`` int32. For each tile:
+
+    0 to 2: index of its first token in the batch, index of that token in the result, and number of
+    its tokens. 3, 4: number of the batch's keys that the first token sees, with its own, and index
+    of the first of these keys. Token ``i`` of the tile sees ``i`` more; a negative number is none.
+    5, 6: first index and number of keys in the copies, of pages. 7, 8: the same, of a tail."""
+    tokens: int
     """Number of tokens of the result."""
     scale: float
+    warpgroups: bool
+    """As `Tiling.warpgroups`, for which the tiles were made."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's heads, and what they are scaled by."""
+
+    dtype: mx.Dtype
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How `attend` divides chunks."""
+
+    tokens: int
+    """Most tokens of a tile."""
+    warpgroups: bool
+    """Whether four warps multiply together (`kernels.group_products`)."""
 
 
 @dataclass(frozen=True, eq=False)

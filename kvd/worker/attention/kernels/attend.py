@@ -1,18 +1,19 @@
 """The kernel that attends the chunks of a prefill pass with CUDA's tensor cores.
 
-FlashAttention-2 (arXiv 2307.08691) over several rows at once. A block attends the *tile* of a few
-tokens of one chunk, with all query heads that share a KV head: 16 vectors at most for each warp. It
-reads 64 keys at a time, first those before the pass from dense copies, then those of the pass, of
-which a query sees none behind itself ::
+FlashAttention-2 (arXiv 2307.08691) over several rows at once. A block attends one *tile*: a few
+tokens of one chunk, with all query heads that share a KV head. Each warp has at most 16 query
+vectors. The block reads keys in *items* of up to 64: first from the dense copies (pages, then a
+tail), then from the batch. There, a query sees no key after its own ::
 
     scores   queries x channels   times   channels x 64 keys
     outputs  queries x 64 keys    times   64 keys  x channels
 
-Keys and values are loaded while others are multiplied. Sums are float32. Weights are rounded to the
-dtype before they are multiplied, as MLX's dense kernels do.
+Keys and values are loaded while others are multiplied. Sums are float32. Softmax weights are
+rounded to the dtype before they are multiplied, as MLX's dense kernels do.
 
-In the registers of a product's result, lane ``4 g + t`` of a warp has columns ``8 n + 2 t`` and the
-next one, for each ``n``, of rows ``g`` and ``g + 8``: of two *halves*.
+In the registers of a product's result, lane ``4 g + t`` of a warp has two rows: ``g`` (half 0) and
+``g + 8`` (half 1). In each row and for each ``n``, it has columns ``8 n + 2 t`` and
+``8 n + 2 t + 1``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from types import ModuleType
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import group_products, warp_products
+from kvd.worker.attention.kernels.arguments import Heads
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import LANES
 from kvd.worker.attention.kernels.text import Text, literal
@@ -32,7 +34,7 @@ from kvd.worker.attention.kernels.text import Text, literal
 COLUMNS = 9
 """Numbers of a tile, see `kernels.arguments.Attend`."""
 _KEYS = 64
-_PIECE = 8
+_PIECE_ELEMENTS = 8
 """Elements that are copied at once: 16 bytes."""
 _NAMES = {mx.bfloat16: ("BF16", "bf16"), mx.float16: ("F16", "f16")}
 
@@ -41,18 +43,13 @@ _NAMES = {mx.bfloat16: ("BF16", "bf16"), mx.float16: ("F16", "f16")}
 class AttendShape:
     """What the kernel's text depends on."""
 
-    q_heads: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    dtype: mx.Dtype
-    scale: float
-    groups: bool
+    heads: Heads
+    warpgroups: bool
     """Whether four warps multiply together, as Hopper's can (`group_products`)."""
 
     @property
     def products(self) -> ModuleType:
-        return group_products if self.groups else warp_products
+        return group_products if self.warpgroups else warp_products
 
     @property
     def vectors(self) -> int:
@@ -67,27 +64,29 @@ class AttendShape:
     @property
     def tile_tokens(self) -> int:
         """Most tokens of a tile; 0: there is no kernel for this shape."""
-        if self.dtype not in _NAMES:
+        heads = self.heads
+        if heads.dtype not in _NAMES:
             return 0
-        fits = all(dim % 16 == 0 and dim <= 128 for dim in (self.k_dim, self.v_dim))
-        return self.vectors // (self.q_heads // self.kv_heads) if fits else 0
+        fits = all(dim % 16 == 0 and dim <= 128 for dim in (heads.k_dim, heads.v_dim))
+        return self.vectors // (heads.q_heads // heads.kv_heads) if fits else 0
 
 
 @lru_cache(256)
 def header(shape: AttendShape) -> str:
     """Return the functions that the kernel calls."""
-    name, kind = _NAMES[shape.dtype]
+    name, kind = _NAMES[shape.heads.dtype]
     bounds = shape.threads, shape.products.RESIDENT
     # MLX writes the kernel's first line. Redefining `__global__` adds the launch bounds to it.
     return f"""
 #ifndef COPY
-// Copies 16 bytes, or writes zeros. The copy has ended after `COPIES_END`.
+// Copies 16 bytes, or writes zeros. `COPIES_WAIT` waits for this thread's copies. The `SYNC_BLOCK`
+// after it waits for those of all threads.
 #define COPY COPY
 __device__ inline void COPY(void* to, const void* from, bool real) {{
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
       ::"r"((uint)__cvta_generic_to_shared(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
 }}
-__device__ inline void COPIES_END() {{ asm volatile("cp.async.wait_all;" ::: "memory"); }}
+__device__ inline void COPIES_WAIT() {{ asm volatile("cp.async.wait_all;" ::: "memory"); }}
 #define ANY(x) __any_sync(0xffffffffu, x)
 __device__ inline uint PAIR_{name}(float low, float high) {{
   uint both;
@@ -95,34 +94,35 @@ __device__ inline uint PAIR_{name}(float low, float high) {{
   return both;
 }}
 #endif
-{shape.products.header(name, kind, shape.v_dim)}
+{shape.products.header(name, kind, shape.heads.v_dim)}
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__{bounds}
 """
 
 
 def attend_source(language: Language, shape: AttendShape) -> str:
-    products, (name, _) = shape.products, _NAMES[shape.dtype]
+    heads, products, (name, _) = shape.heads, shape.products, _NAMES[shape.heads.dtype]
     text = Text(1)
     text.add(language.prologue)
     text.add(f"""
-constexpr int Q_HEADS = {shape.q_heads}, HEADS = {shape.kv_heads}, GROUP = Q_HEADS / HEADS;
-constexpr int K_DIM = {shape.k_dim}, V_DIM = {shape.v_dim}, PIECE = {_PIECE}, COUNT = {_KEYS};
-constexpr float BY = {literal(shape.scale * math.log2(math.e))}, LEAST = -1e30f;
+constexpr int Q_HEADS = {heads.q_heads}, HEADS = {heads.kv_heads}, GROUP = Q_HEADS / HEADS;
+constexpr int K_DIM = {heads.k_dim}, V_DIM = {heads.v_dim};
+constexpr int PIECE = {_PIECE_ELEMENTS}, COUNT = {_KEYS};
+constexpr float BY = {literal(shape.heads.scale * math.log2(math.e))}, LEAST = -1e30f;
 """)
     text.add(products.MEMORY)
     text.add(_TILE)
     _load_queries(text, shape)
     text.add(products.QUERIES)
     text.add(_ITEMS)
-    _add_load(text, shape, "keys", shape.k_dim)
-    _add_load(text, shape, "values", shape.v_dim)
+    _add_load(text, shape, "keys", shape.heads.k_dim)
+    _add_load(text, shape, "values", shape.heads.v_dim)
     text.add("""
 float sums[V_DIM / 8][4] = {}, top[2] = {LEAST, LEAST}, total[2] = {};
 if (end > 0) load_keys(0);
 for (int item = 0; item < end; ++item) {
-COPIES_END();
-SYNC_COPIES();
+COPIES_WAIT();
+FENCE_COPIES();
 SYNC_BLOCK();
 float scores[COUNT / 8][4] = {};
 """)
@@ -138,24 +138,24 @@ float scores[COUNT / 8][4] = {};
 
 _TILE = f"""
 const int* tile = tiles + block.x * {COLUMNS};
-const int first = tile[0], row = tile[1], count = tile[2], seen = tile[3], own = tile[4];
-const int earlier = tile[5], earlier_count = tile[6], more = tile[7], more_count = tile[8];
+const int first = tile[0], result = tile[1], count = tile[2], seen = tile[3], own = tile[4];
+const int pages = tile[5], page_tokens = tile[6], tail = tile[7], tail_tokens = tile[8];
 const int head = block.y, g = lane / 4, t = lane % 4;
 const int own_count = max(0, seen + count - 1);
-const int more_at = (earlier_count + COUNT - 1) / COUNT;
-const int own_at = more_at + (more_count + COUNT - 1) / COUNT;
+const int tail_at = (page_tokens + COUNT - 1) / COUNT;
+const int own_at = tail_at + (tail_tokens + COUNT - 1) / COUNT;
 const int end = own_at + (own_count + COUNT - 1) / COUNT;
 """
 _ITEMS = """
-// Where the keys of an item begin, in copies or in the pass, and how many it has.
+// `begin` returns the index of an item's first key in its source, `length` the number of its keys.
 const auto begin = [&](int item) {
-  if (item < more_at) return earlier + item * COUNT;
-  if (item < own_at) return more + (item - more_at) * COUNT;
+  if (item < tail_at) return pages + item * COUNT;
+  if (item < own_at) return tail + (item - tail_at) * COUNT;
   return own + (item - own_at) * COUNT;
 };
 const auto length = [&](int item) {
-  if (item < more_at) return min(COUNT, earlier_count - item * COUNT);
-  if (item < own_at) return min(COUNT, more_count - (item - more_at) * COUNT);
+  if (item < tail_at) return min(COUNT, page_tokens - item * COUNT);
+  if (item < own_at) return min(COUNT, tail_tokens - (item - tail_at) * COUNT);
   return min(COUNT, own_count - (item - own_at) * COUNT);
 };
 """
@@ -226,7 +226,7 @@ const float by = total[half] == 0 ? 0.0f : 1 / total[half];
 const int line = warp * 16 + half * 8 + g, token = line / GROUP;
 if (token >= count) continue;
 uint* to = reinterpret_cast<uint*>(
-    out + ((row + token) * Q_HEADS + head * GROUP + line % GROUP) * V_DIM);
+    out + ((result + token) * Q_HEADS + head * GROUP + line % GROUP) * V_DIM);
 #pragma unroll
 for (int n = 0; n < V_DIM / 8; ++n) {
 to[n * 4 + t] = PAIR_KIND(sums[n][2 * half] * by, sums[n][2 * half + 1] * by);
@@ -243,8 +243,8 @@ for (int one = me; one < {shape.vectors} * K_DIM / PIECE; one += {shape.threads}
   const int vector = (first + (real ? token : 0)) * Q_HEADS + head * GROUP + line % GROUP;
   COPY(PLACE(shared_queries, line, piece, K_DIM), queries + vector * K_DIM + piece * PIECE, real);
 }}
-COPIES_END();
-SYNC_COPIES();
+COPIES_WAIT();
+FENCE_COPIES();
 SYNC_BLOCK();
 """)
 
@@ -252,10 +252,10 @@ SYNC_BLOCK();
 def _add_load(text: Text, shape: AttendShape, side: str, dim: int) -> None:
     """Add the function that loads the keys or values of an item.
 
-    A thread loads the same piece of every n-th line, so that it computes few addresses. n is a
-    multiple of 8, as `PLACE` depends on the last three bits of a line's number.
+    A thread copies the same piece of every n-th line, so that it computes few addresses. n is a
+    multiple of 8, because `PLACE` of `group_products` depends on the line's number modulo 8.
     """
-    pieces, letter = dim // _PIECE, side[0]
+    pieces, letter = dim // _PIECE_ELEMENTS, side[0]
     lines = min(_KEYS, shape.threads // pieces // 8 * 8)
     steps = -(-_KEYS // lines)
     loads = [] if lines * pieces == shape.threads else [f"{letter}_line < {lines}"]
@@ -263,7 +263,7 @@ def _add_load(text: Text, shape: AttendShape, side: str, dim: int) -> None:
     text.add(f"""
 const int {letter}_line = me / {pieces}, {letter}_piece = me % {pieces};
 const int {letter}_to = PLACE(memory, {letter}_line, {letter}_piece, {dim}) - memory;
-const int {letter}_from = {letter}_line * {dim} * HEADS + {letter}_piece * {_PIECE};
+const int {letter}_from = {letter}_line * {dim} * HEADS + {letter}_piece * {_PIECE_ELEMENTS};
 const auto load_{side} = [&](int item) {{
   uint4* to = shared_{side} + item % {side.upper()}_BUFFERS * {side.upper()}_SIZE + {letter}_to;
   const int number = length(item);

@@ -10,24 +10,39 @@ from kvd.worker.attention.kernels.arguments import (
     Append,
     Attend,
     Attention,
+    Heads,
     Pack,
     PutTails,
     Rotate,
     Spread,
+    Tiling,
     Unpack,
 )
-from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.language import CUDA, Language
 from kvd.worker.attention.kernels.shape import Shape
 
 
 def has_group_products() -> bool:
-    """Return whether this process compiles kernels for a device that runs `group_products`.
-
-    MLX cannot compile them itself, so they are not used once kvd's compiler has failed.
-    """
+    """Return whether kvd compiles for a device that runs `group_products`."""
     found = modules.current()
-    hopper = f"sm_{modules.HOPPER}a"
-    return found is not None and found.architecture == hopper and not found.failed
+    return found is not None and found.architecture == f"sm_{modules.HOPPER}a"
+
+
+def _example(heads: Heads) -> launch.Launch:
+    """Return a launch of the kernel that needs a module of kvd's."""
+    queries, keys, values = (
+        mx.zeros((1, count, dim), heads.dtype)
+        for count, dim in (
+            (heads.q_heads, heads.k_dim),
+            (heads.kv_heads, heads.k_dim),
+            (heads.kv_heads, heads.v_dim),
+        )
+    )
+    tiles, ready = mx.zeros((1, attend.COLUMNS), mx.int32), mx.zeros((1,), mx.int32)
+    given = Attend(
+        queries, keys, values, keys, values, ready, tiles, 1, heads.scale, warpgroups=True
+    )
+    return launch_prefill.attend_launch(CUDA, given)
 
 
 class Fused:
@@ -79,15 +94,18 @@ class Fused:
         (done,) = self._run(launch_prefill.unpack_launch(self.language, given))
         return done
 
-    def tile_tokens(self, dtype: mx.Dtype, group: int, k_dim: int, v_dim: int) -> int:
+    def tiling(self, given: Heads) -> Tiling | None:
         if not self.language.matrix:
-            return 0
-        groups = has_group_products()
-        return attend.AttendShape(group, 1, k_dim, v_dim, dtype, 1.0, groups).tile_tokens
+            return None
+        # MLX cannot compile ``wgmma``, so that kernel is used only if its module is in place.
+        for warpgroups in (True, False) if has_group_products() else (False,):
+            tokens = attend.AttendShape(given, warpgroups).tile_tokens
+            if tokens and (not warpgroups or launch.provide(_example(given))):
+                return Tiling(tokens, warpgroups)
+        return None
 
     def attend(self, given: Attend) -> mx.array:
-        groups = has_group_products()
-        (found,) = self._run(launch_prefill.attend_launch(self.language, given, groups=groups))
+        (found,) = self._run(launch_prefill.attend_launch(self.language, given))
         return found
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:

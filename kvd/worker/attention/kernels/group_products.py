@@ -5,8 +5,9 @@ with 16 x N in shared memory. Only Hopper's multiprocessors can do this, and cod
 compiled for ``sm_90a``, which MLX does not do: the kernel needs a module that kvd compiles. A block
 has two groups of warps, which share keys and values, because reading these is the limit.
 
-In shared memory, a *slab* has 64 lines of 64 numbers, 128 bytes. The 16-byte pieces of a line are
-swapped (XOR) by the last three bits of the line's number. Slabs begin at multiples of 1024 bytes.
+In shared memory, a *slab* has 64 lines of 64 numbers; a line takes 128 bytes. Within a line, the
+index of each 16-byte piece is XORed with the last three bits of the line's number (the 128-byte
+swizzle of ``wgmma``). Slabs begin at multiples of 1024 bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ SYNC_BLOCK();
 """
 SCORES = """
 load_values(item);
-COPIES_BEGIN();
+COPIES_COMMIT();
 if (item + 1 < end) load_keys(item + 1);
-COPIES_BEGIN();
+COPIES_COMMIT();
 const uint4* keys_now = shared_keys + item % KEYS_BUFFERS * KEYS_SIZE;
 GROUP_BEGIN(scores);
 #pragma unroll
@@ -46,9 +47,10 @@ GROUP_SCORES_KIND(scores, query[k], keys_now + k / 4 * SLAB + k % 4 * 2);
 GROUP_END(scores);
 """
 SUMS = """
-ALL_BUT_LAST_COPIES_END();
-SYNC_COPIES();
+COPIES_WAIT_EXCEPT_LAST();
+FENCE_COPIES();
 SYNC_BLOCK();
+KEEP_LEFT(weights);
 GROUP_BEGIN(sums);
 #pragma unroll
 for (int k = 0; k < COUNT / 16; ++k) GROUP_SUMS_KIND(sums, weights[k], shared_values + k * 16 * 8);
@@ -68,15 +70,18 @@ __device__ inline uint4* PLACE(uint4* of, int line, int piece, int dim) {{
 }}
 {warp_products.LOADS}
 #ifndef GROUP_SCORES_{name}
-__device__ inline void COPIES_BEGIN() {{ asm volatile("cp.async.commit_group;" ::: "memory"); }}
-__device__ inline void ALL_BUT_LAST_COPIES_END() {{
+// Ends a group of `COPY` calls.
+__device__ inline void COPIES_COMMIT() {{ asm volatile("cp.async.commit_group;" ::: "memory"); }}
+// Waits for this thread's copies, except those of the last group.
+__device__ inline void COPIES_WAIT_EXCEPT_LAST() {{
   asm volatile("cp.async.wait_group 1;" ::: "memory");
 }}
-__device__ inline void SYNC_COPIES() {{
+// Makes copied data visible to `wgmma`, which reads through the async proxy.
+__device__ inline void FENCE_COPIES() {{
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }}
-// Describes a matrix: its place, two strides, and that pieces are swapped within 128 bytes. The
-// first stride is between slabs, the second between eight lines, in 16 bytes.
+// Returns the descriptor of a matrix: its address, two strides, and the 128-byte swizzle. The
+// strides are in units of 16 bytes: from slab to slab, and from eight lines to the next eight.
 __device__ inline uint64_t matrix_at(const uint4* place) {{
   const uint64_t at = (__cvta_generic_to_shared(place) & 0x3ffff) >> 4;
   return at | (uint64_t)512 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
@@ -85,6 +90,14 @@ template <int N> __device__ inline void keep(float (&sums)[N][4]) {{
 #pragma unroll
   for (int n = 0; n < N; ++n) {{
     asm volatile("" : "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+        :: "memory");
+  }}
+}}
+// Keeps the compiler from computing left sides after the fence.
+template <int N> __device__ inline void KEEP_LEFT(uint (&left)[N][4]) {{
+#pragma unroll
+  for (int n = 0; n < N; ++n) {{
+    asm volatile("" : "+r"(left[n][0]), "+r"(left[n][1]), "+r"(left[n][2]), "+r"(left[n][3])
         :: "memory");
   }}
 }}
@@ -97,14 +110,18 @@ template <int N> __device__ inline void GROUP_END(float (&sums)[N][4]) {{
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   keep(sums);
 }}
-{_multiply(f"GROUP_SCORES_{name}", kind, _COUNT, turned=False)}
-{_multiply(f"GROUP_SUMS_{name}", kind, v_dim, turned=True)}
+{_multiply(f"GROUP_SCORES_{name}", kind, _COUNT, transposed=False)}
+{_multiply(f"GROUP_SUMS_{name}", kind, v_dim, transposed=True)}
 #endif
 """
 
 
-def _multiply(name: str, kind: str, columns: int, *, turned: bool) -> str:
-    """Return the function that multiplies; ``turned``: lines of the right side are its columns."""
+def _multiply(name: str, kind: str, columns: int, *, transposed: bool) -> str:
+    """Return the function that multiplies.
+
+    ``transposed``: whether a line of the right side in shared memory is one of its rows (as for
+    values) instead of one of its columns (as for keys).
+    """
     count = columns // 2
     sums = ", ".join(f"%{number}" for number in range(count))
     left = ", ".join(f"%{count + one}" for one in range(4))
@@ -114,7 +131,7 @@ __device__ inline void {name}(
     float (&sums)[{columns // 8}][4], const uint (&left)[4], const uint4* right) {{
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-      "{{{sums}}}, {{{left}}}, %{count + 4}, 1, 1, 1, {turned:d};"
+      "{{{sums}}}, {{{left}}}, %{count + 4}, 1, 1, 1, {transposed:d};"
       : {operands}
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(matrix_at(right)));
 }}"""

@@ -74,9 +74,15 @@ class CudaKernel:
         """Add the kernel to the graph, as the object that `mx.fast.cuda_kernel` returns does."""
         if not self._provided:
             self._provided = True
-            if (found := modules.current()) is not None:
-                found.provide(self.text(inputs, template, output_dtypes))
+            self.provide(inputs, template, output_dtypes)
         return self._launch(inputs=inputs, template=template, output_dtypes=output_dtypes, **launch)
+
+    def provide(
+        self, inputs: list[mx.array], template: list[tuple[str, Any]], output_dtypes: list[mx.Dtype]
+    ) -> bool:
+        """Return whether MLX finds a module that kvd has compiled (`Modules.provide`)."""
+        found = modules.current()
+        return found is not None and found.provide(self.text(inputs, template, output_dtypes))
 
     def text(
         self, inputs: list[mx.array], template: list[tuple[str, Any]], output_dtypes: list[mx.Dtype]

@@ -157,10 +157,21 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
     )
 
 
-def run(launch: Launch, language: Language) -> list[mx.array]:
+def provide(launch: Launch) -> bool:
+    """Return whether MLX will run a launch's CUDA kernel from a module that kvd has compiled."""
+    found: bool = _kernel_of(launch, CUDA).provide(
+        launch.inputs, list(launch.template), launch.output_dtypes
+    )
+    return found
+
+
+def _kernel_of(launch: Launch, language: Language) -> Any:
     names = launch.name, launch.input_names, launch.output_names
-    kernel = _kernel(language.name, *names, launch.source, launch.header, launch.template)
-    found: list[mx.array] = kernel(
+    return _kernel(language.name, *names, launch.source, launch.header, launch.template)
+
+
+def run(launch: Launch, language: Language) -> list[mx.array]:
+    found: list[mx.array] = _kernel_of(launch, language)(
         inputs=launch.inputs,
         template=list(launch.template),
         grid=launch.grid,

@@ -7,9 +7,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import append, attend, copies, pack, spread, unpack
+from kvd.worker.attention.kernels import append, attend, pack, put_tails, spread, unpack
 from kvd.worker.attention.kernels.arguments import (
     Attend,
+    Heads,
     Pack,
     PassTokens,
     PutTails,
@@ -92,14 +93,13 @@ def unpack_launch(language: Language, given: Unpack) -> Launch:
     return _launch("unpack", language, text, arrays, outputs, blocks, dtype)
 
 
-def attend_launch(language: Language, given: Attend, *, groups: bool = False) -> Launch:
-    """Return the launch whose result is ``[rows, q_heads * v_dim]``.
-
-    ``groups``: see `attend.AttendShape`.
-    """
+def attend_launch(language: Language, given: Attend) -> Launch:
+    """Return the launch whose result is ``[tokens, q_heads * v_dim]``."""
     (_, q_heads, k_dim), (_, kv_heads, v_dim) = given.queries.shape, given.values.shape
     dtype = given.queries.dtype
-    shape = attend.AttendShape(q_heads, kv_heads, k_dim, v_dim, dtype, given.scale, groups)
+    shape = attend.AttendShape(
+        Heads(dtype, q_heads, kv_heads, k_dim, v_dim, given.scale), given.warpgroups
+    )
     text = _attend_text(language, shape)
     arrays = {
         "queries": given.queries,
@@ -117,7 +117,7 @@ def attend_launch(language: Language, given: Attend, *, groups: bool = False) ->
         source=text,
         header=language.header + attend.header(shape),
         inputs=list(arrays.values()),
-        output_shapes=[(given.rows, q_heads * v_dim)],
+        output_shapes=[(given.tokens, q_heads * v_dim)],
         output_dtypes=[dtype],
         grid=(given.tiles.shape[0] * shape.threads, kv_heads, 1),
         threadgroup=(shape.threads, 1, 1),
@@ -196,4 +196,4 @@ _spread_text = lru_cache(256)(spread.spread_source)
 _pack_text = lru_cache(256)(pack.pack_source)
 _unpack_text = lru_cache(256)(unpack.unpack_source)
 _attend_text = lru_cache(256)(attend.attend_source)
-_put_tails_text = lru_cache(256)(copies.put_tails_source)
+_put_tails_text = lru_cache(256)(put_tails.put_tails_source)

@@ -1,9 +1,9 @@
 """The kernel that makes dense copies of the keys and values before a pass's chunks.
 
-It writes them into arrays that all layers of a pass share: with an array for each layer, a pass
-over a long row would hold as many copies of it as it has layers. So the kernel writes into its
-inputs, and MLX does not know of that. Its one output, and the input ``after``, tell MLX in which
-order the kernels run that write and read the copies.
+It writes them into arrays that all layers of a pass share. With arrays for each layer, a pass over
+a long row would hold a copy of the row for each layer. MLX does not know that the kernel writes
+these inputs, so dependencies fix the order. Readers take the kernel's one output as an input. The
+kernel takes ``after``, which depends on the previous reader.
 
 A block processes one head of a page; a thread reads eight packed numbers at a time. Other blocks
 copy tokens, named by places as in `kvd.worker.attention.kernels.pack`.

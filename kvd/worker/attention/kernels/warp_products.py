@@ -1,4 +1,4 @@
-"""Products of the attention of chunks in which each warp multiplies its 16 queries.
+"""Matrix products of attention with ``mma``: each warp multiplies its own 16 query vectors.
 
 ``mma.m16n8k16`` multiplies 16 x 16 with 16 x 8 numbers, all in registers. Any device from sm_80 on
 can do this.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 THREADS = 128
 RESIDENT = 3
-"""Blocks whose registers must fit a multiprocessor, so that they hide each other's latency."""
+"""Blocks that must fit on one multiprocessor (launch bounds); they hide each other's latency."""
 MEMORY = """
 constexpr int KEYS_BUFFERS = 1, VALUES_BUFFERS = 1, KEYS_SIZE = 0, VALUES_SIZE = 0;
 SHARED uint4 memory[COUNT * (K_DIM + V_DIM + 2 * PIECE) / PIECE];
@@ -37,7 +37,7 @@ MULTIPLY_KIND(scores[2 * n], query[k], right[0], right[1]);
 MULTIPLY_KIND(scores[2 * n + 1], query[k], right[2], right[3]);
 }
 }
-COPIES_END();
+COPIES_WAIT();
 SYNC_BLOCK();
 if (item + 1 < end) load_keys(item + 1);
 """
@@ -47,7 +47,7 @@ for (int k = 0; k < COUNT / 16; ++k) {
 #pragma unroll
 for (int n = 0; n < V_DIM / 16; ++n) {
 uint right[4];
-LOAD_TURNED(right, PLACE(shared_values, k * 16 + lane % 16, n * 2 + lane / 16, V_DIM));
+LOAD_TRANSPOSED(right, PLACE(shared_values, k * 16 + lane % 16, n * 2 + lane / 16, V_DIM));
 MULTIPLY_KIND(sums[2 * n], weights[k], right[0], right[1]);
 MULTIPLY_KIND(sums[2 * n + 1], weights[k], right[2], right[3]);
 }
@@ -57,14 +57,14 @@ MULTIPLY_KIND(sums[2 * n + 1], weights[k], right[2], right[3]);
 LOADS = """
 #ifndef LOAD_MATRICES
 #define LOAD_MATRICES LOAD_MATRICES
-// Loads four matrices of 8 x 8 numbers of 16 bits. Lane 8 m + r gives the place of row r of matrix
-// m. Lane 4 g + t gets numbers 2 t and 2 t + 1 of row g, or, if turned, of column g.
+// Loads four 8 x 8 matrices of 16-bit numbers. Lane 8 m + r passes the address of row r of matrix
+// m. Lane 4 g + t gets numbers 2 t and 2 t + 1 of row g; with LOAD_TRANSPOSED, of column g.
 __device__ inline void LOAD_MATRICES(uint (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "r"((uint)__cvta_generic_to_shared(row)));
 }
-__device__ inline void LOAD_TURNED(uint (&to)[4], const void* row) {
+__device__ inline void LOAD_TRANSPOSED(uint (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
       : "r"((uint)__cvta_generic_to_shared(row)));
@@ -85,7 +85,7 @@ def header(name: str, kind: str, _v_dim: int) -> str:
 __device__ inline uint4* PLACE(uint4* of, int line, int piece, int dim) {{
   return of + line * LINE(dim) + piece;
 }}
-#define SYNC_COPIES()
+#define FENCE_COPIES()
 {LOADS}
 #ifndef MULTIPLY_{name}
 __device__ inline void MULTIPLY_{name}(

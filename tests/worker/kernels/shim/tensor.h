@@ -1,6 +1,5 @@
-// Operations on two halves, and the tensor cores' product of 16 x 16 and 16 x 8 numbers, with its
-// loads. They replace the kernels' inline PTX, with the layouts of `mma.m16n8k16` and `ldmatrix` in
-// the PTX ISA.
+// Operations on two halves, the tensor cores' products, and the loads for them. They replace the
+// kernels' inline PTX, with the layouts of `mma.m16n8k16`, `wgmma` and `ldmatrix` in the PTX ISA.
 #pragma once
 
 struct __half2 {
@@ -56,31 +55,31 @@ inline unsigned PAIR_BF16(float low, float high) {
   return shim_to_bfloat(low) | unsigned(shim_to_bfloat(high)) << 16;
 }
 
-// `ldmatrix.m8n8.x4`: each lane gives the place of a row; turned, it gets elements of a column.
+// `ldmatrix.m8n8.x4`: each lane gives the place of a row; transposed, it gets elements of a column.
 inline void shim_load_matrices(
-    unsigned (&to)[4], const void* row, bool turned, unsigned line) {
+    unsigned (&to)[4], const void* row, bool transposed, unsigned line) {
   if (reinterpret_cast<uintptr_t>(row) % 16) shim_fail("a row of a matrix is not aligned");
   const ShimLanes<const unsigned short*> rows(
       "ldmatrix", line, static_cast<const unsigned short*>(row));
   const unsigned g = shim_lane() / 4, t = shim_lane() % 4;
   for (unsigned matrix = 0; matrix < 4; ++matrix) {
     const auto* of = rows.values + matrix * 8;
-    to[matrix] = turned ? of[2 * t][g] | unsigned(of[2 * t + 1][g]) << 16
+    to[matrix] = transposed ? of[2 * t][g] | unsigned(of[2 * t + 1][g]) << 16
                         : of[g][2 * t] | unsigned(of[g][2 * t + 1]) << 16;
   }
 }
 #define COPY COPY
 #define LOAD_MATRICES(to, row) shim_load_matrices(to, row, false, __LINE__)
-#define LOAD_TURNED(to, row) shim_load_matrices(to, row, true, __LINE__)
+#define LOAD_TRANSPOSED(to, row) shim_load_matrices(to, row, true, __LINE__)
 
 // `cp.async` at once. The place that is read must be valid, also if zeros are written instead.
 inline void COPY(void* to, const void* from, bool real) {
   const uint4 found = *static_cast<const uint4*>(from);
   *static_cast<uint4*>(to) = real ? found : uint4{0, 0, 0, 0};
 }
-inline void COPIES_END() {}
+inline void COPIES_WAIT() {}
 
-// `wgmma` with two numbers of 16 bits in a register. Bits 7 to 9 of an address are added (XOR) to
+// `wgmma` with two numbers of 16 bits in a register. Bits 7 to 9 of an address are XORed into
 // bits 4 to 6, as in the layout with a swizzle of 128 bytes.
 template <float (*OF)(unsigned, int)>
 float shim_in_slab(const uint4* matrix, unsigned line, unsigned number) {
@@ -88,7 +87,9 @@ float shim_in_slab(const uint4* matrix, unsigned line, unsigned number) {
   at ^= (at >> 7 & 7) << 4;
   return OF(*reinterpret_cast<const unsigned short*>(at), 0);
 }
-inline void SYNC_COPIES() {}
+inline void FENCE_COPIES() {}
+template <int N>
+void KEEP_LEFT(unsigned (&)[N][4]) {}
 template <int N>
 void GROUP_BEGIN(float (&)[N][4], unsigned line = __builtin_LINE()) {
   shim_wait(SHIM_SIMD_BARRIER, "wgmma", line);
@@ -97,7 +98,7 @@ template <int N>
 void GROUP_END(float (&)[N][4], unsigned line = __builtin_LINE()) {
   shim_wait(SHIM_SIMD_BARRIER, "wgmma", line);
 }
-template <float (*OF)(unsigned, int), bool TURNED, int N>
+template <float (*OF)(unsigned, int), bool TRANSPOSED, int N>
 void shim_group_multiply(
     float (&sums)[N][4], const unsigned (&left)[4], const uint4* right,
     unsigned line = __builtin_LINE()) {
@@ -110,7 +111,7 @@ void shim_group_multiply(
       for (unsigned k = 0; k < 16; ++k) {
         const unsigned* held = all.values[g * 4 + k % 8 / 2].left;
         sums[n][one] += OF(held[k / 8 * 2 + one / 2], k % 2) *
-            (TURNED ? shim_in_slab<OF>(right, k, column) : shim_in_slab<OF>(right, column, k));
+            (TRANSPOSED ? shim_in_slab<OF>(right, k, column) : shim_in_slab<OF>(right, column, k));
       }
     }
   }
@@ -119,8 +120,8 @@ void shim_group_multiply(
 #define GROUP_SCORES_BF16 shim_group_multiply<shim_bfloat_of, false>
 #define GROUP_SUMS_F16 shim_group_multiply<shim_half_of, true>
 #define GROUP_SUMS_BF16 shim_group_multiply<shim_bfloat_of, true>
-inline void COPIES_BEGIN() {}
-inline void ALL_BUT_LAST_COPIES_END() {}
+inline void COPIES_COMMIT() {}
+inline void COPIES_WAIT_EXCEPT_LAST() {}
 inline bool ANY(bool mine, unsigned line = __builtin_LINE()) {
   const ShimLanes<bool> all("__any_sync", line, mine);
   bool found = false;

@@ -9,7 +9,7 @@ from protocol.pages import TAIL_TOKENS
 
 
 def put_tails_source(language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int) -> str:
-    """Return the kernel that makes copies of all tails, with new tokens in some of them.
+    """Return the text of the kernel that copies all tails, with new tokens at the front of some.
 
     ``starts`` has, for each tail, the first of its new tokens in ``kept_keys`` and
     ``kept_values``, ``[tokens, heads, dim]``, and their number.
