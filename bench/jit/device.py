@@ -34,7 +34,7 @@ from tests.worker.gpu import plain_products
 
 Opaque = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-PREFILL = ("spread", "pack", "unpack", "gather", "put_tails")
+PREFILL = ("spread", "pack", "unpack", "attend", "put_tails")
 """Kernels of prefill passes."""
 PROBE = "probe of layers"
 """The phase of the probe, which a load leaves to idle steps."""
