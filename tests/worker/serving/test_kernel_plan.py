@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from kvd.worker.artifacts import modules
 from kvd.worker.attention.kernels.arguments import (
     Append,
+    Attend,
     Attention,
     Pack,
     PutTails,
@@ -76,7 +77,7 @@ class Requests(StandIn):
         self._note("pack", given.packings, given.paged is None, given.tokens.keys.shape[1:])
         return super().pack(given)
 
-    def unpack(self, given: Unpack) -> tuple[mx.array, mx.array]:
+    def unpack(self, given: Unpack) -> mx.array:
         self._note("unpack", given.key_packings, given.value_packings)
         return super().unpack(given)
 
@@ -84,9 +85,10 @@ class Requests(StandIn):
         self._note("spread", given.rotation)
         return super().spread(given)
 
-    def gather(self, parts: Sequence[mx.array], rows: mx.array) -> mx.array:
-        self._note("gather", len(parts))
-        return super().gather(parts, rows)
+    def attend(self, given: Attend) -> mx.array:
+        shapes = (one.shape[1:] for one in (given.queries, given.keys, given.values))
+        self._note("attend", *shapes, given.scale)
+        return super().attend(given)
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         self._note("put_tails")
