@@ -1,4 +1,4 @@
-"""Time kvd's kernel for the chunks of a prefill pass, beside MLX's dense attention, on CUDA.
+"""Time kvd's kernel for chunks of a prefill pass and MLX's dense attention, on CUDA.
 
     python -m bench.gpu.chunks [--json FILE]
 

@@ -113,7 +113,7 @@ constexpr float BY = {literal(shape.heads.scale * math.log2(math.e))}, LEAST = -
     text.add(products.MEMORY)
     text.add(_TILE)
     _load_queries(text, shape)
-    text.add(products.QUERIES)
+    text.add(_QUERIES)
     text.add(_ITEMS)
     _add_load(text, shape, "keys", shape.heads.k_dim)
     _add_load(text, shape, "values", shape.heads.v_dim)
@@ -145,6 +145,14 @@ const int own_count = max(0, seen + count - 1);
 const int tail_at = (page_tokens + COUNT - 1) / COUNT;
 const int own_at = tail_at + (tail_tokens + COUNT - 1) / COUNT;
 const int end = own_at + (own_count + COUNT - 1) / COUNT;
+"""
+_QUERIES = """
+uint query[K_DIM / 16][4];
+#pragma unroll
+for (int k = 0; k < K_DIM / 16; ++k) {
+  LOAD_MATRICES(query[k], PLACE(shared_queries, warp * 16 + lane % 16, k * 2 + lane / 16, K_DIM));
+}
+SYNC_BLOCK();
 """
 _ITEMS = """
 // `begin` returns the index of an item's first key in its source, `length` the number of its keys.

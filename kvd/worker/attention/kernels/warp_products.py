@@ -16,14 +16,6 @@ uint4* shared_keys = memory;
 uint4* shared_values = shared_keys + COUNT * (K_DIM + PIECE) / PIECE;
 uint4* shared_queries = shared_keys;
 """
-QUERIES = """
-uint query[K_DIM / 16][4];
-#pragma unroll
-for (int k = 0; k < K_DIM / 16; ++k) {
-  LOAD_MATRICES(query[k], PLACE(shared_queries, warp * 16 + lane % 16, k * 2 + lane / 16, K_DIM));
-}
-SYNC_BLOCK();
-"""
 SCORES = """
 load_values(item);
 #pragma unroll
