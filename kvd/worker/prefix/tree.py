@@ -17,9 +17,11 @@ One tree serves one cache: the model, its KV schemes and the chunk never change.
 from __future__ import annotations
 
 import math
+import random
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -30,6 +32,11 @@ from kvd.worker.prefix.queued_paths import Path, edge_of, salt_digest
 from kvd.worker.prefix.segment_index import Checkpoint
 from protocol.cache_outcome import EvictionCause
 from protocol.segments import prefix_value
+
+SAMPLE = 64
+"""Checkpoints that an eviction compares: all, or so many at random. The bytes that a checkpoint
+would free are counted page by page, so comparing thousands would delay every row. The cache that
+`prefix_value` follows samples 64 objects too."""
 
 Snapshot = Any
 """A cache's snapshot of a sequence: `SequenceSnapshot` or `MlxLmSnapshot`."""
@@ -96,6 +103,8 @@ class _Node:
     """Its value (`kvd.worker.prefix.queued_paths`), computed once: hashing 64 paths of 32K tokens
     takes 39 ms."""
     children: dict[bytes | str, _Node] = field(default_factory=dict)
+    chunks: list[bytes] = field(default_factory=list)
+    """The edges to its children, sorted; the root, whose edges are salts, has none."""
     snapshot: Snapshot = None
     used: int = 0
     """Query count when the checkpoint was last stored or hit."""
@@ -136,6 +145,7 @@ class PrefixTree:
         """Nodes with a checkpoint."""
         self._clock = 0
         """Queries and insertions so far; eviction measures age in these."""
+        self._random = random.Random(0)  # noqa: S311 - chooses samples
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -193,10 +203,12 @@ class PrefixTree:
             return Nearest(0)
         node = [root, *self._path(tokens, salt, proper=False)][-1]
         rest = edge_of(tokens[node.depth : node.depth + self.chunk])
-        edges = [edge for edge in node.children if isinstance(edge, bytes)]
-        if not (edges and rest):
+        if not (node.chunks and rest):
             return Nearest(node.depth)
-        same, edge = max((common_tokens(rest, edge), edge) for edge in edges)
+        # A neighbour among sorted edges has the longest common beginning.
+        place = bisect_left(node.chunks, rest)
+        neighbours = node.chunks[max(0, place - 1) : place + 1]
+        same, edge = max((common_tokens(rest, edge), edge) for edge in neighbours)
         if node.depth + same == len(tokens):
             return Nearest(len(tokens))
         cached = array("i")
@@ -249,7 +261,7 @@ class PrefixTree:
         self.counts.stored += 1
         self.evictions.remove(node.name)
         while self.held_bytes > self.cap_bytes:
-            others = (one for one in self._stored if one is not node)
+            others = [one for one in self._stored if one is not node]
             self._evict(self._least_valuable(others)[0], "full")
         return True
 
@@ -283,11 +295,12 @@ class PrefixTree:
 
         Only checkpoints with a value (`prefix_value`) less than ``below`` are dropped. Returns the
         bytes freed. Age counts in queries. Pages that rows or other checkpoints hold are not freed
-        and do not count.
+        and do not count. Of more than `SAMPLE` checkpoints, each one is the least valuable of a
+        sample.
         """
         freed = 0
         while freed < wanted and self._stored:
-            node, node_bytes, value = self._least_valuable(self._stored)
+            node, node_bytes, value = self._least_valuable(list(self._stored))
             if value >= below:
                 break
             freed += node_bytes
@@ -300,8 +313,10 @@ class PrefixTree:
         above = max((node.depth for node in path if node.snapshot is not None), default=0)
         return prefix_value(len(tokens) - above, nbytes, 0)
 
-    def _least_valuable(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
-        """Return the least valuable node, the bytes that evicting it frees, and its value."""
+    def _least_valuable(self, nodes: list[_Node]) -> tuple[_Node, int, float]:
+        """Return the least valuable of a sample of nodes, the bytes it frees, and its value."""
+        if len(nodes) > SAMPLE:
+            nodes = self._random.sample(nodes, SAMPLE)
         sizes = [(node, self._source.freed_bytes([node.snapshot])) for node in nodes]
         candidates = [(node, freed, self._value(node, freed)) for node, freed in sizes]
         return min(candidates, key=lambda candidate: candidate[2])
@@ -367,8 +382,11 @@ class PrefixTree:
         del self._stored[node]
         # Remove nodes that lead to no checkpoint.
         while node.parent is not None and node.snapshot is None and not node.children:
-            del node.parent.children[node.edge]
-            node = node.parent
+            parent = node.parent
+            del parent.children[node.edge]
+            if isinstance(node.edge, bytes):
+                del parent.chunks[bisect_left(parent.chunks, node.edge)]
+            node = parent
 
     # Paths.
 
@@ -400,5 +418,6 @@ class PrefixTree:
                 digest.update(edge)
                 depth = node.depth + self.chunk
                 node.children[edge] = _Node(node, edge, depth, digest, digest.digest())
+                insort(node.chunks, edge)
             node = node.children[edge]
         return node

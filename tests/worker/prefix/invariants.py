@@ -27,6 +27,7 @@ def check_tree(tree: PrefixTree) -> None:
         node = nodes.pop()
         assert node.snapshot is not None or node.children, "a leaf has no checkpoint"
         assert all(child.parent is node for child in node.children.values())
+        assert node.chunks == sorted(node.children)
         nodes += node.children.values()
         if node.snapshot is not None:
             stored.add(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvd.worker.prefix.queued_paths import path_of
-from kvd.worker.prefix.tree import PrefixTree
+from kvd.worker.prefix.tree import SAMPLE, PrefixTree
 from tests.worker.prefix.invariants import check_tree
 
 CHUNK = 4
@@ -285,6 +286,48 @@ def test_checkpoints_that_save_more_per_byte_are_evicted_later() -> None:
 
     assert freed == TAIL + 4
     assert prefixes.match((*held, 0)).tokens == 4
+
+
+def hit_tokens(sample: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the tokens that hits save while users come, continue conversations, and leave.
+
+    There is room for about 60 checkpoints, of which an eviction compares ``sample``.
+    """
+    monkeypatch.setattr("kvd.worker.prefix.tree.SAMPLE", sample)
+    rng, prefixes = random.Random(1), tree(cap=2400)[0]
+    prompts = [(user,) * CHUNK for user in range(120)]
+    for time in range(900):
+        user = (time // 12 + min(rng.randrange(24), rng.randrange(24))) % 120
+        if len(prompts[user]) > 40 * CHUNK:
+            prompts[user] = (user,) * CHUNK
+        prompts[user] += tuple(rng.randrange(9) for _ in range(CHUNK * rng.randrange(1, 5)))
+        prompt = prompts[user]
+        prefixes.match(prompt)
+        prefixes.insert(prompt, "", tuple(range(1000 * user, 1000 * user + len(prompt))))
+    return prefixes.counts.hit_tokens
+
+
+def test_a_sample_keeps_nearly_what_comparing_all_checkpoints_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hit_tokens(16, monkeypatch) > 0.97 * hit_tokens(1 << 30, monkeypatch) > 0
+
+
+def test_an_eviction_counts_the_pages_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes, cache = tree(cap=1 << 20)
+    for number in range(3 * SAMPLE):
+        prefixes.insert((number,) * CHUNK, "", tuple(range(CHUNK * number, CHUNK * (number + 1))))
+    counted = []
+
+    def freed_bytes(snapshots: list[Kept]) -> int:
+        counted.extend(snapshots)
+        return FakeCache.freed_bytes(cache, snapshots)
+
+    monkeypatch.setattr(cache, "freed_bytes", freed_bytes)
+    prefixes.evict(1)
+
+    assert len(counted) == SAMPLE
+    assert len(prefixes) == 3 * SAMPLE - 1
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3)])
