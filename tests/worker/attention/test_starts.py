@@ -39,12 +39,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [FULL, Kind(window=40), Kind(window=150, keep=70), Kind(chunk=96)],
-    ids=lambda kind: kind.name,
+    ("dim", "repeats", "kind"),
+    [
+        (64, 1, FULL),
+        (64, 16, Kind(window=40)),
+        (80, 1, Kind(window=150, keep=70)),
+        (80, 16, FULL),
+        (256, 1, Kind(chunk=96)),
+        (256, 16, Kind(window=150, keep=70)),
+    ],
+    ids=lambda it: it.name if isinstance(it, Kind) else str(it),
 )
-@pytest.mark.parametrize("repeats", [1, 16])
-@pytest.mark.parametrize("dim", [64, 80, 256])
 def test_first_chunks_of_one_width_are_attended_together(
     dim: int, repeats: int, kind: Kind, calls: list[tuple[int, ...]]
 ) -> None:
