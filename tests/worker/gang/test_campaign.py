@@ -9,12 +9,12 @@ import random
 import mlx_lm.models
 import pytest
 
-from protocol.types import Sampling
+from protocol.types import Alternative, Sampling, TokenLogprob
 from protocol.worker import Submit
 from tests.worker.architectures.zoo import NOT_RUNNABLE
 from tests.worker.gang.campaign import SETTINGS, compare
 from tests.worker.gang.models import FAMILIES, UNDIVIDED
-from tests.worker.gang.traffic import random_request
+from tests.worker.gang.traffic import Answer, logprob_error, random_request
 
 pytestmark = pytest.mark.mlx
 
@@ -49,6 +49,21 @@ def test_all_architectures_that_mlx_lm_divides_take_part():
         if hasattr(getattr(loaded, "Model", None), "shard"):
             divided.add(module.name)
     assert divided - set(UNDIVIDED) == set(FAMILIES)
+
+
+def scored(*tokens: int, rest: float = -2.0) -> Answer:
+    """Return an answer of one choice; ``rest``: the logprob of the second token."""
+    tops = [[Alternative(token, "", -1.0), Alternative(9, "", -2.0)] for token in tokens]
+    tops[1][1] = Alternative(9, "", rest)
+    each = [TokenLogprob(top[0].token, "", -1.0, top=top) for top in tops]
+    return Answer({0: list(tokens)}, scored={0: each})
+
+
+def test_logprobs_are_compared_up_to_the_first_different_token():
+    assert logprob_error(scored(1, 2, 3), scored(1, 2, 3)) == 0
+    assert logprob_error(scored(1, 2, 3), scored(1, 2, 3, rest=-2.5)) == 0.5
+    assert logprob_error(scored(1, 2, 3), scored(1, 4, 3, rest=-2.5)) == 0.5
+    assert logprob_error(scored(1, 2, 3), scored(4, 2, 3, rest=-2.5)) == 0
 
 
 @pytest.mark.process
