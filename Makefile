@@ -21,8 +21,8 @@ BIN := $(VENV)/bin
 # Settings of pytest, such as `make test PYTEST_ARGS="-k cli"`.
 PYTEST_ARGS ?=
 # Test files that run at once: the long ones come first (tests/conftest.py). They share no state.
-# Each computes on about one core, and waits for a part of its time: on two cores three take an
-# eighth less than two, and with four the processors are idle for a tenth of the time.
+# Each computes on about one core, and waits for a part of its time: with four at once, two cores are
+# idle for a tenth of the time.
 JOBS ?= 4
 
 # What `tools.check_wording` reads.

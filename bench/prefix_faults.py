@@ -441,7 +441,7 @@ class Store:
             await self.check()
 
     async def fail(self, rounds: int) -> None:
-        """Let calls fail for some seconds, at least one, then start the daemon again."""
+        """Let calls fail until one has, at least for some seconds; then start the daemon again."""
         if self.disk is None:
             return
         for number in range(rounds):
@@ -450,12 +450,13 @@ class Store:
             await self.ask(prompts[:2])
             await self.written(1)
             await self.kill_worker()
-            before, end = self.disk.failures, time.monotonic() + self.limits.wait_s
+            before = self.disk.failures
             self.disk.fail(self.random.choice([30, 100, 300, 1000]), error)
             await self.ask(prompts)
             await asyncio.sleep(1.5)
             await self.ask(prompts)
             # At 3 % it takes some 30 calls on average, more than these prompts may need.
+            end = time.monotonic() + self.limits.wait_s
             while self.disk.failures == before and time.monotonic() < end:
                 await self.ask(self.prompts(2))
                 await asyncio.sleep(1.5)

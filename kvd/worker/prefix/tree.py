@@ -294,9 +294,9 @@ class PrefixTree:
         """Drop the least valuable checkpoints until ``wanted`` bytes are free, or none is left.
 
         Only checkpoints with a value (`prefix_value`) less than ``below`` are dropped. Returns the
-        bytes freed. Age counts in queries. Pages that rows or other checkpoints hold are not freed
-        and do not count. Of more than `SAMPLE` checkpoints, each one is the least valuable of a
-        sample.
+        bytes freed. Age counts in queries and insertions. Pages that rows or other checkpoints hold
+        are not freed and do not count. If there are more than `SAMPLE` checkpoints, each one is the
+        least valuable of a sample. A sample without a value less than ``below`` ends the search.
         """
         freed = 0
         while freed < wanted and self._stored:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import random
+from dataclasses import replace as changed
 
 import mlx_lm.models
 import pytest
+from msgspec.structs import replace
 
-from protocol.types import Alternative, Sampling, TokenLogprob
+from protocol.types import Sampling
 from protocol.worker import Submit
 from tests.worker.architectures.zoo import NOT_RUNNABLE
-from tests.worker.gang.campaign import SETTINGS, compare
+from tests.worker.gang.campaign import SETTINGS, Single, compare, first_difference, is_rounded
 from tests.worker.gang.models import FAMILIES, UNDIVIDED
-from tests.worker.gang.traffic import Answer, logprob_error, random_request
+from tests.worker.gang.traffic import Answer, Traffic, difference, random_request
 
 pytestmark = pytest.mark.mlx
 
@@ -51,19 +53,35 @@ def test_all_architectures_that_mlx_lm_divides_take_part():
     assert divided - set(UNDIVIDED) == set(FAMILIES)
 
 
-def scored(*tokens: int, rest: float = -2.0) -> Answer:
-    """Return an answer of one choice; ``rest``: the logprob of the second token."""
-    tops = [[Alternative(token, "", -1.0), Alternative(9, "", -2.0)] for token in tokens]
-    tops[1][1] = Alternative(9, "", rest)
-    each = [TokenLogprob(top[0].token, "", -1.0, top=top) for top in tops]
-    return Answer({0: list(tokens)}, scored={0: each})
+@pytest.mark.process
+def test_only_a_draw_near_a_tie_counts_as_rounded():
+    request = Submit(
+        rid="r", tokens=[7, 8, 9], max_tokens=12, sampling=Sampling(temperature=1.0, seed=3)
+    )
+    sampling = request.sampling
+    single = Single("mlx")
+    try:
+        single.load("demo")
 
+        def answer(**changes) -> Answer:
+            asked = replace(request, sampling=replace(sampling, **changes))
+            return Traffic(single).run([asked], 0)["r"]
 
-def test_logprobs_are_compared_up_to_the_first_different_token():
-    assert logprob_error(scored(1, 2, 3), scored(1, 2, 3)) == 0
-    assert logprob_error(scored(1, 2, 3), scored(1, 2, 3, rest=-2.5)) == 0.5
-    assert logprob_error(scored(1, 2, 3), scored(1, 4, 3, rest=-2.5)) == 0.5
-    assert logprob_error(scored(1, 2, 3), scored(4, 2, 3, rest=-2.5)) == 0
+        expected = answer()
+        unlikely = (expected.tokens[0][5] + 1) % 4096
+        found = answer(logit_bias={unlikely: 30.0})
+        at = first_difference(expected.tokens[0], found.tokens[0])
+        assert at is not None
+        assert is_rounded(single, request, expected, found, 0, nudge=30.0)
+        assert not is_rounded(single, request, expected, found, 0)
+        for wrong in (answer(seed=4), answer(temperature=0.0), Answer()):
+            assert difference(expected, wrong, 0)
+            assert not is_rounded(single, request, expected, wrong, 0)
+        cut = changed(expected, reasons={0: "stop"})
+        assert difference(expected, cut, 0)
+        assert not is_rounded(single, request, expected, cut, 0)
+    finally:
+        single.close()
 
 
 @pytest.mark.process
@@ -71,6 +89,7 @@ def test_logprobs_are_compared_up_to_the_first_different_token():
 def test_random_requests_get_the_tokens_of_one_process(settings):
     found = compare("demo", 2, 75, 1, settings)
     assert found["different"] == []
+    assert len(found["rounded"]) <= 1
     assert found["requests"] == 75
     for name in (
         "requests of several choices",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from protocol.embedding import EmbedOptions, vector_of
 from protocol.tools import Grammar
-from protocol.types import ChatMessage, Sampling, TokenLogprob
+from protocol.types import ChatMessage, Sampling
 from protocol.worker import (
     CancelRow,
     ChoiceFinished,
@@ -99,8 +99,6 @@ class Answer:
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     """Why each choice ended."""
-    scored: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """Logprobs of the tokens of each choice, if requested."""
     vector: list[float] = field(default_factory=list)
     """Embedding."""
     reused_tokens: int = 0
@@ -111,9 +109,8 @@ class Answer:
     def take(self, report) -> None:
         """Add a report of this request."""
         match report:
-            case RowTokens(choice=choice, tokens=tokens, level=level, text=text, logprobs=scored):
+            case RowTokens(choice=choice, tokens=tokens, level=level, text=text):
                 self.tokens.setdefault(choice, []).extend(tokens)
-                self.scored.setdefault(choice, []).extend(scored or [])
                 self.levels.setdefault(choice, []).extend([level] * len(tokens))
                 self.texts[choice] = self.texts.get(choice, "") + text
             case ChoiceFinished(choice=choice, reason=reason):
@@ -161,24 +158,6 @@ def difference(expected: Answer, found: Answer, level: int) -> str:
         return "the vector has another length"
     far = [abs(one - other) for one, other in zip(found.vector, expected.vector, strict=True)]
     return "" if max(far, default=0.0) < 1e-3 else f"the vector differs by {max(far)}"
-
-
-def logprob_error(expected: Answer, found: Answer) -> float:
-    """Return the largest difference of logprobs until two answers have different tokens.
-
-    Each position counts the likeliest tokens that both have, also that of the first different
-    token: its probabilities still depend on the same tokens.
-    """
-    worst = 0.0
-    for choice, scored in expected.scored.items():
-        for one, other in zip(scored, found.scored.get(choice, []), strict=False):
-            own, theirs = ({top.token: top.logprob for top in each.top} for each in (one, other))
-            worst = max(
-                [worst, *(abs(own[token] - theirs[token]) for token in own.keys() & theirs)]
-            )
-            if one.token != other.token:
-                break
-    return worst
 
 
 class Traffic:

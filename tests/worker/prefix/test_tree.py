@@ -291,7 +291,7 @@ def test_checkpoints_that_save_more_per_byte_are_evicted_later() -> None:
 def hit_tokens(sample: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the tokens that hits save while users come, continue conversations, and leave.
 
-    There is room for about 60 checkpoints, of which an eviction compares ``sample``.
+    There is room for about 150 checkpoints, of which an eviction compares ``sample``.
     """
     monkeypatch.setattr("kvd.worker.prefix.tree.SAMPLE", sample)
     rng, prefixes = random.Random(1), tree(cap=2400)[0]
