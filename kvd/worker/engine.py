@@ -57,10 +57,11 @@ class Engine(Protocol):
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         """Load the model; raise a `KvdError` if it cannot be served."""
 
-    def submit(self, request: Submit) -> int:
+    def submit(self, request: Submit) -> int | None:
         """Queue a request and return the number of its prompt tokens.
 
-        A `KvdError` fails only this request, and the engine then keeps no state for it.
+        None: they are not known yet, and the engine reports `RowAccepted` or `RowFailed` later. A
+        `KvdError` fails only this request, and the engine then keeps no state for it.
         """
 
     def tokenize(self, request: Tokenize) -> Tokenized:

@@ -31,6 +31,11 @@ from kvd.worker.cache.store import KVStore
 from kvd.worker.cache.usage import CacheUsage
 from kvd.worker.device import on_cpu
 
+Start = Callable[[], None]
+"""Starts the evaluation of a stage."""
+RunStage = Callable[[int, Start], None]
+"""``run_stage(left, start)`` calls ``start``; ``left``: stages after that one."""
+
 
 class ModelCache:
     """Keys, values and states of all sequences of a model.
@@ -271,14 +276,14 @@ class ModelCache:
         return [*range(1 + size, layers, size), layers]
 
     @contextmanager
-    def stages(self, share: float, between: Callable[[int], None]) -> Iterator[None]:
+    def stages(self, share: float, run_stage: RunStage) -> Iterator[None]:
         """Evaluate the pass that the model builds meanwhile in stages. Needs `can_pack`.
 
         The evaluation of a stage starts when its last layer has got its keys and values, so the
         device computes while the host builds the next layers. CPUs start with each layer: a start
-        costs the host less than the layer costs them. ``between(left)`` is called at the end of
-        each stage; ``left``: stages after that one. It may run decode steps of other
-        sequences that need no flush. Its exceptions drop the pass. ``share``: see `stage_ends`.
+        costs the host less than the layer costs them. ``run_stage`` is called at the end of each
+        stage. It may run decode steps of other sequences that need no flush. Its exceptions drop
+        the pass. ``share``: see `stage_ends`.
         """
         ends = self.stage_ends(share)
         by_layer = on_cpu()
@@ -290,7 +295,7 @@ class ModelCache:
             built += 1
             waiting.append(layer)
             if built in ends[:-1]:  # the last one ends when the whole pass is built
-                self._run_stage(waiting, partial(between, len(ends) - ends.index(built) - 1))
+                self._run_stage(waiting, partial(run_stage, len(ends) - ends.index(built) - 1))
             elif by_layer:
                 self._run_stage(waiting)
 
@@ -301,21 +306,28 @@ class ModelCache:
         finally:
             for store in self.stores:
                 store.on_chunk = None
-        self._run_stage(waiting, partial(between, 0))
+        self._run_stage(waiting, partial(run_stage, 0))
 
     def _run_stage(
-        self, layers: list[LayerStore], between: Callable[[], None] | None = None
+        self, layers: list[LayerStore], run: Callable[[Start], None] | None = None
     ) -> None:
-        """Start the evaluation of ``layers``, and clear the list."""
+        """Start the evaluation of ``layers``, or let ``run`` start it, and clear the list."""
         # Otherwise the views would keep the dense keys and values of all layers so far.
         aside = [view.set_aside() for view in self._attention_views]
-        mx.async_eval([layer.unfinished for layer in layers])  # type: ignore[no-untyped-call]
+        arrays = [layer.unfinished for layer in layers]
         layers.clear()
-        if between is not None:
+
+        def start() -> None:
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+            arrays.clear()
+
+        if run is None:
+            start()
+        else:
             with ExitStack() as stack:
                 for store in self.stores:
                     stack.enter_context(store.paused_prefill())
-                between()
+                run(start)
         for view, fetched in zip(self._attention_views, aside, strict=True):
             view.put_back(fetched)
 

@@ -215,7 +215,7 @@ class MLXEngine:
 
     # Requests.
 
-    def submit(self, request: Submit) -> int:
+    def submit(self, request: Submit) -> int | None:
         return self._submissions.submit(request, self._clock())
 
     def tokenize(self, request: Tokenize) -> Tokenized:
@@ -310,6 +310,9 @@ class MLXEngine:
         plan = self._plan()
         self._prompts.prefetch_head()
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
+        if self._batch.read_before_flush(decode):
+            self._deliver()
+            decode = [rid for rid in decode if rid in self._batch.requests]
         start, self._enter_phase.flushed = time.monotonic(), False
         self._prompts.begin_single_tokens(decode)
         if self._batch.decode(decode):

@@ -7,6 +7,10 @@ tokens of the step before, launches the next step and builds the next layers::
     device   | step |  stage  | step |  stage  | step |  stage  | flush |
     host       build | read, launch, build | read, launch, build | read
 
+If the host takes longer than the device, a step's tokens exist before the host has built the next
+stage. Then they are read, and the next step is launched, before that stage is, whose launch takes
+milliseconds. So tokens never wait for the launches of two stages.
+
 Stages change no number: they only decide when the operations of a pass run.
 
 Rows that decode do not join the pass itself. They would get one token per pass, and a pass takes at
@@ -18,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvd.worker.cache.model_cache import Start
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.rates import Rates
 from kvd.worker.device import on_cpu
@@ -37,6 +42,8 @@ nothing to do until the first stage is built."""
 MORE_ROWS = 1.5
 """A step is measured earlier if it has more than this many times the rows of the last measured one.
 Not after every change, because the rows change with every pass while the prompts of a burst end."""
+SOON_SECONDS = 0.0005
+"""A read that waits for less time than this shows that the device is faster than the host."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
@@ -63,6 +70,8 @@ class Interleaving:
         """Rows of the newest step that was measured."""
         self._unmeasured = 0
         """Passes since that step."""
+        self._reads_soon = False
+        """Whether steps are over when the host has built a stage, as far as is known."""
 
     def begin(self, decoding: Sequence[str], launched: float) -> None:
         """Note the requests that decode during the next pass.
@@ -129,8 +138,26 @@ class Interleaving:
         self._batch.finish_step()
         self._deliver()
 
+    def run_stage(self, left: int, start: Start) -> None:
+        """Start a stage, deliver the tokens of the step in flight, and launch the next step.
+
+        ``left``: stages after this one. After the last one, no step is in flight.
+        """
+        soon = self._reads_soon
+        if soon:
+            self.run_step(1)
+        start()
+        if not soon:
+            self.run_step(left)
+        elif not left:
+            self.settle()
+
     def run_step(self, left: int) -> None:
         """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
+        began = time.monotonic()
+        if self._batch.in_flight:
+            self._batch.synchronize()
+            self._reads_soon = not on_cpu() and time.monotonic() - began < SOON_SECONDS
         self.settle()
         if not left:
             return

@@ -6,10 +6,11 @@ A prompt whose logprobs are requested is prefilled completely, since a checkpoin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
+from kvd.worker.cache.model_cache import RunStage
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.delivery import report_prompt
 from kvd.worker.core.embeddings import Embeddings
@@ -98,10 +99,10 @@ class Prompts:
                 if request.submit.prompt_logprobs is not None:
                     self._batch.reports += report_prompt(request, 0, self._first_token(request))
 
-    def _stages(self, tokens: int) -> tuple[float, Callable[[int], None] | None]:
+    def _stages(self, tokens: int) -> tuple[float, RunStage | None]:
         """Return how a pass over so many tokens is divided (`Runner.prefill_pass`)."""
         if self._runner.interleaves:
-            return self._interleaving.stage_share(tokens), self._interleaving.run_step
+            return self._interleaving.stage_share(tokens), self._interleaving.run_stage
         self._interleaving.settle()
         return 1.0, None
 

@@ -1,13 +1,16 @@
 """New requests: checked, tokenized, their grammars compiled, and handed to the batch.
 
-A grammar is written and compiled in threads. The request waits for it here; other requests are not
-delayed.
+Threads tokenize long texts while other requests run, and write and compile grammars. The request
+waits for that here; other requests are not delayed.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,29 +26,43 @@ from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.places import Conversation
 from kvd.worker.text.text import Text
-from protocol.errors import ContextTooLong, KvdError
+from protocol.errors import ContextTooLong, InternalError, KvdError
 from protocol.resume import ChoiceProgress
-from protocol.worker import RowFailed, RowNote, Submit
+from protocol.worker import RowAccepted, RowFailed, RowNote, Submit
 
 MAX_KEPT_CHARACTERS = 8 * 1024 * 1024
 """Characters of queued requests' messages that are kept for explaining a miss of the prefix cache.
 Requests beyond that are explained without the message."""
+LONG_CHARACTERS = 4096
+"""Characters of a text that a thread tokenizes while other requests run. The embedded model's
+tokenizer takes a millisecond for them."""
 WAIT_SECONDS = 0.001
-"""Seconds that a step waits if no row runs and a grammar is being compiled."""
+"""Seconds that a step waits if no row runs and requests wait here."""
+
+_log = logging.getLogger("kvd.worker")
 
 
-@dataclass(frozen=True, eq=False)
-class _Submission:
-    """A checked request."""
+@dataclass(frozen=True)
+class _Prompt:
+    """The tokens of a request."""
 
-    request: Submit
-    prompt: array[int]
-    prompt_tokens: int
+    tokens: array[int]
+    given: int
     """Tokens of the prompt as the client gave it."""
     room: int
     """Tokens of the context that the prompt leaves."""
+
+
+@dataclass(eq=False)
+class _Submission:
+    """A request that is not in the batch yet."""
+
+    request: Submit
     deadline: float | None
-    grammar: GrammarChoice | None
+    encoding: Future[_Prompt] | None = None
+    """The work of the thread that tokenizes its text, until its result is read."""
+    prompt: _Prompt | None = None
+    grammar: GrammarChoice | None = None
 
 
 class Submissions:
@@ -60,41 +77,51 @@ class Submissions:
         self._compiler = compiler
         self._writer = ThreadPoolExecutor(1, "grammar writer")
         self._writer.submit(int)  # starts the thread, for which the first grammar would wait
+        self._encoder = ThreadPoolExecutor(1, "tokenizer")
         self._waiting: dict[str, _Submission] = {}
         self.prompt_tokens = 0
         """Tokens of the prompts of all requests that were not replayed to their end."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a request waits for its grammar."""
+        """Whether a request waits for its tokens or its grammar."""
         return bool(self._waiting)
 
-    def submit(self, request: Submit, now: float) -> int:
-        """Queue a request, or compile its grammar first; return its prompt's tokens."""
+    def submit(self, request: Submit, now: float) -> int | None:
+        """Queue a request, or prepare it first. See `Engine.submit`."""
         check_resume(request, self._text.vocab_size)
-        prompt = array("i", self._text.encode(request))
-        prompt_tokens = len(prompt)
-        if request.embed is not None:
-            prompt_tokens = end_prompt(
-                prompt, request.embed, self._embedding_rules, self._text.context_length
-            )
-        room = self._text.context_length - len(prompt)
-        if request.max_tokens is not None and request.max_tokens > room:
-            raise ContextTooLong(
-                f"prompt and completion take {len(prompt)} + {request.max_tokens} tokens, the"
-                f" model's context is {self._text.context_length}: max_tokens can be {room}",
-                prompt_tokens=len(prompt),
-                max_tokens=request.max_tokens,
-                context_length=self._text.context_length,
-            )
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        choice = self._choice(request, prompt)
-        submission = _Submission(request, prompt, prompt_tokens, room, deadline, choice)
-        if choice is None:
+        submission = _Submission(request, deadline)
+        if self._batch.requests and _is_long(request):
+            submission.encoding = self._encoder.submit(self._encode, request)
+            self._waiting[request.rid] = submission
+            return None
+        submission.prompt = prompt = self._encode(request)
+        submission.grammar = self._choice(request, prompt.tokens)
+        if submission.grammar is None:
             self._accept(submission)
         else:
             self._waiting[request.rid] = submission
-        return prompt_tokens
+        return prompt.given
+
+    def _encode(self, request: Submit) -> _Prompt:
+        """Return the tokens of a request that fits into the context. A thread may do so."""
+        tokens = array("i", self._text.encode(request))
+        given = len(tokens)
+        if request.embed is not None:
+            given = end_prompt(
+                tokens, request.embed, self._embedding_rules, self._text.context_length
+            )
+        room = self._text.context_length - len(tokens)
+        if request.max_tokens is not None and request.max_tokens > room:
+            raise ContextTooLong(
+                f"prompt and completion take {len(tokens)} + {request.max_tokens} tokens, the"
+                f" model's context is {self._text.context_length}: max_tokens can be {room}",
+                prompt_tokens=len(tokens),
+                max_tokens=request.max_tokens,
+                context_length=self._text.context_length,
+            )
+        return _Prompt(tokens, given, room)
 
     def _choice(self, request: Submit, prompt: array[int]) -> GrammarChoice | None:
         """Begin to write a request's grammar; None: any answer."""
@@ -106,39 +133,58 @@ class Submissions:
         return GrammarChoice(self._compiler, self._writer, write, accepted=accepted)
 
     def work(self, now: float) -> None:
-        """Accept the requests whose grammars are compiled."""
+        """Go on with the requests whose tokens or grammars are there."""
         for rid, submission in list(self._waiting.items()):
-            grammar = submission.grammar
-            assert grammar is not None
-            error: KvdError | None = None
-            if grammar.is_over():
-                try:
-                    self._accept(submission)
-                except KvdError as refused:
-                    error = refused
-            elif submission.deadline is not None and submission.deadline <= now:
-                sent = submission.request.resume
-                error = deadline_exceeded(sum(len(choice.tokens) for choice in sent))
-            else:
-                continue
-            del self._waiting[rid]
-            if error is not None:
+            try:
+                is_over = self._advance(submission, now)
+            except KvdError as error:
+                is_over = True
                 self._batch.reports.append(RowFailed(rid=rid, error=error.info()))
+            if is_over:
+                del self._waiting[rid]
+
+    def _advance(self, submission: _Submission, now: float) -> bool:
+        """Go on with a request; return whether it was accepted. Raises why it cannot be."""
+        if submission.encoding is not None and submission.encoding.done():
+            submission.prompt = prompt = _tokens_of(submission.encoding)
+            submission.encoding = None
+            submission.grammar = self._choice(submission.request, prompt.tokens)
+            place = len(self._batch.reports)
+            if submission.grammar is None:
+                self._accept(submission)
+            accepted = RowAccepted(rid=submission.request.rid, prompt_tokens=prompt.given)
+            self._batch.reports.insert(place, accepted)
+            return submission.grammar is None
+        grammar = submission.grammar
+        if submission.prompt is not None and (grammar is None or grammar.is_over()):
+            self._accept(submission)
+            return True
+        if submission.deadline is not None and submission.deadline <= now:
+            sent = submission.request.resume
+            raise deadline_exceeded(sum(len(choice.tokens) for choice in sent))
+        return False
 
     def wait(self) -> None:
-        """Wait for the oldest compilation, for `WAIT_SECONDS` at most."""
+        """Wait for the oldest request's tokens or grammar, for `WAIT_SECONDS` at most."""
         for submission in self._waiting.values():
-            assert submission.grammar is not None
-            submission.grammar.wait(WAIT_SECONDS)
+            if submission.encoding is not None:
+                futures.wait([submission.encoding], WAIT_SECONDS)
+            elif submission.grammar is not None:
+                submission.grammar.wait(WAIT_SECONDS)
             return
 
     def cancel(self, rid: str) -> bool:
-        """Cancel a request that waits for its grammar; return whether it did."""
+        """Cancel a request that waits here; return whether it did."""
         submission = self._waiting.pop(rid, None)
         if submission is None:
             return False
-        request = submission.request
-        choices = Choices(request, submission.prompt_tokens)
+        request, given = submission.request, 0
+        if submission.encoding is not None:
+            with suppress(KvdError):  # the client has left
+                submission.prompt = _tokens_of(submission.encoding)
+        if submission.prompt is not None:
+            given = submission.prompt.given
+        choices = Choices(request, given)
         for choice, sent in enumerate(request.resume or [ChoiceProgress()] * request.n):
             count = len(sent.tokens)
             if sent.reason is None:
@@ -148,7 +194,8 @@ class Submissions:
         return True
 
     def _accept(self, submission: _Submission) -> None:
-        request, prompt = submission.request, submission.prompt
+        assert submission.prompt is not None
+        request, prompt = submission.request, submission.prompt.tokens
         matchers: list[Matcher | None] = [None] * request.n
         valid = False
         if (choice := submission.grammar) is not None:
@@ -179,15 +226,15 @@ class Submissions:
         accepted = Request(
             submit=request,
             prompt=prompt,
-            max_new=request.max_tokens or submission.room,
+            max_new=request.max_tokens or submission.prompt.room,
             completions=completions,
-            choices=Choices(request, submission.prompt_tokens),
+            choices=Choices(request, submission.prompt.given),
             tracked=tracked,
             conversation=self._conversation(request),
             prompt_reported=request.prompt_reported,
         )
         if self._batch.add(accepted, submission.deadline):
-            self.prompt_tokens += submission.prompt_tokens
+            self.prompt_tokens += submission.prompt.given
 
     def _conversation(self, request: Submit) -> Conversation | None:
         """Return what a prompt was rendered from, unless queued requests keep too much of that."""
@@ -197,3 +244,24 @@ class Submissions:
         waiting = (one.conversation for one in self._batch.requests.values())
         kept = sum(one.characters for one in waiting if one is not None)
         return conversation if kept + conversation.characters <= MAX_KEPT_CHARACTERS else None
+
+
+def _is_long(request: Submit) -> bool:
+    """Return whether a request's texts have `LONG_CHARACTERS`."""
+    characters = len(request.prompt or "")
+    for message in request.messages or ():
+        characters += len(message.content) + len(message.reasoning)
+        if characters >= LONG_CHARACTERS:
+            break
+    return characters >= LONG_CHARACTERS
+
+
+def _tokens_of(encoding: Future[_Prompt]) -> _Prompt:
+    """Return the result of a thread, and wait for it; raises `KvdError`."""
+    try:
+        return encoding.result()
+    except KvdError:
+        raise
+    except Exception as error:  # a tokenizer's error on one prompt must not end all rows
+        _log.exception("a text could not be tokenized")
+        raise InternalError("the worker failed to accept the request; see its log") from error

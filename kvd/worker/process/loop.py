@@ -303,7 +303,8 @@ class Loop:
             failure = InternalError("the worker failed to accept the request; see its log")
             self._refuse(request, failure)
         else:
-            self._link.put(wire.RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
+            if prompt_tokens is not None:
+                self._link.put(wire.RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
         self._phases.leave(self._clock())
 
     def _tokenize(self) -> None:

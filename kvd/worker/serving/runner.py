@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -14,7 +14,7 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.model_cache import ModelCache, RunStage, Start
 from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
@@ -220,11 +220,15 @@ class Runner:
             mx.eval(logits, cache.arrays())
             return logits
 
+        def run_stage(_: int, start: Start) -> None:
+            start()
+            found.append(decode(others[0]))
+
         try:
             for row in others:
                 self.prefill(row, _some_tokens(_CHECKED[0]))
             self.prefill(plain, chunk)
-            self.prefill_pass([staged], [chunk], 0.5, lambda _: found.append(decode(others[0])))
+            self.prefill_pass([staged], [chunk], 0.5, run_stage)
             expected = [decode(others[1]) for _ in found]
             pairs = zip([*expected, decode(plain)], [*found, decode(staged)], strict=True)
             agree = all(_agree(one, other, exactly=on_cpu()) for one, other in pairs)
@@ -241,7 +245,7 @@ class Runner:
         rows: list[Row],
         chunks: list[list[int]],
         share: float = 1.0,
-        between: Callable[[int], None] | None = None,
+        run_stage: RunStage | None = None,
     ) -> None:
         """Prefill chunks in one forward pass; several only if `packs`.
 
@@ -252,17 +256,15 @@ class Runner:
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
-            with self._stages(share, between):
+            with self._stages(share, run_stage):
                 self.model(tokens, cache=self._views(rows))
             self.cache.end_pass()
             self.cache.finish_prefill()
 
-    def _stages(
-        self, share: float, between: Callable[[int], None] | None
-    ) -> AbstractContextManager[None]:
-        if between is None:
+    def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
+        if run_stage is None:
             return nullcontext()
-        stages: AbstractContextManager[None] = self.cache.stages(share, between)
+        stages: AbstractContextManager[None] = self.cache.stages(share, run_stage)
         return stages
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
@@ -283,7 +285,7 @@ class Runner:
         rows: list[Row],
         chunks: list[list[int]],
         share: float = 1.0,
-        between: Callable[[int], None] | None = None,
+        run_stage: RunStage | None = None,
     ) -> list[mx.array]:
         """Prefill as `prefill_pass`; return each chunk's hidden states, ``[tokens, channels]``.
 
@@ -293,7 +295,7 @@ class Runner:
         found: list[mx.array] = []
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
-            with self._stages(share, between):
+            with self._stages(share, run_stage):
                 hidden = self._head.hidden(tokens, cache=self._views(rows)).flatten(0, 1)
             self.cache.end_pass()
             mx.eval(hidden)  # before the flush, as in `score_parts`
@@ -341,15 +343,15 @@ class Runner:
         row: Row,
         tokens: list[int],
         share: float = 1.0,
-        between: Callable[[int], None] | None = None,
+        run_stage: RunStage | None = None,
     ) -> Iterator[mx.array]:
         """Prefill one row, and return its logits in parts of `SCORED_AT_ONCE` tokens, lazily.
 
-        The row is prefilled when this method returns. ``share``, ``between``: see `prefill_pass`.
+        The row is prefilled when this method returns. ``share``, ``run_stage``: see `prefill_pass`.
         """
         padded = self._begin_prefill([row], [tokens])
         compute = self.model if self._head is None else self._head.hidden
-        with self._stages(share, between):
+        with self._stages(share, run_stage):
             found: mx.array = compute(padded, cache=self._views([row])).flatten(0, 1)
         found = found[None, : len(tokens)]
         self.cache.end_pass()

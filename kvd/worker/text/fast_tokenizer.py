@@ -47,7 +47,9 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; raises ``TypeError`` for text with lone surrogates."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode`, this releases Python's lock, so that other threads go on.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def __call__(
         self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from kvd.worker.cache import model_cache
 from kvd.worker.core import interleaving, out_of_memory
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
@@ -21,6 +23,8 @@ from tests.worker.core.prompts import prompt_of
 
 pytestmark = pytest.mark.mlx
 
+Started = Callable[[Callable[[int], None]], None]
+
 
 @pytest.fixture
 def layered(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
@@ -28,6 +32,7 @@ def layered(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     rates = demo.engine._rates
     monkeypatch.setattr(rates, "_measured", {"prefill": 1e-6, "decode": 1e6})
     monkeypatch.setattr(rates, "note", lambda *_: None)
+    monkeypatch.setattr(demo.engine._prompts._interleaving, "_reads_soon", False)
     shortages = demo.engine._out_of_memory
     shortages.calm_steps = out_of_memory.CALM_STEPS
     yield demo
@@ -48,18 +53,38 @@ def early(layered: Driver) -> Iterator[list[Report]]:
     layered.engine.watch(ignore_phase)
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["cpu", "slow accelerator", "fast accelerator"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of device that the engine believes to have; steps of a fast one are read at once."""
     monkeypatch.setattr(interleaving, "on_cpu", lambda: request.param == "cpu")
+    soon = math.inf if request.param == "fast accelerator" else 0.0
+    monkeypatch.setattr(interleaving, "SOON_SECONDS", soon)
+    return str(request.param)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """Sets what is called with the number of layers whose evaluation is started, before that."""
+    evaluate = mx.async_eval
+    calls = list[Callable[[int], None]]()
+
+    def launch(*arrays: Any) -> None:
+        if len(arrays) == 1 and all(isinstance(layer, list) for layer in arrays[0]):
+            for call in calls:
+                call(len(arrays[0]))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", launch)
+    yield calls.append
+    calls.clear()
 
 
 def in_prefill(driver: Driver, rid: str) -> bool:
     return rid in driver.engine._scheduler.states.prefilling
 
 
-@pytest.mark.usefixtures("device")
 def test_a_row_decodes_between_the_stages_of_anothers_prompt(
-    layered: Driver, early: list[Report]
+    layered: Driver, early: list[Report], device: str
 ) -> None:
     expected = {
         rid: layered.alone(prompt_of(length, length), max_tokens=60)
@@ -76,10 +101,37 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layers = len(layered.engine._runner.cache.stores[0].layers)
     assert in_prefill(layered, "reads")
     assert layers > 2
-    assert len(layered.outcomes["runs"].tokens) == before + layers
-    assert len([report for report in early if isinstance(report, RowTokens)]) == layers
+    # The step of before, one after each stage but the last, and one before the last that was late.
+    steps = layers + (device == "fast accelerator")
+    assert len(layered.outcomes["runs"].tokens) == before + steps
+    assert len([report for report in early if isinstance(report, RowTokens)]) == steps
     layered.run()
     assert layered.outcomes == expected
+
+
+def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
+    layered: Driver,
+    early: list[Report],
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host delivers them before it launches the stage that it has built."""
+    for module in (interleaving, model_cache):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(interleaving, "SOON_SECONDS", math.inf)
+    monkeypatch.setattr(layered.engine._prompts._interleaving, "_reads_soon", True)
+    layered.submit("runs", prompt_of(90, 90), max_tokens=60)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    layered.submit("reads", prompt_of(400, 400), max_tokens=1)
+    stages = len(layered.engine._runner.cache.stage_ends(0.0))
+    delivered: list[int] = []
+    started(lambda _: delivered.append(len([one for one in early if isinstance(one, RowTokens)])))
+    early.clear()
+    layered.step()
+
+    # The step of before, that of this step, and one more for each stage.
+    assert delivered == [2 + stage for stage in range(stages)]
+    layered.run()
 
 
 @pytest.mark.parametrize("share", [None, 1.0], ids=["stages", "short passes"])
@@ -158,7 +210,7 @@ def test_no_stage_changes_a_number(layered: Driver) -> None:
 
 
 def test_a_step_runs_while_the_model_builds_the_pass(
-    layered: Driver, monkeypatch: pytest.MonkeyPatch
+    layered: Driver, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device computes the first layers before the host has built the last ones.
 
@@ -170,7 +222,7 @@ def test_a_step_runs_while_the_model_builds_the_pass(
     cache = layered.engine._runner.cache
     (store,) = cache.stores
     events: list[str] = []
-    run_step, evaluate = interleaving.Interleaving.run_step, mx.async_eval
+    run_step = interleaving.Interleaving.run_step
 
     def run(self: interleaving.Interleaving, left: int) -> None:
         pending = [layer for layer in store.layers if layer.pending]
@@ -178,42 +230,29 @@ def test_a_step_runs_while_the_model_builds_the_pass(
         events.append("step")
         run_step(self, left)
 
-    def launch(*arrays: Any) -> None:
-        built = sum(bool(layer.new_tails) for layer in store.layers)
-        if built:
-            events.append(str(built))
-        evaluate(*arrays)
-
     monkeypatch.setattr(interleaving.Interleaving, "run_step", run)
-    monkeypatch.setattr(mx, "async_eval", launch)
+    started(lambda layers: events.append(str(layers)))
     layered.step()
 
     layers = len(store.layers)
     # The first two layers are one stage. The last one ends with nothing left to start.
-    steps = [event for built in range(2, layers) for event in (str(built), "step")]
-    assert events == ["1", *steps, str(layers), str(layers), "step"]
+    assert events == ["1", *["1", "step"] * (layers - 2), "1", "0", "step"]
     layered.run()
 
 
 def test_a_cpu_computes_while_the_host_builds_although_no_row_decodes(
-    layered: Driver, monkeypatch: pytest.MonkeyPatch
+    layered: Driver, started: Started
 ) -> None:
     wanted = layered.alone(prompt_of(400, 3), max_tokens=4)
     layered.engine._prefix_cache.tree.clear()
     (store,) = layered.engine._runner.cache.stores
     built: list[int] = []
-    evaluate = mx.async_eval
-
-    def launch(*arrays: Any) -> None:
-        built.append(sum(bool(layer.new_tails) for layer in store.layers))
-        evaluate(*arrays)
-
-    monkeypatch.setattr(mx, "async_eval", launch)
+    started(built.append)
     layered.submit("reads", prompt_of(400, 3), max_tokens=4)
     layered.step()
 
     layers = len(store.layers)
-    assert built == [*range(1, layers + 1), layers]
+    assert built == [1] * layers + [0]
     layered.run()
     assert layered.outcomes.pop("reads") == wanted
 
