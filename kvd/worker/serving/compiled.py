@@ -4,7 +4,8 @@ A decode step of a small model has about a thousand small operations. Building t
 as long as running them. Here the step is a function of arrays only (tokens, the step's tables,
 tails and pools), which `mx.compile` traces once, fuses, and replays. A trace's key contains
 everything that would change it: the number of rows, of pages on each level (rounded up, so that
-there are few shapes; padding is never read) and of slots in tails and pools.
+there are few shapes; padding is never read) and of slots in tails and pools. Steps that get views
+of the pools (`PagePool.views`) do not depend on the slots of pools.
 
 Fused or not, an element is computed by the same operations in the same order. So a row gets the
 same numbers from a compiled step as from a plain one; a test verifies this to the bit on the CPU.
@@ -25,6 +26,7 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.padded_sizes import padded_work
 from kvd.worker.cache.page_tables import LevelTable
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.cache.store import KVStore
 from protocol.memory_bounds import MAX_TRACES
@@ -56,7 +58,7 @@ class CompiledDecode:
     def __call__(self, tokens: mx.array) -> mx.array:
         """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
         parts = [_Part.of(store) for store in self._cache.stores]
-        inputs = [tokens, *(array for part in parts for array in part.arrays())]
+        inputs = [tokens, *(array for part in parts for array in part.arrays(PagePool.views))]
         key = tuple(part.key for part in parts)
         logits, tails = self._called(self._function(key, parts), inputs)
         left = iter(tails)
@@ -112,7 +114,9 @@ class _Part:
         """What a trace depends on: everything that determines the shapes of its arrays."""
         step = self.step
         capacities = tuple(
-            layer.pools[level].capacities for layer in self.store.layers for level in self.levels
+            layer.pools[level].view_capacities
+            for layer in self.store.layers
+            for level in self.levels
         )
         tails = self.store.layers[0].tail_keys.shape[0]
         sizes = (step.batch, len(step.rows), tails, self.levels, capacities)
@@ -129,14 +133,14 @@ class _Part:
             return self.step.backend.pages.levels
         return tuple(table.level for table in self.step.tables)
 
-    def arrays(self) -> Arrays:
+    def arrays(self, of_pool: Callable[[PagePool], Arrays] = PagePool.arrays) -> Arrays:
         """Return all arrays that the step reads, in the order of `put`."""
         step = self.step
         found = self._addresses() if step.backend is None else step.backend.arrays(step)
         for layer in self.store.layers:
             found += [layer.tail_keys, layer.tail_values]
             for level in self.levels:
-                found += layer.pools[level].arrays()
+                found += of_pool(layer.pools[level])
         return found
 
     def _addresses(self) -> Arrays:

@@ -221,8 +221,13 @@ class Runner:
             return logits
 
         def run_stage(_: int, start: Start) -> None:
-            start()
+            # On accelerators a step may come before the start of the stage that is built.
+            is_first = len(found) % 2 > 0 and not on_cpu()
+            if not is_first:
+                start()
             found.append(decode(others[0]))
+            if is_first:
+                start()
 
         try:
             for row in others:

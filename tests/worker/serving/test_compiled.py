@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.padded_sizes import padded_work
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.step_down import ModelStepDown
@@ -121,6 +125,48 @@ def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert pair.compiled._compiled is not None
     assert len(pair.compiled._compiled._traces) == 2
+
+
+def test_larger_pools_need_no_new_trace_if_steps_read_views(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with kernels on CUDA: kvd's native library reads only the addresses of pools, too."""
+    if build_native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    resized: list[int] = []
+
+    all_pages = PagePool.views
+
+    def first_pages(pool: PagePool) -> list[mx.array]:
+        with monkeypatch.context() as patch:
+            patch.setattr(PagePool, "is_written_by_kernel", True)
+            return all_pages(pool)
+
+    def counts(views: Callable[[PagePool], list[mx.array]]) -> list[int]:
+        monkeypatch.setattr(PagePool, "views", views)
+        pair = Pair("llama", CacheSettings(SCHEMES), Library(build_native.load()))
+        decode = pair.compiled._compiled
+        assert decode is not None
+        pool = pair.compiled.cache.stores[0].layers[0].pools[0]
+        found = []
+        for length in (70, 150):
+            pair.join(length)
+        for token in range(150):
+            before = len(decode._traces)
+            capacity = pool.capacity
+            pair.step(token % 50)
+            if pool.capacity == capacity and token % 10 == 0:
+                for store in chain.from_iterable(one.cache.stores for one in pair.runners):
+                    for layer in store.layers:
+                        layer.pools[0].grow(layer.pools[0].capacity + 3)
+                resized.append(pool.capacity)
+            found.append(len(decode._traces) - before)
+        return found
+
+    with_views, without = counts(first_pages), counts(all_pages)
+    assert len(resized) > 20
+    assert sum(with_views) < 5
+    assert sum(without) >= len(resized) // 2
 
 
 def test_models_that_cannot_be_traced_run_plainly() -> None:

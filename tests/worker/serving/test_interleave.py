@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.model_cache import ModelCache, Start
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving.probe import find_layout
@@ -41,7 +41,8 @@ def test_decode_steps_within_a_pass_change_no_bit(name: str) -> None:
     runner.prefill(plain, CHUNK)
     found: list[mx.array] = []
 
-    def step(_: int) -> None:
+    def step(_: int, start: Start) -> None:
+        start()
         found.append(runner.decode([others[0]], mx.array([7])))
         mx.eval(found, cache.arrays())
 
