@@ -142,7 +142,9 @@ def _estimate(
     overhead = (
         machine.interpreter
         + memory_bounds.TOKENIZER_HELD * model_folder.tokenizer_bytes(folder)
-        + memory_bounds.freed_bytes(on_cpu=machine.on_cpu, cuda=machine.cuda)
+        + memory_bounds.freed_bytes(
+            machine.attention_scratch, on_cpu=machine.on_cpu, cuda=machine.cuda
+        )
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
         + memory_bounds.step_bytes(

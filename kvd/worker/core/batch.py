@@ -221,16 +221,16 @@ class Batch:
         self.max_rows = max(self.max_rows, len(rows))
         return step, over
 
-    def read_before_flush(self, rids: Sequence[str]) -> bool:
-        """Read the step in flight if the next step of these requests must write pages first.
+    def read_before_flush(self, rids: list[str], deliver: Callable[[], None]) -> list[str]:
+        """Deliver the step in flight if the next step of these requests must write pages first.
 
-        A flush waits for the step anyway, and the step's tokens need not wait for the flush. Return
-        whether it was read; requests may have ended.
+        A flush waits for the step anyway. Return the requests that have not ended.
         """
         if self._step is None or not self.must_flush(rids):
-            return False
+            return rids
         self.finish_step()
-        return True
+        deliver()
+        return [rid for rid in rids if rid in self.requests]
 
     def must_flush(self, rids: Sequence[str]) -> bool:
         """Return whether the next decode step of these requests must write pages first."""

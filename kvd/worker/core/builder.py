@@ -102,7 +102,7 @@ def load_model(
     shortage.install_retries()
     modules.activate(progress)
     native = activation.activate(progress, command.ranks)
-    mx.set_cache_limit(loading.freed_bytes())
+    mx.set_cache_limit(loading.freed_bytes(command))
     if not loading.has_separate_memory():  # else the grant is for the device's memory
         limit.start()
     path = model_files.resolve(command.source, progress)

@@ -151,7 +151,8 @@ class MLXEngine:
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         interleaving = Interleaving(batch, self._rates, self._deliver)
-        self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving)
+        freed = loading.freed_bytes(command)
+        self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving, freed)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         probing = model.serving.probing
@@ -308,11 +309,9 @@ class MLXEngine:
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
         plan = self._plan()
-        self._prompts.prefetch_head()
+        self._prompts.prepare(prefills=bool(plan.group))
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
-        if self._batch.read_before_flush(decode):
-            self._deliver()
-            decode = [rid for rid in decode if rid in self._batch.requests]
+        decode = self._batch.read_before_flush(decode, self._deliver)
         start, self._enter_phase.flushed = time.monotonic(), False
         self._prompts.begin_single_tokens(decode)
         if self._batch.decode(decode):

@@ -19,11 +19,15 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.segment_reads import SegmentReads
+from kvd.worker.device import on_cpu
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
 from protocol.types import TokenLogprob
+
+FULL = 7 / 8
+"""Freed buffers relative to their limit that leave too little for those of decode steps."""
 
 
 class Prompts:
@@ -36,8 +40,13 @@ class Prompts:
         rates: Rates,
         embeddings: Embeddings,
         interleaving: Interleaving,
+        freed_bytes: int,
     ) -> None:
+        """``freed_bytes``: limit of the freed buffers that MLX keeps."""
         self._batch = batch
+        self._freed_bytes = freed_bytes
+        self._may_fill_buffers = False
+        """Whether a pass may have filled the freed buffers with those that only passes need."""
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
         self._memory = memory
@@ -48,7 +57,13 @@ class Prompts:
         self._interleaving = interleaving
         self.computed_tokens = 0
 
-    def prefetch_head(self) -> None:
+    def prepare(self, *, prefills: bool) -> None:
+        """Prefetch the segments of the head of the queue. Without a pass, drop its buffers."""
+        if not prefills:
+            self._drop_buffers()
+        self._prefetch_head()
+
+    def _prefetch_head(self) -> None:
         """Prefetch the segments of the head of the queue, unless it is admitted again."""
         head = self._batch.scheduler.head
         if self.segments is None or head is None or head.was_admitted or head.level:
@@ -66,6 +81,7 @@ class Prompts:
         if not chunks:
             return  # all requests in prefill wait until their rows are read from disk
         start = time.monotonic()
+        self._may_fill_buffers = not on_cpu()
         self._prefill(chunks)
         seconds = time.monotonic() - start
         seconds -= self._interleaving.step_seconds
@@ -90,6 +106,16 @@ class Prompts:
             self._batch.synchronize()  # the row gets tails and pages
         self._batch.take_row(request, self._batch.new_row(request, hit, coming), hit.tokens)
         return hit.tokens
+
+    def _drop_buffers(self) -> None:
+        """After the last pass, drop freed buffers if MLX keeps as many as it may.
+
+        Then it would free each buffer of the decode steps that follow, and allocate it again.
+        """
+        if self._may_fill_buffers:
+            self._may_fill_buffers = False
+            if mx.get_cache_memory() >= FULL * self._freed_bytes:
+                mx.clear_cache()
 
     def begin_single_tokens(self, rids: Sequence[str]) -> None:
         """Give rows to decoding requests whose prompt is one token: they need no prefill."""

@@ -39,7 +39,7 @@ def load_part(load: records.Load, peers: FollowerPeers, group: Any) -> Runner:
     shortage.install_retries()
     modules.activate(_ignore_progress)
     library = _library(peers) if load.native else None
-    mx.set_cache_limit(loading.freed_bytes())
+    mx.set_cache_limit(loading.freed_bytes(load.command))
     headers = model_files.inspect(Path(load.path))
     opened = model_files.open_without_tokenizer(headers.path, load.vocab_size)
     loaded = read_part(opened, headers.path, _ignore_progress, library, peers, group)

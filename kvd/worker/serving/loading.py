@@ -145,9 +145,9 @@ def info_of(
     )
 
 
-def freed_bytes() -> int:
+def freed_bytes(command: LoadModel) -> int:
     """Return how many bytes of freed buffers MLX may keep for reuse on this device."""
-    return memory_bounds.freed_bytes(on_cpu=on_cpu(), cuda=on_cuda())
+    return memory_bounds.freed_bytes(command.attention_scratch, on_cpu=on_cpu(), cuda=on_cuda())
 
 
 def has_separate_memory() -> bool:
@@ -164,7 +164,7 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
     scratch = checks_bytes(headers, command, packed=packed)
-    footprint = memory.footprint() + freed_bytes() + memory_bounds.LOOSE_BYTES
+    footprint = memory.footprint() + freed_bytes(command) + memory_bounds.LOOSE_BYTES
     others = (command.ranks - 1) * (footprint + scratch + _replicated_bytes(headers))
     # The tokenizer is loaded before the weights are read.
     tokenizer = model_folder.tokenizer_bytes(headers.path)
@@ -235,7 +235,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     step += waiting_bytes(runner, runner.pass_tokens(command.prefill_chunk))
     if command.segments_folder is not None and command.prefix_store_on:
         step += staging_bytes(runner.cache)
-    return held + freed_bytes() + memory_bounds.LOOSE_BYTES + step
+    return held + freed_bytes(command) + memory_bounds.LOOSE_BYTES + step
 
 
 def waiting_bytes(runner: Runner, tokens: int) -> int:
