@@ -294,23 +294,32 @@ class KVStore:
         lowest = max((page.level for page in row.pages), default=0)
         return not self.quantized_start and lowest <= row.level
 
-    def finish_prefill(self) -> None:
-        """Evaluate the chunks and write them. Nothing else may run on the device."""
+    def finish_prefill(self, *, waits: bool = True) -> None:
+        """Evaluate the chunks and write them. Nothing else may run on the device.
+
+        ``waits``: see `Flusher.write`; only if `writes_by_kernel`.
+        """
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")
         if isinstance(step, PackedPrefill):
             step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
-        self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
+        self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step], waits=waits)
 
-    def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
+    @property
+    def writes_by_kernel(self) -> bool:
+        """Whether kernels write all pages."""
+        return all(pool.is_written_by_kernel for layer in self.layers for pool in layer.pools)
+
+    def finish_chunks(self, steps: Sequence[PrefillStep], *, waits: bool = True) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
-        mx.eval(self.arrays())
+        if waits:
+            mx.eval(self.arrays())
         filled = []
         for step in steps:
             step.row.length += step.count
             filled += [step.row] * step.new_pages
-        self._write(filled, [step.row for step in steps])
+        self._write(filled, [step.row for step in steps], waits=waits)
         self._drop_unseen(step.row for step in steps if step.row.alive)
 
     def undo_prefill(self) -> bool:
@@ -372,9 +381,11 @@ class KVStore:
         """Write the next page of every row whose tail has the tokens. The device must be idle."""
         self._write([])
 
-    def _write(self, filled: list[Row], prefilled: Collection[Row] = ()) -> None:
+    def _write(
+        self, filled: list[Row], prefilled: Collection[Row] = (), *, waits: bool = True
+    ) -> None:
         self.scratch.clear()
-        self._flusher.write(self.rows, filled, prefilled)
+        self._flusher.write(self.rows, filled, prefilled, waits=waits)
         if filled:
             self.tables.invalidate(filled)
         self.flushes += 1
