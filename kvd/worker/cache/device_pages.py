@@ -60,11 +60,6 @@ def start(done: Sequence[mx.array]) -> None:
     _started.extend(done)
 
 
-def are_started() -> bool:
-    """Return whether writes were started that were not waited for."""
-    return bool(_started)
-
-
 def wait() -> None:
     """Wait for the writes that were started. Steps launched later are not waited for."""
     if _started:

@@ -248,7 +248,7 @@ class ModelCache:
             view.forget()
 
     def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them.
+        """Evaluate the chunks and write them. Nothing else may run on the device.
 
         ``waits``: whether they are written on return. Otherwise the device may still compute this
         pass while the next one is built, if the dense copies of both fit into the scratch.

@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvd.worker.cache import device_pages
 from kvd.worker.cache.model_cache import Start
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.rates import Rates
@@ -71,8 +70,6 @@ class Interleaving:
         """Rows of the newest step that was measured."""
         self._unmeasured = 0
         """Passes since that step."""
-        self.wants_measure = False
-        """Whether the next step is to be measured, so that the device must be idle before it."""
         self._reads_soon = False
         """Whether steps are over when the host has built a stage, as far as is known."""
 
@@ -122,9 +119,6 @@ class Interleaving:
         is_like_last = rows <= MORE_ROWS * self._measured_rows
         if not on_cpu() and is_like_last and self._unmeasured < MEASURED_PASSES:
             return
-        self.wants_measure = device_pages.are_started()
-        if self.wants_measure:
-            return  # this step was launched before the end of a pass
         self._measured_rows, self._unmeasured = rows, 0
         start = time.monotonic()
         self._batch.synchronize()
@@ -133,6 +127,11 @@ class Interleaving:
         self._rates.note("decode", 1, end - self._launched)
         if on_cpu():
             self.settle()  # otherwise its tokens would wait for the first stage
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows decode during the pass."""
+        return bool(self._rows(self._decoding))
 
     @property
     def step_seconds(self) -> float:
