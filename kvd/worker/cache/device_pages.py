@@ -3,10 +3,9 @@
 MLX takes one launch for each array that is written and three for each that grows. It writes in
 place only if nothing else references the array, for which a flush must wait.
 
-`put` writes into its input arrays, and MLX does not know of these writes. So its evaluation must
-begin after that of all steps that read the old pages, and before that of the steps that read the
-new ones. Other streams, such as that of `kvd.worker.cache.device_copy`, must `wait` for its end
-before they touch pages. `prepare` compares the kernels with
+`put` writes into its input arrays, and MLX does not know of these writes. So it must be evaluated
+after all steps that read the old pages, and its evaluation must end before anything reads the new
+ones: `kvd.worker.cache.device_copy` writes on another stream. `prepare` compares the kernels with
 plain copies, once for each shape; they are not used if they differ.
 """
 
@@ -48,23 +47,6 @@ def prepare(arrays: Sequence[mx.array]) -> None:
 def is_prepared(shape: PageShape) -> bool:
     """Return whether `put` writes pages of this shape."""
     return _prepared.get(shape, False)
-
-
-_started: list[mx.array] = []
-"""Results of `put` whose evaluation was started and not waited for."""
-
-
-def start(done: Sequence[mx.array]) -> None:
-    """Start to evaluate results of `put`."""
-    mx.async_eval(done)  # type: ignore[no-untyped-call]
-    _started.extend(done)
-
-
-def wait() -> None:
-    """Wait for the writes that were started. Steps launched later are not waited for."""
-    if _started:
-        mx.eval(_started)
-        _started.clear()
 
 
 def put(

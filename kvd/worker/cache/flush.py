@@ -1,6 +1,4 @@
-"""The flush: pages that are due are written into the pools, behind all steps so far.
-
-Unless kernels write all pages, the device must be idle.
+"""The flush: pages that are due are written into the pools while the device is idle.
 
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
@@ -15,7 +13,6 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvd.worker.cache import device_pages
 from kvd.worker.cache.dense_start import DenseStart
 from kvd.worker.cache.layer import FlushWrites, LayerStore, PackTails, Placement
 from kvd.worker.cache.page_store import PageStore
@@ -70,19 +67,11 @@ class Flusher:
         self._pack_tails = pack_tails
         self._dense_start = dense_start
 
-    def write(
-        self,
-        rows: list[Row],
-        filled: list[Row],
-        prefilled: Collection[Row] = (),
-        *,
-        waits: bool = True,
-    ) -> None:
-        """Write the pages that are due. ``rows`` are all running rows.
+    def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
+        """Write the pages that are due. The device must be idle. ``rows`` are all running rows.
 
         ``filled`` has the row of each page that a chunk has filled, in the order of the layers'
-        pending pages. Rows in ``prefilled`` get new tails and no page written ahead. ``waits``:
-        whether the pages are written on return, which `device_pages.wait` ensures otherwise.
+        pending pages. Rows in ``prefilled`` get new tails and no page written ahead.
         """
         outgrown = [row for row in rows if self._dense_start.outgrown(row)]
         for row in outgrown:
@@ -96,10 +85,9 @@ class Flusher:
         placements = [pages.placement() for pages in new]
         limit = limit_bytes()
         gathered = (layer.gather_pages(placements, self._pack_tails) for layer in self._layers)
-        _write(self._layers, gathered, limit, waits=waits)
+        _write(self._layers, gathered, limit)
         if any(layer.new_tails for layer in self._layers):
-            tails = (layer.gather_tails() for layer in self._layers)
-            _write(self._layers, tails, limit, waits=waits)
+            _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)
         for pages in new:
             pages.assign()
         self._dense_start.leave(outgrown)
@@ -110,9 +98,7 @@ class Flusher:
         return _NewPages(level, [row for row in filled if row.level == level], ahead)
 
 
-def _write(
-    layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: int, *, waits: bool
-) -> None:
+def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: int) -> None:
     together: list[tuple[LayerStore, FlushWrites]] = []
     nbytes = 0
     for pair in zip(layers, writes, strict=True):
@@ -120,20 +106,14 @@ def _write(
         nbytes += pair[1].created_bytes
         del pair  # frees what was written before more is gathered
         if nbytes >= limit:
-            _write_together(together, waits=True)  # so that no more exists twice
+            _write_together(together)
             nbytes = 0
-    _write_together(together, waits=waits)
+    _write_together(together)
 
 
-def _write_together(together: list[tuple[LayerStore, FlushWrites]], *, waits: bool) -> None:
+def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> None:
     if all(layer.writes_by_kernel(writes) for layer, writes in together):
-        written = [layer.put(writes) for layer, writes in together]
-        if waits:
-            mx.eval(written)
-        elif any(writes.tails for _, writes in together):
-            mx.async_eval(written)  # type: ignore[no-untyped-call]
-        else:
-            device_pages.start([done for one in written for done in one])
+        mx.eval([layer.put(writes) for layer, writes in together])
     else:
         # Evaluated first, so that nothing except the write references a pool: only then is the
         # write in place.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 
-from kvd.worker.cache import cuda_driver, device_copy, device_pages
+from kvd.worker.cache import cuda_driver, device_copy
 from kvd.worker.lean_imports import np
 from protocol.record_file import DamagedFile
 
@@ -43,7 +43,6 @@ def copy_pages(
     sizes = [math.prod(array.shape[1:]) * array.dtype.size for array in arrays]
     expect_bytes(record, len(slots) * sum(sizes))
     source = np.frombuffer(record, np.uint8)
-    device_pages.wait()  # the copy may be on another stream
     if (wait := device_copy.copy(arrays, slots, source)) is not None:
         return wait
     if cuda_driver.is_usable():

@@ -192,8 +192,7 @@ class MlxLmCache:
     def end_pass(self) -> None:
         """Do nothing: mlx-lm's caches already have the new tokens."""
 
-    def finish_prefill(self, *, waits: bool = True) -> None:
-        del waits
+    def finish_prefill(self) -> None:
         if self._prefilling is None:
             raise RuntimeError("no prefill step is under way")
         (sequence, count), self._prefilling = self._prefilling, None

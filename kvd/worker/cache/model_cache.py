@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from kvd.worker.cache import device_pages
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
@@ -247,24 +246,14 @@ class ModelCache:
         for view in self._attention_views:
             view.forget()
 
-    def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them. Nothing else may run on the device.
-
-        ``waits``: whether they are written on return. Otherwise the device may still compute this
-        pass while the next one is built, if the dense copies of both fit into the scratch.
-        """
+    def finish_prefill(self) -> None:
+        """Evaluate the chunks and write them. Nothing else may run on the device."""
         if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
         prefilled, self._prefilling = self._prefilling, []
-        device_pages.wait()  # at most one pass is not over
-        waits = waits or not all(
-            store.writes_by_kernel and 2 * store.scratch.held <= store.scratch.limit
-            for store in self.stores
-        )
-        if waits:
-            mx.eval(self.arrays())
+        mx.eval(self.arrays())
         for store in self.stores:
-            store.finish_prefill(waits=waits)
+            store.finish_prefill()
         for sequence, count in prefilled:
             sequence.length += count
 

@@ -294,32 +294,23 @@ class KVStore:
         lowest = max((page.level for page in row.pages), default=0)
         return not self.quantized_start and lowest <= row.level
 
-    def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them. Nothing else may run on the device.
-
-        ``waits``: see `Flusher.write`; only if `writes_by_kernel`.
-        """
+    def finish_prefill(self) -> None:
+        """Evaluate the chunks and write them. Nothing else may run on the device."""
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")
         if isinstance(step, PackedPrefill):
             step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
-        self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step], waits=waits)
+        self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
 
-    @property
-    def writes_by_kernel(self) -> bool:
-        """Whether kernels write all pages."""
-        return all(pool.is_written_by_kernel for layer in self.layers for pool in layer.pools)
-
-    def finish_chunks(self, steps: Sequence[PrefillStep], *, waits: bool = True) -> None:
+    def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
-        if waits:
-            mx.eval(self.arrays())
+        mx.eval(self.arrays())
         filled = []
         for step in steps:
             step.row.length += step.count
             filled += [step.row] * step.new_pages
-        self._write(filled, [step.row for step in steps], waits=waits)
+        self._write(filled, [step.row for step in steps])
         self._drop_unseen(step.row for step in steps if step.row.alive)
 
     def undo_prefill(self) -> bool:
@@ -381,11 +372,9 @@ class KVStore:
         """Write the next page of every row whose tail has the tokens. The device must be idle."""
         self._write([])
 
-    def _write(
-        self, filled: list[Row], prefilled: Collection[Row] = (), *, waits: bool = True
-    ) -> None:
+    def _write(self, filled: list[Row], prefilled: Collection[Row] = ()) -> None:
         self.scratch.clear()
-        self._flusher.write(self.rows, filled, prefilled, waits=waits)
+        self._flusher.write(self.rows, filled, prefilled)
         if filled:
             self.tables.invalidate(filled)
         self.flushes += 1

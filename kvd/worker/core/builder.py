@@ -318,9 +318,7 @@ def make_admission(
     if model.serving.sums is not None:
         measured = model.serving.sums.base
     else:
-        served = model.serving.served.runner
-        measured = loading.base_bytes(model.loaded, command, served)
-        served.runs_ahead = loading.ahead_bytes(model.loaded, command, served) > 0
+        measured = loading.base_bytes(model.loaded, command, model.serving.served.runner)
     # A load that skips checks has not yet allocated all that the process will hold.
     name = f"base of {command.max_rows} rows, chunks of {chunk}, {command.segments_folder}"
     base_bytes = max(measured, model.serving.checks.result(name, lambda: measured, int))

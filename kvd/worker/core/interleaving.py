@@ -129,11 +129,6 @@ class Interleaving:
             self.settle()  # otherwise its tokens would wait for the first stage
 
     @property
-    def has_rows(self) -> bool:
-        """Whether rows decode during the pass."""
-        return bool(self._rows(self._decoding))
-
-    @property
     def step_seconds(self) -> float:
         """About how long decode steps delayed the pass, in seconds."""
         return self._waited + self._rates.seconds("decode", self._steps)

@@ -151,8 +151,7 @@ class Prompts:
             if any(request.submit.embed is not None for request, _ in plain):
                 self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
             else:
-                waits = not self._may_run_ahead(plain)
-                self._runner.prefill_pass(rows, tokens, *stages, waits=waits)
+                self._runner.prefill_pass(rows, tokens, *stages)
         pairs = list(zip(requests, chunks, strict=True))
         for request, chunk in pairs:
             self._count(request, chunk)
@@ -162,16 +161,6 @@ class Prompts:
                 self._prefix_cache.prefilled(
                     request.tracked, starts[request], end, request.row, self._memory.spare_bytes
                 )
-
-    def _may_run_ahead(self, chunks: Sequence[tuple[Request, Chunk]]) -> bool:
-        """Return whether the next pass may be launched before this one is over.
-
-        Nothing else may wait for the device: no row decodes, and all prompts go on.
-        """
-        return self._runner.runs_ahead and not (
-            self._interleaving.has_rows
-            or any(chunk.end + 1 >= len(request.prompt) for request, chunk in chunks)
-        )
 
     def _count(self, request: Request, chunk: Chunk) -> None:
         """Count a chunk that is prefilled. Prefills it first if its logprobs are requested."""

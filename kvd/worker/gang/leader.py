@@ -200,7 +200,6 @@ class LeaderRunner:
     """`Runner` of all ranks, for the engine."""
 
     interleaves = False
-    runs_ahead = False
     """The number of decode steps between the stages of a pass would depend on time."""
     draws_late = False
     """The other ranks know how many tokens a step draws when it is launched."""
@@ -246,7 +245,7 @@ class LeaderRunner:
     def prefill(self, row: Row, tokens: list[int]) -> None:
         self.prefill_pass([row], [tokens])
 
-    def prefill_pass(self, rows: list[Row], chunks: list[list[int]], *_: Any, **__: Any) -> None:
+    def prefill_pass(self, rows: list[Row], chunks: list[list[int]], *_: Any) -> None:
         self._sender.send(records.Prefill(self._sender.ids_of(rows), chunks), rows)
         self._runner.prefill_pass(rows, chunks)
 

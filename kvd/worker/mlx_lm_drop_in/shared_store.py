@@ -58,7 +58,7 @@ class SharedRow:
 class LayerRows(KVStore):
     """A store of one layer that also prefills several rows in one pass."""
 
-    def finish_chunks(self, steps: Sequence[PrefillStep], *, waits: bool = True) -> None:
+    def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
         # Layers that share these keys may still read pages that leave the window now. So the pages
         # that this pass reads are retained until the flush is over. The next flush, which may
@@ -67,7 +67,7 @@ class LayerRows(KVStore):
         read = [page for step in steps if step.row.alive for page in step.row.pages]
         self.pages.retain(read)
         try:
-            super().finish_chunks(steps, waits=waits)
+            super().finish_chunks(steps)
         finally:
             self.pages.release(read)
 

@@ -233,22 +233,9 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
     step += waiting_bytes(runner, runner.pass_tokens(command.prefill_chunk))
-    step += ahead_bytes(loaded, command, runner)
     if command.segments_folder is not None and command.prefix_store_on:
         step += staging_bytes(runner.cache)
     return held + freed_bytes(command) + memory_bounds.LOOSE_BYTES + step
-
-
-def ahead_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
-    """Return the bytes of one more prefill pass; 0 if none may be launched before one is over.
-
-    It may on CUDA if it takes little of the budget, on which the scratch depends.
-    """
-    tokens = runner.pass_tokens(command.prefill_chunk)
-    found = memory_bounds.step_bytes(loaded.config, tokens, 0, on_cpu=on_cpu())
-    found += waiting_bytes(runner, tokens)
-    may = on_cuda() and runner.packs and command.ranks == 1
-    return found if may and found <= command.attention_scratch else 0
 
 
 def waiting_bytes(runner: Runner, tokens: int) -> int:

@@ -67,8 +67,6 @@ class Runner:
         """Computes logits in parts; None: the logits of a chunk are computed at once."""
         self.interleaves = False
         """Whether decode steps can run between the stages of a prefill pass (`interleave`)."""
-        self.runs_ahead = False
-        """Whether a pass may be launched before the one before it is over."""
         self.packs = False
         """Whether a pass can prefill several chunks, of one or more rows."""
         self._min_tokens = 1
@@ -253,23 +251,20 @@ class Runner:
         chunks: list[list[int]],
         share: float = 1.0,
         run_stage: RunStage | None = None,
-        *,
-        waits: bool = True,
     ) -> None:
         """Prefill chunks in one forward pass; several only if `packs`.
 
         Successive chunks may be of the same row. On the CPU, the results of a chunk are the same to
         the bit whatever other chunks its pass has.
 
-        If `interleaves`, the pass may be evaluated in stages (`ModelCache.stages`). ``waits``: see
-        `ModelCache.finish_prefill`.
+        If `interleaves`, the pass may be evaluated in stages (`ModelCache.stages`).
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
             with self._stages(share, run_stage):
                 self.model(tokens, cache=self._views(rows))
             self.cache.end_pass()
-            self.cache.finish_prefill(waits=waits)
+            self.cache.finish_prefill()
 
     def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
         if run_stage is None:

@@ -17,9 +17,7 @@ from kvd.worker.cache import device_pages, page_kernels
 from kvd.worker.cache.page_kernels import PageShape
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
-from tests.worker.architectures.zoo import build
 from tests.worker.cache.test_device_copy import address
-from tests.worker.gpu.test_prefill_blocks import Side
 from tests.worker.kernels import compiler
 from tests.worker.kernels.build import compiler as find_gcc
 
@@ -187,45 +185,6 @@ def test_kernels_are_not_used_if_one_is_wrong(kernels: Compiled, right: str) -> 
     mx.eval(pool.store([2], keys, values))
     assert kernels.launches == launches
     assert np.array_equal(np.array(pool.keys[0][2]), np.array(keys[0][0]))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_pass_may_be_launched_before_the_one_before_it_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its pages are written behind its steps, and at most one pass is not waited for."""
-    sides = [Side(build("qwen3")[0], None, (Scheme(8, 8),)) for _ in range(2)]
-    for store in sides[1].runner.cache.stores:
-        for pool in (pool for layer in store.layers for pool in layer.pools):
-            device_pages.prepare(pool.arrays())
-            assert pool.is_written_by_kernel
-    waits: list[int] = []
-    wait = device_pages.wait
-
-    def noted() -> None:
-        waits.append(len(device_pages._started))
-        wait()
-
-    monkeypatch.setattr(device_pages, "wait", noted)
-    for side in sides:
-        side.join(2)
-    for start in range(3):
-        for number, side in enumerate(sides):
-            tokens = [[(7 * start + at) % 50 + 5 for at in range(count)] for count in (128, 70)]
-            if number:
-                before = len(waits)
-                side.runner.prefill_pass(side.rows, tokens, waits=False)
-                assert len(waits) == before + 1
-            else:
-                side.runner.prefill_pass(side.rows, tokens)
-    assert max(waits) > 0
-    assert device_pages._started
-    wait()
-    assert not device_pages._started
-    for _ in range(70):
-        want, got = (side.step() for side in sides)
-        assert np.isfinite(got).all()
-        np.testing.assert_array_equal(got, want)
 
 
 def test_nvrtc_compiles_the_kernels() -> None:
