@@ -17,6 +17,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from kvd.worker.device import on_cpu
 
 
 @dataclass(eq=False)
@@ -58,7 +59,7 @@ class RowSnapshots:
         return tokens <= length and same
 
     def take(self, row: Row, tokens: int | None = None) -> RowSnapshot:
-        """Return a row's pages by reference and a copy of its tail, evaluated.
+        """Return a row's pages by reference and a copy of its tail, whose evaluation is started.
 
         ``tokens``: take the row as it was at this length, if `can_cut`; None: all of it. The device
         must be idle, unless the row has no slot: then it is taken whole, and its tail needs no
@@ -73,7 +74,7 @@ class RowSnapshots:
         tails = list(row.tails)
         if row.is_placed:
             tails = [layer.copy_tail(row.slot, length - row.tail_start) for layer in self._layers]
-            mx.eval(tails)
+            (mx.eval if on_cpu() else mx.async_eval)(tails)
         snapshot = RowSnapshot(tails=tails)
         snapshot.copy_from(row)
         snapshot.length = length

@@ -122,6 +122,8 @@ PASSES = {
 def test_blocks_prefill_like_the_layers_own_code(
     name: str, passes: list[list[tuple[int, int]]]
 ) -> None:
+    if name == "qwen2" and mx.cuda.is_available():
+        pytest.skip("mlx 0.32.4's RoPE fails on CUDA for [64, 8, 1, 16]; both sides use it here")
     Pair(name).run(passes, 1 + max(row for chunks in passes for row, _ in chunks))
 
 
