@@ -46,8 +46,9 @@ CPU_CHUNK = 64
 CPU time than with chunks of 256. Eight prompts with 1500 of 1540 tokens in the cache take half of
 the CPU time."""
 CUDA_CHUNK = 1024
-"""Each chunk costs the host about the same time: Qwen3-0.6B on an H200 takes 37 ms for a chunk of
-256 tokens and 41 ms for one of 1024."""
+"""With chunks of 256 a prompt of 50,000 tokens takes 3.3 s instead of 2.0 (Qwen3-0.6B's shape,
+H200), and 32 prompts with 1500 tokens in common make no more tokens (667 to 880 instead of 816 to
+919 per second), although more of these are read from the cache."""
 SCRATCH = 256 * 1024 * 1024
 """Bytes that dense copies of a prefill pass may take."""
 CUDA_SCRATCH = 2 * 1024 * 1024 * 1024
