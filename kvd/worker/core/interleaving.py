@@ -9,7 +9,7 @@ tokens of the step before, launches the next step and builds the next layers::
 
 If the host takes longer than the device, a step's tokens exist before the host has built the next
 stage. Then they are read, and the next step is launched, before that stage is, whose launch takes
-milliseconds. So tokens never wait for the launches of two stages.
+milliseconds. At the end of a pass and at the beginning of the next, tokens are thus sent earlier.
 
 Stages change no number: they only decide when the operations of a pass run.
 
@@ -71,7 +71,10 @@ class Interleaving:
         self._unmeasured = 0
         """Passes since that step."""
         self._reads_soon = False
-        """Whether steps are over when the host has built a stage, as far as is known."""
+        """Whether the device has computed a stage before the host has built the next one, as far as
+        is known."""
+        self._is_behind = False
+        """Whether the step in flight was launched after a stage, so that a read waits for both."""
 
     def begin(self, decoding: Sequence[str], launched: float) -> None:
         """Note the requests that decode during the next pass.
@@ -82,6 +85,7 @@ class Interleaving:
         self._launched = launched
         self._steps = 0
         self._waited = 0.0
+        self._is_behind = False
 
     def stage_share(self, tokens: int) -> float:
         """Return the part of a pass over this many tokens that one stage computes at most.
@@ -151,13 +155,16 @@ class Interleaving:
             self.run_step(left)
         elif not left:
             self.settle()
+        self._is_behind = not soon
 
     def run_step(self, left: int) -> None:
         """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
         began = time.monotonic()
         if self._batch.in_flight:
             self._batch.synchronize()
-            self._reads_soon = not on_cpu() and time.monotonic() - began < SOON_SECONDS
+            is_over = time.monotonic() - began < SOON_SECONDS
+            if self._is_behind or not is_over:
+                self._reads_soon = is_over and not on_cpu()
         self.settle()
         if not left:
             return

@@ -19,7 +19,7 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.segment_reads import SegmentReads
-from kvd.worker.device import on_cpu
+from kvd.worker.device import on_cuda
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
@@ -81,7 +81,7 @@ class Prompts:
         if not chunks:
             return  # all requests in prefill wait until their rows are read from disk
         start = time.monotonic()
-        self._may_fill_buffers = not on_cpu()
+        self._may_fill_buffers = on_cuda()
         self._prefill(chunks)
         seconds = time.monotonic() - start
         seconds -= self._interleaving.step_seconds

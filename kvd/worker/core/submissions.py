@@ -1,16 +1,18 @@
 """New requests: checked, tokenized, their grammars compiled, and handed to the batch.
 
 Threads tokenize long texts while other requests run, and write and compile grammars. The request
-waits for that here; other requests are not delayed.
+waits for that here; other requests are not delayed, and short ones may overtake it. Chat templates,
+which are code of the model, run in the main thread, where their time is limited.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,13 +24,14 @@ from kvd.worker.grammar.answers import has_grammar, write_grammar
 from kvd.worker.grammar.choice import GrammarChoice
 from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.grammar.matcher import Matcher
+from kvd.worker.process.shortage import shortage_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.places import Conversation
 from kvd.worker.text.text import Text
 from protocol.errors import ContextTooLong, InternalError, KvdError
 from protocol.resume import ChoiceProgress
-from protocol.worker import RowAccepted, RowFailed, RowNote, Submit
+from protocol.worker import ChoiceFinished, Report, RowAccepted, RowFailed, RowNote, Submit
 
 MAX_KEPT_CHARACTERS = 8 * 1024 * 1024
 """Characters of queued requests' messages that are kept for explaining a miss of the prefix cache.
@@ -90,13 +93,16 @@ class Submissions:
     def submit(self, request: Submit, now: float) -> int | None:
         """Queue a request, or prepare it first. See `Engine.submit`."""
         check_resume(request, self._text.vocab_size)
+        text = self._text.prompt_text(request)
         deadline = None if request.deadline_s is None else now + request.deadline_s
         submission = _Submission(request, deadline)
-        if self._batch.requests and _is_long(request):
-            submission.encoding = self._encoder.submit(self._encode, request)
+        busy = self._batch.requests or self._waiting
+        # A replayed request was accepted before, and keeps its place.
+        if busy and len(text) >= LONG_CHARACTERS and not request.resume:
+            submission.encoding = self._encoder.submit(self._encode, request, text)
             self._waiting[request.rid] = submission
             return None
-        submission.prompt = prompt = self._encode(request)
+        submission.prompt = prompt = self._encode(request, text)
         submission.grammar = self._choice(request, prompt.tokens)
         if submission.grammar is None:
             self._accept(submission)
@@ -104,9 +110,9 @@ class Submissions:
             self._waiting[request.rid] = submission
         return prompt.given
 
-    def _encode(self, request: Submit) -> _Prompt:
+    def _encode(self, request: Submit, text: str) -> _Prompt:
         """Return the tokens of a request that fits into the context. A thread may do so."""
-        tokens = array("i", self._text.encode(request))
+        tokens = array("i", self._text.encode(request, text))
         given = len(tokens)
         if request.embed is not None:
             given = end_prompt(
@@ -146,23 +152,25 @@ class Submissions:
     def _advance(self, submission: _Submission, now: float) -> bool:
         """Go on with a request; return whether it was accepted. Raises why it cannot be."""
         if submission.encoding is not None and submission.encoding.done():
-            submission.prompt = prompt = _tokens_of(submission.encoding)
-            submission.encoding = None
-            submission.grammar = self._choice(submission.request, prompt.tokens)
-            place = len(self._batch.reports)
-            if submission.grammar is None:
-                self._accept(submission)
-            accepted = RowAccepted(rid=submission.request.rid, prompt_tokens=prompt.given)
-            self._batch.reports.insert(place, accepted)
-            return submission.grammar is None
+            with _failing_alone(submission.request):
+                self._take_prompt(submission, submission.encoding.result())
         grammar = submission.grammar
         if submission.prompt is not None and (grammar is None or grammar.is_over()):
-            self._accept(submission)
+            with _failing_alone(submission.request):
+                self._accept(submission)
             return True
         if submission.deadline is not None and submission.deadline <= now:
+            if submission.encoding is not None:
+                submission.encoding.cancel()
             sent = submission.request.resume
             raise deadline_exceeded(sum(len(choice.tokens) for choice in sent))
         return False
+
+    def _take_prompt(self, submission: _Submission, prompt: _Prompt) -> None:
+        submission.grammar = self._choice(submission.request, prompt.tokens)
+        submission.prompt, submission.encoding = prompt, None
+        accepted = RowAccepted(rid=submission.request.rid, prompt_tokens=prompt.given)
+        self._batch.reports.append(accepted)
 
     def wait(self) -> None:
         """Wait for the oldest request's tokens or grammar, for `WAIT_SECONDS` at most."""
@@ -178,19 +186,20 @@ class Submissions:
         submission = self._waiting.pop(rid, None)
         if submission is None:
             return False
-        request, given = submission.request, 0
+        request, prompt = submission.request, submission.prompt
         if submission.encoding is not None:
-            with suppress(KvdError):  # the client has left
-                submission.prompt = _tokens_of(submission.encoding)
-        if submission.prompt is not None:
-            given = submission.prompt.given
-        choices = Choices(request, given)
+            submission.encoding.cancel()  # it may run, but nothing waits for it
+        choices = Choices(request, 0 if prompt is None else prompt.given)
+        reports = list[Report]()
         for choice, sent in enumerate(request.resume or [ChoiceProgress()] * request.n):
             count = len(sent.tokens)
             if sent.reason is None:
-                self._batch.reports += choices.finish(choice, "cancelled", count)
+                reports += choices.finish(choice, "cancelled", count)
             else:
-                self._batch.reports += choices.finish_reported(choice, sent.reason, count)
+                reports += choices.finish_reported(choice, sent.reason, count)
+        if prompt is None:  # choices have no end if the request was not accepted
+            reports = [one for one in reports if not isinstance(one, ChoiceFinished)]
+        self._batch.reports += reports
         return True
 
     def _accept(self, submission: _Submission) -> None:
@@ -246,22 +255,15 @@ class Submissions:
         return conversation if kept + conversation.characters <= MAX_KEPT_CHARACTERS else None
 
 
-def _is_long(request: Submit) -> bool:
-    """Return whether a request's texts have `LONG_CHARACTERS`."""
-    characters = len(request.prompt or "")
-    for message in request.messages or ():
-        characters += len(message.content) + len(message.reasoning)
-        if characters >= LONG_CHARACTERS:
-            break
-    return characters >= LONG_CHARACTERS
-
-
-def _tokens_of(encoding: Future[_Prompt]) -> _Prompt:
-    """Return the result of a thread, and wait for it; raises `KvdError`."""
+@contextmanager
+def _failing_alone(request: Submit) -> Iterator[None]:
+    """Turn what a tokenizer or a model's code raises into an error of this request alone."""
     try:
-        return encoding.result()
+        yield
     except KvdError:
         raise
-    except Exception as error:  # a tokenizer's error on one prompt must not end all rows
-        _log.exception("a text could not be tokenized")
+    except Exception as error:
+        if isinstance(error, MemoryError | RuntimeError) and shortage_of(error) is not None:
+            raise  # the engine repeats the step
+        _log.exception("request %s failed before it was queued", request.rid)
         raise InternalError("the worker failed to accept the request; see its log") from error

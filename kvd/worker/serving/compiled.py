@@ -58,7 +58,7 @@ class CompiledDecode:
     def __call__(self, tokens: mx.array) -> mx.array:
         """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
         parts = [_Part.of(store) for store in self._cache.stores]
-        inputs = [tokens, *(array for part in parts for array in part.arrays(PagePool.views))]
+        inputs = [tokens, *(array for part in parts for array in part.arrays(views=True))]
         key = tuple(part.key for part in parts)
         logits, tails = self._called(self._function(key, parts), inputs)
         left = iter(tails)
@@ -114,7 +114,9 @@ class _Part:
         """What a trace depends on: everything that determines the shapes of its arrays."""
         step = self.step
         capacities = tuple(
-            layer.pools[level].view_capacities
+            layer.pools[level].capacities
+            if step.backend is None
+            else layer.pools[level].view_capacities
             for layer in self.store.layers
             for level in self.levels
         )
@@ -133,9 +135,13 @@ class _Part:
             return self.step.backend.pages.levels
         return tuple(table.level for table in self.step.tables)
 
-    def arrays(self, of_pool: Callable[[PagePool], Arrays] = PagePool.arrays) -> Arrays:
-        """Return all arrays that the step reads, in the order of `put`."""
+    def arrays(self, *, views: bool = False) -> Arrays:
+        """Return all arrays that the step reads, in the order of `put`.
+
+        ``views``: `PagePool.views` if kernels read the pools, which take only their addresses.
+        """
         step = self.step
+        of_pool = PagePool.views if views and step.backend is not None else PagePool.arrays
         found = self._addresses() if step.backend is None else step.backend.arrays(step)
         for layer in self.store.layers:
             found += [layer.tail_keys, layer.tail_values]

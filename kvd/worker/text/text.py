@@ -73,16 +73,28 @@ class Text:
     def has_chat_template(self) -> bool:
         return self.template.exists
 
-    def encode(self, request: Submit) -> list[int]:
-        """Return the prompt's tokens: at least one, and fewer than the context length."""
+    def prompt_text(self, request: Submit) -> str:
+        """Check the form of a request, and return its prompt's text; empty if it has tokens.
+
+        Chat templates are run here, under the limits of the main thread (`process.cpu_limit`).
+        """
         check_token_ids(request, self.vocab_size)
         forms = (request.prompt, request.messages, request.tokens)
         if sum(form is not None for form in forms) != 1:
             raise InvalidRequest("give exactly one of prompt, messages and tokens", field="prompt")
+        return "" if request.tokens is not None else self._text_of(request)
+
+    def encode(self, request: Submit, text: str | None = None) -> list[int]:
+        """Return the prompt's tokens: at least one, and fewer than the context length.
+
+        ``text``: what `prompt_text` returned. With it, any thread may call this method.
+        """
+        if text is None:
+            text = self.prompt_text(request)
         if request.tokens is not None:
             tokens = self._check_tokens(request.tokens)
         else:
-            tokens = self._encode_text(request)
+            tokens = self._encode_text(request, text)
             self._check_known(tokens)
         if not tokens:
             raise EmptyPrompt("the prompt is empty; give at least one token")
@@ -94,7 +106,7 @@ class Text:
         """Return a text's tokens. There may be none, or more than the context length."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
-        tokens = self._encode_text(request)
+        tokens = self._encode_text(request, self._text_of(request))
         first = tokens[: request.limit]
         texts = [self._token_texts.of(token)[0] for token in first] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
@@ -208,10 +220,15 @@ class Text:
             return b"".join(map(raw, tokens))
         return b"".join([table.bytes_of(token) or raw(token) for token in tokens])
 
-    def _encode_text(self, request: Submit | Tokenize) -> list[int]:
+    def _text_of(self, request: Submit | Tokenize) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        return self._render(request.messages or [], request.chat)
+
+    def _encode_text(self, request: Submit | Tokenize, text: str) -> list[int]:
         if request.prompt is None:
-            return self._encode_messages(request.messages or [], request.chat)
-        tokens = self._tokens_of(request.prompt, "prompt")
+            return self._tokens_of(text, "messages")
+        tokens = self._tokens_of(text, "prompt")
         if tokens and self._prefix and tokens[: len(self._prefix)] != self._prefix:
             tokens = self._prefix + tokens
         return tokens
@@ -230,9 +247,9 @@ class Text:
             return "its chat template lists no tools"
         return "the form of its calls is not known"
 
-    def _encode_messages(self, messages: list[ChatMessage], chat: ChatOptions) -> list[int]:
+    def _render(self, messages: list[ChatMessage], chat: ChatOptions) -> str:
         if not messages:
-            return []
+            return ""
         if not self.has_chat_template:
             raise InvalidRequest(
                 "this model has no chat template; send prompt instead of messages",
@@ -240,11 +257,11 @@ class Text:
             )
         self._check_tools(chat)
         if not chat.continue_final:
-            return self._tokens_of(self.template.render(messages, chat), "messages")
+            return self.template.render(messages, chat)
         *before, final = messages
         self._check_continuable(final)
         text = self.template.render(before, chat)
-        return self._tokens_of(f"{text}{self.split.closing(text)}{final.content}", "messages")
+        return f"{text}{self.split.closing(text)}{final.content}"
 
     def _check_continuable(self, message: ChatMessage) -> None:
         if message.role != "assistant" or message.tool_calls:

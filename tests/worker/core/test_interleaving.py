@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
 
 from kvd.worker.cache import model_cache
 from kvd.worker.core import interleaving, out_of_memory
+from kvd.worker.core.rates import Rates
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
 from protocol import memory_bounds
@@ -84,7 +85,7 @@ def in_prefill(driver: Driver, rid: str) -> bool:
 
 
 def test_a_row_decodes_between_the_stages_of_anothers_prompt(
-    layered: Driver, early: list[Report], device: str
+    layered: Driver, early: list[Report], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = {
         rid: layered.alone(prompt_of(length, length), max_tokens=60)
@@ -95,6 +96,8 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
     layered.submit("reads", prompt_of(400, 400), max_tokens=60)
     early.clear()
+    is_fast = device == "fast accelerator"
+    monkeypatch.setattr(layered.engine._prompts._interleaving, "_reads_soon", is_fast)
     before = len(layered.outcomes["runs"].tokens)
     layered.step()
 
@@ -102,7 +105,7 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     assert in_prefill(layered, "reads")
     assert layers > 2
     # The step of before, one after each stage but the last, and one before the last that was late.
-    steps = layers + (device == "fast accelerator")
+    steps = layers + is_fast
     assert len(layered.outcomes["runs"].tokens) == before + steps
     assert len([report for report in early if isinstance(report, RowTokens)]) == steps
     layered.run()
@@ -132,6 +135,80 @@ def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
     # The step of before, that of this step, and one more for each stage.
     assert delivered == [2 + stage for stage in range(stages)]
     layered.run()
+
+
+class SimulatedDevice:
+    """A batch and its device, which computes stages and steps in order; times in seconds."""
+
+    launch = 0.001
+    requests: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, build: float, stage: float, step: float, start: float) -> None:
+        self.build, self.stage, self.step, self.start = build, stage, step, start
+        self.now = self.free = self.step_end = 0.0
+        self.in_flight = False
+        self.idle = 0.0
+        self.read_early: list[bool] = []
+        self.reads: list[float] = []
+        self.enter_phase: Any = ignore_phase
+
+    def _queue(self, seconds: float) -> float:
+        self.idle += max(0.0, self.now - self.free)
+        self.free = max(self.now, self.free) + seconds
+        return self.free
+
+    def synchronize(self) -> None:
+        if self.in_flight:
+            self.now = max(self.now, self.step_end)
+
+    def finish_step(self) -> None:
+        self.synchronize()
+        if self.in_flight:
+            self.reads.append(self.now)
+        self.in_flight = False
+
+    def decode(self, _: object) -> None:
+        self.now += self.launch
+        self.step_end, self.in_flight = self._queue(self.step), True
+
+    def run(self, one: interleaving.Interleaving, stages: int) -> None:
+        """Compute one pass."""
+        self.decode(())
+        one.begin((), self.now)
+        for left in reversed(range(stages)):
+            self.now += self.build
+            reads = len(self.reads)
+
+            def start(reads: int = reads) -> None:
+                self.read_early.append(len(self.reads) > reads)
+                self.now += self.start
+                self._queue(self.stage)
+
+            one.run_stage(left, start)
+        self.now = max(self.now, self.free)
+
+
+@pytest.mark.parametrize(
+    ("times", "early"),
+    [((0.003, 0.008, 0.002, 0.001), False), ((0.008, 0.003, 0.001, 0.004), True)],
+    ids=["device", "host"],
+)
+def test_steps_are_read_early_only_if_the_host_is_slower(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], early: bool
+) -> None:
+    """A read of a step before a stage says nothing about the stage."""
+    device = SimulatedDevice(*times)
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    monkeypatch.setattr(interleaving.time, "monotonic", lambda: device.now)
+    one = interleaving.Interleaving(device, Rates(), lambda: None)  # type: ignore[arg-type]
+    for _ in range(4):
+        device.run(one, 8)
+    if early:
+        # The first two stages of the first pass show which is slower.
+        assert device.read_early == [False] * 2 + [True] * 30
+    else:
+        assert not any(device.read_early)
+        assert device.idle < 0.2 * device.now
 
 
 @pytest.mark.parametrize("share", [None, 1.0], ids=["stages", "short passes"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from protocol.errors import ContextTooLong, DeadlineExceeded, InternalError, InvalidRequest
+from protocol.tools import ChatOptions, Tool
 from protocol.types import ChatMessage, Sampling
-from protocol.worker import Report, RowAccepted, RowAdmitted, RowFailed, Submit
+from protocol.worker import Report, RowAccepted, RowAdmitted, RowFailed, RowFinished, Submit
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 
@@ -52,10 +54,10 @@ def gate(busy: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
     text = busy.engine._text
     encode = text.encode
 
-    def wait(request: object) -> list[int]:
+    def wait(request: Submit, rendered: str) -> list[int]:
         assert threading.get_ident() != main
         opened.wait(10)
-        return encode(request)  # type: ignore[arg-type]
+        return encode(request, rendered)
 
     monkeypatch.setattr(text, "encode", wait)
     yield opened
@@ -90,14 +92,39 @@ def test_its_answer_is_that_of_an_idle_engine(demo: Driver, busy: Driver) -> Non
     assert found == demo.alone(LONG, max_tokens=8)
 
 
-def test_messages_are_tokenized_there_too(busy: Driver, gate: threading.Event) -> None:
+def test_a_template_runs_in_the_main_thread(
+    busy: Driver, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only there its time and its memory are limited."""
+    template = busy.engine._text.template
+    render = template.render
+    threads: list[int] = []
+
+    def noted(*given: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*given)
+
+    monkeypatch.setattr(template, "render", noted)
     messages = [ChatMessage(role="user", content=LONG)]
     busy.outcomes["chat"] = Outcome()
     request = Submit(rid="chat", messages=messages, sampling=Sampling(), max_tokens=2)
     assert busy.engine.submit(request) is None
+    assert threads == [threading.get_ident()]
     gate.set()
     busy.run()
+    assert len(threads) == 1
     assert len(busy.outcomes["chat"].tokens) == 2
+
+
+def test_tools_count_as_text(busy: Driver, gate: threading.Event) -> None:
+    messages = [ChatMessage(role="user", content="Look.")]
+    chat = ChatOptions(tools=[Tool(name="look", description=LONG)])
+    busy.outcomes["chat"] = Outcome()
+    request = Submit(rid="chat", messages=messages, chat=chat, sampling=Sampling(), max_tokens=2)
+    assert busy.engine.submit(request) is None
+    gate.set()
+    busy.run()
+    assert busy.outcomes["chat"].over
 
 
 @pytest.mark.parametrize(
@@ -121,7 +148,7 @@ def test_a_refusal_is_reported(
 def test_a_failure_of_the_tokenizer_ends_one_request(
     busy: Driver, reports: list[Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> list[int]:
+    def fail(*_: object) -> list[int]:
         raise ZeroDivisionError
 
     monkeypatch.setattr(busy.engine._text, "encode", fail)
@@ -132,16 +159,59 @@ def test_a_failure_of_the_tokenizer_ends_one_request(
     assert "log" in failed.error.message
 
 
-def test_a_request_can_be_cancelled_while_it_is_tokenized(
-    busy: Driver, gate: threading.Event
+@pytest.mark.parametrize("stage", ["stream", "_choice"])
+def test_an_error_after_that_ends_one_request(
+    busy: Driver, reports: list[Report], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    busy.submit("long", LONG, max_tokens=3)
-    busy.step()
-    threading.Timer(0.05, gate.set).start()
-    busy.engine.cancel("long")
-    assert not busy.engine._submissions.waiting
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a tokenizer's error")
+
+    owner = busy.engine._text if stage == "stream" else busy.engine._submissions
+    monkeypatch.setattr(owner, stage, fail)
+    busy.submit("long", LONG)
     busy.run()
-    assert busy.outcomes["long"].reason == "cancelled"
+    (failed,) = (one for one in reports if isinstance(one, RowFailed))
+    assert failed.error.code == InternalError.code
+
+
+def test_short_memory_repeats_what_failed(
+    busy: Driver, reports: list[Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submissions = busy.engine._submissions
+    choice, failures = submissions._choice, [MemoryError("once")]
+
+    def fail(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return choice(*given)
+
+    monkeypatch.setattr(submissions, "_choice", fail)
+    monkeypatch.setattr(busy, "check", lambda: None)  # the step ended early
+    busy.submit("long", LONG, max_tokens=3)
+    busy.run()
+    assert not failures
+    kinds = [type(one) for one in reports if getattr(one, "rid", "") == "long"]
+    assert kinds[:2] == [RowAccepted, RowAdmitted]
+    assert len(busy.outcomes["long"].tokens) == 3
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_request_can_be_cancelled_while_it_is_tokenized(
+    busy: Driver, gate: threading.Event, reports: list[Report], choices: int
+) -> None:
+    """Nothing waits for the thread."""
+    busy.submit("first", LONG, max_tokens=3)
+    busy.submit("long", LONG, max_tokens=3, n=choices)
+    busy.step()
+    busy.engine.cancel("long")
+    busy.step()
+    assert not gate.is_set()
+    (finished,) = (one for one in reports if getattr(one, "rid", "") == "long")
+    assert isinstance(finished, RowFinished)
+    assert finished.reason == "cancelled"
+    gate.set()
+    busy.run()
+    assert len(busy.outcomes["first"].tokens) == 3
 
 
 def test_a_deadline_can_pass_meanwhile(busy: Driver, gate: threading.Event) -> None:

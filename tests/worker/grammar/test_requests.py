@@ -221,7 +221,7 @@ def _text_of(demo: Driver, tokens: list[int]) -> str:
     text = demo.engine._text
     stream = text.stream(
         Submit(rid="x", prompt=WORDS, sampling=WARM),
-        text._encode_text(Submit(rid="x", prompt=WORDS, sampling=WARM)),
+        text.encode(Submit(rid="x", prompt=WORDS, sampling=WARM)),
     )
     return "".join(stream.push(token) for token in tokens)
 

@@ -169,6 +169,16 @@ def test_larger_pools_need_no_new_trace_if_steps_read_views(
     assert sum(without) >= len(resized) // 2
 
 
+def test_steps_without_kernels_read_whole_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They gather pages from the arrays, so a view of the first page is not enough."""
+    monkeypatch.setattr(PagePool, "views", lambda pool: [array[:1] for array in pool.arrays()])
+    pair = Pair("llama", CacheSettings(SCHEMES))
+    for length in (70, 150, 300):
+        pair.join(length)
+    for token in range(3):
+        pair.step(token)
+
+
 def test_models_that_cannot_be_traced_run_plainly() -> None:
     model = build("mamba2")[0]
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
