@@ -18,10 +18,10 @@ held 90 MB more, and decoding and prefill took more processor time.
 FREED_BYTES = 128 * 1024 * 1024
 """Bytes of freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
 FREED_BYTES_ON_CUDA = 512 * 1024 * 1024
-"""Replaces `FREED_BYTES` on CUDA, unless the scratch is larger, which depends on the budget. A pass
-has up to 4096 tokens, and an allocation with its release takes 9 µs (H200), as long as a launch.
-Eight prompts of 200 tokens and 64 steps took 371 ms with 512 MiB and 271 with 2 and 8 GiB, and a
-prompt of 50,000 tokens 1.95, 1.98 and 1.82 s (Qwen3-0.6B's shape, medians of three)."""
+"""Replaces `FREED_BYTES` on CUDA, where a larger scratch raises it. A pass has up to 4096 tokens,
+and an allocation with its release takes 9 µs (H200), as long as a launch. With 512 MiB, 2 GiB and
+8 GiB, eight prompts of 200 tokens and 64 steps took 371, 271 and 269 ms, and a prompt of 50,000
+tokens 1.99, 1.98 and 1.82 s (Qwen3-0.6B's shape, medians of three)."""
 MAX_TRACES = 64
 """Maximum number of compiled functions; the least recently used one is dropped first."""
 TRACE_BYTES = 160 * 1024

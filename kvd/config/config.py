@@ -46,9 +46,9 @@ CPU_CHUNK = 64
 CPU time than with chunks of 256. Eight prompts with 1500 of 1540 tokens in the cache take half of
 the CPU time."""
 CUDA_CHUNK = 1024
-"""With chunks of 256 a prompt of 50,000 tokens takes 3.3 s instead of 2.0 (Qwen3-0.6B's shape,
-H200), and 32 prompts with 1500 tokens in common make no more tokens (667 to 880 instead of 816 to
-919 per second), although more of these are read from the cache."""
+"""With chunks of 256 and `SCRATCH`, a prompt of 50,000 tokens takes 3.3 s instead of 2.0. With 32
+prompts with 1500 common tokens, 667 to 880 instead of 816 to 919 tokens per second are generated,
+although the prefix cache covers more of the prompts (Qwen3-0.6B's shape, H200)."""
 SCRATCH = 256 * 1024 * 1024
 """Bytes that dense copies of a prefill pass may take."""
 CUDA_SCRATCH = 2 * 1024 * 1024 * 1024

@@ -38,7 +38,7 @@ class PagePool:
         self.keys = self._empty_keys(0)
         self.values = self._empty_values(0)
         self._views: list[mx.array] | None = None
-        """`views`, unless the arrays are new since they were made."""
+        """What `views` returned; None after a change of the arrays."""
         self._page_bytes = [
             geometry.kv_heads * packing.page_bytes(dim, geometry.itemsize)
             for packing, dim in (
@@ -81,8 +81,8 @@ class PagePool:
         """Return arrays for kernels of compiled steps, which read only their addresses.
 
         They are views of the first page, so their shapes do not depend on the capacity, and a step
-        need not be compiled again when the pool is resized. That takes 14 ms for 28 layers. If no
-        kernel writes the pool, they are `arrays`: MLX would not write in place beside a view.
+        need not be compiled again when the pool is resized. To compile takes 14 ms for 28 layers.
+        If no kernel writes the pool, they are `arrays`: MLX would not write in place beside a view.
         """
         if self._views is None:
             found = self.arrays()

@@ -8,8 +8,9 @@ tokens of the step before, launches the next step and builds the next layers::
     host       build | read, launch, build | read, launch, build | read
 
 If the host takes longer than the device, a step's tokens exist before the host has built the next
-stage. Then they are read, and the next step is launched, before that stage is, whose launch takes
-milliseconds. At the end of a pass and at the beginning of the next, tokens are thus sent earlier.
+stage. Then the host reads them, and launches the next step, before it launches that stage, which
+takes milliseconds. So tokens are sent earlier at the end of a pass and at the beginning of the
+next.
 
 Stages change no number: they only decide when the operations of a pass run.
 
@@ -43,7 +44,8 @@ MORE_ROWS = 1.5
 """A step is measured earlier if it has more than this many times the rows of the last measured one.
 Not after every change, because the rows change with every pass while the prompts of a burst end."""
 SOON_SECONDS = 0.0005
-"""A read that waits for less time than this shows that the device is faster than the host."""
+"""If a step that was launched after a stage is read and takes less time than this, the device is
+faster than the host. A read that takes longer shows the opposite."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
@@ -143,7 +145,7 @@ class Interleaving:
         self._deliver()
 
     def run_stage(self, left: int, start: Start) -> None:
-        """Start a stage, deliver the tokens of the step in flight, and launch the next step.
+        """Start a stage, and run a decode step after or before that; see `_reads_soon`.
 
         ``left``: stages after this one. After the last one, no step is in flight.
         """
@@ -170,7 +172,7 @@ class Interleaving:
             return
         # A pass is one phase: each change of the phase is a message to the daemon.
         enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
-        self._launched = time.monotonic()
+        self._launched, self._is_behind = time.monotonic(), False
         try:
             self._batch.decode([rid for rid in self._decoding if self._may_decode(rid)])
         finally:

@@ -27,7 +27,8 @@ from kvd.worker.scheduling.scheduler import Chunk
 from protocol.types import TokenLogprob
 
 FULL = 7 / 8
-"""Freed buffers relative to their limit that leave too little for those of decode steps."""
+"""Share of the limit from which on freed buffers leave too little room for those of decode steps.
+"""
 
 
 class Prompts:
@@ -58,7 +59,7 @@ class Prompts:
         self.computed_tokens = 0
 
     def prepare(self, *, prefills: bool) -> None:
-        """Prefetch the segments of the head of the queue. Without a pass, drop its buffers."""
+        """Prefetch the segments of the queue's head. If no pass follows, free buffers of passes."""
         if not prefills:
             self._drop_buffers()
         self._prefetch_head()
@@ -108,9 +109,9 @@ class Prompts:
         return hit.tokens
 
     def _drop_buffers(self) -> None:
-        """After the last pass, drop freed buffers if MLX keeps as many as it may.
+        """After the last pass, drop freed buffers if MLX keeps nearly as many bytes as it may.
 
-        Then it would free each buffer of the decode steps that follow, and allocate it again.
+        Otherwise it would free each buffer of the steps that follow for good, and allocate again.
         """
         if self._may_fill_buffers:
             self._may_fill_buffers = False

@@ -2,7 +2,7 @@
 
 Threads tokenize long texts while other requests run, and write and compile grammars. The request
 waits for that here; other requests are not delayed, and short ones may overtake it. Chat templates,
-which are code of the model, run in the main thread, where their time is limited.
+which are code of the model, run in the main thread: only there their CPU time can be limited.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from kvd.worker.grammar.answers import has_grammar, write_grammar
 from kvd.worker.grammar.choice import GrammarChoice
 from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.grammar.matcher import Matcher
+from kvd.worker.process.memory_limit import limit
 from kvd.worker.process.shortage import shortage_of
 from kvd.worker.serving.embedding_rules import EmbeddingRules
 from kvd.worker.text.choices import Choices, deadline_exceeded
+from kvd.worker.text.failures import is_failure
 from kvd.worker.text.places import Conversation
 from kvd.worker.text.text import Text
 from protocol.errors import ContextTooLong, InternalError, KvdError
@@ -97,18 +99,22 @@ class Submissions:
         deadline = None if request.deadline_s is None else now + request.deadline_s
         submission = _Submission(request, deadline)
         busy = self._batch.requests or self._waiting
-        # A replayed request was accepted before, and keeps its place.
+        # A replayed request had its place before.
         if busy and len(text) >= LONG_CHARACTERS and not request.resume:
-            submission.encoding = self._encoder.submit(self._encode, request, text)
+            submission.encoding = self._encoder.submit(self._encode_in_thread, request, text)
             self._waiting[request.rid] = submission
             return None
         submission.prompt = prompt = self._encode(request, text)
         submission.grammar = self._choice(request, prompt.tokens)
         if submission.grammar is None:
-            self._accept(submission)
+            self._accept(submission, prompt)
         else:
             self._waiting[request.rid] = submission
         return prompt.given
+
+    def _encode_in_thread(self, request: Submit, text: str) -> _Prompt:
+        with limit.never_narrow():
+            return self._encode(request, text)
 
     def _encode(self, request: Submit, text: str) -> _Prompt:
         """Return the tokens of a request that fits into the context. A thread may do so."""
@@ -139,10 +145,11 @@ class Submissions:
         return GrammarChoice(self._compiler, self._writer, write, accepted=accepted)
 
     def work(self, now: float) -> None:
-        """Go on with the requests whose tokens or grammars are there."""
+        """Advance the requests whose tokens or grammars are ready."""
         for rid, submission in list(self._waiting.items()):
             try:
-                is_over = self._advance(submission, now)
+                with _failing_alone(rid):
+                    is_over = self._advance(submission, now)
             except KvdError as error:
                 is_over = True
                 self._batch.reports.append(RowFailed(rid=rid, error=error.info()))
@@ -150,27 +157,31 @@ class Submissions:
                 del self._waiting[rid]
 
     def _advance(self, submission: _Submission, now: float) -> bool:
-        """Go on with a request; return whether it was accepted. Raises why it cannot be."""
-        if submission.encoding is not None and submission.encoding.done():
-            with _failing_alone(submission.request):
-                self._take_prompt(submission, submission.encoding.result())
-        grammar = submission.grammar
+        """Advance a request; return whether it was accepted. Raises `KvdError` if it is refused."""
+        encoding, grammar = submission.encoding, submission.grammar
+        if encoding is not None and encoding.done():
+            return self._take_prompt(submission, _result(encoding, submission.request.rid))
         if submission.prompt is not None and (grammar is None or grammar.is_over()):
-            with _failing_alone(submission.request):
-                self._accept(submission)
+            self._accept(submission, submission.prompt)
             return True
         if submission.deadline is not None and submission.deadline <= now:
-            if submission.encoding is not None:
-                submission.encoding.cancel()
+            if encoding is not None:
+                encoding.cancel()
             sent = submission.request.resume
             raise deadline_exceeded(sum(len(choice.tokens) for choice in sent))
         return False
 
-    def _take_prompt(self, submission: _Submission, prompt: _Prompt) -> None:
-        submission.grammar = self._choice(submission.request, prompt.tokens)
-        submission.prompt, submission.encoding = prompt, None
-        accepted = RowAccepted(rid=submission.request.rid, prompt_tokens=prompt.given)
-        self._batch.reports.append(accepted)
+    def _take_prompt(self, submission: _Submission, prompt: _Prompt) -> bool:
+        """Go on with the tokens of a text; return whether the request was accepted."""
+        request, place = submission.request, len(self._batch.reports)
+        grammar = self._choice(request, prompt.tokens)
+        if grammar is None:
+            self._accept(submission, prompt)
+        else:
+            submission.prompt, submission.grammar, submission.encoding = prompt, grammar, None
+        accepted = RowAccepted(rid=request.rid, prompt_tokens=prompt.given)
+        self._batch.reports.insert(place, accepted)
+        return grammar is None
 
     def wait(self) -> None:
         """Wait for the oldest request's tokens or grammar, for `WAIT_SECONDS` at most."""
@@ -197,14 +208,13 @@ class Submissions:
                 reports += choices.finish(choice, "cancelled", count)
             else:
                 reports += choices.finish_reported(choice, sent.reason, count)
-        if prompt is None:  # choices have no end if the request was not accepted
+        if prompt is None:  # `ChoiceFinished` must not come before `RowAccepted`
             reports = [one for one in reports if not isinstance(one, ChoiceFinished)]
         self._batch.reports += reports
         return True
 
-    def _accept(self, submission: _Submission) -> None:
-        assert submission.prompt is not None
-        request, prompt = submission.request, submission.prompt.tokens
+    def _accept(self, submission: _Submission, given: _Prompt) -> None:
+        request, prompt = submission.request, given.tokens
         matchers: list[Matcher | None] = [None] * request.n
         valid = False
         if (choice := submission.grammar) is not None:
@@ -235,15 +245,15 @@ class Submissions:
         accepted = Request(
             submit=request,
             prompt=prompt,
-            max_new=request.max_tokens or submission.prompt.room,
+            max_new=request.max_tokens or given.room,
             completions=completions,
-            choices=Choices(request, submission.prompt.given),
+            choices=Choices(request, given.given),
             tracked=tracked,
             conversation=self._conversation(request),
             prompt_reported=request.prompt_reported,
         )
         if self._batch.add(accepted, submission.deadline):
-            self.prompt_tokens += submission.prompt.given
+            self.prompt_tokens += given.given
 
     def _conversation(self, request: Submit) -> Conversation | None:
         """Return what a prompt was rendered from, unless queued requests keep too much of that."""
@@ -256,14 +266,30 @@ class Submissions:
 
 
 @contextmanager
-def _failing_alone(request: Submit) -> Iterator[None]:
+def _failing_alone(rid: str) -> Iterator[None]:
     """Turn what a tokenizer or a model's code raises into an error of this request alone."""
     try:
         yield
     except KvdError:
         raise
-    except Exception as error:
-        if isinstance(error, MemoryError | RuntimeError) and shortage_of(error) is not None:
-            raise  # the engine repeats the step
-        _log.exception("request %s failed before it was queued", request.rid)
-        raise InternalError("the worker failed to accept the request; see its log") from error
+    except BaseException as error:
+        if not is_failure(error) or shortage_of(error) is not None:
+            raise  # if memory is short, the engine repeats the step
+        raise _internal(rid, error) from error
+
+
+def _result(encoding: Future[_Prompt], rid: str) -> _Prompt:
+    """Return what a thread has computed; raises `KvdError`. A step cannot repeat the thread."""
+    try:
+        return encoding.result()
+    except KvdError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise _internal(rid, error) from error
+
+
+def _internal(rid: str, error: BaseException) -> InternalError:
+    _log.error("request %s failed before it was queued", rid, exc_info=error)
+    return InternalError("the worker failed to accept the request; see its log")

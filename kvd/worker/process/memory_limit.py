@@ -52,6 +52,7 @@ class MemoryLimit:
         self._end = end
         self._granted = 0
         self._started = False
+        self._narrowing = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -83,15 +84,22 @@ class MemoryLimit:
         """Allow this block only ``nbytes`` more than the process has now, where the system can.
 
         Beyond them, Python raises ``MemoryError``. For code in Python alone: allocations that fail
-        elsewhere may end the process.
+        elsewhere may end the process. Threads whose code is not Python use `never_narrow`.
         """
-        if self._started:
-            _set_data_limit(memory.reserved() + nbytes)
-        try:
-            yield
-        finally:
+        with self._narrowing:
             if self._started:
-                self._apply()
+                _set_data_limit(memory.reserved() + nbytes)
+            try:
+                yield
+            finally:
+                if self._started:
+                    self._apply()
+
+    @contextlib.contextmanager
+    def never_narrow(self) -> Iterator[None]:
+        """Let `narrow` wait until this block ends. For a thread."""
+        with self._narrowing:
+            yield
 
     def _apply(self) -> None:
         room = max(0, self.nbytes - self._private()) + _RESERVED_BYTES

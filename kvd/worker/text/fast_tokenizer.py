@@ -47,7 +47,7 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; raises ``TypeError`` for text with lone surrogates."""
-        # Unlike `encode`, this releases Python's lock, so that other threads go on.
+        # Unlike `encode`, this releases the GIL, so that other threads go on.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 

@@ -56,7 +56,7 @@ def early(layered: Driver) -> Iterator[list[Report]]:
 
 @pytest.fixture(params=["cpu", "slow accelerator", "fast accelerator"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of device that the engine believes to have; steps of a fast one are read at once."""
+    """The kind of device that the engine assumes; steps of a fast one are read at once."""
     monkeypatch.setattr(interleaving, "on_cpu", lambda: request.param == "cpu")
     soon = math.inf if request.param == "fast accelerator" else 0.0
     monkeypatch.setattr(interleaving, "SOON_SECONDS", soon)
@@ -65,7 +65,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """Sets what is called with the number of layers whose evaluation is started, before that."""
+    """Registers a callback that gets the number of layers just before their evaluation starts."""
     evaluate = mx.async_eval
     calls = list[Callable[[int], None]]()
 
@@ -104,7 +104,8 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layers = len(layered.engine._runner.cache.stores[0].layers)
     assert in_prefill(layered, "reads")
     assert layers > 2
-    # The step of before, one after each stage but the last, and one before the last that was late.
+    # The step in flight before the pass, one for each stage except the last, and on a fast device
+    # another one before the last stage.
     steps = layers + is_fast
     assert len(layered.outcomes["runs"].tokens) == before + steps
     assert len([report for report in early if isinstance(report, RowTokens)]) == steps

@@ -95,7 +95,7 @@ def test_its_answer_is_that_of_an_idle_engine(demo: Driver, busy: Driver) -> Non
 def test_a_template_runs_in_the_main_thread(
     busy: Driver, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only there its time and its memory are limited."""
+    """Only there its CPU time can be limited."""
     template = busy.engine._text.template
     render = template.render
     threads: list[int] = []
@@ -132,8 +132,9 @@ def test_tools_count_as_text(busy: Driver, gate: threading.Event) -> None:
     [
         (LONG, {"max_tokens": 1 << 20}, ContextTooLong.code),
         (LONG + "\ud800", {}, InvalidRequest.code),
+        (LONG, {"n": 100}, InvalidRequest.code),
     ],
-    ids=["too long", "no text"],
+    ids=["too long", "no text", "too many choices"],
 )
 def test_a_refusal_is_reported(
     busy: Driver, reports: list[Report], text: str, more: dict[str, int], error: str
@@ -145,11 +146,14 @@ def test_a_refusal_is_reported(
     assert failed.error.code == error
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError])
 def test_a_failure_of_the_tokenizer_ends_one_request(
-    busy: Driver, reports: list[Report], monkeypatch: pytest.MonkeyPatch
+    busy: Driver, reports: list[Report], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
+    """A step that is repeated would read the same error of the thread again."""
+
     def fail(*_: object) -> list[int]:
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(busy.engine._text, "encode", fail)
     busy.submit("long", LONG)

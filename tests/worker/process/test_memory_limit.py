@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,24 @@ def test_without_being_enabled_nothing_is_limited():
         held = bytes(MIB)
     assert held
     assert not limit.refuses_allocations
+
+
+def test_a_block_that_is_never_narrow_is_waited_for() -> None:
+    """Its code may allocate in ways that end the process if they fail."""
+    one, began, ended = MemoryLimit(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def work() -> None:
+        with one.never_narrow():
+            began.set()
+            ended.wait(10)
+            order.append("thread")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began.wait(10)
+    threading.Timer(0.05, ended.set).start()
+    with one.narrow(1 << 20):
+        order.append("narrow")
+    thread.join()
+    assert order == ["thread", "narrow"]
