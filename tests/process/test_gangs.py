@@ -89,7 +89,7 @@ def test_a_rank_that_is_lost_while_the_gang_starts_costs_a_new_start(
     home, make_daemon, tmp_path, monkeypatch, rank, number
 ):
     hold = Hold(tmp_path, monkeypatch, rank)
-    write_config(home, "[watchdog]\nspawning_s = 5\nterminated_s = 0.2")
+    write_config(home, "[watchdog]\nspawning_s = 10\nterminated_s = 0.2")
     daemon = make_daemon().start()
     with daemon.client() as kvd:
         loading = kvd.load(source(), alias="m", policy=PolicyChange(ranks=3))
