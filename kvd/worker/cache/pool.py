@@ -82,7 +82,7 @@ class PagePool:
 
         They are views of the first page, so their shapes do not depend on the capacity, and a step
         need not be compiled again when the pool is resized. To compile takes 14 ms for 28 layers.
-        If no kernel writes the pool, they are `arrays`: MLX would not write in place beside a view.
+        If no kernel writes the pool, they are `arrays`: MLX copies an array that has a view.
         """
         if self._views is None:
             found = self.arrays()

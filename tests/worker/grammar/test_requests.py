@@ -1,4 +1,4 @@
-"""Requests with grammars in the engine, alone and beside others."""
+"""Requests with grammars in the engine, alone and together with others."""
 
 from __future__ import annotations
 
