@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.pages import TAIL_TOKENS
+from protocol.pages import PAGE_TOKENS, TAIL_TOKENS
 
 FREED_BYTES_ON_CPU = 2 * 1024 * 1024
 """Bytes of freed buffers that MLX keeps for reuse on the CPU.
@@ -34,6 +34,9 @@ PASS_TOKENS = 256
 """Maximum prompt tokens of a prefill pass, unless one chunk has more."""
 CUDA_PASS_TOKENS = 4096
 """Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
+KEPT_FROM = 4 * PAGE_TOKENS
+"""Least tokens of a chunk whose tail a pass keeps. The kept tails, of one page each, then have at
+most a quarter of the pass's tokens."""
 STAGE_COPIES = 2
 """Copies of a chunk's hidden states that exist between two stages of a prefill pass, while a decode
 step runs: the sum of the layers so far, and its norm. The layer's queries, keys and values exist
@@ -116,15 +119,17 @@ def freed_bytes(scratch: int = 0, *, on_cpu: bool, cuda: bool) -> int:
     return max(FREED_BYTES_ON_CUDA, scratch) if cuda else FREED_BYTES
 
 
-def waiting_bytes(token_bytes: int, layer_bytes: int, tokens: int) -> int:
+def waiting_bytes(token_bytes: int, layer_bytes: int, tokens: int, chunk: int) -> int:
     """Return the maximum bytes of pages and tails that wait for the flush of a prefill pass.
 
     They are charged in addition to `step_bytes`, since decode steps run between a pass's stages.
     ``token_bytes``: keys and values of one token in all layers, not quantized, because short
     prompts leave tails. ``layer_bytes``: those in the largest layer, which the flush joins.
-    ``tokens``: of the pass. The tails before its chunks are copied too (`PrefillOrder`).
+    ``tokens``: of the pass. The tails before its chunks are copied too (`PrefillOrder`), and the
+    pass keeps the tail after each of its chunks for checkpoints. ``chunk``: tokens of a chunk.
     """
-    return (token_bytes + layer_bytes) * (tokens + TAIL_TOKENS - 1)
+    kept = tokens // chunk * PAGE_TOKENS if chunk >= KEPT_FROM else 0
+    return (token_bytes + layer_bytes) * (tokens + TAIL_TOKENS - 1 + kept)
 
 
 def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:

@@ -155,7 +155,8 @@ def _estimate(
         )
     )
     token = tail // TAIL_TOKENS
-    waiting = memory_bounds.waiting_bytes(token, token // max(1, layers), machine.pass_tokens)
+    layer, chunk = token // max(1, layers), machine.prefill_chunk
+    waiting = memory_bounds.waiting_bytes(token, layer, machine.pass_tokens, chunk)
     costs = Costs(
         weights_bytes=weights,
         base_bytes=weights + ranks * overhead + waiting,

@@ -33,7 +33,7 @@ from kvd.worker.attention.kernels.arguments import (
 from kvd.worker.attention.pass_layout import CopyPlan, NewTailPlaces, PassLayout
 from kvd.worker.cache.backend import schemes_of
 from kvd.worker.cache.batch import BatchQuantizedKVCache
-from kvd.worker.cache.layer import LayerStore, PendingPages
+from kvd.worker.cache.layer import KeptTails, LayerStore, PendingPages
 from kvd.worker.cache.page_tables import EARLIER
 from kvd.worker.cache.steps import PackedPrefill
 from kvd.worker.cache.store import KVStore
@@ -55,11 +55,13 @@ class FusedTails:
     kernels: Kernels
     places: NewTailPlaces
     keys: mx.array
-    """``[tokens, heads, dim]``, tail by tail."""
+    """``[tokens, heads, dim]``, tail by tail, and then those that the pass keeps."""
     values: mx.array
 
     def put(self, layer: LayerStore) -> None:
         """Write them; lazy."""
+        if self.places.kept:
+            layer.kept = KeptTails(self.keys, self.values, self.places.kept)
         given = PutTails(
             layer.tail_keys,
             layer.tail_values,

@@ -31,7 +31,7 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.arguments import Tiling
 from kvd.worker.attention.kernels.attend import COLUMNS
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
-from kvd.worker.cache.pass_places import by_row
+from kvd.worker.cache.pass_places import by_row, spans_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import PackedPrefill, PrefillStep
 from protocol.pages import TAIL_TOKENS
@@ -67,7 +67,10 @@ class NewTailPlaces:
     slots: list[int]
     lengths: list[int]
     tokens: mx.array
-    """``[tokens]`` int32: the places of all their tokens, tail by tail."""
+    """``[tokens]`` int32: the places of all their tokens, tail by tail. Those of kept tails
+    (`PrefillStep.keeps_tail`) follow."""
+    kept: tuple[slice, ...]
+    """Which of these tokens each kept tail has."""
     _starts: dict[int, mx.array] = field(default_factory=dict)
 
     def starts(self, tails: int) -> mx.array:
@@ -152,7 +155,8 @@ class _Planner:
         self._most_copied = most_copied - 1  # a part without tails gets one token more
         self._tiling = tiling
         self._pages: dict[int, array[int]] = defaultdict(lambda: array("i"))
-        self._slots, self._kept = list[int](), list[list[int]]()
+        self._slots, self._tails = list[int](), list[list[int]]()
+        self._kept = list[list[int]]()
         self._parts = [_PartPlan()]
         self._end = 0
         for steps in by_row(step.steps):
@@ -187,8 +191,10 @@ class _Planner:
             seen += full
             pages.extend(tail[:full])
             del tail[:full]
+            if step.keeps_tail:
+                self._kept.append(tail[:])
         self._slots.append(row.slot)
-        self._kept.append(tail)
+        self._tails.append(tail)
 
     def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> _PartPlan:
         """Return the part for a row with ``paged`` tokens in pages; begin one if need be."""
@@ -215,12 +221,15 @@ class _Planner:
         part.tokens += count
 
     def layout(self) -> PassLayout:
+        lengths = [*map(len, self._tails)]
+        tails = chain.from_iterable([*self._tails, *self._kept])
         return PassLayout(
             {level: to_mlx(places) for level, places in self._pages.items() if places},
             NewTailPlaces(
                 self._slots,
-                [*map(len, self._kept)],
-                to_mlx(array("i", chain.from_iterable(self._kept))),
+                lengths,
+                to_mlx(array("i", tails)),
+                spans_of(self._kept, sum(lengths)),
             ),
             tuple(part.part() for part in self._parts),
             self.largest,

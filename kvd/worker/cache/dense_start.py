@@ -16,6 +16,11 @@ class DenseStart:
         self._quantized_start = quantized_start
         self._pages = pages
 
+    @property
+    def is_left(self) -> bool:
+        """Whether rows leave it at some length."""
+        return self._quantized_start > 0
+
     def level(self, length: int) -> int:
         """Return the level of a row of this length that was never stepped down."""
         return 1 if 0 < self._quantized_start <= length else 0

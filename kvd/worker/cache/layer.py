@@ -106,6 +106,28 @@ class EqualTails:
                 at += len(some)
 
 
+@dataclass(frozen=True)
+class KeptTails:
+    """Tails that rows had inside a pass, at the ends of chunks, for snapshots."""
+
+    in_place: ClassVar[bool] = True
+
+    keys: mx.array
+    """``[tokens, heads, dim]``."""
+    values: mx.array
+    spans: tuple[slice, ...]
+    """Which of these tokens each tail has."""
+
+    def put(self, layer: LayerStore) -> None:
+        layer.kept = self
+
+    def copy(self, number: int) -> tuple[mx.array, mx.array]:
+        """Return copies of a tail's keys and values, ``[heads, tokens, dim]``; lazy."""
+        sides = (side[self.spans[number]] for side in (self.keys, self.values))
+        keys, values = (mx.contiguous(side.swapaxes(0, 1)) for side in sides)
+        return keys, values
+
+
 @dataclass
 class FlushWrites:
     """What a flush writes into one layer."""
@@ -134,6 +156,8 @@ class LayerStore:
         self.pending: list[PendingPages] = []
         """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[NewTails] = []
+        self.kept: KeptTails | None = None
+        """What the last pass has kept, until the next one begins."""
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +206,9 @@ class LayerStore:
             rows = (len(new.slots), -1)
             found = EqualTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
             self.new_tails.append(found)
+        if places.kept is not None:
+            sides = (_copied(side, places.kept.tokens) for side in source)
+            self.new_tails.append(KeptTails(*sides, places.kept.spans))
         filled_pages = self.pending[len(self.pending) - len(places.pages) :]
         return [
             Chunk(source, chunk.tokens, tuple(filled_pages[group] for group in chunk.earlier))

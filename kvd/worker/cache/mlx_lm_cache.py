@@ -85,6 +85,12 @@ class MlxLmSnapshots:
     def can_cut(self, length: int, tokens: int) -> bool:
         return length == tokens
 
+    def keeps_tails(self, _chunk: int) -> bool:
+        return False
+
+    def can_take(self, row: MlxLmRow, tokens: int) -> bool:
+        return tokens == row.length
+
     def take(self, row: MlxLmRow, tokens: int | None = None) -> MlxLmSnapshot:
         if tokens not in (None, row.length):
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {tokens}")

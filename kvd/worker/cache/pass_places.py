@@ -11,10 +11,10 @@ long to launch an operation for one row as for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Protocol, TypeVar
 
 from kvd.worker.cache.packed import Slots, runs_of
@@ -45,6 +45,7 @@ class PlannedChunk:
     tail_length: int
     new_pages: int
     continues: bool
+    keeps_tail: bool
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,20 @@ class TailPlaces:
 
 
 @dataclass(frozen=True)
+class KeptPlaces:
+    """Where the tails come from that rows have inside a pass, at `PrefillStep.keeps_tail`."""
+
+    tokens: Slots
+    """Places of their tokens, tail by tail."""
+    spans: tuple[slice, ...]
+    """Which of these tokens each tail has."""
+
+    @staticmethod
+    def of(tails: Sequence[Sequence[int]]) -> KeptPlaces:
+        return KeptPlaces(Slots([*chain.from_iterable(tails)], _MOST_RUNS), spans_of(tails))
+
+
+@dataclass(frozen=True)
 class PassPlaces:
     """Places in the source, and slots of tails; see the module."""
 
@@ -87,6 +102,8 @@ class PassPlaces:
     pages of their own."""
     chunks: tuple[ChunkPlaces, ...]
     new_tails: tuple[TailPlaces, ...]
+    kept: KeptPlaces | None
+    """None: no tail is kept."""
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -99,6 +116,7 @@ class PassPlaces:
         old = [first for first, *_ in rows if first.tail_length]
         width = _whole_pages(max((first.tail_length for first in old), default=0))
         pages, chunks, tails = _Pages(), list[ChunkPlaces](), dict[int, list[int]]()
+        kept = list[list[int]]()
         tail, token = 0, width * len(old)
         for some in rows:
             length, count = some[0].tail_length, sum(step.count for step in some)
@@ -114,6 +132,8 @@ class PassPlaces:
                     is_alone = step is not some[-1]
                     earlier.append(pages.add(step.level, places[:full], is_alone=is_alone))
                     places = places[full:]
+                if step.keeps_tail:
+                    kept.append(places[: step.tail_length + step.count - full])
             tails[some[0].slot] = places
         return PassPlaces(
             Slots([first.slot for first in old]),
@@ -121,6 +141,7 @@ class PassPlaces:
             pages.groups(),
             tuple(chunks),
             _by_length(tails),
+            KeptPlaces.of(kept) if kept else None,
         )
 
 
@@ -156,6 +177,12 @@ def by_row(steps: Sequence[C]) -> list[list[C]]:
         else:
             rows.append([step])
     return rows
+
+
+def spans_of(tails: Iterable[Sequence[int]], first: int = 0) -> tuple[slice, ...]:
+    """Return which tokens each tail has if they follow each other from ``first`` on."""
+    ends = accumulate(map(len, tails), initial=first)
+    return tuple(slice(*span) for span in pairwise(ends))
 
 
 def _whole_pages(tokens: int) -> int:

@@ -6,6 +6,7 @@ both alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.device import on_cpu
 
 
@@ -46,6 +48,34 @@ class RowSnapshots:
         self._kind = kind
         self._pages = pages
         self._dense_start = dense_start
+        self._kept: dict[tuple[Row, int], int] = {}
+        """Rows and lengths whose tails the last pass has kept, and their numbers in
+        `LayerStore.kept`."""
+
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether a pass keeps tails: not if it also frees pages, or moves them to level 1."""
+        return not (self._kind.bounded or self._dense_start.is_left)
+
+    def keep(self, steps: Sequence[PrefillStep]) -> None:
+        """Note which tails a pass has kept. Those of the pass before are forgotten."""
+        kept = (step for step in steps if step.keeps_tail)
+        self._kept = {
+            (step.row, step.offset + step.count): number for number, step in enumerate(kept)
+        }
+
+    def forget_kept(self) -> None:
+        """Free the tails that a pass has kept."""
+        self._kept = {}
+        for layer in self._layers:
+            layer.kept = None
+
+    def can_take(self, row: Row, tokens: int) -> bool:
+        """Return whether a row in prefill can be taken as it was at a length of ``tokens``."""
+        if tokens == row.length:
+            return True
+        is_whole = row.is_placed and not row.trimmed
+        return is_whole and ((row, tokens) in self._kept or self.can_cut(row.length, tokens))
 
     def can_cut(self, length: int, tokens: int) -> bool:
         """Return whether a row in prefill still holds what it held at an earlier length.
@@ -61,25 +91,34 @@ class RowSnapshots:
     def take(self, row: Row, tokens: int | None = None) -> RowSnapshot:
         """Return a row's pages by reference and a copy of its tail, whose evaluation is started.
 
-        ``tokens``: take the row as it was at this length, if `can_cut`; None: all of it. The device
-        must be idle, unless the row has no slot: then it is taken whole, and its tail needs no
-        copy. Full pages are never written again, so sharing them needs no copy either. A row that
-        has outgrown the dense start leaves it first, as before a step.
+        ``tokens``: take the row as it was at this length, if `can_take`; None: all of it. The
+        device must be idle, unless the row has no slot: then it is taken whole, and its tail needs
+        no copy. Full pages are never written again, so sharing them needs no copy either. A row
+        that has outgrown the dense start leaves it first, as before a step.
         """
         length = row.length if tokens is None else tokens
-        cut = row.is_placed and not row.trimmed and self.can_cut(row.length, length)
-        if length != row.length and not cut:
+        if not self.can_take(row, length):
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {length}")
         self._dense_start.leave([row] if self._dense_start.outgrown(row) else [])
+        kept = self._kept.get((row, length)) if length != row.length else None
         tails = list(row.tails)
         if row.is_placed:
-            tails = [layer.copy_tail(row.slot, length - row.tail_start) for layer in self._layers]
+            tails = [self._copy_tail(layer, row, length, kept) for layer in self._layers]
             (mx.eval if on_cpu() else mx.async_eval)(tails)
         snapshot = RowSnapshot(tails=tails)
         snapshot.copy_from(row)
         snapshot.length = length
+        if kept is not None:
+            del snapshot.pages[full_pages(length) :]
         self.add(snapshot)
         return snapshot
+
+    def _copy_tail(
+        self, layer: LayerStore, row: Row, length: int, kept: int | None
+    ) -> tuple[mx.array, mx.array]:
+        if kept is None or layer.kept is None:
+            return layer.copy_tail(row.slot, length - row.tail_start)
+        return layer.kept.copy(kept)
 
     def add(self, snapshot: RowSnapshot) -> None:
         self._pages.retain(snapshot.pages, snapshot=True)

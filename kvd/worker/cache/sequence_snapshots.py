@@ -12,6 +12,7 @@ from kvd.worker.cache.recurrent_states import State, StateStore
 from kvd.worker.cache.row_snapshots import RowSnapshot
 from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.store import KVStore
+from protocol.memory_bounds import KEPT_FROM
 
 
 @dataclass(eq=False)
@@ -51,10 +52,26 @@ class SequenceSnapshots:
         cut = (store.snapshots.can_cut(length, tokens) for store in self._stores)
         return not self._states.parts and all(cut)
 
+    def keeps_tails(self, chunk: int) -> bool:
+        """Return whether snapshots can be taken at the ends of chunks inside a pass.
+
+        ``chunk``: tokens of these chunks.
+        """
+        keep = all(store.snapshots.keeps_tails for store in self._stores)
+        return chunk >= KEPT_FROM and not self._states.parts and keep
+
+    def can_take(self, sequence: SequenceRow, tokens: int) -> bool:
+        """Return whether a sequence in prefill can be taken as it was at a length of ``tokens``."""
+        if tokens == sequence.length:
+            return True
+        pairs = zip(self._stores, sequence.rows, strict=True)
+        can_take = all(store.snapshots.can_take(row, tokens) for store, row in pairs)
+        return not self._states.parts and can_take
+
     def take(self, sequence: SequenceRow, tokens: int | None = None) -> SequenceSnapshot:
         """Return a snapshot: pages and states by reference, tails as copies.
 
-        ``tokens``: take the sequence as it was at this length, if `can_cut`; None: all of it. The
+        ``tokens``: take the sequence as it was at this length, if `can_take`; None: all of it. The
         device must be idle, unless the sequence has no slots (`unplaced_rows`).
         """
         length = sequence.length if tokens is None else tokens

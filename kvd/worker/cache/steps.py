@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Protocol, cast
@@ -29,6 +29,7 @@ from kvd.worker.cache.page_tables import (
 from kvd.worker.cache.pass_places import PassPlaces, PlannedChunk
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from protocol.memory_bounds import KEPT_FROM
 from protocol.pages import TAIL_TOKENS
 
 
@@ -219,6 +220,9 @@ class PrefillStep:
     """Whether the chunk before this one, in the same pass, is of the same row."""
     earlier: tuple[int, ...] = ()
     """Numbers of pages that earlier chunks of this row in the same pass fill, without zeros."""
+    keeps_tail: bool = False
+    """Whether the tail at the chunk's end is kept for a snapshot, because another chunk of the row
+    follows in the same pass."""
     backend: BackendPrefill | None = None
     shared: dict[str, Any] = field(default_factory=dict)
 
@@ -261,7 +265,9 @@ class PrefillStep:
     def planned(self) -> PlannedChunk:
         """What the places of its pass depend on."""
         sizes = self.count, self.tail_length, self.new_pages
-        return PlannedChunk(self.row.slot, self.row.level, *sizes, self.continues)
+        return PlannedChunk(
+            self.row.slot, self.row.level, *sizes, self.continues, self.keeps_tail
+        )
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
         """Give a layer the chunk's keys and values, ``[1, heads, count, dim]``; lazy."""
@@ -381,8 +387,12 @@ class PackedPrefill:
             start += step.count
 
 
-def packed_prefill(rows: Sequence[Row], counts: Sequence[int], batch: int) -> PackedPrefill:
+def packed_prefill(
+    rows: Sequence[Row], counts: Sequence[int], batch: int, *, keeps_tails: bool = False
+) -> PackedPrefill:
     """Plan one pass over chunks of ``counts`` tokens; a row may occur several times in succession.
+
+    ``keeps_tails``: whether snapshots may be taken at the ends of chunks inside the pass.
 
     Raises ``ValueError`` if a chunk is empty or the batch too small.
     """
@@ -391,5 +401,7 @@ def packed_prefill(rows: Sequence[Row], counts: Sequence[int], batch: int) -> Pa
     steps: list[PrefillStep] = []
     for row, count in zip(rows, counts, strict=True):
         previous = steps[-1] if steps and steps[-1].row is row else None
+        if keeps_tails and previous is not None and previous.count >= KEPT_FROM:
+            steps[-1] = replace(previous, keeps_tail=True)
         steps.append(prefill_step(row, count, previous))
     return PackedPrefill(tuple(steps), batch)

@@ -268,6 +268,7 @@ class KVStore:
         self.pages.release_written_ahead(row)
         self.step = step = self._with_backend(prefill_step(row, count))
         self.scratch.clear()
+        self.snapshots.forget_kept()
         return step
 
     def _with_backend(self, step: PrefillStep) -> PrefillStep:
@@ -282,9 +283,10 @@ class KVStore:
         """
         for row in rows:
             self.pages.release_written_ahead(row)
-        plan = packed_prefill(rows, counts, batch)
+        plan = packed_prefill(rows, counts, batch, keeps_tails=self.snapshots.keeps_tails)
         self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))
         self.scratch.clear()
+        self.snapshots.forget_kept()
         return plan
 
     def can_chain(self, row: Row) -> bool:
@@ -312,6 +314,7 @@ class KVStore:
             filled += [step.row] * step.new_pages
         self._write(filled, [step.row for step in steps])
         self._drop_unseen(step.row for step in steps if step.row.alive)
+        self.snapshots.keep(steps)
 
     def undo_prefill(self) -> bool:
         """Drop an unfinished prefill; the rows are unchanged. Returns whether there was one."""
@@ -393,6 +396,7 @@ class KVStore:
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")
         self.step = None
+        self.snapshots.forget_kept()
         self.tails.clear()
         self.tables.clear()
         self.pages.leave_room(pages)

@@ -39,6 +39,13 @@ class FakePages:
         """Return whether a row of ``length`` tokens can be taken as it was at ``tokens``."""
         return tokens <= length
 
+    def keeps_tails(self, _chunk: int) -> bool:
+        return False
+
+    def can_take(self, sequence: Pages, tokens: int) -> bool:
+        """Return whether a row can be taken as it was at this length."""
+        return tokens <= len(sequence.names) * PAGE_TOKENS
+
     def take(self, sequence: Pages, tokens: int) -> Pages:
         """Return the pages of a row's first tokens, with a reference added."""
         snapshot = Pages(sequence.names[: tokens // PAGE_TOKENS])

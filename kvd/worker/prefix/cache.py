@@ -200,15 +200,14 @@ class PrefixCache:
     def must_end_pass(self, prompt: TrackedPrompt, end: int, next_end: int) -> bool:
         """Return whether a pass over a prompt's chunks must end at ``end`` to leave a checkpoint.
 
-        ``next_end``: the end of the prompt's next chunk. The last tokens of a prompt often fill no
-        page. Then the checkpoint before them can be left after the pass.
+        ``next_end``: the end of the prompt's next chunk. Often the pass can leave the checkpoint
+        afterwards: the last tokens of a prompt may fill no page, or the pass keeps tails. It keeps
+        none for prompts that are prefilled completely, whose chunks may have passes of their own.
         """
         tree = self.tree
-        return (
-            tree is not None
-            and self.wants_checkpoint(prompt, end)
-            and not tree.can_cut(next_end, end)
-        )
+        if tree is None or not self.wants_checkpoint(prompt, end):
+            return False
+        return not tree.can_cut(next_end, end) and (prompt.full_prefill or not tree.keeps_tails)
 
     def wants_checkpoint(self, prompt: TrackedPrompt, end: int) -> bool:
         """Return whether a prompt in prefill should leave a checkpoint at ``end`` tokens."""
@@ -229,16 +228,17 @@ class PrefixCache:
     ) -> None:
         """Record that a pass prefilled a prompt from ``start`` to ``end``.
 
-        Leaves a checkpoint at the last chunk end of the pass, if it is wanted. ``sequence`` holds
-        the prompt. The device must be idle. ``spare_bytes()``: bytes of the grant that no row may
-        need.
+        Leaves checkpoints at those chunk ends of the pass where they are wanted and possible.
+        ``sequence`` holds the prompt. The device must be idle. ``spare_bytes()``: bytes of the
+        grant that no row may need.
         """
         tree = self.tree
         if tree is None:
             return
-        last = end - end % tree.chunk
-        if start < last and not prompt.lowered and tree.can_cut(end, last):
-            self._leave_checkpoint(tree, prompt, last, sequence, spare_bytes)
+        first = start - start % tree.chunk + tree.chunk
+        for chunk_end in range(first, end + 1, tree.chunk):
+            if self.wants_checkpoint(prompt, chunk_end) and tree.can_take(sequence, chunk_end):
+                self._leave_checkpoint(tree, prompt, chunk_end, sequence, spare_bytes)
         # The prompt ends inside a chunk, or was stepped down: no checkpoint follows.
         self._set_wanted(prompt, None if end % tree.chunk or prompt.lowered else end)
 
@@ -250,16 +250,15 @@ class PrefixCache:
         sequence: Any,
         spare_bytes: Callable[[], int],
     ) -> None:
-        """Leave a checkpoint at ``end`` tokens, if it is wanted."""
-        if self.wants_checkpoint(prompt, end):
-            tokens, charge = prompt.tokens[:end], self._charge(end)
-            needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
-            if (missing := needed - spare_bytes()) > 0:
-                tree.evict(missing, "full", tree.value_of(tokens, prompt.salt, charge))
-            stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, sequence)
-            if stored and not prompt.has_checkpoint:
-                prompt.has_checkpoint = True
-                self._filled += 1
+        """Leave a checkpoint at ``end`` tokens."""
+        tokens, charge = prompt.tokens[:end], self._charge(end)
+        needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
+        if (missing := needed - spare_bytes()) > 0:
+            tree.evict(missing, "full", tree.value_of(tokens, prompt.salt, charge))
+        stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, sequence)
+        if stored and not prompt.has_checkpoint:
+            prompt.has_checkpoint = True
+            self._filled += 1
 
     def _set_wanted(self, prompt: TrackedPrompt, position: int | None) -> None:
         """Update what a prompt needs for checkpoints after ``position``; None: nothing."""

@@ -48,6 +48,15 @@ class Snapshotter(Protocol):
     def can_cut(self, length: int, tokens: int) -> bool:
         """Return whether a sequence of ``length`` tokens can be taken as it was at ``tokens``."""
 
+    def keeps_tails(self, chunk: int) -> bool:
+        """Return whether snapshots can be taken at the ends of chunks inside a pass.
+
+        ``chunk``: tokens of these chunks.
+        """
+
+    def can_take(self, sequence: Any, tokens: int) -> bool:
+        """Return whether a sequence in prefill can be taken as it was at a length of ``tokens``."""
+
     def take(self, sequence: Any, tokens: int) -> Snapshot:
         """Return a snapshot of a sequence as it was at a length of ``tokens``."""
 
@@ -236,10 +245,19 @@ class PrefixTree:
         """Return whether a sequence of ``length`` tokens can leave a checkpoint at ``tokens``."""
         return self._source.can_cut(length, tokens)
 
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether a pass over several chunks of a prompt can leave a checkpoint at each of them."""
+        return self._source.keeps_tails(self.chunk)
+
+    def can_take(self, sequence: Any, tokens: int) -> bool:
+        """Return whether a sequence in prefill can leave a checkpoint at ``tokens``."""
+        return self._source.can_take(sequence, tokens)
+
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
         """Snapshot a sequence as it held exactly these tokens; return whether it was stored.
 
-        The sequence may have grown since, if `can_cut`. The device must be idle. Nothing is stored
+        The sequence may have grown since, if `can_take`. The device must be idle. Nothing is stored
         if a checkpoint exists there, if the sequence's pages were stepped down, or if it is larger
         than the cap.
         """

@@ -232,19 +232,20 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
         whole_logits=0 if runner.splits_head else command.prefill_chunk,
     )
     step += _traces_bytes(runner) + scratch_bytes(loaded, command, runner)
-    step += waiting_bytes(runner, runner.pass_tokens(command.prefill_chunk))
+    step += waiting_bytes(runner, command.prefill_chunk)
     if command.segments_folder is not None and command.prefix_store_on:
         step += staging_bytes(runner.cache)
     return held + freed_bytes(command) + memory_bounds.LOOSE_BYTES + step
 
 
-def waiting_bytes(runner: Runner, tokens: int) -> int:
+def waiting_bytes(runner: Runner, chunk: int) -> int:
     """Return the bytes of a prefill pass's pages and tails before they are written."""
     if not isinstance(runner.cache, ModelCache):
         return 0
     layers = [layer for store in runner.cache.stores for layer in store.layers]
     sizes = [layer.geometry.dense_bytes(1) for layer in layers]
-    return memory_bounds.waiting_bytes(sum(sizes), max(sizes, default=0), tokens)
+    tokens = runner.pass_tokens(chunk)
+    return memory_bounds.waiting_bytes(sum(sizes), max(sizes, default=0), tokens, chunk)
 
 
 def staging_bytes(cache: Any) -> int:

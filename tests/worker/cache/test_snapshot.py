@@ -198,6 +198,65 @@ def test_a_row_that_grew_is_taken_as_it_was(how: str) -> None:
         assert same if (at, end) in cut else not same or how == "bounded", (at, end)
 
 
+def test_a_row_is_taken_at_the_chunk_ends_inside_its_pass() -> None:
+    """The pass keeps the tails there. It keeps none after short chunks, or of the pass before."""
+    model, _ = build("qwen3")
+    runner = Runner(model, ModelCache(probe.find_layout(model), SETTINGS["plain"]))
+    runner.packs = True
+    cache, chunk = runner.cache, 256
+    assert cache.snapshots.keeps_tails(chunk)
+    tokens, other = ids(4 * chunk), ids(3 * chunk, 3)
+    alone = []
+    for some, ends in ((tokens, (0, 256, 512, 768, 900)), (other, (0, 300, 556, 560))):
+        row, snapshots = cache.new_row(), dict[int, Any]()
+        for start, end in pairwise(ends):
+            runner.prefill(row, some[start:end])
+            snapshots[end] = cache.snapshots.take(row)
+        cache.free(row)
+        alone.append(snapshots)
+
+    first, second = cache.new_row(), cache.new_row()
+    runner.prefill(second, other[:300])
+    spans = (0, 256), (256, 512), (512, 768), (768, 900)
+    runner.prefill_pass(
+        [first] * 4 + [second] * 2,
+        [*(tokens[start:end] for start, end in spans), other[300:556], other[556:560]],
+    )
+    kept = [(first, at) for at in (256, 512, 768, 900)] + [(second, at) for at in (556, 560)]
+    taken = [cache.snapshots.take(row, at) for row, at in kept]
+    for (row, at), snapshot in zip(kept, taken, strict=True):
+        assert snapshot.length == at
+        assert [len(one.pages) for one in snapshot.rows] == [at // 64 - 1]
+        some, snapshots = (tokens, alone[0]) if row is first else (other, alone[1])
+        rows = [cache.restore(one) for one in (snapshots[at], snapshot)]
+        for one in rows:
+            runner.prefill(one, some[at : at + 70])
+        want, got = decode(runner, rows, ids(3, 2))
+        assert np.isfinite(want).all()
+        # Products of more tokens round differently. A page instead of a tail is further off.
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        for one in rows:
+            cache.free(one)
+        check_cache(cache)
+        cache.snapshots.drop(snapshot)
+    assert not cache.snapshots.can_take(first, 256)  # another pass has begun
+    with pytest.raises(ValueError, match="of 900 tokens cannot be cut to 256"):
+        cache.snapshots.take(first, 256)
+    assert {layer.kept for store in cache.stores for layer in store.layers} == {None}
+
+
+@pytest.mark.parametrize("how", ["dense at first", "bounded"])
+def test_passes_that_free_or_move_pages_keep_no_tails(how: str) -> None:
+    model, _ = build("qwen3")
+    runner = Runner(model, ModelCache(probe.find_layout(model), SETTINGS[how]))
+    runner.packs = True
+    row = runner.cache.new_row()
+    runner.prefill_pass([row] * 2, [ids(256), ids(256, 2)])
+    assert not runner.cache.snapshots.keeps_tails(256)
+    assert not runner.cache.snapshots.can_take(row, 256)
+    assert runner.cache.snapshots.can_take(row, 512)
+
+
 def test_a_row_leaves_the_dense_start_without_the_rows_that_share_its_pages() -> None:
     """Each row that shares dense pages quantizes them when its own length requires it."""
     model, _ = build("qwen3")

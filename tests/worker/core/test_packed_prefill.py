@@ -21,6 +21,7 @@ from kvd.worker.serving import loading
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout, serve
 from kvd.worker.serving.runner import Row, Runner
+from protocol import memory_bounds
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import LoadModel
@@ -365,6 +366,47 @@ def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint() -> None:
     # Two chunks to where the prompts diverge, and the rest.
     assert model.passes[0] == 128
     assert driver.outcomes["second"].cached == 128
+
+
+def test_a_pass_leaves_checkpoints_at_the_chunk_ends_inside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts that continue from them get the same tokens as without a cache."""
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
+    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    runner, tree = driver.engine._runner, driver.engine._prefix_cache.tree
+    assert runner.packs
+    runner.model = model = Counted(runner.model)
+    first = prompt_of(1000, 1)
+    lengths = 100, 256, 300, 520, 800, 999
+    others = {f"r{at}": first[:at] + prompt_of(90, at) for at in lengths}
+    wanted = {rid: driver.alone(prompt=prompt, max_tokens=4) for rid, prompt in others.items()}
+    tree.clear()
+    model.passes.clear()
+    driver.submit("first", first, max_tokens=2)
+    driver.run()
+    assert [tokens for tokens in model.passes if tokens > 2] == [999]
+    assert len(tree) == 3
+    for rid, prompt in others.items():
+        driver.submit(rid, prompt, max_tokens=4)
+        driver.run()
+        outcome = driver.outcomes[rid]
+        assert outcome.cached == int(rid[1:]) // 256 * 256
+        assert outcome.tokens == wanted[rid].tokens
+
+
+def test_prompts_that_are_scored_end_their_passes_at_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of their chunks has a pass of its own, after which another one keeps no tail."""
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
+    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    prompt = prompt_of(1000, 1)
+    driver.submit("scored", prompt, max_tokens=2, prompt_logprobs=1)
+    driver.run()
+    driver.submit("plain", prompt[:600] + prompt_of(50, 2), max_tokens=2)
+    driver.run()
+    assert driver.outcomes["plain"].cached == 512
 
 
 def test_the_last_checkpoint_of_a_prompt_takes_no_pass_of_its_own() -> None:

@@ -127,6 +127,29 @@ def test_blocks_prefill_like_the_layers_own_code(
     Pair(name).run(passes, 1 + max(row for chunks in passes for row, _ in chunks))
 
 
+def test_tails_inside_a_pass_are_kept_like_those_of_the_layers_own_code() -> None:
+    pair = Pair("qwen3")
+    pair.run([[(0, 70), (1, 3)]], 2)
+    pair.run([[(0, 300), (0, 256), (0, 9), (1, 60), (1, 256), (1, 255), (1, 1)]], 0)
+    kept = [
+        [layer.kept for store in side.runner.cache.stores for layer in store.layers]
+        for side in pair.sides
+    ]
+    for plain, fused in zip(*kept, strict=True):
+        assert plain is not None
+        assert fused is not None
+        assert len(plain.spans) == len(fused.spans) == 3
+        for number in range(3):
+            for want, got in zip(plain.copy(number), fused.copy(number), strict=True):
+                assert want.shape == got.shape
+                assert mx.isfinite(got).all()
+                assert mx.abs(got - want).max() <= CLOSE * mx.abs(want).max()
+    for side in pair.sides:  # after each pass, a decode step adds one token
+        assert side.rows[0].length == 71 + 565 + 1
+        for at in (371, 627):
+            side.runner.cache.snapshots.drop(side.runner.cache.snapshots.take(side.rows[0], at))
+
+
 @pytest.mark.parametrize(
     "schemes",
     [(Scheme(16, 16),), (Scheme(4, 4),), (Scheme(3, 6, 32, 32),)],

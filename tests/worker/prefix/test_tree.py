@@ -39,6 +39,12 @@ class FakeCache:
     def can_cut(self, length: int, tokens: int) -> bool:
         return length == tokens
 
+    def keeps_tails(self, _chunk: int) -> bool:
+        return False
+
+    def can_take(self, sequence: tuple[int, ...], tokens: int) -> bool:
+        return len(sequence) == tokens
+
     def take(self, sequence: tuple[int, ...], tokens: int) -> Kept:
         assert len(sequence) == tokens
         self.holds.update(sequence)
