@@ -265,9 +265,7 @@ class PrefillStep:
     def planned(self) -> PlannedChunk:
         """What the places of its pass depend on."""
         sizes = self.count, self.tail_length, self.new_pages
-        return PlannedChunk(
-            self.row.slot, self.row.level, *sizes, self.continues, self.keeps_tail
-        )
+        return PlannedChunk(self.row.slot, self.row.level, *sizes, self.continues, self.keeps_tail)
 
     def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> Chunk:
         """Give a layer the chunk's keys and values, ``[1, heads, count, dim]``; lazy."""
