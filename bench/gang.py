@@ -146,7 +146,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {}
     failed: dict[str, Any] = {}
     chosen = sides(str(folder / "model"), options.ranks, folder)
-    chosen = [side for side in chosen if options.only in (None, side.name)]
+    chosen = [side for side in chosen if options.only is None or side.name in options.only]
     async with Fleet(chosen, folder, lambda line: print(line, flush=True)) as servers:
         for number in range(options.rounds + 1):
             for name, server in list(servers.items()):
@@ -197,7 +197,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shape", choices=SHAPES, help="random weights in place of a model")
-    parser.add_argument("--only", help="name of the only server, such as 'kvd, 2 ranks'")
+    parser.add_argument(
+        "--only", nargs="+", help="names of the servers, such as 'kvd, 2 ranks'; default: all"
+    )
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a long prompt")
     parser.add_argument("--scratch", type=Path, help="where weights are written")
     parser.add_argument("--ranks", type=int, default=2)

@@ -207,8 +207,8 @@ class LayerStore:
             found = EqualTails(new.slots, *(mx.unflatten(tail, 0, rows) for tail in tails))
             self.new_tails.append(found)
         if places.kept is not None:
-            sides = (_copied(side, places.kept.tokens) for side in source)
-            self.new_tails.append(KeptTails(*sides, places.kept.spans))
+            kept_keys, kept_values = (_copied(side, places.kept.tokens) for side in source)
+            self.new_tails.append(KeptTails(kept_keys, kept_values, places.kept.spans))
         filled_pages = self.pending[len(self.pending) - len(places.pages) :]
         return [
             Chunk(source, chunk.tokens, tuple(filled_pages[group] for group in chunk.earlier))

@@ -29,6 +29,9 @@ from protocol.types import FastPath, FastPathName
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
 _CHECKED_STEPS = 2
+STAGE_ALONE = 1 / 8
+"""Part of a pass that an accelerator computes while the host builds the next part, if no decode
+steps run in between. A gang's ranks all have the same parts, and so the same order of sums."""
 _PACKED = (((3,), (128, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
 """Tokens of the chunks of five rows that packed passes are checked on, in two passes.
 
@@ -257,7 +260,7 @@ class Runner:
         Successive chunks may be of the same row. On the CPU, the results of a chunk are the same to
         the bit whatever other chunks its pass has.
 
-        If `interleaves`, the pass may be evaluated in stages (`ModelCache.stages`).
+        If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
@@ -268,7 +271,9 @@ class Runner:
 
     def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
         if run_stage is None:
-            return nullcontext()
+            if on_cpu() or not (isinstance(self.cache, ModelCache) and self.cache.can_pack):
+                return nullcontext()
+            share, run_stage = STAGE_ALONE, _start
         stages: AbstractContextManager[None] = self.cache.stages(share, run_stage)
         return stages
 
@@ -473,3 +478,8 @@ def _agree(logits: mx.array, expected: mx.array, *, exactly: bool = False) -> bo
         return bool(mx.array_equal(logits, expected).item())
     bound = mx.abs(logits).max() * (1e-4 if logits.dtype == mx.float32 else 2e-2)
     return bool((mx.abs(logits - expected).max() <= bound).item())
+
+
+def _start(_: int, start: Start) -> None:
+    """Start a stage of a pass without decode steps."""
+    start()

@@ -10,6 +10,7 @@ import pytest
 from kvd.worker.cache.model_cache import ModelCache, Start
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
@@ -54,6 +55,31 @@ def test_decode_steps_within_a_pass_change_no_bit(name: str) -> None:
         mx.eval(expected, cache.arrays())
     assert len(found) == len(cache.stage_ends(0.0))
     assert mx.array_equal(mx.stack(found), mx.stack(expected))
+    pairs = zip(contents_of(runner, plain), contents_of(runner, staged), strict=True)
+    assert all(mx.array_equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n", "hunyuan"])
+def test_accelerators_compute_parts_of_a_pass_while_the_host_builds_the_rest(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(name)
+    runner.pack()
+    plain, staged = [runner.cache.new_row() for _ in range(2)]
+    runner.prefill(plain, CHUNK)
+    starts: list[int] = []
+    start = runners._start
+
+    def noted(left: int, begin: Start) -> None:
+        starts.append(left)
+        start(left, begin)
+
+    monkeypatch.setattr(runners, "on_cpu", lambda: False)
+    monkeypatch.setattr(runners, "_start", noted)
+    runner.prefill(staged, CHUNK)
+
+    ends = runner.cache.stage_ends(runners.STAGE_ALONE)
+    assert starts == [*reversed(range(len(ends)))]
     pairs = zip(contents_of(runner, plain), contents_of(runner, staged), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
 
