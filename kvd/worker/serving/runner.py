@@ -19,7 +19,7 @@ from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
-from kvd.worker.serving.rounding import MOST_TOKENS, batch_floor, token_floor
+from kvd.worker.serving.rounding import MOST_TOKENS, agree, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
 from kvd.worker.serving.step_inputs import StepInputs
 from protocol import memory_bounds
@@ -102,6 +102,9 @@ class Runner:
         self._compiled = CompiledDecode(self.model, self.cache) if choice.used else None
         return self._choose(choice)
 
+    def _agree(self, logits: mx.array, expected: mx.array, *, exactly: bool = False) -> bool:
+        return agree(logits, expected, layers=len(self.model.layers), exactly=exactly)
+
     def _check_compiled(self) -> FastPath:
         cache, choice = self.cache, fast_paths.used(COMPILED)
         pairs = [[cache.new_row() for _ in _CHECKED] for _ in range(2)]
@@ -115,7 +118,7 @@ class Runner:
         try:
             fused = [self.decode(pairs[1], tokens) for _ in range(_CHECKED_STEPS)]
             mx.eval(fused, cache.arrays())
-            if not all(map(_agree, plain, fused)):
+            if not all(map(self._agree, plain, fused)):
                 choice = fast_paths.declined(COMPILED, "results", "they differ from plain steps")
         except _REFUSALS as error:  # the model's Python code cannot be traced
             choice = fast_paths.failed(COMPILED, error)
@@ -163,10 +166,10 @@ class Runner:
             found = [self.decode(rows, tokens) for rows in (alone, packed)]
             right = self.decode([plain], tokens[:1])
             mx.eval(found, right, cache.arrays())
-            if not _agree(*found, exactly=on_cpu()):
+            if not self._agree(*found, exactly=on_cpu()):
                 why = "chunks differ from chunks that are prefilled alone"
                 choice = fast_paths.declined(PACKED, "results", why)
-            elif not _agree(right, found[1][:1]):
+            elif not self._agree(right, found[1][:1]):
                 why = "tokens differ from tokens that are prefilled in sequence"
                 choice = fast_paths.declined(PACKED, "results", why)
         except _REFUSALS as error:  # the model needs a row's tokens in sequence
@@ -239,7 +242,7 @@ class Runner:
             self.prefill_pass([staged], [chunk], 0.5, run_stage)
             expected = [decode(others[1]) for _ in found]
             pairs = zip([*expected, decode(plain)], [*found, decode(staged)], strict=True)
-            agree = all(_agree(one, other, exactly=on_cpu()) for one, other in pairs)
+            agree = all(self._agree(one, other, exactly=on_cpu()) for one, other in pairs)
         except _REFUSALS:
             agree = False
         cache.end_pass()
@@ -331,7 +334,7 @@ class Runner:
         self._head = SplitHead(self.model)
         try:
             parts = self.score(rows[1], tokens)
-            agree = parts.shape == whole.shape and _agree(parts, whole, exactly=on_cpu())
+            agree = parts.shape == whole.shape and self._agree(parts, whole, exactly=on_cpu())
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             agree = False  # the model's class has another form
         cache.end_pass()
@@ -468,16 +471,6 @@ def _used(choice: FastPath) -> bool:
 
 def _some_tokens(count: int) -> list[int]:
     return [1 + position % 64 for position in range(count)]
-
-
-def _agree(logits: mx.array, expected: mx.array, *, exactly: bool = False) -> bool:
-    """Return whether logits are finite and equal, except for rounding unless ``exactly``."""
-    if not bool((mx.isfinite(logits) & mx.isfinite(expected)).all().item()):
-        return False
-    if exactly:
-        return bool(mx.array_equal(logits, expected).item())
-    bound = mx.abs(logits).max() * (1e-4 if logits.dtype == mx.float32 else 2e-2)
-    return bool((mx.abs(logits - expected).max() <= bound).item())
 
 
 def _start(_: int, start: Start) -> None:

@@ -48,7 +48,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a check was repeated")
 
     monkeypatch.setattr(selfcheck, "_run", fail)
-    monkeypatch.setattr(runner, "_agree", fail)
+    monkeypatch.setattr(runner, "agree", fail)
     monkeypatch.setattr(runner, "token_floor", fail)
 
 
@@ -71,7 +71,7 @@ def test_other_settings_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_check_that_fails_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "_agree", lambda *_args, **_kwargs: False)
+        patched.setattr(runner, "agree", lambda *_args, **_kwargs: False)
         assert "compiled steps" not in load().attention_path
     assert "compiled steps" in load().attention_path
 

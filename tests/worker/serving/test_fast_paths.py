@@ -58,7 +58,7 @@ def test_steps_and_packed_passes_with_other_results_are_declined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = served("qwen3")
-    monkeypatch.setattr(runner, "_agree", lambda *_, **__: False)
+    monkeypatch.setattr(runner, "agree", lambda *_, **__: False)
     declined = paths(found)
     assert declined["compiled steps"].cause == declined["packed prefill"].cause == "results"
     assert not found.runner.compiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -85,3 +87,24 @@ def test_narrow_weights_are_compared_with_chunks_that_are_long_enough() -> None:
         for count in range(MOST_TOKENS, 600, 20)
     ]
     assert floor is None or all(agree)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "error", "is_right"),
+    [
+        (mx.float32, 64, 5e-5, True),
+        (mx.float32, 64, 5e-4, False),
+        (mx.bfloat16, 4, 0.015, True),
+        (mx.bfloat16, 28, 0.025, False),
+        (mx.bfloat16, 64, 0.025, True),
+        (mx.bfloat16, 64, 0.04, False),
+        (mx.bfloat16, 64, math.nan, False),
+    ],
+)
+def test_logits_agree_except_for_rounding(
+    dtype: mx.Dtype, layers: int, error: float, is_right: bool
+) -> None:
+    expected = mx.array([1.0, -0.5, 0.25, 0.0])
+    logits = expected + mx.array([0.0, 0.0, 0.0, error])
+    assert rounding.agree(logits.astype(dtype), expected, layers=layers) == is_right
+    assert not rounding.agree(logits.astype(dtype), expected, layers=layers, exactly=True)
