@@ -268,7 +268,7 @@ class Runner:
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
             with self._stages(share, run_stage):
-                self.model(tokens, cache=self._views(rows))
+                self.model(tokens, cache=self.cache.views(rows))
             self.cache.end_pass()
             self.cache.finish_prefill()
 
@@ -289,10 +289,6 @@ class Runner:
         ]
         return [slice(*span) for span in pairwise([0, *starts, len(rows)])]
 
-    def _views(self, rows: list[Row]) -> list[Any]:
-        views: list[Any] = self.cache.views(rows)
-        return views
-
     def prefill_hidden(
         self,
         rows: list[Row],
@@ -309,7 +305,7 @@ class Runner:
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
             with self._stages(share, run_stage):
-                hidden = self._head.hidden(tokens, cache=self._views(rows)).flatten(0, 1)
+                hidden = self._head.hidden(tokens, cache=self.cache.views(rows)).flatten(0, 1)
             self.cache.end_pass()
             mx.eval(hidden)  # before the flush, as in `score_parts`
             self.cache.finish_prefill()
@@ -365,7 +361,7 @@ class Runner:
         padded = self._begin_prefill([row], [tokens])
         compute = self.model if self._head is None else self._head.hidden
         with self._stages(share, run_stage):
-            found: mx.array = compute(padded, cache=self._views([row])).flatten(0, 1)
+            found: mx.array = compute(padded, cache=self.cache.views([row])).flatten(0, 1)
         found = found[None, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
