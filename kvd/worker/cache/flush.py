@@ -1,4 +1,7 @@
-"""The flush: pages that are due are written into the pools while the device is idle.
+"""The flush: pages that are due are written into the pools.
+
+The device must be idle, unless kernels write everything (`LayerStore.is_flushed_by_kernel`). Then
+the writes are launched behind the steps in flight. A flush ends when the device has written.
 
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
@@ -68,7 +71,7 @@ class Flusher:
         self._dense_start = dense_start
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
-        """Write the pages that are due. The device must be idle. ``rows`` are all running rows.
+        """Write the pages that are due. ``rows`` are all running rows.
 
         ``filled`` has the row of each page that a chunk has filled, in the order of the layers'
         pending pages. Rows in ``prefilled`` get new tails and no page written ahead.
@@ -83,11 +86,13 @@ class Flusher:
         for pages in new:
             pages.pages = self._pages.take(pages.level, pages.count)
         placements = [pages.placement() for pages in new]
-        limit = limit_bytes()
-        gathered = (layer.gather_pages(placements, self._pack_tails) for layer in self._layers)
-        _write(self._layers, gathered, limit)
-        if any(layer.new_tails for layer in self._layers):
-            _write(self._layers, (layer.gather_tails() for layer in self._layers), limit)
+        layers, pack_tails = self._layers, self._pack_tails
+        if all(layer.is_flushed_by_kernel for layer in layers):
+            _write(layers, (layer.gather(placements, pack_tails) for layer in layers))
+        else:
+            _write(layers, (layer.gather_pages(placements, pack_tails) for layer in layers))
+            if any(layer.new_tails for layer in layers):
+                _write(layers, (layer.gather_tails() for layer in layers))
         for pages in new:
             pages.assign()
         self._dense_start.leave(outgrown)
@@ -98,25 +103,30 @@ class Flusher:
         return _NewPages(level, [row for row in filled if row.level == level], ahead)
 
 
-def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: int) -> None:
+def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites]) -> None:
     together: list[tuple[LayerStore, FlushWrites]] = []
-    nbytes = 0
+    nbytes, limit = 0, limit_bytes()
+    launched: list[mx.array] = []
     for pair in zip(layers, writes, strict=True):
         together.append(pair)
         nbytes += pair[1].created_bytes
         del pair  # frees what was written before more is gathered
         if nbytes >= limit:
-            _write_together(together)
+            launched += _write_together(together)
             nbytes = 0
-    _write_together(together)
+    mx.eval(launched + _write_together(together))
 
 
-def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> None:
+def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> list[mx.array]:
+    """Write, or launch the kernels that write; return the arrays whose evaluation is under way."""
+    launched: list[mx.array] = []
     if all(layer.writes_by_kernel(writes) for layer, writes in together):
-        mx.eval([layer.put(writes) for layer, writes in together])
+        launched = [array for layer, writes in together for array in layer.put(writes)]
+        mx.async_eval(launched)  # type: ignore[no-untyped-call]
     else:
         # Evaluated first, so that nothing except the write references a pool: only then is the
         # write in place.
         mx.eval([writes.arrays() for _, writes in together])
         mx.eval([layer.put(writes) for layer, writes in together])
     together.clear()
+    return launched

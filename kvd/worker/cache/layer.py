@@ -241,7 +241,18 @@ class LayerStore:
         """Drop what a prefill pass left."""
         self.pending, self.new_tails = [], []
 
-    # The flush. The device is idle.
+    # The flush. The device is idle, unless `is_flushed_by_kernel`.
+
+    @property
+    def is_flushed_by_kernel(self) -> bool:
+        """Whether kernels write all that waits for a flush."""
+        in_place = any(new.in_place for new in self.new_tails)
+        return not in_place and all(pool.is_written_by_kernel for pool in self.pools)
+
+    def gather(self, placements: list[Placement], pack_tails: PackTails) -> FlushWrites:
+        """Remove and return the pages and the new tails that a flush writes; lazy, for `put`."""
+        writes, tails = self.gather_pages(placements, pack_tails), self.gather_tails()
+        return FlushWrites(writes.pages, tails.tails, writes.created_bytes + tails.created_bytes)
 
     def gather_pages(self, placements: list[Placement], pack_tails: PackTails) -> FlushWrites:
         """Remove and return the pages that a flush writes; lazy, for `put`.

@@ -27,7 +27,7 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.sequence_costs import SequenceCosts
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot, SequenceSnapshots
 from kvd.worker.cache.settings import CacheSettings, Scratch
-from kvd.worker.cache.store import KVStore
+from kvd.worker.cache.store import KVStore, evaluate
 from kvd.worker.cache.usage import CacheUsage
 from kvd.worker.device import on_cpu
 
@@ -251,7 +251,7 @@ class ModelCache:
         if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
         prefilled, self._prefilling = self._prefilling, []
-        mx.eval(self.arrays())
+        evaluate(self.stores, self.states.arrays())
         for store in self.stores:
             store.finish_prefill()
         for sequence, count in prefilled:
@@ -281,9 +281,10 @@ class ModelCache:
 
         The evaluation of a stage starts when its last layer has got its keys and values, so the
         device computes while the host builds the next layers. CPUs start with each layer: a start
-        costs the host less than the layer costs them. ``run_stage`` is called at the end of each
-        stage. It may run decode steps of other sequences that need no flush. Its exceptions drop
-        the pass. ``share``: see `stage_ends`.
+        costs the host less than the layer costs them. So do accelerators in the first stage,
+        because they have nothing to do. ``run_stage`` is called at the end of each stage.
+        It may run decode steps of other sequences that need no flush. Its exceptions drop the pass.
+        ``share``: see `stage_ends`.
         """
         ends = self.stage_ends(share)
         by_layer = on_cpu()
@@ -296,7 +297,7 @@ class ModelCache:
             waiting.append(layer)
             if built in ends[:-1]:  # the last one ends when the whole pass is built
                 self._run_stage(waiting, partial(run_stage, len(ends) - ends.index(built) - 1))
-            elif by_layer:
+            elif by_layer or built < ends[0]:
                 self._run_stage(waiting)
 
         for store in self.stores:

@@ -43,6 +43,20 @@ from kvd.worker.cache.steps import (
     prefill_step,
 )
 from kvd.worker.cache.tails import TailSlots
+from kvd.worker.device import launches_in_order
+
+
+def evaluate(stores: Sequence[KVStore], others: Sequence[mx.array] = ()) -> None:
+    """Evaluate what a prefill pass left in all stores, and ``others``.
+
+    Waits for the device, unless kernels write all pages: then the host prepares the flush while
+    the device computes.
+    """
+    arrays = [array for store in stores for array in store.arrays()]
+    if launches_in_order() and all(store.is_flushed_by_kernel for store in stores):
+        mx.async_eval(arrays, others)  # type: ignore[no-untyped-call]
+    else:
+        mx.eval(arrays, others)
 
 
 class KVStore:
@@ -305,9 +319,14 @@ class KVStore:
             step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
         self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
 
+    @property
+    def is_flushed_by_kernel(self) -> bool:
+        """Whether kernels write all that a flush would write now, behind the steps in flight."""
+        return all(layer.is_flushed_by_kernel for layer in self.layers)
+
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
-        mx.eval(self.arrays())
+        evaluate([self])
         filled = []
         for step in steps:
             step.row.length += step.count

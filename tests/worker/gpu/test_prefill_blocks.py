@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.attention.fused_prefill import FusedPass
+from kvd.worker.cache import device_pages
+from kvd.worker.cache import store as stores
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.flush import Flusher
 from kvd.worker.cache.model_cache import ModelCache
@@ -29,6 +33,8 @@ from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.stand_in import StandIn
+from tests.worker.cache import compiled_kernels
+from tests.worker.cache.compiled_kernels import Compiled
 from tests.worker.gpu import plain_products
 
 pytestmark = [pytest.mark.mlx, pytest.mark.usefixtures("plain_operations")]
@@ -148,6 +154,45 @@ def test_tails_inside_a_pass_are_kept_like_those_of_the_layers_own_code() -> Non
         assert side.rows[0].length == 71 + 565 + 1
         for at in (371, 627):
             side.runner.cache.snapshots.drop(side.runner.cache.snapshots.take(side.rows[0], at))
+
+
+@pytest.fixture
+def page_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    yield from compiled_kernels.use(tmp_path, monkeypatch)
+
+
+def prepare(side: Side) -> None:
+    """Compare the kernels that write pages of a side's pools, which must be empty."""
+    for pool in (pool for layer in side.runner.cache.stores[0].layers for pool in layer.pools):
+        pool.grow(1)
+        device_pages.prepare(pool.arrays())
+        assert pool.is_written_by_kernel
+        pool.cut(0)
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_a_flush_by_kernels_is_launched_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the pass, and pages and tails are written by one evaluation."""
+    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    pair = Pair("qwen3")
+    prepare(pair.sides[1])
+    by_kernel = list[bool]()
+    write = Flusher.write
+
+    def noted(flusher: Flusher, *given: Any) -> None:
+        by_kernel.append(all(layer.is_flushed_by_kernel for layer in flusher._layers))
+        write(flusher, *given)
+
+    monkeypatch.setattr(Flusher, "write", noted)
+    for passes in PASSES.values():
+        pair.run(passes, 1 + max(row for chunks in passes for row, _ in chunks))
+        for side in pair.sides:
+            for row in side.rows:
+                side.runner.cache.free(row)
+            side.rows.clear()
+    assert True in by_kernel
+    assert False in by_kernel  # the other side's
 
 
 @pytest.mark.parametrize(
