@@ -321,6 +321,8 @@ class ModelCache:
         def start() -> None:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
             arrays.clear()
+            for store in self.stores:
+                store.snapshots.evaluate()
 
         if run is None:
             start()

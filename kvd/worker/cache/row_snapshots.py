@@ -48,6 +48,8 @@ class RowSnapshots:
         self._kind = kind
         self._pages = pages
         self._dense_start = dense_start
+        self._lazy: list[tuple[mx.array, mx.array]] = []
+        """Tails of snapshots whose evaluation waits for `evaluate`."""
         self._kept: dict[tuple[Row, int], int] = {}
         """Rows and lengths whose tails the last pass has kept, and their numbers in
         `LayerStore.kept`."""
@@ -89,7 +91,7 @@ class RowSnapshots:
         return tokens <= length and same
 
     def take(self, row: Row, tokens: int | None = None) -> RowSnapshot:
-        """Return a row's pages by reference and a copy of its tail, whose evaluation is started.
+        """Return a row's pages by reference and a copy of its tail, which may be lazy (`evaluate`).
 
         ``tokens``: take the row as it was at this length, if `can_take`; None: all of it. The
         device must be idle, unless the row has no slot: then it is taken whole, and its tail needs
@@ -104,7 +106,12 @@ class RowSnapshots:
         tails = list(row.tails)
         if row.is_placed:
             tails = [self._copy_tail(layer, row, length, kept) for layer in self._layers]
-            (mx.eval if on_cpu() else mx.async_eval)(tails)
+            if on_cpu():
+                mx.eval(tails)
+            elif kept is None:  # the next step writes into the row's own tail
+                mx.async_eval(tails)  # type: ignore[no-untyped-call]
+            else:
+                self._lazy += tails
         snapshot = RowSnapshot(tails=tails)
         snapshot.copy_from(row)
         snapshot.length = length
@@ -112,6 +119,12 @@ class RowSnapshots:
             del snapshot.pages[full_pages(length) :]
         self.add(snapshot)
         return snapshot
+
+    def evaluate(self) -> None:
+        """Start to evaluate kept tails, once the device has other work. It takes milliseconds."""
+        if self._lazy:
+            lazy, self._lazy = self._lazy, []
+            mx.async_eval(lazy)  # type: ignore[no-untyped-call]
 
     def _copy_tail(
         self, layer: LayerStore, row: Row, length: int, kept: int | None

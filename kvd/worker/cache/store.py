@@ -258,6 +258,7 @@ class KVStore:
         ``batch`` is the number of sequences that the model sees: the rows, then padding. Raises
         ``ValueError``, with nothing changed, if a row needs a flush first (`needs_flush`).
         """
+        self.snapshots.evaluate()
         tables = partial(self.tables.by_level, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self.tails.count, self.kind)
         if step.committed:
