@@ -2,14 +2,12 @@
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
     python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--no-masks]
-                            [--orders] [--json FILE]
+                            [--json FILE]
 
 Runs with and without grammars alternate, and each pair gives a ratio; on a machine that does other
 work, the ratio of CPU time is the steadier one. ``steps`` has means of the steps of both kinds.
-``--shape``: a model with random weights, with a tokenizer as large as its vocabulary. ``--orders``
-also measures each order of reading tokens and launching passes alone, instead of the one that the
-engine chooses (`kvd.worker.core.read_order`). Validity has a campaign of its own:
-`tests.worker.grammar.valid_campaign`.
+``--shape``: a model with random weights, with a tokenizer as large as its vocabulary. Validity has
+a campaign of its own: `tests.worker.grammar.valid_campaign`.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ from bench.grammar_steps import StepWatch
 from bench.masks import LONG, measure, pieces
 from bench.report import machine, publish
 from kvd import demo
-from kvd.worker.core.read_order import ReadOrder
 from protocol.tools import Grammar
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
@@ -46,17 +43,6 @@ from tests.worker.core.driver import Driver
 ROWS = 8
 LEAST_RATIO = 0.95
 """Limit of the speed with grammars, relative to that without."""
-
-
-class FixedOrder(ReadOrder):
-    """An order that no trial changes."""
-
-    def __init__(self, *, reads_first: bool) -> None:
-        super().__init__()
-        self.reads_first = reads_first
-
-    def note(self, seconds: float) -> None:
-        pass
 
 
 def run(
@@ -144,7 +130,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--no-masks", action="store_true", help="measure only the speed of rows")
-    parser.add_argument("--orders", action="store_true", help="measure each order alone as well")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     report: dict[str, Any] = {
@@ -161,10 +146,6 @@ def main() -> None:
         masks = driver.engine._batch._masks  # noqa: SLF001
         watch = StepWatch(masks)
         report["speed"] = compare(driver, asked.pairs, asked.tokens, watch)
-        for name, reads_first in (("launch", False), ("read", True)) if asked.orders else ():
-            masks._order = FixedOrder(reads_first=reads_first)  # noqa: SLF001
-            again = compare(driver, asked.pairs, asked.tokens, watch)
-            report[f"speed_if_{name}_first"] = again
     bar = Bar("speed with grammars", report["speed"]["ratio"], LEAST_RATIO, at_least=True)
     publish(report | {"bars": [bar.as_dict()]}, asked.json)
 

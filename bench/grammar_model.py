@@ -4,23 +4,20 @@
 
 One thread launches passes and draws, and waits for tokens and masks. The device computes what was
 launched, in order. A pass is launched in `PIECES` parts; the device can begin each of them at once.
-For each order of reading tokens and launching passes (`kvd.worker.core.read_order`), prints the
-speed relative to steps without grammars. If tokens are read first and the masks take at most
-`TOGETHER` milliseconds, pass and draw are launched together. The times are assumptions.
+With grammars, the previous tokens are read after the first part, masks are computed during the
+launch of the others, and the draw is launched apart (`kvd.worker.core.masks`). Prints the speed
+relative to steps without grammars. The times are assumptions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from kvd.worker.core.masks import TOGETHER_SECONDS
+from kvd.worker.core.masks import FIRST_PART
 
-PIECES = 3
-"""Parts of a launch: MLX commits about 100 operations at once, and a pass has some 200."""
-TOGETHER = 1e3 * TOGETHER_SECONDS
+PIECES = round(1 / FIRST_PART)
+"""Parts of a launch. Tokens are read after the first one."""
 STEPS = 80
-Order = Literal["without", "launch first", "read first"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,6 @@ class Step:
     period: float
     waits: float
     """Waiting for tokens and masks, on the host."""
-    spent: float
-    """What depends on the order: that, and launching a draw apart from its pass."""
 
 
 class _Device:
@@ -66,62 +61,50 @@ class _Device:
         self.free_at = max(self.free_at, launched_at) + takes
 
 
-def step_of(order: Order, times: Times) -> Step:
-    """Return the steady step of an order."""
+def step_of(times: Times, *, grammars: bool) -> Step:
+    """Return the steady step of rows with or without grammars."""
     device = _Device()
-    now = token_at = masks_at = 0.0
-    ends, waits, apart = [0.0], [0.0], False
+    now = token_at = 0.0
+    ends, waits = [0.0], [0.0]
     for _ in range(STEPS):
-        waited, delivers_first, apart = 0.0, False, order != "without"
+        waited, masks_at, delivers_first = 0.0, 0.0, False
         now += times.prepare
-        if order == "read first":
-            waited += max(0.0, token_at - now)
-            now = max(now, token_at) + times.read
-            masks_at = now + times.masks
-            waited += min(times.masks, TOGETHER)
-            now += min(times.masks, TOGETHER)
-            if times.masks <= TOGETHER:
-                now += times.draw
-                apart = False
-        for piece in range(1, PIECES + 1):
-            device.run(now + times.launch * piece / PIECES, times.device / PIECES)
-        now += times.launch
-        if apart:
-            if order == "launch first":
+        for piece in range(PIECES):
+            now += times.launch / PIECES
+            device.run(now, times.device / PIECES)
+            if grammars and piece == 0:
                 waited += max(0.0, token_at - now)
                 now = max(now, token_at) + times.read
                 masks_at = now + times.masks
+        if grammars:
             delivers_first = masks_at > now
             now += times.deliver * delivers_first
             waited += max(0.0, masks_at - now)
             now = max(now, masks_at) + times.draw + times.apart
         device.run(now, times.sample)
         last_token_at, token_at = token_at, device.free_at
-        if order == "without":  # the last step's tokens, while the device computes
+        if not grammars:  # the last step's tokens, while the device computes
             waited += max(0.0, last_token_at - now)
             now = max(now, last_token_at) + times.read
         now += times.deliver * (not delivers_first)
         ends.append(now)
         waits.append(waited)
     half = STEPS // 2
-    waiting = sum(waits[half + 1 :]) / (STEPS - half)
-    spent = waiting + times.apart * apart
-    return Step((ends[-1] - ends[half]) / (STEPS - half), waiting, spent)
+    return Step((ends[-1] - ends[half]) / (STEPS - half), sum(waits[half + 1 :]) / (STEPS - half))
 
 
-def speed(order: Order, times: Times) -> float:
+def speed(times: Times) -> float:
     """Return the speed of steps with grammars, relative to that of steps without."""
-    return step_of("without", times).period / step_of(order, times).period
+    return step_of(times, grammars=False).period / step_of(times, grammars=True).period
 
 
 def main() -> None:
-    print("device  masks  without  launch first  read first")
+    print("device  masks  without  speed with grammars")
     for device in (1.5, 2.5, 3.5, 6.0):
         for masks in (0.2, 1.2, 3.0):
             times = Times(device, masks)
-            plain = step_of("without", times).period
-            first, second = speed("launch first", times), speed("read first", times)
-            print(f"{device:6} {masks:6} {plain:8.2f} {first:13.2f} {second:11.2f}")
+            plain = step_of(times, grammars=False).period
+            print(f"{device:6} {masks:6} {plain:8.2f} {speed(times):20.2f}")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ class StepWatch:
         self._usage = resource.getrusage(resource.RUSAGE_SELF)
         # On the instance: the engine and the object itself find the watched method first.
         watched: Any = masks
-        watched.prepare = self._timed("tokens and masks before", masks.prepare)
-        watched.evaluate = self._timed("launch and tokens after", masks.evaluate, self._launched)
+        watched.evaluate = self._timed("launch and tokens", masks.evaluate, self._launched)
         watched.advance = self._timed("tokens", masks.advance)
-        watched._wait = self._timed("masks after", masks._wait)  # noqa: SLF001
+        watched._wait = self._timed("masks", masks._wait)  # noqa: SLF001
         watched.draw = self._timed("draw", masks.draw, self._drawn)
-        watched.evaluate_draw = self._timed("launch of draw", masks.evaluate_draw)
 
     def start(self) -> None:
         self._seconds.clear()

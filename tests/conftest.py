@@ -70,7 +70,7 @@ LONGEST = (
     "process/test_kvctl.py",
     "worker/grammar/test_requests.py",
     "bench/test_jit.py",
-    "worker/grammar/test_read_order.py",
+    "worker/grammar/test_accelerator_steps.py",
     "worker/attention/test_prefill.py",
     "sim/test_week.py",
     "worker/mlx_lm_drop_in/test_state_machine.py",

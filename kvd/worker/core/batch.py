@@ -169,16 +169,15 @@ class Batch:
 
         Return whether there was a previous one.
         """
-        previous, is_read = self._step, False
-        step, over = self._launch(rids)
-        self._step = step
+        previous, is_read, over = self._step, False, list[Over]()
+        step = self._step = self._launch(rids)
         if step is not None and step.draw is None:
             if previous is not None and self._masks.can_read_previous(step):
                 is_read = True
                 self._read_step(previous)
             idle = previous is None
             over = self._masks.draw(step, self._sampler, self.requests, idle=idle)
-            self._masks.evaluate_draw(step)
+            mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
             self._step = step if step.drawing or step.passing else None
         if previous is not None and not is_read:
             self.enter_phase("decode")
@@ -188,18 +187,14 @@ class Batch:
         self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
         return previous is not None
 
-    def _launch(self, rids: Sequence[str]) -> tuple[DecodeStep | None, list[Over]]:
-        """Evaluate the next step, with its draw if no mask is missing.
-
-        Return it, and what `StepMasks.draw` returns.
-        """
-        over = list[Over]()
+    def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
+        """Evaluate the next step, with its draw unless rows have grammars; return it."""
         for rid in rids:
             if not self.requests[rid].begun:
                 self._fork(self.requests[rid])
         live = self._live(rids)
         if not live:
-            return (DecodeStep([], [], None, [], []) if self._masks.late else None), over
+            return DecodeStep([], [], None, [], []) if self._masks.late else None
         rows = [completion.row for completion in live]
         if self.cache.needs_flush(rows):
             self.enter_phase("flush")
@@ -212,14 +207,11 @@ class Batch:
         for completion in live:
             completion.launched += 1
             self.scheduler.note_generated(completion.key[0], completion.launched)
-        has_masks = self._masks.prepare(self._step, step)
         if not (step.has_grammars or self._masks.late):
             step.draw_tokens(self._sampler)
-        elif has_masks:
-            over = self._masks.draw(step, self._sampler, self.requests, idle=False)
         self._masks.evaluate(self._step, step, self.cache.arrays())
         self.max_rows = max(self.max_rows, len(rows))
-        return step, over
+        return step
 
     def read_before_flush(self, rids: list[str], deliver: Callable[[], None]) -> list[str]:
         """Deliver the step in flight if the next step of these requests must write pages first.

@@ -1,16 +1,23 @@
 """The masks of decode steps: which tokens the grammars of their rows allow next.
 
 A mask depends on the previous token. Threads therefore advance the matchers and compute the masks
-while the device computes the logits of the step, and the step draws its tokens last. If the masks
-are ready before the forward pass is evaluated, pass and draw are evaluated together.
+while the device computes the logits of the step, and the step draws its tokens last.
 
 A row whose mask is not ready by then is *late*: the step draws the other rows, and a later step
 draws the late one. Until then, it takes part in no step. So no grammar delays other rows for more
 than about the time of a step. The tokens of a row do not depend on when they are drawn.
 
 MLX evaluates a forward pass on the CPU while `mx.async_eval` blocks. There, a thread also waits for
-the previous tokens. On accelerators the call returns early, and the calling thread waits for them,
-before or after the call (`kvd.worker.core.read_order`).
+the previous tokens. On accelerators the calling thread waits for them, after it has launched the
+first part of the pass: the device has work then, and the launch of the rest, which takes
+milliseconds, hides the masks ::
+
+    host     | launch 1/3 | read | launch 2/3 ..... | draw |
+    threads                      | masks ..... |
+    device   | pass 1/3 ........ | pass 2/3 ............. | draw |
+
+With CUDA, no other thread can wait: MLX may capture streams in a mode in which no other thread may
+wait for an event or allocate.
 """
 
 from __future__ import annotations
@@ -24,7 +31,6 @@ from typing import Any, cast
 import mlx.core as mx
 
 from kvd.worker.core.decode_step import DecodeStep, LateRow
-from kvd.worker.core.read_order import ReadOrder
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.device import on_cpu
 from kvd.worker.grammar.mask_threads import HELPED_SECONDS, MaskBatch, MaskThreads, Work
@@ -45,9 +51,8 @@ FEWEST_THREADS = 2
 MOST_THREADS = 8
 HELP_SECONDS = 0.0005
 """Seconds after which more threads help with the masks that a step waits for."""
-TOGETHER_SECONDS = 0.0005
-"""Seconds that a forward pass waits for masks, to be evaluated together with its draw. A draw's own
-evaluation takes 0.9 ms (H200)."""
+FIRST_PART = 1 / 3
+"""Part of a forward pass that an accelerator gets before its previous tokens are read."""
 SPARE_SECONDS = 0.001
 """Seconds that a step waits for masks in addition to twice the time of a recent one."""
 IDLE_SECONDS = 0.001
@@ -71,10 +76,6 @@ class StepMasks:
         self._draws_late = draws_late
         self._reads_in_thread = on_cpu()
         """Whether a thread waits for the tokens of a step, instead of the calling one."""
-        self._order = ReadOrder()
-        self._spent: float | None = None
-        """Seconds of the step that depend on the order: waits for tokens and masks, and the
-        evaluation of a draw. None: it read no tokens."""
         self.late: list[LateRow] = []
         """Rows that were launched and not drawn, the longest waiting first."""
         self._relieve = relieve
@@ -87,72 +88,32 @@ class StepMasks:
         self._awaited: list[MaskBatch] = []
         """Batches that began since the last step was drawn."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        """Seconds from `prepare` until the masks were there, or pass and draw were launched
-        together; of steps without late rows."""
+        """Seconds from `evaluate` until the masks were there, of steps without late rows."""
         self._begun = 0.0
 
     # Matchers advance.
 
-    def prepare(self, previous: DecodeStep | None, step: DecodeStep) -> bool:
-        """If tokens are read first, read them and start to compute the masks of a step.
+    def evaluate(self, previous: DecodeStep | None, step: DecodeStep, others: list[Any]) -> None:
+        """Evaluate a step, and start to compute its masks.
 
-        ``previous``: the step whose tokens are its input. Return whether the masks are then ready.
-        If so, call `draw` before `evaluate`.
+        ``previous``: the step whose tokens are its input. ``others``: the arrays that the pass
+        leaves in the cache, in the order of the layers.
         """
         self._begun = time.monotonic()
-        if not (self._reads_in_thread or self._order.reads_first):
-            return False
-        self._spent = self._begin(previous, step)
-        if self._reads_in_thread or self.late or not step.has_grammars:
-            return False
-        start = time.monotonic()
-        for batch in self._awaited:
-            if any(map(batch.lends, step.lent)):
-                batch.wait(max(0.0, start + TOGETHER_SECONDS - time.monotonic()))
-        self.take_back()
-        self._awaited = [batch for batch in self._awaited if not batch.taken_back]
-        if self._spent is not None:
-            self._spent += time.monotonic() - start
-        return not step.lent
-
-    def evaluate(self, previous: DecodeStep | None, step: DecodeStep, others: list[Any]) -> None:
-        """Evaluate a step after `prepare`, and start to compute its masks if that did not.
-
-        ``previous``: that of `prepare`. ``others``: arrays to evaluate with it.
-        """
+        reads = previous is not None and previous.has_grammars and not previous.advanced
+        if reads and not self._reads_in_thread:
+            mx.async_eval(others[: int(FIRST_PART * len(others))])  # type: ignore[no-untyped-call]
+        self._begin(previous, step)
         mx.async_eval(step.arrays, others)  # type: ignore[no-untyped-call]
-        if not (self._reads_in_thread or self._order.reads_first):
-            self._spent = self._begin(previous, step)
-        elif step.has_grammars and step.draw is not None:
-            self._recent.append(time.monotonic() - self._begun)
-            self._note_spent()
 
-    def evaluate_draw(self, step: DecodeStep) -> None:
-        """Evaluate the draw of a step that was evaluated without it."""
-        start = time.monotonic()
-        mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
-        if self._spent is not None:
-            self._spent += time.monotonic() - start
-        self._note_spent()
-
-    def _note_spent(self) -> None:
-        if self._spent is not None:
-            self._order.note(self._spent)
-            self._spent = None
-
-    def _begin(self, previous: DecodeStep | None, step: DecodeStep) -> float | None:
-        """Return the seconds that the calling thread waited for tokens; None: it read none."""
-        seconds = None
+    def _begin(self, previous: DecodeStep | None, step: DecodeStep) -> None:
+        """Read the previous tokens, and start to compute the masks that follow them."""
         if previous is not None:
-            start, reads = time.monotonic(), previous.has_grammars and not previous.advanced
             self.advance(previous)
-            if reads and not self._reads_in_thread:
-                seconds = time.monotonic() - start
         if step.has_grammars:
             matchers = [one.matcher for one in step.drawing if one.matcher is not None]
             missing = [one for one in matchers if one.mask is None and not one.lent]
             self._run([(one, None) for one in missing], lambda: ())
-        return seconds
 
     def advance(self, step: DecodeStep) -> None:
         """Start to advance matchers by the tokens that a step has drawn, unless that was done."""
@@ -279,7 +240,6 @@ class StepMasks:
             late = [row.completion for row in self.late]
             self.wait(late, IDLE_SECONDS if idle else 0.0)
             return
-        start = time.monotonic()
         awaited, self._awaited = self._awaited, []
         usual = min(self._recent, default=FIRST_SECONDS)
         end = self._begun + 2 * usual + SPARE_SECONDS
@@ -294,8 +254,6 @@ class StepMasks:
         now = time.monotonic()
         if awaited and step.has_grammars and all(batch.taken_back for batch in awaited):
             self._recent.append(now - self._begun)
-        if self._spent is not None:
-            self._spent += now - start
 
     def _take_ready(self) -> list[LateRow]:
         """Return the late rows whose masks are ready; they are late no longer."""

@@ -11,7 +11,6 @@ import pytest
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.masks import StepMasks
 from kvd.worker.core.out_of_memory import CALM_STEPS
-from kvd.worker.core.read_order import PERIOD, TRIAL, ReadOrder
 from kvd.worker.grammar.mask_threads import MaskBatch, MaskThreads
 from kvd.worker.text.stream import TextStream
 from protocol.types import Sampling
@@ -20,25 +19,15 @@ from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.grammar.test_requests import DIGITS, PERSON, WARM, WORDS
 
 
-class _Fixed(ReadOrder):
-    """An order that no trial changes."""
-
-    def __init__(self, *, reads_first: bool) -> None:
-        super().__init__()
-        self.reads_first = reads_first
-
-    def note(self, seconds: float) -> None:
-        assert seconds >= 0
-
-
-@pytest.fixture(params=[False, True], ids=["launches first", "reads first"])
-def reads_first(request: pytest.FixtureRequest, demo: Driver) -> Iterator[bool]:
-    """Let the calling thread read tokens, as on accelerators, in one of both orders."""
-    masks = demo.engine._batch._masks
-    in_thread, order = masks._reads_in_thread, masks._order
-    masks._reads_in_thread, masks._order = False, _Fixed(reads_first=request.param)
-    yield request.param
-    masks._reads_in_thread, masks._order = in_thread, order
+@pytest.fixture(autouse=True)
+def _reads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the calling thread read tokens, as on accelerators, after tokens that run alone."""
+    if "wanted" in request.fixturenames:
+        request.getfixturevalue("wanted")
+    masks = request.getfixturevalue("demo").engine._batch._masks
+    in_thread, masks._reads_in_thread = masks._reads_in_thread, False
+    yield
+    masks._reads_in_thread = in_thread
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +53,9 @@ def _submit(demo: Driver) -> None:
 
 
 @pytest.mark.mlx
-def test_no_token_depends_on_the_order(
-    wanted: dict[str, Any], demo: Driver, reads_first: bool
-) -> None:
+def test_no_token_depends_on_who_reads_tokens(wanted: dict[str, Any], demo: Driver) -> None:
     _submit(demo)
     demo.run()
-    assert demo.outcomes == wanted
-
-
-@pytest.mark.mlx
-def test_no_token_depends_on_a_change_of_the_order(wanted: dict[str, Any], demo: Driver) -> None:
-    masks = demo.engine._batch._masks
-    in_thread, order = masks._reads_in_thread, masks._order
-    masks._reads_in_thread, masks._order = False, _Fixed(reads_first=False)
-    try:
-        _submit(demo)
-        while demo.engine.has_work:
-            demo.step()
-            masks._order.reads_first = not masks._order.reads_first
-    finally:
-        masks._reads_in_thread, masks._order = in_thread, order
     assert demo.outcomes == wanted
 
 
@@ -91,7 +63,7 @@ def test_no_token_depends_on_a_change_of_the_order(wanted: dict[str, Any], demo:
 @pytest.mark.parametrize("fault", [UNABLE, LATE])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_step_that_runs_out_of_memory_is_repeated(
-    wanted: dict[str, Any], demo: Driver, reads_first: bool, number: int, fault: str
+    wanted: dict[str, Any], demo: Driver, number: int, fault: str
 ) -> None:
     _submit(demo)
     demo.engine._out_of_memory.calm_steps = CALM_STEPS
@@ -105,9 +77,9 @@ def test_a_step_that_runs_out_of_memory_is_repeated(
 @pytest.mark.mlx
 @pytest.mark.parametrize("ready", [True, False])
 def test_what_is_launched_before_tokens_are_waited_for(
-    demo: Driver, reads_first: bool, ready: bool, monkeypatch: pytest.MonkeyPatch
+    demo: Driver, ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pass and draw are one evaluation if the masks are ready before it.
+    """The device has a part of the pass, and masks are computed while the rest is launched.
 
     The text of the previous step is written once masks are ready, or while they are computed.
     """
@@ -120,16 +92,15 @@ def test_what_is_launched_before_tokens_are_waited_for(
         demo.step()
 
     assert len(demo.engine._batch._masks._recent) == 1
-    order = ["read", "masks", "forward"] if reads_first else ["forward", "read", "masks"]
-    draw = [] if reads_first else ["draw"]
-    assert events == [*order, *([*draw, "deliver"] if ready else ["deliver", "draw"])]
+    last = ["launch", "deliver"] if ready else ["deliver", "launch"]
+    assert events == ["launch", "read", "masks", "launch", *last]
     demo.run()
     assert demo.outcomes["person"] == wanted
 
 
 @pytest.mark.mlx
 def test_a_step_is_not_read_early_if_it_may_force_the_next_token(
-    demo: Driver, reads_first: bool, monkeypatch: pytest.MonkeyPatch
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo.submit("person", WORDS, WARM, grammar=PERSON, max_tokens=200)
     demo.run(until=lambda: len(demo.outcomes["person"].tokens) > 3 and _settled(demo))
@@ -138,7 +109,7 @@ def test_a_step_is_not_read_early_if_it_may_force_the_next_token(
         events = _record(patch, ready=True)
         demo.step()
 
-    assert events[-2:] == ["forward" if reads_first else "draw", "deliver"]
+    assert events[-2:] == ["launch", "deliver"]
     demo.run()
 
 
@@ -178,55 +149,8 @@ def _record(patch: pytest.MonkeyPatch, *, ready: bool) -> list[str]:
             held.pop().run()
         return "deliver"
 
-    spy(mx, "async_eval", lambda *arrays: "forward" if len(arrays) == 2 else "draw")
+    spy(mx, "async_eval", lambda *_: "launch")
     spy(StepMasks, "advance", lambda _, step: "" if step.advanced else "read")
     spy(Batch, "_deliver", deliver)
     patch.setattr(MaskThreads, "run", run)
     return events
-
-
-# The choice.
-
-
-def _note(order: ReadOrder, steps: int, wait: Callable[[bool], float]) -> list[bool]:
-    """Return whether each step reads first; ``wait``: seconds that it waits then."""
-    found = []
-    for _ in range(steps):
-        found.append(order.reads_first)
-        order.note(wait(order.reads_first))
-    return found
-
-
-@pytest.mark.parametrize("better", [False, True])
-def test_the_order_that_spends_less_is_chosen(better: bool) -> None:
-    order = ReadOrder()
-    _note(order, 2 * TRIAL, lambda first: 0.001 if first is better else 0.002)
-    assert order.reads_first is better
-    later = _note(order, PERIOD, lambda first: 0.001 if first is better else 0.002)
-    assert later.count(not better) == TRIAL
-
-
-def test_an_order_that_becomes_worse_is_left() -> None:
-    order = ReadOrder()
-    _note(order, 2 * TRIAL, lambda first: 0.002 if first else 0.001)
-    assert not order.reads_first
-    _note(order, PERIOD, lambda first: 0.001 if first else 0.002)
-    assert order.reads_first
-
-
-def test_a_few_slow_masks_do_not_decide() -> None:
-    order, count = ReadOrder(), iter(range(10_000))
-
-    def wait(first: bool) -> float:
-        slow = first and next(count) % 4 == 0
-        return 0.004 if slow else 0.0001 if first else 0.0005
-
-    _note(order, 2 * TRIAL, wait)
-    assert order.reads_first
-
-
-def test_orders_that_wait_alike_launch_first() -> None:
-    """Then the device has work while the thread reads."""
-    order = ReadOrder()
-    _note(order, 2 * TRIAL, lambda _: 0.0)
-    assert not order.reads_first
