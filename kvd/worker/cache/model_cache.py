@@ -276,18 +276,20 @@ class ModelCache:
         return [*range(1 + size, layers, size), layers]
 
     @contextmanager
-    def stages(self, share: float, run_stage: RunStage) -> Iterator[None]:
+    def stages(
+        self, share: float, run_stage: RunStage, *, starts_early: bool = False
+    ) -> Iterator[None]:
         """Evaluate the pass that the model builds meanwhile in stages. Needs `can_pack`.
 
         The evaluation of a stage starts when its last layer has got its keys and values, so the
         device computes while the host builds the next layers. CPUs start with each layer: a start
-        costs the host less than the layer costs them. So do accelerators in the first stage,
-        because they have nothing to do. ``run_stage`` is called at the end of each stage.
-        It may run decode steps of other sequences that need no flush. Its exceptions drop the pass.
-        ``share``: see `stage_ends`.
+        costs the host less than the layer costs them. ``run_stage`` is called at the end of each
+        stage. It may run decode steps of other sequences that need no flush. Its exceptions drop
+        the pass. ``share``: see `stage_ends`. ``starts_early``: whether the first stage starts with
+        each layer too, because the device has nothing else to do.
         """
         ends = self.stage_ends(share)
-        by_layer = on_cpu()
+        early = ends[-1] + 1 if on_cpu() else ends[0] * starts_early
         built = 0
         waiting: list[LayerStore] = []
 
@@ -297,7 +299,7 @@ class ModelCache:
             waiting.append(layer)
             if built in ends[:-1]:  # the last one ends when the whole pass is built
                 self._run_stage(waiting, partial(run_stage, len(ends) - ends.index(built) - 1))
-            elif by_layer or built < ends[0]:
+            elif built < early:
                 self._run_stage(waiting)
 
         for store in self.stores:

@@ -101,8 +101,7 @@ class Interleaving:
             return 1.0
         rows = self._rows(self._decoding)
         if not rows:
-            # Nothing waits, but an accelerator computes one stage while the host builds the next.
-            return 1.0 if on_cpu() else max(SMALLEST_SHARE, STAGE_SECONDS / whole)
+            return 1.0
         self._measure_step(len(rows))
         steps = STAGE_STEPS if on_cpu() else GPU_STAGE_STEPS
         seconds = max(STAGE_SECONDS, steps * self._rates.seconds("decode", 1))
@@ -133,6 +132,11 @@ class Interleaving:
         self._rates.note("decode", 1, end - self._launched)
         if on_cpu():
             self.settle()  # otherwise its tokens would wait for the first stage
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows decode during the pass."""
+        return bool(self._rows(self._decoding))
 
     @property
     def step_seconds(self) -> float:

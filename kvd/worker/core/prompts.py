@@ -19,7 +19,7 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.segment_reads import SegmentReads
-from kvd.worker.device import on_cuda
+from kvd.worker.device import on_cpu, on_cuda
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
@@ -128,9 +128,10 @@ class Prompts:
 
     def _stages(self, tokens: int) -> tuple[float, RunStage | None]:
         """Return how a pass over so many tokens is divided (`Runner.prefill_pass`)."""
-        if self._runner.interleaves:
-            return self._interleaving.stage_share(tokens), self._interleaving.run_stage
-        self._interleaving.settle()
+        interleaving = self._interleaving
+        if self._runner.interleaves and (on_cpu() or interleaving.has_rows):
+            return interleaving.stage_share(tokens), interleaving.run_stage
+        interleaving.settle()
         return 1.0, None
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:

@@ -277,7 +277,10 @@ class Runner:
             if on_cpu() or not (isinstance(self.cache, ModelCache) and self.cache.can_pack):
                 return nullcontext()
             share, run_stage = STAGE_ALONE, _start
-        stages: AbstractContextManager[None] = self.cache.stages(share, run_stage)
+        starts_early = run_stage is _start
+        stages: AbstractContextManager[None] = self.cache.stages(
+            share, run_stage, starts_early=starts_early
+        )
         return stages
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
