@@ -3,7 +3,7 @@ r"""Shows what an engine does from the arrival of several requests on: first tok
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
     python -m bench.timeline [--model demo] [--rows 8] [--prompt 200] [--shared 0] [--new 128]
                              [--chunk 256] [--rounds 3] [--steps] [--json FILE]
-                             [--whole-passes | --stage-steps 4]
+                             [--whole-passes | --stage-steps 4] [--budget-gib 8] [--scratch-gib G]
 
 The engine runs in this process, without a daemon. All requests arrive at once. A time is taken when
 a report leaves the engine. The prompts have ``--prompt`` tokens. All begin with the same
@@ -12,7 +12,7 @@ step of the last round: its phases, the tokens that it prefilled and delivered, 
 the CPU time of each thread. ``--profile FILE`` writes a cProfile of the main thread.
 ``--whole-passes`` runs no decode steps between the stages of a pass, and with ``--stage-steps N`` a
 stage takes at least as long as N steps. ``--json FILE`` writes the summaries, and the steps of all
-rounds.
+rounds. The engine's grants have ``--budget-gib``, and its attention ``--scratch-gib``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from kvd.worker import lean_imports
 
 if __name__ == "__main__":
@@ -42,7 +44,7 @@ from protocol.kv import BitsMode
 from protocol.types import Sampling
 from protocol.worker import Grant, LoadModel, MemoryRequested, Report, RowTokens, Submit
 
-BUDGET = 8 << 30
+BUDGET_GIB = 8
 
 
 class ThreadTimes:
@@ -95,8 +97,11 @@ class Timeline:
         *,
         whole_passes: bool,
         bits_by_layer: BitsMode = "auto",
+        budget_gib: int = BUDGET_GIB,
+        scratch_gib: int | None = None,
     ) -> None:
         self.engine = MLXEngine()
+        self._budget = budget_gib << 30
         self._total = 0
         self._seq = 0
         self._start = 0.0
@@ -106,6 +111,8 @@ class Timeline:
         command = LoadModel(
             source=model, kv=parse_kv(kv), prefill_chunk=chunk, bits_by_layer=bits_by_layer
         )
+        if scratch_gib is not None:
+            command = replace(command, attention_scratch=scratch_gib << 30)
         self.info = self.engine.load(command, lambda *_: None, self._ask)
         if whole_passes:
             self.engine._prompts._runner.interleaves = False  # noqa: SLF001
@@ -121,9 +128,9 @@ class Timeline:
             seq=seq,
             total_bytes=total,
             granted=True,
-            available_bytes=BUDGET - total,
-            limit_bytes=BUDGET,
-            budget_bytes=BUDGET,
+            available_bytes=self._budget - total,
+            limit_bytes=self._budget,
+            budget_bytes=self._budget,
         )
 
     def _note_phase(self, phase: str) -> None:
@@ -170,7 +177,7 @@ class Timeline:
     def summary(self) -> str:
         """Return first tokens, gaps, and the CPU time of steps that only decode."""
         firsts = [times[0] for times in self.arrivals.values()]
-        gaps = [b - a for times in self.arrivals.values() for a, b in pairwise(times)]
+        gaps = [b - a for times in self.arrivals.values() for a, b in pairwise(times)] or [0.0]
         decode = [step for step in self.steps if not step.prefilled]
         others = [sum(step.other_ms.values()) for step in decode]
         tokens = sum(map(len, self.arrivals.values()))
@@ -204,11 +211,20 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--whole-passes", action="store_true")
     parser.add_argument("--stage-steps", type=float)
+    parser.add_argument("--budget-gib", type=int, default=BUDGET_GIB)
+    parser.add_argument("--scratch-gib", type=int, help="of attention; default: the engine's own")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.stage_steps is not None:
         interleaving.STAGE_STEPS = interleaving.GPU_STAGE_STEPS = options.stage_steps
-    timeline = Timeline(options.model, options.kv, options.chunk, whole_passes=options.whole_passes)
+    timeline = Timeline(
+        options.model,
+        options.kv,
+        options.chunk,
+        whole_passes=options.whole_passes,
+        budget_gib=options.budget_gib,
+        scratch_gib=options.scratch_gib,
+    )
     timeline.play(1, 40, 8, 99)
     profile = cProfile.Profile()
     rounds = []

@@ -145,9 +145,7 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._scheduler.must_end_pass = lambda rid, end, next_end: prefix_cache.must_end_pass(
-            batch.requests[rid].tracked, end, next_end
-        )
+        self._scheduler.must_end_pass = batch.must_end_pass
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         interleaving = Interleaving(batch, self._rates, self._deliver)

@@ -197,17 +197,21 @@ class PrefixCache:
             tree.evictions.find(prompt.path, tree.chunk, hit.tokens),
         )
 
-    def must_end_pass(self, prompt: TrackedPrompt, end: int, next_end: int) -> bool:
+    def must_end_pass(
+        self, prompt: TrackedPrompt, end: int, next_end: int, *, goes_on: bool
+    ) -> bool:
         """Return whether a pass over a prompt's chunks must end at ``end`` to leave a checkpoint.
 
-        ``next_end``: the end of the prompt's next chunk. Often the pass can leave the checkpoint
-        afterwards: the last tokens of a prompt may fill no page, or the pass keeps tails. It keeps
-        none for prompts that are prefilled completely, whose chunks may have passes of their own.
+        ``next_end``: the end of the prompt's next chunk. The last tokens of a prompt often fill no
+        page. Then the checkpoint before them can be left after the pass. ``goes_on``: whether the
+        pass may keep tails for checkpoints. It keeps none for prompts that are prefilled
+        completely, whose chunks may have passes of their own.
         """
         tree = self.tree
         if tree is None or not self.wants_checkpoint(prompt, end):
             return False
-        return not tree.can_cut(next_end, end) and (prompt.full_prefill or not tree.keeps_tails)
+        keeps = goes_on and tree.keeps_tails and not prompt.full_prefill
+        return not (keeps or tree.can_cut(next_end, end))
 
     def wants_checkpoint(self, prompt: TrackedPrompt, end: int) -> bool:
         """Return whether a prompt in prefill should leave a checkpoint at ``end`` tokens."""

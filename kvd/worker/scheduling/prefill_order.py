@@ -23,9 +23,13 @@ many tokens as it has itself. If it cannot, the long prompt has less than 2 s to
 the step's budget: the lead's next chunks, then those of the other requests. In an express pass, the
 requests that could lead it come before the others. The rest stand in queue order. A chunk that does
 not fit waits for a later pass, and a smaller one may take its room. A prompt that begins with a
-chunk which the pass already has waits too. A request's chunks in a pass end where it must leave a
-checkpoint, unless only its last chunk follows and fills no page: that checkpoint is left after the
-pass.
+chunk which the pass already has waits too. A request's chunks in a pass may have to end where it
+leaves a checkpoint. Often they need not, because the checkpoint can be left after the pass: only
+the last chunk follows and fills no page, or the pass keeps tails. If a pass keeps tails, it still
+ends at checkpoints when it then has more tokens, of more prompts::
+
+    room of four chunks; prompts of 1.6 chunks      ends at checkpoints    A  B  C  D
+                                                    goes on behind them    A  a  B  b
 
 Together, the chunks of a pass and the tails before them have at most the tokens of one chunk that
 fills the pass with the longest tail before it. The memory reserved for the dense keys and values of
@@ -38,7 +42,8 @@ with the load would therefore change the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.scheduling.request import Chunk, ScheduledRequest
@@ -50,11 +55,17 @@ LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 """Most tokens before a chunk that are not in a page."""
 
 
-MustEndPass = Callable[[str, int, int], bool]
-"""Returns whether a request's chunk that ends at the first position is its last one of the pass.
+class MustEndPass(Protocol):
+    """Returns whether a request's chunk that ends at ``end`` is its last one of the pass."""
 
-The second position is where its next chunk ends.
-"""
+    def __call__(self, rid: str, end: int, next_end: int, /, *, goes_on: bool) -> bool:
+        """``next_end``: where its next chunk ends. ``goes_on``: whether tails may be kept."""
+
+
+def never_end(_rid: str, _end: int, _next_end: int, *, goes_on: bool) -> bool:
+    """Let all chunks of a request share a pass."""
+    del goes_on
+    return False
 
 
 class PrefillOrder:
@@ -73,7 +84,7 @@ class PrefillOrder:
         self,
         requests: Iterable[ScheduledRequest],
         decoding: int = 0,
-        must_end_pass: MustEndPass = lambda *_: False,
+        must_end_pass: MustEndPass = never_end,
     ) -> tuple[Chunk, ...]:
         """Return the chunks of the next pass, the lead's first.
 
@@ -86,8 +97,24 @@ class PrefillOrder:
                 Chunk(lead.rid, lead.prefilled, self._cut(lead, lead.prefilled))
                 for lead in ordered[:1]
             )
-        chunks: list[Chunk] = []
         room = self._budget - decoding
+        found = self._fill(ordered, room, must_end_pass, goes_on=True)
+        if len(found) > len({chunk.rid for chunk in found}):
+            ending = self._fill(ordered, room, must_end_pass, goes_on=False)
+            if _tokens_of(ending) > _tokens_of(found):
+                return tuple(ending)
+        return tuple(found)
+
+    def _fill(
+        self,
+        ordered: Sequence[ScheduledRequest],
+        room: int,
+        must_end_pass: MustEndPass,
+        *,
+        goes_on: bool,
+    ) -> list[Chunk]:
+        """Return the chunks of a pass of ``room`` tokens. ``goes_on``: see `MustEndPass`."""
+        chunks: list[Chunk] = []
         tails = room + LONGEST_TAIL
         members: list[ScheduledRequest] = []
         for request in ordered:
@@ -106,10 +133,10 @@ class PrefillOrder:
                 chunks.append(Chunk(request.rid, start, end))
                 start = end
                 if start < request.prefill_end and must_end_pass(
-                    request.rid, start, self._cut(request, start)
+                    request.rid, start, self._cut(request, start), goes_on=goes_on
                 ):
                     break
-        return tuple(chunks)
+        return chunks
 
     def pass_done(self) -> None:
         """Note that the chosen pass ran: regular and express passes alternate."""
@@ -132,3 +159,7 @@ class PrefillOrder:
         ]
         short.sort(key=lambda request: (-request.priority, request.remaining, request.queue_key))
         return short + [request for request in ordered if request not in short]
+
+
+def _tokens_of(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.length for chunk in chunks)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvd.worker.scheduling.growth import Growth, MissingPages, value_of
-from kvd.worker.scheduling.prefill_order import MustEndPass, PrefillOrder
+from kvd.worker.scheduling.prefill_order import MustEndPass, PrefillOrder, never_end
 from kvd.worker.scheduling.queue import RequestQueue
 from kvd.worker.scheduling.request import (
     Chunk,
@@ -114,7 +114,7 @@ class Scheduler:
         self.states = RequestStates(self._queue)
         self.growth = Growth(self.states, self.sizes, ahead)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
-        self.must_end_pass: MustEndPass = lambda *_: False
+        self.must_end_pass: MustEndPass = never_end
         """Whether a request's chunks in a pass must end at a position."""
         self._decoding = 0
         """Tokens that the planned step decodes."""

@@ -323,7 +323,7 @@ def driver_of(*, packed: bool) -> tuple[Driver, Counted]:
     runner, scheduler = driver.engine._runner, driver.engine._scheduler
     assert runner.packs
     if not packed:
-        scheduler.must_end_pass = lambda *_: True
+        scheduler.must_end_pass = lambda *_, **__: True
         scheduler._prefill_order._group = False
     model = Counted(runner.model)
     runner.model = model

@@ -123,8 +123,9 @@ def test_an_express_pass_serves_all_short_prompts_before_the_long_one():
 def test_a_pass_ends_where_a_request_must_end_it():
     asked = []
 
-    def must_end(rid, end, next_end):
-        asked.append((rid, end, next_end))
+    def must_end(rid, end, next_end, *, goes_on):
+        if goes_on:
+            asked.append((rid, end, next_end))
         return rid == "a" and end == 2 * C
 
     chosen = order_of(budget=8 * C, group=True).choose(requests_of(1000, 300), 0, must_end)
@@ -134,6 +135,42 @@ def test_a_pass_ends_where_a_request_must_end_it():
     )
     # At the end of b's prompt, no chunk follows.
     assert asked == [("a", C, 2 * C), ("a", 2 * C, 3 * C), ("b", C, 300)]
+
+
+def may_end(_rid, _end, _next_end, *, goes_on):
+    """Let each chunk leave a checkpoint: tails are kept if the pass goes on."""
+    return not goes_on
+
+
+def test_a_pass_ends_at_checkpoints_if_it_then_has_more_tokens():
+    prefill_order = order_of(budget=4 * C, group=True)
+    equal = requests_of(*[C + 150] * 6)
+    assert prefill_order.choose(equal, 0, may_end) == tuple(
+        Chunk(rid, 0, C) for rid in ("a", "b", "c", "d")
+    )
+    alone = requests_of(9 * C)
+    ends = [(chunk.start, chunk.end) for chunk in prefill_order.choose(alone, 0, may_end)]
+    assert ends == [(at, at + C) for at in range(0, 4 * C, C)]
+    # Both have as many tokens: long prompts run one after the other.
+    long = requests_of(6 * C, 6 * C, 6 * C, 6 * C)
+    assert {chunk.rid for chunk in prefill_order.choose(long, 0, may_end)} == {"a"}
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9 * C), min_size=1, max_size=8),
+    budget=st.integers(1, 9).map(lambda chunks: chunks * C + 8),
+)
+def test_no_pass_is_smaller_than_one_that_ends_at_checkpoints(sizes, budget):
+    def ends(_rid, _end, _next_end, *, goes_on):
+        del goes_on
+        return True
+
+    requests, prefill_order = requests_of(*sizes), order_of(budget=budget, group=True)
+    tokens = [
+        sum(chunk.length for chunk in prefill_order.choose(requests, 0, rule))
+        for rule in (may_end, ends, lambda *_, **__: False)
+    ]
+    assert tokens[0] == max(tokens[1:])
 
 
 def test_a_request_joins_a_group_with_its_last_chunk():
