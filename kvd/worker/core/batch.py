@@ -213,11 +213,6 @@ class Batch:
         self.max_rows = max(self.max_rows, len(rows))
         return step
 
-    def must_end_pass(self, rid: str, end: int, next_end: int, *, goes_on: bool) -> bool:
-        """See `kvd.worker.scheduling.prefill_order.MustEndPass`."""
-        prompt = self.requests[rid].tracked
-        return self.prefix_cache.must_end_pass(prompt, end, next_end, goes_on=goes_on)
-
     def read_before_flush(self, rids: list[str], deliver: Callable[[], None]) -> list[str]:
         """Deliver the step in flight if the next step of these requests must write pages first.
 

@@ -145,7 +145,9 @@ class MLXEngine:
         reclaiming = Reclaiming(batch, memory, preemption)
         recovery = Recovery(batch, command.prefill_chunk)
         self._transfers, self._batch, self._memory = transfers, batch, memory
-        self._scheduler.must_end_pass = batch.must_end_pass
+        self._scheduler.must_end_pass = lambda rid, *ends, goes_on: prefix_cache.must_end_pass(
+            batch.requests[rid].tracked, *ends, goes_on=goes_on
+        )
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         interleaving = Interleaving(batch, self._rates, self._deliver)
