@@ -3,7 +3,8 @@
     python -m bench.grammar_model
 
 One thread launches passes and draws, and waits for tokens and masks. The device computes what was
-launched, in order. A pass is launched in `PIECES` parts; the device can begin each of them at once.
+launched, in order. A pass is launched in `PIECES` parts, and the device can begin each part as soon
+as it is launched.
 With grammars, the previous tokens are read after the first part, masks are computed during the
 launch of the others, and the draw is launched apart (`kvd.worker.core.masks`). Prints the speed
 relative to steps without grammars. The times are assumptions.

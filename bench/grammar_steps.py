@@ -23,7 +23,7 @@ class StepWatch:
         watched: Any = masks
         watched.evaluate = self._timed("launch and tokens", masks.evaluate, self._launched)
         watched.advance = self._timed("tokens", masks.advance)
-        watched._wait = self._timed("masks", masks._wait)  # noqa: SLF001
+        watched._wait = self._timed("wait for masks", masks._wait)  # noqa: SLF001
         watched.draw = self._timed("draw", masks.draw, self._drawn)
 
     def start(self) -> None:

@@ -4,8 +4,9 @@
 
 One daemon serves the model three times: on GPU 0, on GPU 1, and divided over both. All get the same
 greedy requests at the same time. Then each rank of the gang gets ``SIGKILL`` during four streams.
-The report has the memory of each GPU by process, the tokens that differ, and the seconds until the
-gang's next token. Tokens of a gang and of one GPU may differ: their sums round differently.
+The report has the memory of each GPU by process, how many streams have the tokens of an
+undisturbed run, and the seconds from the signal to each stream's next token. Tokens of a gang and
+of one GPU are not compared: their sums round differently.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from protocol.errors import NotRunning
 from protocol.messages import Tokens
 
 MODELS = {"first": {"device": 0}, "second": {"device": 1}, "both": {"ranks": 2}}
-STREAMS, TOKENS, BEFORE = 4, 96, 8
+STREAMS, TOKENS, TOKENS_BEFORE_KILL = 4, 96, 8
 """Streams at once, tokens of each, and the tokens that each has at the signal."""
 START_S, ANSWER_S = 240.0, 120.0
+IN_TRANSIT_S = 0.25
+"""Seconds after the signal in which tokens may arrive that were sent before it."""
 PROMPT = "The amber falcon waits beside the river until the evening. "
 
 
@@ -48,8 +51,10 @@ async def stream(client: AsyncClient, model: str, number: int, arrivals: list[fl
     return found
 
 
-async def streams(client: AsyncClient, model: str, kills: int | None = None) -> dict[str, Any]:
-    """Run the streams of one model; ``kills``: the rank that is killed meanwhile."""
+async def streams(
+    client: AsyncClient, model: str, killed_rank: int | None = None
+) -> dict[str, Any]:
+    """Run the streams of one model; ``killed_rank``: the rank that is killed meanwhile."""
     arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
     async with asyncio.timeout(ANSWER_S), asyncio.TaskGroup() as group:
         tasks = [
@@ -57,15 +62,15 @@ async def streams(client: AsyncClient, model: str, kills: int | None = None) -> 
             for number in range(STREAMS)
         ]
         killed = None
-        if kills is not None:
-            while min(map(len, arrivals)) < BEFORE:  # noqa: ASYNC110
+        if killed_rank is not None:
+            while min(map(len, arrivals)) < TOKENS_BEFORE_KILL:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             models = {one.name: one for one in (await client.status()).models}
-            os.kill(models[model].ranks[kills].pid, signal.SIGKILL)
+            os.kill(models[model].ranks[killed_rank].pid, signal.SIGKILL)
             killed = time.monotonic()
     tokens = [task.result() for task in tasks]
     later = None if killed is None else [
-        min(at - killed for at in some if at > killed + 0.25) for some in arrivals
+        min(at - killed for at in some if at > killed + IN_TRANSIT_S) for some in arrivals
     ]  # fmt: skip
     return {"tokens": tokens, "next_token_s": later}
 
@@ -112,14 +117,16 @@ async def measure(home: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"ready_s": round(time.monotonic() - began, 1)}
     found["pids"] = {one.name: [rank.pid for rank in one.ranks] or one.worker_pid for one in models}
     found["memory"] = memory_by_gpu()
-    await asyncio.gather(*(streams(client, name) for name in MODELS))  # compiles
+    await asyncio.gather(
+        *(streams(client, name) for name in MODELS)
+    )  # first requests compile kernels
     together = await asyncio.gather(*(streams(client, name) for name in MODELS))
     wanted = {name: one["tokens"] for name, one in zip(MODELS, together, strict=True)}
     found["same_tokens_on_both_gpus"] = wanted["first"] == wanted["second"]
     found["streams"] = {name: [len(some) for some in one] for name, one in wanted.items()}
     found["kills"] = []
     for rank in (0, 1):
-        one = await streams(client, "both", kills=rank)
+        one = await streams(client, "both", killed_rank=rank)
         found["kills"].append(
             {
                 "rank": rank,

@@ -35,8 +35,8 @@ PASS_TOKENS = 256
 CUDA_PASS_TOKENS = 4096
 """Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
 KEPT_FROM = 4 * PAGE_TOKENS
-"""Least tokens of a chunk whose tail a pass keeps. The kept tails, of one page each, then have at
-most a quarter of the pass's tokens."""
+"""Minimum tokens of a chunk for which a pass keeps the tail at its end. Chunks end at whole pages,
+where tails have one page, so kept tails have at most a quarter of the pass's tokens."""
 STAGE_COPIES = 2
 """Copies of a chunk's hidden states that exist between two stages of a prefill pass, while a decode
 step runs: the sum of the layers so far, and its norm. The layer's queries, keys and values exist
@@ -120,13 +120,14 @@ def freed_bytes(scratch: int = 0, *, on_cpu: bool, cuda: bool) -> int:
 
 
 def waiting_bytes(token_bytes: int, layer_bytes: int, tokens: int, chunk: int) -> int:
-    """Return the maximum bytes of pages and tails that wait for the flush of a prefill pass.
+    """Return the maximum bytes of what a prefill pass leaves besides the pools.
 
-    They are charged in addition to `step_bytes`, since decode steps run between a pass's stages.
+    These are pages and tails until the flush, and kept tails until the next pass. They are charged
+    in addition to `step_bytes`, since decode steps run between a pass's stages.
     ``token_bytes``: keys and values of one token in all layers, not quantized, because short
     prompts leave tails. ``layer_bytes``: those in the largest layer, which the flush joins.
-    ``tokens``: of the pass. The tails before its chunks are copied too (`PrefillOrder`), and the
-    pass keeps the tail after each of its chunks for checkpoints. ``chunk``: tokens of a chunk.
+    ``tokens``: of the pass. ``chunk``: tokens of a chunk. The tails before the pass's chunks are
+    copied too (`PrefillOrder`), and a tail is kept after each chunk.
     """
     kept = tokens // chunk * PAGE_TOKENS if chunk >= KEPT_FROM else 0
     return (token_bytes + layer_bytes) * (tokens + TAIL_TOKENS - 1 + kept)

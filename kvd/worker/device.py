@@ -16,9 +16,9 @@ def on_cuda() -> bool:
 
 
 def launches_in_order() -> bool:
-    """Return whether the device runs kernels in the order of their launches.
+    """Return whether CUDA graphs are off, so that kernels run in the order of their launches.
 
-    With CUDA graphs, MLX orders them by the arrays that they share, and does not know of arrays
-    that kernels write to. Workers use none (`kvd.worker.process.interpreter`).
+    With graphs, MLX orders kernels by their inputs and outputs. It does not know that some of kvd's
+    kernels write into their inputs. Workers turn graphs off (`kvd.worker.process.interpreter`).
     """
     return os.environ.get("MLX_USE_CUDA_GRAPHS") == "0"

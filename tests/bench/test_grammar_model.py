@@ -17,7 +17,7 @@ def test_a_slow_device_hides_masks() -> None:
 
 @pytest.mark.parametrize("device", [0.5, 1.0, 2.0])
 def test_a_slow_host_hides_masks_behind_the_rest_of_the_launch(device: float) -> None:
-    """Then they cost what reading tokens and launching draws apart costs."""
+    """A step takes longer only by building the draw with masks and launching it separately."""
     times = Times(device=device, masks=1.0)
     plain, step = (step_of(times, grammars=grammars) for grammars in (False, True))
     assert times.masks < times.launch * (1 - 1 / PIECES)

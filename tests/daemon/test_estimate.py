@@ -18,6 +18,7 @@ from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec
+from protocol.pages import PAGE_TOKENS
 from protocol.worker import Grant, LoadModel
 
 MACHINE = Machine(
@@ -87,7 +88,7 @@ def test_ranks_divide_the_matrices_of_layers_and_repeat_the_rest(tmp_path):
     assert on_cpu.weights_bytes == at + repeated + vectors, "the library keeps halves"
     plain = replace(native, sharers=1)
     alone = estimate(tmp_path, KVSpec(), plain).costs
-    waiting = memory_bounds.waiting_bytes(4096, 1024, plain.pass_tokens, 256)  # of all
+    waiting = memory_bounds.waiting_bytes(4096, 1024, plain.pass_tokens, 256)
     each = alone.base_bytes - alone.weights_bytes - waiting
     assert on_cpu.base_bytes - on_cpu.weights_bytes - waiting == 2 * each
 
@@ -101,13 +102,26 @@ def test_freed_buffers_are_charged_for_the_device(tmp_path):
     assert bases[1] - bases[0] == (512 - 128) * 2**20
 
 
+def test_kept_tails_are_charged(tmp_path):
+    """They have one page of tokens after each chunk of a pass, not quantized."""
+    path, card = folder(tmp_path, QWEN), replace(MACHINE, on_cpu=False, cuda=True)
+    short, long = (
+        estimate(path, KVSpec(), replace(card, prefill_chunk=chunk)).costs for chunk in (192, 1024)
+    )
+    token = 4 * 2 * 2 * 64 * 2  # layers, keys and values, heads, channels, bytes
+    assert long.base_bytes - short.base_bytes == 4 * PAGE_TOKENS * (token + token // 4)
+
+
 def test_activations_are_those_of_a_whole_pass(tmp_path):
-    """256 tokens or one chunk, on CUDA 4096; rows that do not decode add theirs."""
+    """256 tokens or one chunk, on CUDA 4096; rows that do not decode add theirs.
+
+    No tails are kept of chunks as short as the first two.
+    """
     path = folder(tmp_path, QWEN)
     card = replace(MACHINE, on_cpu=False, cuda=True)
     by_chunk = [
         [estimate(path, KVSpec(), replace(one, prefill_chunk=chunk)).costs for chunk in chunks]
-        for one, chunks in ((MACHINE, (64, 256, 1024)), (card, (256, 1024, 8192)))
+        for one, chunks in ((MACHINE, (64, 128, 1024)), (card, (64, 192, 8192)))
     ]
 
     assert [[costs.step for costs in some] for some in by_chunk] == [

@@ -55,7 +55,7 @@ class FusedTails:
     kernels: Kernels
     places: NewTailPlaces
     keys: mx.array
-    """``[tokens, heads, dim]``, tail by tail, and then those that the pass keeps."""
+    """``[tokens, heads, dim]``: new tails, then kept tails."""
     values: mx.array
 
     def put(self, layer: LayerStore) -> None:

@@ -67,10 +67,10 @@ class NewTailPlaces:
     slots: list[int]
     lengths: list[int]
     tokens: mx.array
-    """``[tokens]`` int32: the places of all their tokens, tail by tail. Those of kept tails
-    (`PrefillStep.keeps_tail`) follow."""
+    """``[tokens]`` int32: the places of the tokens of new tails, then of kept tails
+    (`PrefillStep.keeps_tail`)."""
     kept: tuple[slice, ...]
-    """Which of these tokens each kept tail has."""
+    """One slice of these tokens for each kept tail."""
     _starts: dict[int, mx.array] = field(default_factory=dict)
 
     def starts(self, tails: int) -> mx.array:

@@ -17,8 +17,8 @@ class DenseStart:
         self._pages = pages
 
     @property
-    def is_left(self) -> bool:
-        """Whether rows leave it at some length."""
+    def is_used(self) -> bool:
+        """Whether rows begin without quantization."""
         return self._quantized_start > 0
 
     def level(self, length: int) -> int:

@@ -6,7 +6,8 @@ the writes are launched behind the steps in flight. A flush ends when the device
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
 once, and for a small model on an accelerator that wait is most of a flush. Pages that are written
-together exist twice during the write, so their bytes are limited.
+together exist twice during the write, so their bytes are limited. Only the last of several launches
+of kernels is waited for.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Flusher:
         self._dense_start = dense_start
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
-        """Write the pages that are due. ``rows`` are all running rows.
+        """Write the pages that are due; wait until they are written. ``rows``: all running rows.
+
+        The device must be idle, unless kernels write everything (see the module).
 
         ``filled`` has the row of each page that a chunk has filled, in the order of the layers'
         pending pages. Rows in ``prefilled`` get new tails and no page written ahead.

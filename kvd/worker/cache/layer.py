@@ -82,7 +82,7 @@ class NewTails(Protocol):
     def values(self) -> mx.array: ...
 
     def put(self, layer: LayerStore) -> None:
-        """Write them to the front of their rows' tails; lazy."""
+        """Write them to the front of their rows' tails, or keep them for snapshots; lazy."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class KeptTails:
     """``[tokens, heads, dim]``."""
     values: mx.array
     spans: tuple[slice, ...]
-    """Which of these tokens each tail has."""
+    """One slice of these arrays for each tail."""
 
     def put(self, layer: LayerStore) -> None:
         layer.kept = self
@@ -157,7 +157,7 @@ class LayerStore:
         """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[NewTails] = []
         self.kept: KeptTails | None = None
-        """What the last pass has kept, until the next one begins."""
+        """Tails at chunk ends inside the last pass, until the next one begins."""
 
     @property
     def nbytes(self) -> int:

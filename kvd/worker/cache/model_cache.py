@@ -247,7 +247,7 @@ class ModelCache:
             view.forget()
 
     def finish_prefill(self) -> None:
-        """Evaluate the chunks and write them. Nothing else may run on the device."""
+        """Evaluate the chunks and write them. No step may be in flight."""
         if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
         prefilled, self._prefilling = self._prefilling, []
@@ -279,17 +279,17 @@ class ModelCache:
     def stages(
         self, share: float, run_stage: RunStage, *, starts_early: bool = False
     ) -> Iterator[None]:
-        """Evaluate the pass that the model builds meanwhile in stages. Needs `can_pack`.
+        """Evaluate a pass in stages while the model builds it. Needs `can_pack`.
 
         The evaluation of a stage starts when its last layer has got its keys and values, so the
         device computes while the host builds the next layers. CPUs start with each layer: a start
         costs the host less than the layer costs them. ``run_stage`` is called at the end of each
         stage. It may run decode steps of other sequences that need no flush. Its exceptions drop
-        the pass. ``share``: see `stage_ends`. ``starts_early``: whether the first stage starts with
-        each layer too, because the device has nothing else to do.
+        the pass. ``share``: see `stage_ends`. ``starts_early``: whether the layers of the first
+        stage start one by one too, because the device has nothing else to do.
         """
         ends = self.stage_ends(share)
-        early = ends[-1] + 1 if on_cpu() else ends[0] * starts_early
+        by_layer = on_cpu()
         built = 0
         waiting: list[LayerStore] = []
 
@@ -299,7 +299,7 @@ class ModelCache:
             waiting.append(layer)
             if built in ends[:-1]:  # the last one ends when the whole pass is built
                 self._run_stage(waiting, partial(run_stage, len(ends) - ends.index(built) - 1))
-            elif built < early:
+            elif by_layer or (starts_early and built < ends[0]):
                 self._run_stage(waiting)
 
         for store in self.stores:

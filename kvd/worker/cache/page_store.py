@@ -1,7 +1,8 @@
 """The pages of all layers of one kind: allocation, byte counts, growth, and moves between levels.
 
-Pools change size, and pages move, only while the device is idle. Pages move one layer at a time;
-pools of small layers change size together.
+Pools change size, and pages move, while the device is idle. If kernels write pages, a prefill pass
+may still be in flight: it reads the old pools, behind which the copies are made. Pages move one
+layer at a time; pools of small layers change size together.
 """
 
 from __future__ import annotations

@@ -77,12 +77,12 @@ class TailPlaces:
 
 @dataclass(frozen=True)
 class KeptPlaces:
-    """Where the tails come from that rows have inside a pass, at `PrefillStep.keeps_tail`."""
+    """Where a pass finds the tails that it keeps (`PrefillStep.keeps_tail`)."""
 
     tokens: Slots
     """Places of their tokens, tail by tail."""
     spans: tuple[slice, ...]
-    """Which of these tokens each tail has."""
+    """One slice of these tokens for each tail."""
 
     @staticmethod
     def of(tails: Sequence[Sequence[int]]) -> KeptPlaces:
@@ -180,7 +180,7 @@ def by_row(steps: Sequence[C]) -> list[list[C]]:
 
 
 def spans_of(tails: Iterable[Sequence[int]], first: int = 0) -> tuple[slice, ...]:
-    """Return which tokens each tail has if they follow each other from ``first`` on."""
+    """Return one slice for each tail. They follow each other, from ``first`` on."""
     ends = accumulate(map(len, tails), initial=first)
     return tuple(slice(*span) for span in pairwise(ends))
 

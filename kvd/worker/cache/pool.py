@@ -2,7 +2,8 @@
 
 MLX updates an array in place only if nothing else references its buffer. An operation in flight
 that reads the buffer references it, and then the update silently copies the whole pool. Callers of
-`write`, `grow` and `cut` must therefore wait until the device is idle, as a flush does.
+`write` must therefore wait until the device is idle. `grow` and `cut` copy pools, and wait for the
+copies.
 """
 
 from __future__ import annotations

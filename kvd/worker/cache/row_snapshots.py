@@ -49,15 +49,15 @@ class RowSnapshots:
         self._pages = pages
         self._dense_start = dense_start
         self._lazy: list[tuple[mx.array, mx.array]] = []
-        """Tails of snapshots whose evaluation waits for `evaluate`."""
+        """Copies of kept tails that `evaluate` has not started yet."""
         self._kept: dict[tuple[Row, int], int] = {}
         """Rows and lengths whose tails the last pass has kept, and their numbers in
         `LayerStore.kept`."""
 
     @property
     def keeps_tails(self) -> bool:
-        """Whether a pass keeps tails: not if it also frees pages, or moves them to level 1."""
-        return not (self._kind.bounded or self._dense_start.is_left)
+        """Whether passes keep tails. They keep none if the cache has a window or a dense start."""
+        return not (self._kind.bounded or self._dense_start.is_used)
 
     def keep(self, steps: Sequence[PrefillStep]) -> None:
         """Note which tails a pass has kept. Those of the pass before are forgotten."""
@@ -73,7 +73,10 @@ class RowSnapshots:
             layer.kept = None
 
     def can_take(self, row: Row, tokens: int) -> bool:
-        """Return whether a row in prefill can be taken as it was at a length of ``tokens``."""
+        """Return whether `take` can snapshot a row in prefill as it was with ``tokens`` tokens.
+
+        Unlike `can_cut`, this is about what the row holds now, kept tails included.
+        """
         if tokens == row.length:
             return True
         is_whole = row.is_placed and not row.trimmed
@@ -102,6 +105,7 @@ class RowSnapshots:
         if not self.can_take(row, length):
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {length}")
         self._dense_start.leave([row] if self._dense_start.outgrown(row) else [])
+        # After a trim, a row can have such a length again. Then its own tail counts.
         kept = self._kept.get((row, length)) if length != row.length else None
         tails = list(row.tails)
         if row.is_placed:
@@ -121,7 +125,10 @@ class RowSnapshots:
         return snapshot
 
     def evaluate(self) -> None:
-        """Start to evaluate kept tails, once the device has other work. It takes milliseconds."""
+        """Start to copy the kept tails of snapshots.
+
+        This takes milliseconds of host time, best while the device has other work.
+        """
         if self._lazy:
             lazy, self._lazy = self._lazy, []
             mx.async_eval(lazy)  # type: ignore[no-untyped-call]
@@ -129,8 +136,9 @@ class RowSnapshots:
     def _copy_tail(
         self, layer: LayerStore, row: Row, length: int, kept: int | None
     ) -> tuple[mx.array, mx.array]:
-        if kept is None or layer.kept is None:
+        if kept is None:
             return layer.copy_tail(row.slot, length - row.tail_start)
+        assert layer.kept is not None, "the pass has kept a tail in each layer"
         return layer.kept.copy(kept)
 
     def add(self, snapshot: RowSnapshot) -> None:

@@ -55,13 +55,13 @@ class SequenceSnapshots:
     def keeps_tails(self, chunk: int) -> bool:
         """Return whether snapshots can be taken at the ends of chunks inside a pass.
 
-        ``chunk``: tokens of these chunks.
+        ``chunk``: tokens of these chunks, at least `KEPT_FROM`.
         """
         keep = all(store.snapshots.keeps_tails for store in self._stores)
         return chunk >= KEPT_FROM and not self._states.parts and keep
 
     def can_take(self, sequence: SequenceRow, tokens: int) -> bool:
-        """Return whether a sequence in prefill can be taken as it was at a length of ``tokens``."""
+        """Return whether `take` can snapshot a sequence as it was with ``tokens`` tokens."""
         if tokens == sequence.length:
             return True
         pairs = zip(self._stores, sequence.rows, strict=True)

@@ -49,8 +49,8 @@ from kvd.worker.device import launches_in_order
 def evaluate(stores: Sequence[KVStore], others: Sequence[mx.array] = ()) -> None:
     """Evaluate what a prefill pass left in all stores, and ``others``.
 
-    Waits for the device, unless kernels write all pages: then the host prepares the flush while
-    the device computes.
+    Returns before the device is done if kernels write all pages and tails: then the host prepares
+    the flush while the device computes.
     """
     arrays = [array for store in stores for array in store.arrays()]
     if launches_in_order() and all(store.is_flushed_by_kernel for store in stores):
@@ -312,7 +312,7 @@ class KVStore:
         return not self.quantized_start and lowest <= row.level
 
     def finish_prefill(self) -> None:
-        """Evaluate the chunks and write them. Nothing else may run on the device."""
+        """Evaluate the chunks and write them. No step may be in flight."""
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")

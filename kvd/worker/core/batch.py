@@ -188,7 +188,7 @@ class Batch:
         return previous is not None
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
-        """Evaluate the next step, with its draw unless rows have grammars; return it."""
+        """Launch the next step, with its draw unless a row has a grammar or is late; return it."""
         for rid in rids:
             if not self.requests[rid].begun:
                 self._fork(self.requests[rid])

@@ -239,7 +239,7 @@ class PrefixCache:
         tree = self.tree
         if tree is None:
             return
-        first = start - start % tree.chunk + tree.chunk
+        first = (start // tree.chunk + 1) * tree.chunk
         for chunk_end in range(first, end + 1, tree.chunk):
             if self.wants_checkpoint(prompt, chunk_end) and tree.can_take(sequence, chunk_end):
                 self._leave_checkpoint(tree, prompt, chunk_end, sequence, spare_bytes)
@@ -254,7 +254,7 @@ class PrefixCache:
         sequence: Any,
         spare_bytes: Callable[[], int],
     ) -> None:
-        """Leave a checkpoint at ``end`` tokens."""
+        """Leave a checkpoint at ``end`` tokens, if memory allows."""
         tokens, charge = prompt.tokens[:end], self._charge(end)
         needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
         if (missing := needed - spare_bytes()) > 0:

@@ -55,7 +55,7 @@ class Snapshotter(Protocol):
         """
 
     def can_take(self, sequence: Any, tokens: int) -> bool:
-        """Return whether a sequence in prefill can be taken as it was at a length of ``tokens``."""
+        """Return whether `take` can snapshot a sequence as it was with ``tokens`` tokens."""
 
     def take(self, sequence: Any, tokens: int) -> Snapshot:
         """Return a snapshot of a sequence as it was at a length of ``tokens``."""

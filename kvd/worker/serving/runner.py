@@ -31,7 +31,8 @@ _CHECKED = (3, 200)
 _CHECKED_STEPS = 2
 STAGE_ALONE = 1 / 8
 """Part of a pass that an accelerator computes while the host builds the next part, if no decode
-steps run in between. A gang's ranks all have the same parts, and so the same order of sums."""
+steps run in between. It is fixed, so that all ranks of a gang launch their sums in the same order.
+"""
 _PACKED = (((3,), (128, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
 """Tokens of the chunks of five rows that packed passes are checked on, in two passes.
 
@@ -264,6 +265,7 @@ class Runner:
         the bit whatever other chunks its pass has.
 
         If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
+        Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
@@ -273,14 +275,11 @@ class Runner:
             self.cache.finish_prefill()
 
     def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
-        if run_stage is None:
-            if on_cpu() or not (isinstance(self.cache, ModelCache) and self.cache.can_pack):
-                return nullcontext()
-            share, run_stage = STAGE_ALONE, _start
-        starts_early = run_stage is _start
-        stages: AbstractContextManager[None] = self.cache.stages(
-            share, run_stage, starts_early=starts_early
-        )
+        stages: AbstractContextManager[None] = nullcontext()
+        if run_stage is not None:
+            stages = self.cache.stages(share, run_stage)
+        elif not on_cpu() and isinstance(self.cache, ModelCache) and self.cache.can_pack:
+            stages = self.cache.stages(STAGE_ALONE, _start, starts_early=True)
         return stages
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:

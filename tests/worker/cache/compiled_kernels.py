@@ -84,7 +84,7 @@ class Compiled:
 
 
 def use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
-    """Let `device_pages` use them while the generator is suspended."""
+    """Body of a fixture: `device_pages` uses the compiled kernels until the test ends."""
     made = Compiled(folder)
     monkeypatch.setattr(page_kernels, "kernel_of", made)
     monkeypatch.setattr(device_pages, "_prepared", {})

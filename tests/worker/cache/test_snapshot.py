@@ -203,7 +203,7 @@ def test_a_row_that_grew_is_taken_as_it_was(how: str) -> None:
 def test_a_row_is_taken_at_the_chunk_ends_inside_its_pass(
     monkeypatch: pytest.MonkeyPatch, *, on_cpu: bool
 ) -> None:
-    """The pass keeps the tails there. It keeps none after short chunks, or of the pass before."""
+    """The pass keeps the tails there, and drops those of the pass before."""
     monkeypatch.setattr(row_snapshots, "on_cpu", lambda: on_cpu)
     model, _ = build("qwen3")
     runner = Runner(model, ModelCache(probe.find_layout(model), SETTINGS["plain"]))
@@ -238,7 +238,7 @@ def test_a_row_is_taken_at_the_chunk_ends_inside_its_pass(
             runner.prefill(one, some[at : at + 70])
         want, got = decode(runner, rows, ids(3, 2))
         assert np.isfinite(want).all()
-        # Products of more tokens round differently. A page instead of a tail is further off.
+        # Products of more tokens round differently. To read the page of a tail would differ more.
         np.testing.assert_allclose(got, want, atol=1e-2 if mx.cuda.is_available() else 1e-5)
         for one in rows:
             cache.free(one)

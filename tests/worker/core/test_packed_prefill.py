@@ -355,7 +355,7 @@ def test_passes_of_several_chunks_change_no_output() -> None:
     assert found[0] == found[1]
 
 
-def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint() -> None:
+def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint_if_chunks_are_short() -> None:
     driver, model = driver_of(packed=True)
     first, second = prompt_of(300, 1), prompt_of(300, 2)
     second = first[:130] + second[130:]
@@ -398,7 +398,7 @@ def test_a_pass_leaves_checkpoints_at_the_chunk_ends_inside_it(
 def test_prompts_that_are_scored_end_their_passes_at_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of their chunks has a pass of its own, after which another one keeps no tail."""
+    """They have one pass per chunk, so no tail inside a pass can be kept."""
     monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
     driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
     prompt = prompt_of(1000, 1)

@@ -161,8 +161,8 @@ def page_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
     yield from compiled_kernels.use(tmp_path, monkeypatch)
 
 
-def prepare(side: Side) -> None:
-    """Compare the kernels that write pages of a side's pools, which must be empty."""
+def enable_page_kernels(side: Side) -> None:
+    """Check the kernels, as a load does, so that a side's pools use them. These must be empty."""
     for pool in (pool for layer in side.runner.cache.stores[0].layers for pool in layer.pools):
         pool.grow(1)
         device_pages.prepare(pool.arrays())
@@ -173,10 +173,10 @@ def prepare(side: Side) -> None:
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
 def test_a_flush_by_kernels_is_launched_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the pass, and pages and tails are written by one evaluation."""
+    """Passes whose flush is written by kernels give the same logits."""
     monkeypatch.setattr(stores, "launches_in_order", lambda: True)
     pair = Pair("qwen3")
-    prepare(pair.sides[1])
+    enable_page_kernels(pair.sides[1])
     by_kernel = list[bool]()
     write = Flusher.write
 

@@ -19,17 +19,6 @@ from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.grammar.test_requests import DIGITS, PERSON, WARM, WORDS
 
 
-@pytest.fixture(autouse=True)
-def _reads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the calling thread read tokens, as on accelerators, after tokens that run alone."""
-    if "wanted" in request.fixturenames:
-        request.getfixturevalue("wanted")
-    masks = request.getfixturevalue("demo").engine._batch._masks
-    in_thread, masks._reads_in_thread = masks._reads_in_thread, False
-    yield
-    masks._reads_in_thread = in_thread
-
-
 @pytest.fixture(scope="module")
 def _alone() -> dict[str, Any]:
     """Outcomes of requests that ran alone; `wanted` runs them once."""
@@ -46,6 +35,16 @@ def wanted(demo: Driver, _alone: dict[str, Any]) -> dict[str, Any]:
     return dict(_alone)
 
 
+@pytest.fixture(autouse=True)
+def _reads(demo: Driver, wanted: dict[str, Any]) -> Iterator[None]:
+    """Let the calling thread read tokens, as on accelerators. ``wanted`` is computed before."""
+    del wanted
+    masks = demo.engine._batch._masks
+    in_thread, masks._reads_in_thread = masks._reads_in_thread, False
+    yield
+    masks._reads_in_thread = in_thread
+
+
 def _submit(demo: Driver) -> None:
     demo.submit("free", WORDS, WARM, max_tokens=40, ignore_eos=True, logprobs=1)
     demo.submit("digits", WORDS, Sampling(temperature=1.0, seed=9), grammar=DIGITS)
@@ -53,7 +52,9 @@ def _submit(demo: Driver) -> None:
 
 
 @pytest.mark.mlx
-def test_no_token_depends_on_who_reads_tokens(wanted: dict[str, Any], demo: Driver) -> None:
+def test_tokens_do_not_depend_on_the_thread_that_reads_them(
+    wanted: dict[str, Any], demo: Driver
+) -> None:
     _submit(demo)
     demo.run()
     assert demo.outcomes == wanted
@@ -79,7 +80,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated(
 def test_what_is_launched_before_tokens_are_waited_for(
     demo: Driver, ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has a part of the pass, and masks are computed while the rest is launched.
+    """A part of the pass is. Masks are computed while the rest is launched.
 
     The text of the previous step is written once masks are ready, or while they are computed.
     """
