@@ -6,8 +6,8 @@ the writes are launched behind the steps in flight. A flush ends when the device
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
 once, and for a small model on an accelerator that wait is most of a flush. Pages that are written
-together exist twice during the write, so their bytes are limited. Only the last of several launches
-of kernels is waited for.
+together exist twice during the write, so their bytes are limited. Kernels write the next layers
+while the host prepares those behind them, so at most two groups of layers exist twice.
 """
 
 from __future__ import annotations
@@ -108,16 +108,18 @@ class Flusher:
 
 def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites]) -> None:
     together: list[tuple[LayerStore, FlushWrites]] = []
-    nbytes, limit = 0, limit_bytes()
+    by_kernel = all(layer.is_flushed_by_kernel for layer in layers)
+    nbytes, limit = 0, limit_bytes() // (2 if by_kernel else 1)
     launched: list[mx.array] = []
     for pair in zip(layers, writes, strict=True):
         together.append(pair)
         nbytes += pair[1].created_bytes
         del pair  # frees what was written before more is gathered
         if nbytes >= limit:
-            launched += _write_together(together)
+            mx.eval(launched)
+            launched = _write_together(together)
             nbytes = 0
-    mx.eval(launched + _write_together(together))
+    mx.eval(launched, _write_together(together))
 
 
 def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> list[mx.array]:

@@ -91,6 +91,9 @@ class MlxLmSnapshots:
     def can_take(self, row: MlxLmRow, tokens: int) -> bool:
         return tokens == row.length
 
+    def evaluate(self) -> None:
+        """Do nothing: snapshots are evaluated copies."""
+
     def take(self, row: MlxLmRow, tokens: int | None = None) -> MlxLmSnapshot:
         if tokens not in (None, row.length):
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {tokens}")
@@ -211,8 +214,10 @@ class MlxLmCache:
     def needs_flush(self, _sequences: list[MlxLmRow], _steps: int = 1) -> bool:
         return False
 
-    def arrays(self) -> list[mx.array]:
-        return [array for row in self.sequences for array in _arrays(row.caches)]
+    def arrays(self, share: float = 1.0) -> list[mx.array]:
+        """Return all arrays; none if ``share`` is below 1, because one needs a whole step."""
+        rows = self.sequences if share >= 1 else ()
+        return [array for row in rows for array in _arrays(row.caches)]
 
     def flush(self) -> None:
         """Do nothing."""

@@ -232,8 +232,10 @@ class ModelCache:
 
         A sequence may have several chunks, one after the other, only if `can_chain`.
         """
+        keeps = self.snapshots.keeps_tails(max(counts))
         for index, store in enumerate(self.stores):
-            store.begin_packed([sequence.rows[index] for sequence in sequences], counts, batch)
+            rows = [sequence.rows[index] for sequence in sequences]
+            store.begin_packed(rows, counts, batch, keeps_tails=keeps)
         self._prefilling = list(zip(sequences, counts, strict=True))
 
     def can_chain(self, sequence: SequenceRow) -> bool:
@@ -323,8 +325,7 @@ class ModelCache:
         def start() -> None:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
             arrays.clear()
-            for store in self.stores:
-                store.snapshots.evaluate()
+            self.snapshots.evaluate()
 
         if run is None:
             start()
@@ -343,10 +344,14 @@ class ModelCache:
             for index, store in enumerate(self.stores)
         )
 
-    def arrays(self) -> list[mx.array]:
-        """Return all arrays that steps leave lazy, for `mx.async_eval`."""
-        keys_and_values = [array for store in self.stores for array in store.arrays()]
-        return keys_and_values + self.states.arrays()
+    def arrays(self, share: float = 1.0) -> list[mx.array]:
+        """Return all arrays that steps leave lazy, for `mx.async_eval`.
+
+        ``share``: below 1, only those that about this share of a step computes, without states.
+        """
+        stores = (store.layers[: int(share * len(store.layers))] for store in self.stores)
+        found = [array for layers in stores for layer in layers for array in layer.lazy_arrays()]
+        return found if share < 1 else found + self.states.arrays()
 
     def flush(self) -> None:
         """Flush each store (`KVStore.flush`). The device must be idle."""

@@ -68,6 +68,11 @@ class SequenceSnapshots:
         can_take = all(store.snapshots.can_take(row, tokens) for store, row in pairs)
         return not self._states.parts and can_take
 
+    def evaluate(self) -> None:
+        """Start to copy the kept tails of snapshots (`RowSnapshots.evaluate`)."""
+        for store in self._stores:
+            store.snapshots.evaluate()
+
     def take(self, sequence: SequenceRow, tokens: int | None = None) -> SequenceSnapshot:
         """Return a snapshot: pages and states by reference, tails as copies.
 

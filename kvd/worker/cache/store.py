@@ -258,7 +258,6 @@ class KVStore:
         ``batch`` is the number of sequences that the model sees: the rows, then padding. Raises
         ``ValueError``, with nothing changed, if a row needs a flush first (`needs_flush`).
         """
-        self.snapshots.evaluate()
         tables = partial(self.tables.by_level, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self.tails.count, self.kind)
         if step.committed:
@@ -291,14 +290,16 @@ class KVStore:
             return step
         return replace(step, backend=self.backend.prefill(self.kind, step))
 
-    def begin_packed(self, rows: list[Row], counts: list[int], batch: int) -> PackedPrefill:
+    def begin_packed(
+        self, rows: list[Row], counts: list[int], batch: int, *, keeps_tails: bool = False
+    ) -> PackedPrefill:
         """Start a pass over chunks (`packed_prefill`); `finish_prefill` ends it.
 
         A row may have several chunks only if `can_chain`.
         """
         for row in rows:
             self.pages.release_written_ahead(row)
-        plan = packed_prefill(rows, counts, batch, keeps_tails=self.snapshots.keeps_tails)
+        plan = packed_prefill(rows, counts, batch, keeps_tails=keeps_tails)
         self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))
         self.scratch.clear()
         self.snapshots.forget_kept()
@@ -416,6 +417,7 @@ class KVStore:
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")
         self.step = None
+        self.snapshots.evaluate()
         self.snapshots.forget_kept()
         self.tails.clear()
         self.tables.clear()

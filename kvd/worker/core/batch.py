@@ -13,10 +13,9 @@ Decode steps are pipelined: `decode` launches a step from the lazy tokens of the
 reads the previous one while the device computes. A completion that ends in step n therefore still
 runs in step n+1. Its row is freed when step n+1 is read.
 
-If a row has a grammar, its mask depends on the previous token. Threads compute the masks. If they
-are ready before the forward pass is launched, pass and draw are launched together. Otherwise the
-draw follows: before the previous step is read if the masks are ready by then, and after it if not.
-A row whose mask takes too long is drawn by a later step (`kvd.worker.core.masks`).
+If a row has a grammar, its mask depends on the previous token. Threads compute the masks. The draw
+follows the forward pass: before the previous step is read if the masks are ready by then, and after
+it if not. A row whose mask takes too long is drawn by a later step (`kvd.worker.core.masks`).
 """
 
 from __future__ import annotations
@@ -209,7 +208,8 @@ class Batch:
             self.scheduler.note_generated(completion.key[0], completion.launched)
         if not (step.has_grammars or self._masks.late):
             step.draw_tokens(self._sampler)
-        self._masks.evaluate(self._step, step, self.cache.arrays())
+        self._masks.evaluate(self._step, step, self.cache)
+        self.cache.snapshots.evaluate()
         self.max_rows = max(self.max_rows, len(rows))
         return step
 

@@ -94,18 +94,17 @@ class StepMasks:
 
     # Matchers advance.
 
-    def evaluate(self, previous: DecodeStep | None, step: DecodeStep, others: list[Any]) -> None:
+    def evaluate(self, previous: DecodeStep | None, step: DecodeStep, cache: Any) -> None:
         """Evaluate a step, and start to compute its masks.
 
-        ``previous``: the step whose tokens are its input. ``others``: the arrays that the pass
-        leaves in the cache. With one attention kind they are in the order of the layers.
+        ``previous``: the step whose tokens are its input. ``cache``: what the pass has written to.
         """
         self._begun = time.monotonic()
         reads = previous is not None and previous.has_grammars and not previous.advanced
         if reads and not self._reads_in_thread:
-            mx.async_eval(others[: int(FIRST_PART * len(others))])  # type: ignore[no-untyped-call]
+            mx.async_eval(cache.arrays(FIRST_PART))  # type: ignore[no-untyped-call]
         self._begin(previous, step)
-        mx.async_eval(step.arrays, others)  # type: ignore[no-untyped-call]
+        mx.async_eval(step.arrays, cache.arrays())  # type: ignore[no-untyped-call]
 
     def _begin(self, previous: DecodeStep | None, step: DecodeStep) -> None:
         """Read the previous tokens, and start to compute the masks that follow them."""

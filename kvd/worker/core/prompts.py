@@ -59,7 +59,11 @@ class Prompts:
         self.computed_tokens = 0
 
     def prepare(self, *, prefills: bool) -> None:
-        """Prefetch the segments of the queue's head. If no pass follows, free buffers of passes."""
+        """Prefetch the segments of the queue's head. If no pass follows, free buffers of passes.
+
+        Also leave checkpoints that lacked memory before; the next pass forgets their tails.
+        """
+        self._prefix_cache.retry(self._memory.spare_bytes, last=prefills)
         if not prefills:
             self._drop_buffers()
         self._prefetch_head()
@@ -154,7 +158,12 @@ class Prompts:
                 self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
             else:
                 self._runner.prefill_pass(rows, tokens, *stages)
-        pairs = list(zip(requests, chunks, strict=True))
+            self._finish(plain)  # before a chunk with logprobs has a pass, which keeps other tails
+        pairs = zip(requests, chunks, strict=True)
+        self._finish([pair for pair in pairs if pair not in plain])
+
+    def _finish(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:
+        """Count chunks, and leave checkpoints of their prompts."""
         for request, chunk in pairs:
             self._count(request, chunk)
         starts = {request: chunk.start for request, chunk in reversed(pairs)}

@@ -123,6 +123,7 @@ class Follower:
         inputs = StepInputs(record.known, record.places, record.draws, self._drawn)
         logits = self._runner.launch(rows, inputs)
         mx.async_eval(logits, self._cache.arrays())  # type: ignore[no-untyped-call]
+        self._cache.snapshots.evaluate()
         self._drawn = None
         if record.draws:
             # After the step's own collectives: the leader's tokens depend on all of them.

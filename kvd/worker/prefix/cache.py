@@ -26,6 +26,9 @@ from kvd.worker.scheduling.scheduler import Chunk, Scheduler
 from protocol.cache_outcome import CacheOutcome, EvictionCause
 from protocol.types import PrefixUse
 
+MOST_RETRIES = 8
+"""Steps that a checkpoint inside a pass waits for memory. The daemon answers within a few."""
+
 
 def next_chunks(
     scheduler: Scheduler, has_new_hit: Callable[[str], bool], begin: Callable[[str, int], int]
@@ -87,6 +90,17 @@ class TrackedPrompt:
         return None if self.lookup is None else self.lookup.outcome(held, self.unread)
 
 
+@dataclass(frozen=True)
+class _Missed:
+    """A checkpoint inside a pass for which memory was requested, but not granted yet."""
+
+    prompt: TrackedPrompt
+    end: int
+    sequence: Any
+    position: int | None
+    """See `PrefixCache._set_wanted`; valid once no checkpoint of the prompt is missed."""
+
+
 class PrefixCache:
     """The queued and running prompts of one engine, and the tree of checkpoints.
 
@@ -111,6 +125,9 @@ class PrefixCache:
         """Sum of these bytes, limited to what the tree may still hold."""
         self._filled = 0
         """Prompts with `TrackedPrompt.has_checkpoint`."""
+        self._missed: list[_Missed] = []
+        """Deeper ones of a prompt first."""
+        self._retries = 0
 
     @property
     def filled_bytes(self) -> int:
@@ -142,6 +159,7 @@ class PrefixCache:
     def remove(self, prompt: TrackedPrompt) -> None:
         """Forget the prompt of a finished request, in any state."""
         self._dequeue(prompt)
+        self._missed = [one for one in self._missed if one.prompt is not prompt]
         self._set_wanted(prompt, None)
         self.release_place(prompt)
 
@@ -239,30 +257,59 @@ class PrefixCache:
         tree = self.tree
         if tree is None:
             return
-        first = (start // tree.chunk + 1) * tree.chunk
-        for chunk_end in range(first, end + 1, tree.chunk):
-            if self.wants_checkpoint(prompt, chunk_end) and tree.can_take(sequence, chunk_end):
-                self._leave_checkpoint(tree, prompt, chunk_end, sequence, spare_bytes)
         # The prompt ends inside a chunk, or was stepped down: no checkpoint follows.
-        self._set_wanted(prompt, None if end % tree.chunk or prompt.lowered else end)
+        position = None if end % tree.chunk or prompt.lowered else end
+        first = (start // tree.chunk + 1) * tree.chunk
+        missed: list[_Missed] = []
+        for chunk_end in reversed(range(first, end + 1, tree.chunk)):  # the last one is worth most
+            if self.wants_checkpoint(prompt, chunk_end) and tree.can_take(sequence, chunk_end):
+                can_wait = not tree.can_cut(end, chunk_end)
+                one = _Missed(prompt, chunk_end, sequence, position)
+                if not self._leave_checkpoint(tree, one, spare_bytes, evicts=not can_wait):
+                    missed.append(one)
+        self._missed += missed
+        self._retries = 0
+        # The memory of what is missed is requested as well.
+        self._set_wanted(prompt, missed[-1].end - 1 if missed else position)
+
+    def retry(self, spare_bytes: Callable[[], int], *, last: bool) -> None:
+        """Leave the checkpoints inside the last pass that lacked memory, as far as there is some.
+
+        Call it before each step. ``last``: whether the step forgets their tails. Then, and after
+        `MOST_RETRIES` steps, they take the place of less valuable ones.
+        """
+        if not self._missed or self.tree is None:
+            return
+        self._retries += 1
+        last = last or self._retries >= MOST_RETRIES
+        missed, self._missed = self._missed, []
+        for one in missed:
+            is_there = not one.prompt.lowered and self.tree.can_take(one.sequence, one.end)
+            if is_there and not self._leave_checkpoint(self.tree, one, spare_bytes, evicts=last):
+                self._missed.append(one)
+        still = {one.prompt.rid for one in self._missed}
+        for one in missed:
+            if one.prompt.rid not in still:
+                self._set_wanted(one.prompt, one.position)
 
     def _leave_checkpoint(
-        self,
-        tree: PrefixTree,
-        prompt: TrackedPrompt,
-        end: int,
-        sequence: Any,
-        spare_bytes: Callable[[], int],
-    ) -> None:
-        """Leave a checkpoint at ``end`` tokens, if memory allows."""
-        tokens, charge = prompt.tokens[:end], self._charge(end)
+        self, tree: PrefixTree, one: _Missed, spare_bytes: Callable[[], int], *, evicts: bool
+    ) -> bool:
+        """Leave a checkpoint if memory allows; return False if memory is lacking.
+
+        ``evicts``: whether it takes the place of less valuable ones then, or is given up.
+        """
+        prompt, tokens, charge = one.prompt, one.prompt.tokens[: one.end], self._charge(one.end)
         needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
         if (missing := needed - spare_bytes()) > 0:
+            if not evicts:
+                return False
             tree.evict(missing, "full", tree.value_of(tokens, prompt.salt, charge))
-        stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, sequence)
+        stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, one.sequence)
         if stored and not prompt.has_checkpoint:
             prompt.has_checkpoint = True
             self._filled += 1
+        return True
 
     def _set_wanted(self, prompt: TrackedPrompt, position: int | None) -> None:
         """Update what a prompt needs for checkpoints after ``position``; None: nothing."""

@@ -248,6 +248,7 @@ def test_a_row_is_taken_at_the_chunk_ends_inside_its_pass(
     with pytest.raises(ValueError, match="of 900 tokens cannot be cut to 256"):
         cache.snapshots.take(first, 256)
     assert {layer.kept for store in cache.stores for layer in store.layers} == {None}
+    cache.snapshots.evaluate()
     assert not any(store.snapshots._lazy for store in cache.stores)
 
 

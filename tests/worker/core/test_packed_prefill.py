@@ -395,6 +395,39 @@ def test_a_pass_leaves_checkpoints_at_the_chunk_ends_inside_it(
         assert outcome.tokens == wanted[rid].tokens
 
 
+@pytest.mark.parametrize(("length", "count"), [(4000, 1), (2000, 2), (1000, 4)])
+def test_checkpoints_inside_a_pass_wait_for_memory(
+    monkeypatch: pytest.MonkeyPatch, length: int, count: int
+) -> None:
+    """It is requested when the prompt begins, and granted after its only pass."""
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 4096)
+    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    tree = driver.engine._prefix_cache.tree
+    prompts = [prompt_of(length, number) for number in range(count)]
+    for number, prompt in enumerate(prompts):
+        driver.submit(f"r{number}", prompt, max_tokens=20)
+    driver.run()
+    assert len(tree) == count * ((length - 1) // 256)
+    assert tree.counts.evicted == 0
+    for number, prompt in enumerate(prompts):
+        driver.submit(f"again{number}", prompt, max_tokens=2)
+        driver.run()
+        assert driver.outcomes[f"again{number}"].cached == (length - 1) // 256 * 256
+
+
+def test_a_scored_prompt_in_the_same_step_costs_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
+    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    driver.submit("plain", prompt_of(700, 1), max_tokens=2)
+    driver.submit("scored", prompt_of(200, 2), max_tokens=2, prompt_logprobs=1)
+    driver.run()
+    driver.submit("again", prompt_of(700, 1), max_tokens=2)
+    driver.run()
+    assert driver.outcomes["again"].cached == 512
+
+
 def test_prompts_that_are_scored_end_their_passes_at_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

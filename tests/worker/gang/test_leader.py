@@ -32,11 +32,11 @@ from tests.worker.core.driver import Driver
 pytestmark = pytest.mark.mlx
 
 READS = {
-    "arrays", "charge_of", "charged_bytes", "costs", "freed_bytes", "held_bytes", "lacks_idle_room",
-    "lacks_room", "levels", "limit_bytes", "nbytes", "needs_flush", "row_bytes", "sequences",
-    "settings", "snapshot_charge", "stage_ends", "tail_slots", "unlowered", "usage",
+    "arrays", "charge_of", "charged_bytes", "costs", "evaluate", "freed_bytes", "held_bytes",
+    "lacks_idle_room", "lacks_room", "levels", "limit_bytes", "nbytes", "needs_flush", "row_bytes",
+    "sequences", "settings", "snapshot_charge", "stage_ends", "tail_slots", "unlowered", "usage",
 }  # fmt: skip
-"""Attributes of the cache and of its snapshots that change nothing."""
+"""Attributes of the cache and of its snapshots that change nothing, or no result."""
 OFF = {"discard", "undo_prefill", "add"}
 """What a gang never calls: it repeats no failed step, and reads no snapshots from disk."""
 
