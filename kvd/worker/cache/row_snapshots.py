@@ -77,8 +77,8 @@ class RowSnapshots:
 
         Unlike `can_cut`, this is about what the row holds now, kept tails included.
         """
-        if tokens == row.length:
-            return True
+        if not row.alive or tokens == row.length:
+            return row.alive
         is_whole = row.is_placed and not row.trimmed
         return is_whole and ((row, tokens) in self._kept or self.can_cut(row.length, tokens))
 

@@ -62,8 +62,8 @@ class SequenceSnapshots:
 
     def can_take(self, sequence: SequenceRow, tokens: int) -> bool:
         """Return whether `take` can snapshot a sequence as it was with ``tokens`` tokens."""
-        if tokens == sequence.length:
-            return True
+        if not sequence.alive or tokens == sequence.length:
+            return sequence.alive
         pairs = zip(self._stores, sequence.rows, strict=True)
         can_take = all(store.snapshots.can_take(row, tokens) for store, row in pairs)
         return not self._states.parts and can_take

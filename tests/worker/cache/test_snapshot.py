@@ -223,6 +223,11 @@ def test_a_row_is_taken_at_the_chunk_ends_inside_its_pass(
     first, second = cache.new_row(), cache.new_row()
     runner.prefill(second, other[:300])
     spans = (0, 256), (256, 512), (512, 768), (768, 900)
+    gone = cache.new_row()
+    runner.prefill_pass([gone] * 2, [tokens[:256], tokens[256:300]])
+    assert cache.snapshots.can_take(gone, 256)
+    cache.free(gone)
+    assert not cache.snapshots.can_take(gone, 256)
     runner.prefill_pass(
         [first] * 4 + [second] * 2,
         [*(tokens[start:end] for start, end in spans), other[300:556], other[556:560]],
