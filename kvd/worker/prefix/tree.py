@@ -257,9 +257,9 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
         """Snapshot a sequence as it held exactly these tokens; return whether it was stored.
 
-        The sequence may have grown since, if `can_take`. The device must be idle. Nothing is stored
-        if a checkpoint exists there, if the sequence's pages were stepped down, or if it is larger
-        than the cap.
+        The sequence may have grown since, if `can_take`. The device must be idle, unless the last
+        pass has kept the tails there. Nothing is stored if a checkpoint exists there, if the
+        sequence's pages were stepped down, or if it is larger than the cap.
         """
         if not tokens or len(tokens) % self.chunk:
             raise ValueError(f"{len(tokens)} tokens are not a multiple of the chunk {self.chunk}")

@@ -415,6 +415,32 @@ def test_checkpoints_inside_a_pass_wait_for_memory(
         assert driver.outcomes[f"again{number}"].cached == (length - 1) // 256 * 256
 
 
+def test_a_row_that_is_freed_meanwhile_leaves_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pages belong to others by then."""
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 4096)
+    prompt, kv = prompt_of(4000, 1), KVSpec(prefix_every=256)
+    wanted = Driver(shallow.path(), prefill_chunk=256, kv=kv).alone(prompt=prompt, max_tokens=9)
+    driver = Driver(shallow.path(), prefill_chunk=256, kv=kv)
+    cache = driver.engine._prefix_cache
+    driver.submit("first", prompt, max_tokens=9)
+    for _ in range(8):
+        if not cache._missed:
+            driver.step()
+    assert cache._missed
+    before = len(cache.tree)
+    driver.engine.cancel("first")
+    driver.submit("other", prompt_of(1000, 2), max_tokens=9)
+    driver.run()
+    assert not cache._missed
+    assert before < 15
+    check_cache(driver.engine._runner.cache)
+    driver.submit("again", prompt, max_tokens=9)
+    driver.run()
+    assert driver.outcomes["again"].tokens == wanted.tokens
+
+
 def test_a_scored_prompt_in_the_same_step_costs_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
