@@ -1,4 +1,4 @@
-"""One model over several ranks: kvd's gang beside `mlx_lm.server` under `mlx.launch`.
+"""Compare one model over several ranks in kvd with `mlx_lm.server` under `mlx.launch`.
 
     python -m bench.gang [--model demo|FOLDER] [--ranks 2] [--rounds 3] [--json FILE]
     python -m bench.gang --shape qwen3-8b --prompt 16384 --scratch /dev/shm --json FILE

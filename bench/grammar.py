@@ -1,4 +1,4 @@
-"""Grammars: speed beside rows without grammars, forced tokens, and masks over a large vocabulary.
+"""Measure grammars: speed relative to rows without, forced tokens, and masks of a large vocabulary.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 OPENBLAS_NUM_THREADS=1 \
     python -m bench.grammar [--shape qwen2.5-0.5b] [--pairs 5] [--tokens 96] [--no-masks]

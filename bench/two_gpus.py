@@ -145,10 +145,8 @@ async def measure(home: Path) -> dict[str, Any]:
     return found
 
 
-def serve(model: Path, folder: Path) -> dict[str, Any]:
-    """Start the daemon, measure, and end it."""
-    home = folder / "home"
-    home.mkdir(mode=0o700)
+def write_config(home: Path, model: Path) -> None:
+    """Let the daemon load the model three times, as in `MODELS`."""
     entries = [
         {"source": str(model), "alias": name, "load": "start", **about}
         for name, about in MODELS.items()
@@ -158,6 +156,13 @@ def serve(model: Path, folder: Path) -> dict[str, Any]:
         for one in entries
     ]
     (home / "config.toml").write_text("\n".join([*lines, ""]))
+
+
+def serve(model: Path, folder: Path) -> dict[str, Any]:
+    """Start the daemon, measure, and end it."""
+    home = folder / "home"
+    home.mkdir(mode=0o700)
+    write_config(home, model)
     command = [sys.executable, "-m", "kvd", "serve", "--home", str(home)]
     with (folder / "log").open("wb") as log:
         daemon = subprocess.Popen(command, stdout=log, stderr=log)

@@ -358,7 +358,7 @@ def _timeline(name: str, more: dict[str, str]) -> Measurement:
 
 
 def _pressure(shape: str, *, streams: int, estimate_s: float) -> Measurement:
-    """One copy of a model beside the wide one, with little more memory than both need when idle."""
+    """Return a run of the wide model and a copy, with little more memory than both need idle."""
     return Measurement(
         f"pressure-{shape.removeprefix('qwen3-')}",
         "bench.pressure",

@@ -158,9 +158,12 @@ class Prompts:
                 self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
             else:
                 self._runner.prefill_pass(rows, tokens, *stages)
-            self._finish(plain)  # before a chunk with logprobs has a pass, which keeps other tails
+            self._finish(plain)
         pairs = zip(requests, chunks, strict=True)
-        self._finish([pair for pair in pairs if pair not in plain])
+        if scored := [pair for pair in pairs if pair not in plain]:
+            # A pass over a chunk with logprobs forgets the tails that the one before has kept.
+            self._prefix_cache.retry(self._memory.spare_bytes, last=True)
+            self._finish(scored)
 
     def _finish(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:
         """Count chunks, and leave checkpoints of their prompts."""

@@ -91,14 +91,14 @@ class TrackedPrompt:
 
 
 @dataclass(frozen=True)
-class _Missed:
-    """A checkpoint inside a pass for which memory was requested, but not granted yet."""
+class _Due:
+    """A checkpoint that a prompt should leave after a pass."""
 
     prompt: TrackedPrompt
     end: int
     sequence: Any
     position: int | None
-    """See `PrefixCache._set_wanted`; valid once no checkpoint of the prompt is missed."""
+    """That of `PrefixCache._set_wanted`, once all checkpoints of the pass are left."""
 
 
 class PrefixCache:
@@ -125,9 +125,10 @@ class PrefixCache:
         """Sum of these bytes, limited to what the tree may still hold."""
         self._filled = 0
         """Prompts with `TrackedPrompt.has_checkpoint`."""
-        self._missed: list[_Missed] = []
-        """Deeper ones of a prompt first."""
+        self._missed: list[_Due] = []
+        """Those inside the last pass that lacked memory, deeper ones of a prompt first."""
         self._retries = 0
+        """Steps since that pass."""
 
     @property
     def filled_bytes(self) -> int:
@@ -171,6 +172,7 @@ class PrefixCache:
 
     def clear(self, prompts: Iterable[TrackedPrompt]) -> None:
         """Drop all checkpoints; the reservations of the given prompts are unfilled again."""
+        self._missed = []
         if self.tree is not None:
             self.tree.clear()
         for prompt in prompts:
@@ -260,11 +262,11 @@ class PrefixCache:
         # The prompt ends inside a chunk, or was stepped down: no checkpoint follows.
         position = None if end % tree.chunk or prompt.lowered else end
         first = (start // tree.chunk + 1) * tree.chunk
-        missed: list[_Missed] = []
+        missed: list[_Due] = []
         for chunk_end in reversed(range(first, end + 1, tree.chunk)):  # the last one is worth most
             if self.wants_checkpoint(prompt, chunk_end) and tree.can_take(sequence, chunk_end):
                 can_wait = not tree.can_cut(end, chunk_end)
-                one = _Missed(prompt, chunk_end, sequence, position)
+                one = _Due(prompt, chunk_end, sequence, position)
                 if not self._leave_checkpoint(tree, one, spare_bytes, evicts=not can_wait):
                     missed.append(one)
         self._missed += missed
@@ -293,7 +295,7 @@ class PrefixCache:
                 self._set_wanted(one.prompt, one.position)
 
     def _leave_checkpoint(
-        self, tree: PrefixTree, one: _Missed, spare_bytes: Callable[[], int], *, evicts: bool
+        self, tree: PrefixTree, one: _Due, spare_bytes: Callable[[], int], *, evicts: bool
     ) -> bool:
         """Leave a checkpoint if memory allows; return False if memory is lacking.
 
@@ -306,6 +308,8 @@ class PrefixCache:
                 return False
             tree.evict(missing, "full", tree.value_of(tokens, prompt.salt, charge))
         stored = spare_bytes() >= needed and tree.insert(tokens, prompt.salt, one.sequence)
+        if stored and prompt.trusted:  # its logits came before the memory
+            tree.trust(tokens, prompt.salt)
         if stored and not prompt.has_checkpoint:
             prompt.has_checkpoint = True
             self._filled += 1

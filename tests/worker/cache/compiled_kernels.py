@@ -1,4 +1,4 @@
-"""The kernels of `device_pages`, compiled as C++ for this processor."""
+"""Kernels that copy and write pages, compiled as C++ for this processor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from kvd.worker.artifacts.cuda_text import KernelText
 from kvd.worker.cache import device_pages, page_kernels
-from tests.worker.cache.test_device_copy import address
 from tests.worker.kernels.build import compiler as find_gcc
 
 needs_gcc = pytest.mark.skipif(find_gcc() is None, reason="the kernels are compiled with g++")
@@ -23,7 +23,7 @@ _PROGRAM = """
 #include <cstdint>
 struct uint4 {{ uint32_t x, y, z, w; }};
 struct Three {{ int x; }};
-extern "C" void run(void* const* arrays, const int* slots_shape, int threads, int blocks) {{
+extern "C" void run({arguments}, int threads, int blocks) {{
   const Three blockDim = {{threads}}, gridDim = {{blocks}};
   {arrays}
   for (int block = 0; block < blocks; ++block)
@@ -35,6 +35,28 @@ extern "C" void run(void* const* arrays, const int* slots_shape, int threads, in
 """
 
 
+def address(array: mx.array) -> int:
+    """Return where an evaluated array is in the host's memory."""
+    view: Any = array
+    return int(np.frombuffer(memoryview(view).cast("B"), np.uint8).ctypes.data)
+
+
+def compile_kernel(folder: Path, arguments: str, arrays: list[str], source: str) -> ctypes.CDLL:
+    """Return a library whose ``run`` calls a kernel's body for each thread, in turn.
+
+    ``arguments``: those of ``run`` before the numbers of threads and blocks. ``arrays``:
+    declarations of the body's arrays. Compiled once for each body.
+    """
+    path = folder / f"{abs(hash((arguments, *arrays, source)))}.so"
+    if not path.exists():
+        text = _PROGRAM.format(arguments=arguments, arrays=" ".join(arrays), source=source)
+        cpp = path.with_suffix(".cpp")
+        cpp.write_text(text)
+        command = [find_gcc() or "g++", "-shared", "-fPIC", "-O1", "-o", str(path), str(cpp)]
+        subprocess.run(command, check=True, capture_output=True)
+    return ctypes.CDLL(str(path))
+
+
 class Compiled:
     """Compiles the kernels of `device_pages`, and counts their launches."""
 
@@ -44,20 +66,14 @@ class Compiled:
         self.change: Callable[[str], str] = lambda source: source
 
     def __call__(self, text: KernelText) -> Any:
-        source = self.change(text.source)
-        path = self._folder / f"{abs(hash(source))}.so"
-        if not path.exists():
-            names = [one.name for one in (*text.inputs, *text.outputs)]
-            types = {"slots": "const int*", "sizes": "const int*", "done": "uint32_t*"}
-            arrays = [
-                f"{types.get(name, 'void*')} {name} = ({types.get(name, 'void*')})arrays[{at}];"
-                for at, name in enumerate(names)
-            ]
-            cpp = path.with_suffix(".cpp")
-            cpp.write_text(_PROGRAM.format(arrays=" ".join(arrays), source=source))
-            command = [find_gcc() or "g++", "-shared", "-fPIC", "-O1", "-o", str(path), str(cpp)]
-            subprocess.run(command, check=True, capture_output=True)
-        library = ctypes.CDLL(str(path))
+        names = [one.name for one in (*text.inputs, *text.outputs)]
+        types = {"slots": "const int*", "sizes": "const int*", "done": "uint32_t*"}
+        arrays = [
+            f"{types.get(name, 'void*')} {name} = ({types.get(name, 'void*')})arrays[{at}];"
+            for at, name in enumerate(names)
+        ]
+        arguments = "void* const* arrays, const int* slots_shape"
+        library = compile_kernel(self._folder, arguments, arrays, self.change(text.source))
 
         def launch(
             *,

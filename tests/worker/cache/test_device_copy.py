@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from kvd.worker.cache import cuda_driver, device_copy, host_copy
@@ -18,35 +16,15 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.snapshot_records import bytes_of
 from kvd.worker.prefix.record_memory import RecordMemory
+from tests.worker.cache.compiled_kernels import address, compile_kernel, needs_gcc
 from tests.worker.cache.cuda import Driver
-from tests.worker.kernels.build import compiler
 
-pytestmark = [
-    pytest.mark.mlx,
-    pytest.mark.skipif(compiler() is None, reason="the kernel is compiled with g++"),
-]
+pytestmark = [pytest.mark.mlx, needs_gcc]
 
-_PROGRAM = """
-#include <cstddef>
-#include <cstdint>
-struct uint4 {{ uint32_t x, y, z, w; }};
-struct Three {{ int x; }};
-extern "C" void run(const uint64_t* place, const int32_t* slots, const int* slots_shape,
-                    void* const* arrays, uint32_t* done, int threads, int blocks) {{
-  const Three blockDim = {{threads}}, gridDim = {{blocks}};
-  {arrays}
-  for (int block = 0; block < blocks; ++block)
-    for (int thread = 0; thread < threads; ++thread) {{
-      const Three blockIdx = {{block}}, threadIdx = {{thread}};
-      {source}
-    }}
-}}
-"""
-
-
-def address(array: mx.array) -> int:
-    view: Any = array
-    return int(np.frombuffer(memoryview(view).cast("B"), np.uint8).ctypes.data)
+_ARGUMENTS = (
+    "const uint64_t* place, const int32_t* slots, const int* slots_shape, void* const* arrays,"
+    " uint32_t* done"
+)
 
 
 class Compiled:
@@ -58,15 +36,9 @@ class Compiled:
         self.change: Callable[[str], str] = lambda source: source
 
     def __call__(self, shape: device_copy.PageShape) -> Any:
-        path = self._folder / f"{abs(hash((shape.sizes, self.change)))}.so"
-        if not path.exists():
-            arrays = [f"const void* a{at} = arrays[{at}];" for at in range(len(shape.sizes))]
-            source = self.change(device_copy.source_of(shape))
-            text = path.with_suffix(".cpp")
-            text.write_text(_PROGRAM.format(arrays=" ".join(arrays), source=source))
-            command = [compiler() or "g++", "-shared", "-fPIC", "-O1", "-o", str(path), str(text)]
-            subprocess.run(command, check=True, capture_output=True)
-        library = ctypes.CDLL(str(path))
+        arrays = [f"const void* a{at} = arrays[{at}];" for at in range(len(shape.sizes))]
+        source = self.change(device_copy.source_of(shape))
+        library = compile_kernel(self._folder, _ARGUMENTS, arrays, source)
 
         def launch(*, inputs: Sequence[mx.array], grid: Any, threadgroup: Any, **_: Any) -> Any:
             self.launches += 1

@@ -368,12 +368,17 @@ def test_a_pass_ends_where_a_prompt_leaves_a_checkpoint_if_chunks_are_short() ->
     assert driver.outcomes["second"].cached == 128
 
 
+def checkpointing(monkeypatch: pytest.MonkeyPatch, pass_tokens: int) -> Driver:
+    """Return a driver whose prompts leave a checkpoint after each chunk of 256 tokens."""
+    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", pass_tokens)
+    return Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+
+
 def test_a_pass_leaves_checkpoints_at_the_chunk_ends_inside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts that continue from them get the same tokens as without a cache."""
-    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
-    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    driver = checkpointing(monkeypatch, 1024)
     runner, tree = driver.engine._runner, driver.engine._prefix_cache.tree
     assert runner.packs
     runner.model = model = Counted(runner.model)
@@ -400,8 +405,7 @@ def test_checkpoints_inside_a_pass_wait_for_memory(
     monkeypatch: pytest.MonkeyPatch, length: int, count: int
 ) -> None:
     """It is requested when the prompt begins, and granted after its only pass."""
-    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 4096)
-    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    driver = checkpointing(monkeypatch, 4096)
     tree = driver.engine._prefix_cache.tree
     prompts = [prompt_of(length, number) for number in range(count)]
     for number, prompt in enumerate(prompts):
@@ -415,14 +419,32 @@ def test_checkpoints_inside_a_pass_wait_for_memory(
         assert driver.outcomes[f"again{number}"].cached == (length - 1) // 256 * 256
 
 
+def test_checkpoints_are_trusted_if_their_memory_comes_after_the_first_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are not trusted are never written to the disk."""
+    driver = checkpointing(monkeypatch, 4096)
+    tree, memory = driver.engine._prefix_cache.tree, driver.engine._memory
+    spare_bytes = memory.spare_bytes
+    monkeypatch.setattr(
+        memory,
+        "spare_bytes",
+        lambda: spare_bytes() if len(driver.outcomes["first"].tokens) >= 3 else 0,
+    )
+    driver.submit("first", prompt_of(2000, 1), max_tokens=20)
+    driver.run(until=lambda: driver.outcomes["first"].tokens)
+    assert len(tree) == 1, "the reservation has room for one"
+    driver.run()
+    assert len(tree) == len(tree.checkpoints()) == 7
+
+
 def test_a_row_that_is_freed_meanwhile_leaves_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pages belong to others by then."""
-    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 4096)
-    prompt, kv = prompt_of(4000, 1), KVSpec(prefix_every=256)
-    wanted = Driver(shallow.path(), prefill_chunk=256, kv=kv).alone(prompt=prompt, max_tokens=9)
-    driver = Driver(shallow.path(), prefill_chunk=256, kv=kv)
+    prompt = prompt_of(4000, 1)
+    wanted = checkpointing(monkeypatch, 4096).alone(prompt=prompt, max_tokens=9)
+    driver = checkpointing(monkeypatch, 4096)
     cache = driver.engine._prefix_cache
     driver.submit("first", prompt, max_tokens=9)
     for _ in range(8):
@@ -444,8 +466,7 @@ def test_a_row_that_is_freed_meanwhile_leaves_no_checkpoint(
 def test_a_scored_prompt_in_the_same_step_costs_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
-    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    driver = checkpointing(monkeypatch, 1024)
     driver.submit("plain", prompt_of(700, 1), max_tokens=2)
     driver.submit("scored", prompt_of(200, 2), max_tokens=2, prompt_logprobs=1)
     driver.run()
@@ -458,8 +479,7 @@ def test_prompts_that_are_scored_end_their_passes_at_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They have one pass per chunk, so no tail inside a pass can be kept."""
-    monkeypatch.setattr(memory_bounds, "PASS_TOKENS", 1024)
-    driver = Driver(shallow.path(), prefill_chunk=256, kv=KVSpec(prefix_every=256))
+    driver = checkpointing(monkeypatch, 1024)
     prompt = prompt_of(1000, 1)
     driver.submit("scored", prompt, max_tokens=2, prompt_logprobs=1)
     driver.run()
