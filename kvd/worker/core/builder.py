@@ -31,14 +31,14 @@ from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import memory, shortage
 from kvd.worker.process.cpu_limit import limit_cpu
 from kvd.worker.process.memory_limit import limit
-from kvd.worker.sampling import sampler
+from kvd.worker.sampling import direct_draws, sampler
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from kvd.worker.serving import bit_choice, calibration, loading, model_files, probe
 from kvd.worker.serving.bit_choice import LayerBits
 from kvd.worker.serving.check_key import open_checks
-from kvd.worker.serving.describe import costs_of
+from kvd.worker.serving.describe import costs_of, dtype_name
 from kvd.worker.serving.embedding_rules import EmbeddingRules, find_rules
 from kvd.worker.serving.fingerprint import fingerprint
 from kvd.worker.text import tokenizer_cache
@@ -236,6 +236,7 @@ def _serve(
     gang: Gang | None,
 ) -> Serving:
     """Choose how to serve the model; with a gang, together with its other ranks."""
+    direct_draws.prepare(loaded.vocab_size, getattr(mx, dtype_name(loaded.model)))
     verdict, bits = plan.verdict, plan.bits.choice.info
     if gang is None:
         served = loading.serve(loaded, plan.settings, plan.library, progress, plan.checks)

@@ -33,6 +33,7 @@ import mlx.core as mx
 from kvd.worker.core.decode_step import DecodeStep, LateRow
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.device import on_cpu
+from kvd.worker.grammar.mask_memory import MaskMemory
 from kvd.worker.grammar.mask_threads import HELPED_SECONDS, MaskBatch, MaskThreads, Work
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.lean_imports import np
@@ -81,6 +82,7 @@ class StepMasks:
         """Rows that were launched and not drawn, the longest waiting first."""
         self._relieve = relieve
         self._filler = MaskFiller(vocabulary)
+        self._memory = MaskMemory(self._filler.row_bytes)
         # Half of the processors: the others compute the forward pass.
         count = min(MOST_THREADS, max(FEWEST_THREADS, thread_count() // 2))
         self._threads = MaskThreads(count)
@@ -214,7 +216,7 @@ class StepMasks:
             return []
         matchers = [None if one.ended else one.matcher for one in step.drawing]
         self._relieve(matchers)
-        masks = self._filler.fill(matchers)
+        masks = self._filler.fill(matchers, self._memory.take(len(matchers)))
         for completion, matcher, mask in zip(step.drawing, matchers, masks, strict=True):
             if matcher is not None:
                 least = requests[completion.key[0]].submit.min_tokens
@@ -229,7 +231,7 @@ class StepMasks:
             if failure is not None and matcher.optional:
                 masks[row] = 0xFF
             over.append((step.drawing[row], failure))
-        step.draw_tokens(sampler, mx.array(masks))
+        step.draw_tokens(sampler, self._memory.upload(masks))
         if self._reads_in_thread and step.draw is not None:  # not shared with the calling thread
             step.host_tokens = step.draw.tokens + 0
         return over

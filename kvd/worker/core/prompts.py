@@ -22,7 +22,7 @@ from kvd.worker.core.segment_reads import SegmentReads
 from kvd.worker.device import on_cpu, on_cuda
 from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.sampling.logprobs import score
-from kvd.worker.sampling.sampler import finite_and_varied
+from kvd.worker.sampling.valid_logits import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
 from protocol.types import TokenLogprob
 

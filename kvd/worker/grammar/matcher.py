@@ -211,12 +211,19 @@ class MaskFiller:
         self._beyond = [(token >> 3, 0xFF ^ (1 << (token & 7))) for token in beyond]
         """Bytes and bits of tokens of the tokenizer for which the model has no logit."""
 
-    def fill(self, matchers: Sequence[Matcher | None]) -> Mask:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one mask: whole words of 32 bits."""
+        return 4 * self._words
+
+    def fill(self, matchers: Sequence[Matcher | None], masks: Mask | None = None) -> Mask:
         """Return the masks, ``[matchers, bytes]``. All tokens are allowed without a matcher.
 
         A matcher that fails has an empty mask. Masks that were computed already are copied.
+        ``masks``: memory of that shape, which is filled and returned.
         """
-        masks: Mask = np.empty((len(matchers), 4 * self._words), np.uint8)
+        if masks is None:
+            masks = np.empty((len(matchers), self.row_bytes), np.uint8)
         for row, matcher in enumerate(matchers):
             if matcher is None:
                 masks[row] = 0xFF

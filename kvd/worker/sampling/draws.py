@@ -64,7 +64,7 @@ class Group:
             column([1.0 / one.temperature for one in own]),
             column([one.top_p if one.top_p < 1.0 else 2.0 for one in own]),
             any(one.top_p < 1.0 for one in own),
-            column([math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in own]),
+            column([_log_min_p(one) for one in own]),
             mx.array([[one.top_k or 2**31 - 1] for one in own], dtype=mx.int32),
             any(one.top_k for one in own),
         )
@@ -95,9 +95,19 @@ class BatchSampling:
     """Rows that are not greedy, ``[rows]`` bool; None if none is greedy."""
     slots: Any
     """Index of each row's draw in plain + narrow + ranked, ``[rows]``; None if in batch order."""
+    direct: Any = None
+    """What a kernel needs that draws all rows but narrow and ranked ones: their inverse temperature
+    (0: greedy) and logarithm of min-p, ``[rows, 2]``. None: there is none. Then ``plain`` has the
+    rows that are drawn from all tokens."""
 
     @staticmethod
-    def of(sampling: Sequence[Sampling], choices: Sequence[int] | None = None) -> BatchSampling:
+    def of(
+        sampling: Sequence[Sampling],
+        choices: Sequence[int] | None = None,
+        *,
+        by_kernel: bool = False,
+    ) -> BatchSampling:
+        """``by_kernel``: whether a kernel draws greedy and plain rows."""
         methods = [_method(one) for one in sampling]
         for method, one in zip(methods, sampling, strict=True):
             if method != "greedy" and one.seed is None:
@@ -106,6 +116,8 @@ class BatchSampling:
             [row for row, method in enumerate(methods) if method == name]
             for name in ("plain", "narrow", "ranked")
         )
+        direct = _direct(methods, sampling) if by_kernel else None
+        plain = [] if by_kernel else plain
         order = [*plain, *narrow, *ranked]
         rows = list(range(len(sampling)))
         slots = {row: slot for slot, row in enumerate(order)}
@@ -120,7 +132,21 @@ class BatchSampling:
             Group.of(ranked, sampling),
             None if len(order) == len(rows) else mx.array([row in slots for row in rows]),
             None if order == rows else mx.array([slots.get(row, 0) for row in rows]),
+            direct,
         )
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether the largest logits of a row must be found."""
+        return self.narrow is not None or self.ranked is not None
+
+    def direct_keys(self, positions: Sequence[int]) -> Any:
+        """Return the random keys of all rows, ``[rows, 2]`` uint32."""
+        keys = [
+            key_of(seed, position, choice)
+            for (seed, choice), position in zip(self.seeds, positions, strict=True)
+        ]
+        return mx.array(keys, dtype=mx.uint32)
 
     def keys(self, group: Group, positions: Sequence[int]) -> Any:
         """Return the random keys of a group's rows, ``[rows, 2]`` uint32."""
@@ -138,10 +164,24 @@ def _method(sampling: Sampling) -> str:
     return "ranked" if sampling.top_k or sampling.top_p < 1.0 else "plain"
 
 
-def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
+def _direct(methods: Sequence[str], sampling: Sequence[Sampling]) -> Any:
+    settings = [
+        (1.0 / one.temperature, _log_min_p(one)) if method == "plain" else (0.0, -math.inf)
+        for method, one in zip(methods, sampling, strict=True)
+    ]
+    return mx.array(settings, dtype=mx.float32)
+
+
+def _log_min_p(sampling: Sampling) -> float:
+    return math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+
+
+def sample(logits: Any, batch: BatchSampling, positions: Sequence[int], direct: Any = None) -> Any:
     """Return the next token of each row, ``[rows]`` int32, lazily.
 
     ``logits``: ``[rows, vocabulary]``. ``positions``: position of the token to draw in each row.
+    ``direct``: tokens that a kernel has drawn, ``[rows]`` int32; valid for rows that ``batch``
+    leaves to it.
     """
     draws = []
     if (group := batch.plain) is not None:
@@ -153,14 +193,19 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     if (group := batch.ranked) is not None:
         draws.append(_categorical(filter_ranked(group, logits), batch.keys(group, positions)))
     if not draws:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
+        return _rest(logits, direct)
     tokens = draws[0] if len(draws) == 1 else mx.concatenate(draws)
     tokens = tokens.astype(mx.int32)
     if batch.slots is not None:
         tokens = pick(tokens, batch.slots)
     if batch.sampled is None:
         return tokens
-    return mx.where(batch.sampled, tokens, mx.argmax(logits, axis=-1).astype(mx.int32))
+    return mx.where(batch.sampled, tokens, _rest(logits, direct))
+
+
+def _rest(logits: Any, direct: Any) -> Any:
+    """Return the tokens of rows that no method of operations draws."""
+    return mx.argmax(logits, axis=-1).astype(mx.int32) if direct is None else direct
 
 
 def filter_plain(group: Group, logits: Any) -> Any:

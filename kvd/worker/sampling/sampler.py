@@ -20,11 +20,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.grammar import masking
+from kvd.worker.sampling import direct_draws
+from kvd.worker.sampling.direct_draws import DirectDraws
 from kvd.worker.sampling.draws import BatchSampling, sample
 from kvd.worker.sampling.edits import Counts, Edits
 from kvd.worker.sampling.largest import pick
 from kvd.worker.sampling.logprobs import Scored, Scores, score
 from kvd.worker.sampling.row import RowSettings, SamplerRow
+from kvd.worker.sampling.valid_logits import finite_and_varied
 from protocol.errors import LocalProtocolError
 from protocol.memory_bounds import SAMPLED_AT_ONCE
 
@@ -49,7 +52,7 @@ class _PartOutput:
     tokens: Any
     """``[rows]`` int32."""
     trusted: Any
-    """``[rows]`` bool; see `finite_and_varied`."""
+    """``[rows]``, 0 for rows whose logits are not valid; see `finite_and_varied`."""
     logprobs: Scores | None
     """Logprobs of the rows in ``tops``, in order."""
     tops: dict[int, int]
@@ -63,7 +66,7 @@ class _PartOutput:
         if self.logprobs is not None:
             logprobs = self.logprobs.read(list(self.tops.values()))
             scored = dict(zip(self.tops, logprobs, strict=True))
-        pairs = zip(self.tokens.tolist(), self.trusted.tolist(), strict=True)
+        pairs = zip(self.tokens.tolist(), map(bool, self.trusted.tolist()), strict=True)
         return [SampledToken(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
 
 
@@ -102,27 +105,43 @@ class _Part:
     """Rows that request logprobs, as an array; None if all do."""
 
     @staticmethod
-    def of(keys: tuple[Hashable, ...], rows: tuple[SamplerRow, ...], counts: Counts) -> _Part:
+    def of(
+        keys: tuple[Hashable, ...], rows: tuple[SamplerRow, ...], counts: Counts, *, by_kernel: bool
+    ) -> _Part:
         settings = [row.settings for row in rows]
         tops = {at: one.logprobs for at, one in enumerate(settings) if one.logprobs is not None}
         return _Part(
             keys,
             rows,
-            BatchSampling.of([one.sampling for one in settings], [one.choice for one in settings]),
+            BatchSampling.of(
+                [one.sampling for one in settings],
+                [one.choice for one in settings],
+                by_kernel=by_kernel,
+            ),
             Edits.of(rows, keys, counts),
             tops,
             None if len(tops) == len(rows) else mx.array(list(tops), dtype=mx.int32),
         )
 
     def draw(
-        self, logits: Any, positions: Sequence[int], counts: Counts, masks: Any
+        self,
+        logits: Any,
+        positions: Sequence[int],
+        counts: Counts,
+        masks: Any,
+        direct: DirectDraws | None,
     ) -> _PartOutput:
         if self.edits.stale:
             self.edits = Edits.of(self.rows, self.keys, counts)
         edited = self.edits.apply(logits, counts)
-        if masks is not None:
-            edited = masking.masked(edited, masks)
-        tokens = sample(edited, self.sampling, positions)
+        tokens = valid = None
+        if direct is not None:
+            tokens, valid = direct.draw(edited, masks, self.sampling, positions)
+        if valid is None or edited is not logits:
+            valid = finite_and_varied(logits)
+        if tokens is None or self.sampling.needs_largest:
+            allowed = edited if masks is None else masking.masked(edited, masks)
+            tokens = sample(allowed, self.sampling, positions, tokens)
         self.edits.count(tokens, counts)
         for row in self.rows:
             row.drawn += 1
@@ -132,7 +151,7 @@ class _Part:
             scored_logits = logits if index is None else logits[index]
             scored_tokens = tokens if index is None else tokens[index]
             scores = score(scored_logits, scored_tokens, top=any(self.tops.values()))
-        return _PartOutput(tokens, finite_and_varied(logits), scores, self.tops)
+        return _PartOutput(tokens, valid, scores, self.tops)
 
 
 class Sampler:
@@ -146,6 +165,8 @@ class Sampler:
         ``share``: sends the tokens of a step to other processes, lazily (`kvd.worker.gang`).
         """
         self._share = share
+        self._direct = direct_draws.prepared(vocabulary)
+        """Draws rows that need no sorting; None: operations of MLX do."""
         self._rows: dict[Hashable, SamplerRow] = {}
         self._counts = Counts(vocabulary)
         self._at_once = at_once or max(1, SAMPLED_AT_ONCE // (4 * vocabulary))
@@ -205,7 +226,7 @@ class Sampler:
             self._parts = self._cut(self._keys)
         self._counts.extend()
         if len(self._parts) == 1:  # without slices, which are operations of their own
-            only = self._parts[0].draw(logits, positions, self._counts, masks)
+            only = self._parts[0].draw(logits, positions, self._counts, masks, self._direct)
             return SamplerOutput.of([only], self._share)
         drawn: list[_PartOutput] = []
         start = 0
@@ -215,7 +236,8 @@ class Sampler:
             if drawn:  # the previous part's memory is free before this part needs any
                 (own,) = mx.depends([own], drawn[-1].arrays())
             allowed = None if masks is None else masks[start:end]
-            drawn.append(part.draw(own, positions[start:end], self._counts, allowed))
+            given = own, positions[start:end], self._counts, allowed
+            drawn.append(part.draw(*given, self._direct))
             start = end
         return SamplerOutput.of(drawn, self._share)
 
@@ -223,7 +245,12 @@ class Sampler:
         starts = range(0, len(keys), self._at_once)
         groups = [keys[start : start + self._at_once] for start in starts]
         return [
-            _Part.of(group, tuple(self._rows[key] for key in group), self._counts)
+            _Part.of(
+                group,
+                tuple(self._rows[key] for key in group),
+                self._counts,
+                by_kernel=self._direct is not None,
+            )
             for group in groups
         ]
 
@@ -238,13 +265,3 @@ def compile_modules() -> None:
     counts.add(0, [0], [1])
     counts.extend()
     mx.eval(pick(mx.zeros((1, 2)), mx.zeros((1, 1), mx.int32)), counts.drawn, counts.prompted)
-
-
-def finite_and_varied(logits: Any) -> Any:
-    """Return which rows have valid logits, ``[rows]`` bool, lazily.
-
-    A failed buffer reads as zeros or NaN, whose most likely token would be token 0. Models may
-    exclude tokens with minus infinity, so it is allowed among finite values.
-    """
-    largest = mx.max(logits, axis=-1)  # NaN if any logit is
-    return mx.isfinite(largest) & (mx.min(logits, axis=-1) < largest)

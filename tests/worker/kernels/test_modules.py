@@ -34,6 +34,8 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gpu import products
+from kvd.worker.grammar.mask_memory import copy_launch
+from kvd.worker.sampling.draw_kernel import draw_launch
 from tests.worker.kernels import cases, compiler
 from tests.worker.kernels.decoding import Step
 from tests.worker.kernels.test_append import given as given_append
@@ -375,13 +377,18 @@ def launches() -> dict[str, Launch]:
     for dtype in (mx.float32, mx.bfloat16):
         given = given_append(dtype, [7, -1, 100], [1, 0, 0])
         found[f"append {dtype}"] = append_launch(CUDA, given)
+        settings, keys = mx.zeros((2, 2)), mx.zeros((2, 2), mx.uint32)
+        for masks in (None, mx.zeros((2, 4), mx.uint32)):
+            one = draw_launch(CUDA, mx.zeros((2, 100), dtype), masks, settings, keys)
+            found[f"draw {dtype} {masks is None}"] = one
     for name, case in CASES.items():
         found[f"rotate {name}"] = rotate_launch(CUDA, given_rotate(*case))
+    found["copy of masks"] = copy_launch(mx.zeros((2,), mx.uint64), 2, 16)
     return found
 
 
 @pytest.mark.usefixtures("device")
-def test_nvrtc_compiles_every_kind_of_attention_kernel() -> None:
+def test_nvrtc_compiles_every_kind_of_launch() -> None:
     nvrtc = compiler.require()
     for name, one in launches().items():
         text = text_of(one)

@@ -15,7 +15,7 @@ from kvd.worker.sampling.draws import (
     sample,
 )
 from kvd.worker.sampling.largest import largest, pick
-from kvd.worker.sampling.sampler import finite_and_varied
+from kvd.worker.sampling.valid_logits import finite_and_varied
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
 from tests.cpu_time import takes_less_than

@@ -1,0 +1,193 @@
+"""The kernel that draws the tokens of greedy rows, and of rows that are drawn from all tokens.
+
+It replaces some thirty operations: the mask of a grammar, the check of the logits, the filter of
+min-p, random numbers, and the maximum. Launching these takes the host of an H200 half a
+millisecond, a quarter of a step of a small model.
+
+Tokens are those of MLX's operations (`kvd.worker.sampling.draws`), random numbers included:
+Threefry-2x32 with 20 rounds (Salmon et al. 2011) over the places of a row, and the Gumbel maximum.
+Scores may differ by rounding, so a tie of two scores may go to the other token.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.launch import Launch, kernel_name
+from kvd.worker.attention.kernels.text import Text
+
+THREADS = 512
+"""Threads of the block that draws one row."""
+_WARPS = THREADS // 32
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+"""Constants of Threefry-2x32."""
+_LOGARITHM = {"metal": "metal::precise::log", "cuda": "logf"}
+
+
+def draw_launch(
+    language: Language, logits: mx.array, masks: mx.array | None, settings: mx.array, keys: mx.array
+) -> Launch:
+    """Return the launch that draws a token of each row.
+
+    ``logits``: ``[rows, vocabulary]``. ``masks``: a bit for each token that may be drawn,
+    ``[rows, words]`` uint32, the lowest bit first; None: all tokens. ``settings``:
+    ``[rows, 2]`` float32, the inverse temperature (0: greedy) and the logarithm of min-p.
+    ``keys``: ``[rows, 2]`` uint32, the random keys.
+
+    The outputs are the tokens and whether each row's logits are valid
+    (`kvd.worker.sampling.valid_logits`), both ``[rows]`` int32. A row without any allowed token has
+    token 0.
+    """
+    rows = logits.shape[0]
+    text = draw_source(language, masked=masks is not None)
+    arrays = {"logits": logits, "settings": settings, "keys": keys}
+    if masks is not None:
+        arrays["masks"] = masks
+    return Launch(
+        name=kernel_name("draw", text),
+        input_names=tuple(arrays),
+        output_names=("tokens", "valid"),
+        source=text,
+        header=language.header + _COMPARE,
+        inputs=list(arrays.values()),
+        output_shapes=[(rows,), (rows,)],
+        output_dtypes=[mx.int32, mx.int32],
+        grid=(rows * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        template=(("T", logits.dtype),),
+    )
+
+
+@lru_cache(4)
+def draw_source(language: Language, *, masked: bool) -> str:
+    """Return the text of the kernel; ``masked``: whether it has the input ``masks``."""
+    text = Text(1)
+    text.add(language.prologue)
+    if masked:
+        text.add("GLOBAL uint* mask = (GLOBAL uint*)masks + block.x * masks_shape[1];")
+    allowed = "(mask[at >> 5] >> (at & 31) & 1)" if masked else "true"
+    text.add(_EXTREMES.replace("ALLOWED", allowed))
+    log = _LOGARITHM[language.name]
+    numbers = _NUMBERS.replace("THREEFRY", _threefry()).replace("LOGARITHM", log)
+    text.add(_SCORES.replace("NUMBERS", numbers).replace("ALLOWED", allowed))
+    text.add(_BEST)
+    return str(text)
+
+
+_COMPARE = """
+#define BETTER(score, token) \\
+  if (score > best_score || (score == best_score && token < best_token)) { \\
+    best_score = score; \\
+    best_token = token; \\
+  }
+"""
+_EXTREMES = f"""
+const int width = logits_shape[1];
+GLOBAL T* row = logits + block.x * width;
+const float inverse = settings[2 * block.x], least = settings[2 * block.x + 1];
+const float infinite = BITS(0x7f800000u);
+SHARED float lows[{_WARPS}];
+SHARED float highs[{_WARPS}];
+SHARED float peaks[{_WARPS}];
+SHARED int places[{_WARPS}];
+float low = infinite, high = -infinite, peak = -infinite;
+for (int at = me; at < width; at += {THREADS}) {{
+  const float x = float(row[at]);
+  low = x < low ? x : low;
+  high = x > high || x != x ? (x != x ? infinite : x) : high;
+  peak = ALLOWED && x > peak ? x : peak;
+}}
+low = -LARGEST(-low);
+high = LARGEST(high);
+peak = LARGEST(peak);
+if (lane == 0) {{
+  lows[warp] = low;
+  highs[warp] = high;
+  peaks[warp] = peak;
+}}
+SYNC_BLOCK();
+for (int at = 0; at < {_WARPS}; at++) {{
+  low = lows[at] < low ? lows[at] : low;
+  high = highs[at] > high ? highs[at] : high;
+  peak = peaks[at] > peak ? peaks[at] : peak;
+}}
+SYNC_BLOCK();
+if (me == 0) valid[block.x] = int(high < infinite && high > -infinite && low < high);
+"""
+"""All threads find the lowest and the highest logit, and the highest that is allowed. NaN counts as
+infinite."""
+_SCORES = f"""
+float best_score = -infinite;
+int best_token = width;
+if (inverse == 0) {{
+  for (int at = me; at < width; at += {THREADS}) {{
+    if (ALLOWED && float(row[at]) == peak) {{
+      BETTER(peak, at)
+      break;
+    }}
+  }}
+}} else {{
+  const int pairs = (width + 1) / 2;
+  const uint key0 = keys[2 * block.x], key1 = keys[2 * block.x + 1];
+  for (int first = me; first < pairs; first += {THREADS}) {{
+    float wanted[2];
+    for (int n = 0; n < 2; n++) {{
+      const int at = first + n * pairs;
+      wanted[n] = -infinite;
+      if (at < width && ALLOWED) {{
+        const float shifted = float(row[at]) - peak;
+        wanted[n] = shifted < least ? -infinite : shifted * inverse;
+      }}
+    }}
+    if (wanted[0] == -infinite && wanted[1] == -infinite) continue;
+NUMBERS
+  }}
+}}
+"""
+"""Each thread finds the best of its tokens. The random words of a pair are those of the tokens
+``first`` and ``first + pairs``."""
+_NUMBERS = """
+    uint word0 = uint(first) + key0;
+    uint word1 = (first + pairs < width ? uint(first + pairs) : 0u) + key1;
+THREEFRY
+    for (int n = 0; n < 2; n++) {
+      if (wanted[n] == -infinite) continue;
+      const float number = float(n == 0 ? word0 : word1) * 0x1p-32f, most = 0x1.fffffep-1f;
+      const float score = wanted[n] - LOGARITHM(-LOGARITHM(number < most ? number : most));
+      BETTER(score, first + n * pairs)
+    }
+"""
+_BEST = f"""
+for (int bit = 16; bit; bit /= 2) {{
+  const float score = SWAP(best_score, bit);
+  const int token = SWAP(best_token, bit);
+  BETTER(score, token)
+}}
+if (lane == 0) {{
+  peaks[warp] = best_score;
+  places[warp] = best_token;
+}}
+SYNC_BLOCK();
+if (me == 0) {{
+  for (int at = 1; at < {_WARPS}; at++) {{
+    BETTER(peaks[at], places[at])
+  }}
+  tokens[block.x] = best_token < width ? best_token : 0;
+}}
+"""
+
+
+def _threefry() -> str:
+    """Return the lines that turn the counter ``word0``, ``word1`` into random words."""
+    lines = [f"    const uint key2 = key0 ^ key1 ^ {_PARITY:#x}u;"]
+    for group in range(5):
+        for by in _ROTATIONS[group % 2]:
+            lines.append("    word0 += word1;")
+            lines.append(f"    word1 = (word1 << {by} | word1 >> {32 - by}) ^ word0;")
+        added = f"word0 += key{(group + 1) % 3}, word1 += key{(group + 2) % 3} + {group + 1}u;"
+        lines.append(f"    {added}")
+    return "\n".join(lines)
