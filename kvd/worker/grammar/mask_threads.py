@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from operator import length_hint
 from queue import Empty, SimpleQueue
-from time import monotonic, perf_counter
+from time import monotonic, thread_time
 
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 
-HELPED_SECONDS = 200e-6
-"""Expected seconds of work for which a batch gets another thread. Waking one takes about 50 us."""
+HELPED_SECONDS = 400e-6
+"""Expected CPU seconds of work for which a batch gets another thread. Waking one takes about 50 us,
+and each one delays the others, and the engine, when it takes Python's lock."""
 
 _LEAST_SECONDS = 10e-6
 
@@ -72,11 +73,11 @@ class MaskBatch:
         for matcher, place in self._left:
             try:
                 token = None if place is None else self._token(place)
-                start = perf_counter()
+                start = thread_time()
                 if token is not None:
                     matcher.push_ahead(token)
                 self._filler.compute(matcher)
-                took = perf_counter() - start
+                took = thread_time() - start
                 matcher.seconds = min(took, 2 * matcher.seconds + _LEAST_SECONDS)
             except BaseException as error:  # noqa: BLE001 - the calling thread raises it
                 self._error = error

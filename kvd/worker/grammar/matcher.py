@@ -53,8 +53,8 @@ class Matcher:
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
         self.seconds = 0.0
-        """Time that the last tokens and their masks took in a thread. It at most doubles with each,
-        because the thread may have waited for a processor."""
+        """CPU time that the last token and its mask took. It at most doubles with each, because
+        most masks take microseconds and a few take milliseconds."""
         self.lent = False
         """Whether a thread advances the matcher."""
         self._pushed: list[int] = []
