@@ -236,7 +236,8 @@ def _serve(
     gang: Gang | None,
 ) -> Serving:
     """Choose how to serve the model; with a gang, together with its other ranks."""
-    direct_draws.prepare(loaded.vocab_size, getattr(mx, dtype_name(loaded.model)))
+    dtype = getattr(mx, dtype_name(loaded.model))
+    direct_draws.prepare(loaded.vocab_size, dtype, plan.library)
     verdict, bits = plan.verdict, plan.bits.choice.info
     if gang is None:
         served = loading.serve(loaded, plan.settings, plan.library, progress, plan.checks)

@@ -17,7 +17,7 @@ from time import monotonic, thread_time
 
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 
-HELPED_SECONDS = 400e-6
+HELPED_SECONDS = 100e-6
 """Expected CPU seconds of work for which a batch gets another thread. Waking one takes about 50 us,
 and each one delays the others, and the engine, when it takes Python's lock."""
 

@@ -96,28 +96,26 @@ class BatchSampling:
     slots: Any
     """Index of each row's draw in plain + narrow + ranked, ``[rows]``; None if in batch order."""
     direct: Any = None
-    """What a kernel needs that draws all rows but narrow and ranked ones: their inverse temperature
-    (0: greedy) and logarithm of min-p, ``[rows, 2]``. None: there is none. Then ``plain`` has the
-    rows that are drawn from all tokens."""
+    """Settings for a single operation that draws all rows, ``[rows, 4]`` float32: the inverse
+    temperature (0: greedy), the logarithm of min-p, top-p (2: off) and top-k (0: off). None: there
+    is no such operation."""
 
     @staticmethod
     def of(
         sampling: Sequence[Sampling],
         choices: Sequence[int] | None = None,
         *,
-        by_kernel: bool = False,
+        direct: bool = False,
     ) -> BatchSampling:
-        """``by_kernel``: whether a kernel draws greedy and plain rows."""
+        """``direct``: whether a single operation draws all rows."""
         methods = [_method(one) for one in sampling]
         for method, one in zip(methods, sampling, strict=True):
             if method != "greedy" and one.seed is None:
                 raise LocalProtocolError("a row that is sampled needs a seed")
         plain, narrow, ranked = (
-            [row for row, method in enumerate(methods) if method == name]
+            [row for row, method in enumerate(methods) if method == name and not direct]
             for name in ("plain", "narrow", "ranked")
         )
-        direct = _direct(methods, sampling) if by_kernel else None
-        plain = [] if by_kernel else plain
         order = [*plain, *narrow, *ranked]
         rows = list(range(len(sampling)))
         slots = {row: slot for slot, row in enumerate(order)}
@@ -132,15 +130,10 @@ class BatchSampling:
             Group.of(ranked, sampling),
             None if len(order) == len(rows) else mx.array([row in slots for row in rows]),
             None if order == rows else mx.array([slots.get(row, 0) for row in rows]),
-            direct,
+            mx.array([*map(_direct, sampling)], dtype=mx.float32) if direct else None,
         )
 
-    @property
-    def needs_largest(self) -> bool:
-        """Whether the largest logits of a row must be found."""
-        return self.narrow is not None or self.ranked is not None
-
-    def direct_keys(self, positions: Sequence[int]) -> Any:
+    def all_keys(self, positions: Sequence[int]) -> Any:
         """Return the random keys of all rows, ``[rows, 2]`` uint32."""
         keys = [
             key_of(seed, position, choice)
@@ -164,24 +157,21 @@ def _method(sampling: Sampling) -> str:
     return "ranked" if sampling.top_k or sampling.top_p < 1.0 else "plain"
 
 
-def _direct(methods: Sequence[str], sampling: Sequence[Sampling]) -> Any:
-    settings = [
-        (1.0 / one.temperature, _log_min_p(one)) if method == "plain" else (0.0, -math.inf)
-        for method, one in zip(methods, sampling, strict=True)
-    ]
-    return mx.array(settings, dtype=mx.float32)
+def _direct(sampling: Sampling) -> tuple[float, float, float, float]:
+    if _method(sampling) == "greedy":
+        return 0.0, -math.inf, 2.0, 0.0
+    top_p = sampling.top_p if sampling.top_p < 1.0 else 2.0
+    return 1.0 / sampling.temperature, _log_min_p(sampling), top_p, float(sampling.top_k)
 
 
 def _log_min_p(sampling: Sampling) -> float:
     return math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
 
 
-def sample(logits: Any, batch: BatchSampling, positions: Sequence[int], direct: Any = None) -> Any:
+def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     """Return the next token of each row, ``[rows]`` int32, lazily.
 
     ``logits``: ``[rows, vocabulary]``. ``positions``: position of the token to draw in each row.
-    ``direct``: tokens that a kernel has drawn, ``[rows]`` int32; valid for rows that ``batch``
-    leaves to it.
     """
     draws = []
     if (group := batch.plain) is not None:
@@ -193,19 +183,14 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int], direct: 
     if (group := batch.ranked) is not None:
         draws.append(_categorical(filter_ranked(group, logits), batch.keys(group, positions)))
     if not draws:
-        return _rest(logits, direct)
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
     tokens = draws[0] if len(draws) == 1 else mx.concatenate(draws)
     tokens = tokens.astype(mx.int32)
     if batch.slots is not None:
         tokens = pick(tokens, batch.slots)
     if batch.sampled is None:
         return tokens
-    return mx.where(batch.sampled, tokens, _rest(logits, direct))
-
-
-def _rest(logits: Any, direct: Any) -> Any:
-    """Return the tokens of rows that no method of operations draws."""
-    return mx.argmax(logits, axis=-1).astype(mx.int32) if direct is None else direct
+    return mx.where(batch.sampled, tokens, mx.argmax(logits, axis=-1).astype(mx.int32))
 
 
 def filter_plain(group: Group, logits: Any) -> Any:

@@ -106,7 +106,7 @@ class _Part:
 
     @staticmethod
     def of(
-        keys: tuple[Hashable, ...], rows: tuple[SamplerRow, ...], counts: Counts, *, by_kernel: bool
+        keys: tuple[Hashable, ...], rows: tuple[SamplerRow, ...], counts: Counts, *, direct: bool
     ) -> _Part:
         settings = [row.settings for row in rows]
         tops = {at: one.logprobs for at, one in enumerate(settings) if one.logprobs is not None}
@@ -116,7 +116,7 @@ class _Part:
             BatchSampling.of(
                 [one.sampling for one in settings],
                 [one.choice for one in settings],
-                by_kernel=by_kernel,
+                direct=direct,
             ),
             Edits.of(rows, keys, counts),
             tops,
@@ -134,14 +134,13 @@ class _Part:
         if self.edits.stale:
             self.edits = Edits.of(self.rows, self.keys, counts)
         edited = self.edits.apply(logits, counts)
-        tokens = valid = None
-        if direct is not None:
+        if direct is None:
+            allowed = edited if masks is None else masking.masked(edited, masks)
+            tokens, valid = sample(allowed, self.sampling, positions), None
+        else:
             tokens, valid = direct.draw(edited, masks, self.sampling, positions)
         if valid is None or edited is not logits:
             valid = finite_and_varied(logits)
-        if tokens is None or self.sampling.needs_largest:
-            allowed = edited if masks is None else masking.masked(edited, masks)
-            tokens = sample(allowed, self.sampling, positions, tokens)
         self.edits.count(tokens, counts)
         for row in self.rows:
             row.drawn += 1
@@ -166,7 +165,7 @@ class Sampler:
         """
         self._share = share
         self._direct = direct_draws.prepared(vocabulary)
-        """Draws rows that need no sorting; None: operations of MLX do."""
+        """Draws all rows by one operation; None: operations of MLX do."""
         self._rows: dict[Hashable, SamplerRow] = {}
         self._counts = Counts(vocabulary)
         self._at_once = at_once or max(1, SAMPLED_AT_ONCE // (4 * vocabulary))
@@ -249,7 +248,7 @@ class Sampler:
                 group,
                 tuple(self._rows[key] for key in group),
                 self._counts,
-                by_kernel=self._direct is not None,
+                direct=self._direct is not None,
             )
             for group in groups
         ]

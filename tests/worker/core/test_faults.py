@@ -13,7 +13,7 @@ from kvd.worker.cache.steps import PackedPrefill, PrefillStep
 from kvd.worker.core import out_of_memory
 from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
-from kvd.worker.sampling import sampler
+from kvd.worker.sampling.sampler import Sampler
 from protocol.errors import InsufficientMemory
 from protocol.types import Sampling, TokenLogprob
 from tests.worker.core.driver import Driver, Outcome
@@ -238,17 +238,14 @@ def test_one_bad_choice_of_several_fails_only_its_request(
     cold: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold.alone(prompt_of(300, 1), max_tokens=20)
-    trusted = sampler.finite_and_varied
+    draw = Sampler.draw
     cold.submit("bad", prompt_of(300, 2), Sampling(temperature=1.0, seed=1), max_tokens=20, n=3)
     cold.submit("other", prompt_of(300, 1), max_tokens=20)
     scheduler = cold.engine._scheduler
     cold.run(until=lambda: cold.outcomes["other"].tokens and not scheduler.prefilling)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            sampler,
-            "finite_and_varied",
-            lambda logits: trusted(logits + mx.array([0, mx.nan, 0, 0])[:, None]),
-        )
+        poison = mx.array([0, mx.nan, 0, 0])[:, None]
+        patch.setattr(Sampler, "draw", lambda one, logits, *a: draw(one, logits + poison, *a))
         cold.step()
     cold.run()
 

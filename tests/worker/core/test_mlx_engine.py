@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvd import demo as embedded
 from kvd.worker.core import interleaving
 from kvd.worker.native import build
-from kvd.worker.sampling import sampler
+from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, InvalidRequest
 from protocol.kv import KVSpec
 from protocol.resume import ChoiceProgress
@@ -187,17 +188,20 @@ def test_bad_requests_leave_nothing_behind(demo: Driver, fields: dict, error: ty
 
 def test_a_bad_row_fails_alone(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three rows gets NaN, or equal logits."""
-    trusted = sampler.finite_and_varied
+    draw = Sampler.draw
     for poison in (float("nan"), 0.0):
 
-        def poisoned(logits: mx.array, poison: float = poison) -> mx.array:
+        def poisoned(
+            one: Sampler, logits: mx.array, *rest: Any, poison: float = poison
+        ) -> SamplerOutput:
             assert logits.shape[0] == 3
-            return trusted(mx.concatenate([logits[:1], logits[1:2] * 0 + poison, logits[2:]]))
+            bad = mx.concatenate([logits[:1], logits[1:2] * 0 + poison, logits[2:]])
+            return draw(one, bad, *rest)
 
         for rid in "abc":
             demo.submit(rid, [7], max_tokens=10)
         with monkeypatch.context() as patch:
-            patch.setattr(sampler, "finite_and_varied", poisoned)
+            patch.setattr(Sampler, "draw", poisoned)
             demo.step()
         demo.run()
 

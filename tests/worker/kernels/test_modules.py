@@ -377,7 +377,7 @@ def launches() -> dict[str, Launch]:
     for dtype in (mx.float32, mx.bfloat16):
         given = given_append(dtype, [7, -1, 100], [1, 0, 0])
         found[f"append {dtype}"] = append_launch(CUDA, given)
-        settings, keys = mx.zeros((2, 2)), mx.zeros((2, 2), mx.uint32)
+        settings, keys = mx.zeros((2, 4)), mx.zeros((2, 2), mx.uint32)
         for masks in (None, mx.zeros((2, 4), mx.uint32)):
             one = draw_launch(CUDA, mx.zeros((2, 100), dtype), masks, settings, keys)
             found[f"draw {dtype} {masks is None}"] = one

@@ -21,6 +21,7 @@
 #include "mlx/primitives.h"
 
 #include "attention.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "products.h"
 #include "quantize.h"
@@ -749,6 +750,45 @@ class Prefill : public Attention {
   }
 };
 
+// Draws a token of each row. Inputs: logits, settings [rows, 4], keys [rows, 2] uint32, and masks
+// [rows, bytes] uint8 if there are any.
+class Draw : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdDraw)
+
+  bool is_equivalent(const Primitive&) const override {
+    return true;
+  }
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    make(outputs[0]);
+    make(outputs[1]);
+    const bool bound = inputs.size() == 4;
+    run([logits = inputs[0].data<float>(), rows = inputs[0].shape(0),
+         size = int64_t{inputs[0].shape(1)}, settings = inputs[1].data<kvd::DrawSettings>(),
+         keys = inputs[2].data<uint32_t>(), masks = bound ? inputs[3].data<uint8_t>() : nullptr,
+         width = bound ? int64_t{inputs[3].shape(1)} : 0, tokens = outputs[0].data<int32_t>(),
+         valid = outputs[1].data<int32_t>()] {
+      kvd::Pool::shared().share(rows, 1, [&](int first, int last) {
+        thread_local std::vector<float> room;
+        for (int row = first; row < last; ++row) {
+          const kvd::Drawn drawn = kvd::draw(
+              logits + row * size, bound_row(masks, row * width), size, settings[row],
+              keys[2 * row], keys[2 * row + 1], room);
+          tokens[row] = drawn.token;
+          valid[row] = drawn.valid;
+        }
+      });
+    });
+  }
+
+ private:
+  static const uint8_t* bound_row(const uint8_t* masks, int64_t at) {
+    return masks == nullptr ? nullptr : masks + at;
+  }
+};
+
 // Rows of a packed weight, [panels, inputs, 16], by their numbers.
 class LookUp : public Operation {
  public:
@@ -866,6 +906,28 @@ mx::array rope(
   return mx::array(
       x.shape(), mx::float32, std::make_shared<Rotate>(cpu(), interleaved, scale),
       {x, mx::contiguous(offsets), plain(frequencies)});
+}
+
+Arrays draw(
+    const mx::array& logits, const mx::array& settings, const mx::array& keys,
+    const std::optional<mx::array>& masks) {
+  check(logits.ndim() == 2 && logits.shape(1) > 0, "draw takes [rows, vocabulary]");
+  const int rows = logits.shape(0);
+  check(
+      settings.ndim() == 2 && settings.shape(0) == rows && settings.shape(1) == 4 &&
+          keys.ndim() == 2 && keys.shape(0) == rows && keys.shape(1) == 2,
+      "draw takes four settings and two words of a key for each row");
+  Arrays inputs{
+      plain(logits), plain(settings), mx::contiguous(mx::astype(keys, mx::uint32))};
+  if (masks) {
+    check(
+        masks->ndim() == 2 && masks->shape(0) == rows && masks->dtype() == mx::uint8 &&
+            8 * static_cast<int64_t>(masks->shape(1)) >= logits.shape(1),
+        "draw takes a bit for each token, [rows, bytes] uint8");
+    inputs.push_back(mx::contiguous(*masks));
+  }
+  return mx::array::make_arrays(
+      {{rows}, {rows}}, {mx::int32, mx::int32}, std::make_shared<Draw>(cpu()), std::move(inputs));
 }
 
 mx::array masked(const mx::array& logits, const mx::array& masks) {
@@ -1114,6 +1176,7 @@ NB_MODULE(kvd_native, m) {
   m.def("look_up", &look_up, "ids"_a, "packed"_a, "rows"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("masked", &masked, "logits"_a, "masks"_a);
+  m.def("draw", &draw, "logits"_a, "settings"_a, "keys"_a, "masks"_a.none() = nb::none());
   m.def("quantize", &quantize, "x"_a, "group"_a, "bits"_a);
   m.def("swiglu", &swiglu, "gate"_a, "x"_a);
   m.def("rope", &rope, "x"_a, "offsets"_a, "frequencies"_a, "interleaved"_a, "scale"_a);
