@@ -1,25 +1,30 @@
 """Time to draw tokens: the engine's sampler, and mlx-lm's, called for each row as in its server.
 
-    python -m bench.sampler [--rows 8] [--vocab 4096 151936] [--json FILE]
+    python -m bench.sampler [--rows 8] [--vocab 4096 151936] [--dtype float32] [--json FILE]
 
-Logits are random, all rows have the same settings, and each draw is evaluated at once. Times are
-medians. If MLX computes on the CPU, they are CPU times, so that other load does not count.
+The engine draws by one operation (`kvd.worker.sampling.direct_draws`), or by operations of MLX
+where that cannot be used; both are measured. Logits are random, all rows have the same settings,
+and each draw is evaluated at once. Times are medians. If MLX computes on the CPU, they are CPU
+times, so that other load does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from bench.report import machine, publish
 from kvd.worker.device import on_cpu
+from kvd.worker.native.activation import activate
+from kvd.worker.sampling import direct_draws
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
 from protocol.types import Sampling
@@ -79,6 +84,26 @@ def theirs(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
     return step
 
 
+def by_operations(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
+    """Return a function that draws with kvd's sampler by operations of MLX."""
+    with without_direct_draws():
+        return ours(logits, row)
+
+
+@contextmanager
+def without_direct_draws() -> Iterator[None]:
+    """Let samplers that are made meanwhile draw by operations of MLX."""
+    prepared = direct_draws.prepared
+    direct_draws.prepared = lambda _: None
+    try:
+        yield
+    finally:
+        direct_draws.prepared = prepared
+
+
+SIDES = {"kvd": ours, "operations": by_operations, "mlx-lm": theirs}
+
+
 def measured(step: Callable[[int], object], draws: int) -> float:
     """Return the median milliseconds of ``step``."""
     clock = time.process_time if on_cpu() else time.perf_counter
@@ -97,25 +122,31 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 151_936])
     parser.add_argument("--draws", type=int, default=15)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    dtype = getattr(mx, arguments.dtype)
+    library = activate(lambda _stage, _fraction: None).library
     results = []
     for vocabulary in arguments.vocab:
-        logits = mx.random.normal((arguments.rows, vocabulary), key=mx.random.key(0)) * 3
+        noise = mx.random.normal((arguments.rows, vocabulary), key=mx.random.key(0))
+        logits = (3 * noise).astype(dtype)
         mx.eval(logits)
+        direct_draws.prepare(vocabulary, dtype, library)
         for name, row in CASES.items():
-            pair = {
-                "ours_ms": measured(ours(logits, row), arguments.draws),
-                "mlx_lm_ms": measured(theirs(logits, row), arguments.draws),
+            times = {
+                side: round(measured(make(logits, row), arguments.draws), 3)
+                for side, make in SIDES.items()
             }
-            results.append({"vocabulary": vocabulary, "case": name, **pair})
-            print(
-                f"{vocabulary:7d}  {name:24}{pair['ours_ms']:9.2f} ms"
-                f"{pair['mlx_lm_ms']:9.2f} ms in mlx-lm",
-                flush=True,
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            results.append({"vocabulary": vocabulary, "case": name, "ms": times})
+            shown = ", ".join(f"{side} {value:.2f} ms" for side, value in times.items())
+            print(f"{vocabulary:7d}  {name:24}{shown}", flush=True)
+    about = {
+        "rows": arguments.rows,
+        "dtype": arguments.dtype,
+        "clock": "CPU" if on_cpu() else "wall",
+    }
+    publish({"machine": machine(), **about, "draws": results}, arguments.json)
 
 
 if __name__ == "__main__":
