@@ -40,6 +40,7 @@ from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.native import activation, build, operations, whole_layers
 from kvd.worker.native.layers import PackedLinear
+from kvd.worker.sampling import direct_draws
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
 from kvd.worker.serving import model_files, probe, seam
@@ -79,6 +80,7 @@ class Steps:
         self.path = served.path
         self.model = loaded.model
         self._vocabulary = loaded.vocab_size
+        direct_draws.prepare(loaded.vocab_size, mx.float32, library)
 
     def measure(self) -> Times:
         """Decode rows of the same lengths in every call. Steps are traced again, for `free`."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from bench.gpu.graph import primitives
+from kvd.worker.sampling import direct_draws
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row, Runner
@@ -61,6 +62,7 @@ class Ours:
 
     def __init__(self, runner: Runner, vocabulary: int, chunk: int) -> None:
         self.name = f"kvd {runner.cache.scheme.name}"
+        direct_draws.prepare(vocabulary, mx.bfloat16, None)
         self._sampler = Sampler(vocabulary)
         self._runner = runner
         self._chunk = chunk

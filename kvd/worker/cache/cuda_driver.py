@@ -52,7 +52,7 @@ def lock(memory: memoryview) -> Callable[[], None]:
         return _do_nothing
     address, found = np.frombuffer(memory, np.uint8).ctypes.data, ctypes.c_uint64()
     if error := driver.cuMemHostRegister_v2(address, memory.nbytes, _FLAGS):
-        _log.info("reads of stored prefixes are slower: memory is not locked, error %d", error)
+        _log.info("copies to the device are slower: memory is not page-locked, error %d", error)
         return _do_nothing
     if not driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0):
         _locked[address] = memory.nbytes, found.value

@@ -237,7 +237,7 @@ def _serve(
 ) -> Serving:
     """Choose how to serve the model; with a gang, together with its other ranks."""
     dtype = getattr(mx, dtype_name(loaded.model))
-    direct_draws.prepare(loaded.vocab_size, dtype, plan.library)
+    direct_draws.prepare(loaded.vocab_size, dtype, plan.library, plan.checks)
     verdict, bits = plan.verdict, plan.bits.choice.info
     if gang is None:
         served = loading.serve(loaded, plan.settings, plan.library, progress, plan.checks)

@@ -1,8 +1,9 @@
-"""The host's memory of a step's masks, and their way to the device.
+"""Host memory for the masks of a step, and their upload to the device.
 
 On CUDA, MLX copies an array of the host when it is first used: 0.3 ms of the host's time and 0.8 of
 the device's for the masks of eight rows (H200, 150 KB). A kernel that reads page-locked memory over
-the bus takes 0.02 ms. On other devices memory is shared, and nothing is gained.
+the bus takes 0.02 ms. On other devices memory is shared, and masks are plain
+arrays.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kvd.worker.grammar.matcher import Mask
 from kvd.worker.lean_imports import np
 
 _BUFFERS = 3
-"""Masks of as many steps exist at once: one is written, while two were launched and not read."""
+"""Steps whose masks exist at once: one is being written, two are launched and not read."""
 _ROWS = 8
-"""Buffers have room for a multiple of this many rows."""
+"""Rows of a buffer are rounded up to a multiple of this."""
 _THREADS = 256
 _WORD = 4
 """Bytes that a thread copies."""
@@ -39,7 +40,7 @@ class MaskMemory:
     def __init__(self, row_bytes: int) -> None:
         self._row_bytes = row_bytes
         self._buffers: list[_Buffer] = []
-        """The one that was used longest ago first."""
+        """Least recently used first."""
 
     def take(self, rows: int) -> Mask:
         """Return memory for the masks of a step, ``[rows, bytes]``, with undefined content."""
@@ -52,7 +53,8 @@ class MaskMemory:
     def upload(self, masks: Mask) -> Any:
         """Return the masks as an array, lazily: ``[rows, bytes]`` uint8.
 
-        ``masks`` must not change until two others were taken, and are not copied before.
+        ``masks``: from the last `take`. They must not change after this call. `take` returns their
+        memory again once the device has read it.
         """
         if not self._buffers:
             return mx.array(masks)
@@ -71,7 +73,7 @@ class MaskMemory:
 class _Buffer:
     def __init__(self, rows: int, row_bytes: int) -> None:
         rows = -(-rows // _ROWS) * _ROWS
-        # Whole pages of its own, which are locked together.
+        # Pages of its own: the driver locks whole pages.
         memory = memoryview(mmap.mmap(-1, rows * row_bytes, flags=mmap.MAP_PRIVATE))
         self.masks: Mask = np.frombuffer(memory, np.uint8).reshape(rows, row_bytes)
         weakref.finalize(self, cuda_driver.lock(memory))

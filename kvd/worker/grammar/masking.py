@@ -1,8 +1,4 @@
-"""Applies masks to logits.
-
-`masked` is plain operations. On CPUs, `kvd.worker.native.operations.install` replaces it with one
-operation: for 8 rows of 150,000 tokens, the plain ones take 13 ms of CPU time.
-"""
+"""Applies masks to logits by operations of MLX, where no single operation draws all tokens."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Matcher:
         self._ahead: int | None = None
         """A token that the matcher advanced by before `push`."""
         self.seconds = 0.0
-        """CPU time that the last token and its mask took. It at most doubles with each, because
-        most masks take microseconds and a few take milliseconds."""
+        """CPU seconds of the last token and its mask. They at most double with each, because most
+        masks take microseconds and a few take milliseconds."""
         self.lent = False
         """Whether a thread advances the matcher."""
         self._pushed: list[int] = []

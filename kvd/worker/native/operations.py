@@ -1,7 +1,7 @@
 """Replaces functions of MLX with operations of the library.
 
-`mx.fast.rms_norm`, `mx.fast.rope`, mlx-lm's `swiglu` and the masks of grammars are chains of
-operations on the CPU, and `mx.quantize` runs on one thread. `install` replaces each with one
+`mx.fast.rms_norm`, `mx.fast.rope` and mlx-lm's `swiglu` are chains of operations on the CPU, and
+`mx.quantize` runs on one thread. `install` replaces each with one
 operation for float32 on the CPU; all other calls go to MLX. Norms differ from MLX's only by
 rounding, and quantized values not at all.
 """
@@ -18,12 +18,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import activations
 
-from kvd.worker.grammar import masking
-
 _rms_norm = mx.fast.rms_norm
 _rope = mx.fast.rope
 _swiglu = activations.swiglu
-_masked = masking.masked
 _quantize = mx.quantize
 _paused = False
 
@@ -96,12 +93,6 @@ class _Functions:
             return cast("tuple[mx.array, ...]", _quantize(w, group_size, bits, *modes, **rest))
         return cast("tuple[mx.array, ...]", self._library.quantize(w, group_size, bits))
 
-    def masked(self, logits: mx.array, masks: mx.array) -> mx.array:
-        covered = 8 * masks.shape[-1] >= logits.shape[-1]
-        if logits.dtype != mx.float32 or not covered or not logits.size:
-            return cast(mx.array, _masked(logits, masks))
-        return cast(mx.array, self._library.masked(logits, masks))
-
 
 def rotation_rates(
     dims: int, base: float | None, freqs: mx.array | None, size: int
@@ -137,15 +128,15 @@ def _frequencies(dims: int, base: float) -> mx.array:
 def install(library: ModuleType) -> None:
     """Replace MLX's functions; call before model modules are imported, once per process."""
     functions = _Functions(library)
-    _use(functions.rms_norm, functions.rope, functions.swiglu, functions.masked, functions.quantize)
+    _use(functions.rms_norm, functions.rope, functions.swiglu, functions.quantize)
 
 
 @contextmanager
 def installed(library: ModuleType | None) -> Iterator[None]:
     """Use the library's operations, or MLX's own for None; then restore those in use before."""
-    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu, masking.masked, mx.quantize
+    before = mx.fast.rms_norm, mx.fast.rope, activations.swiglu, mx.quantize
     try:
-        _use(_rms_norm, _rope, _swiglu, _masked, _quantize)
+        _use(_rms_norm, _rope, _swiglu, _quantize)
         if library is not None:
             install(library)
         yield
@@ -164,9 +155,8 @@ def paused() -> Iterator[None]:
         _paused = False
 
 
-def _use(rms_norm: Any, rope: Any, swiglu: Any, masked: Any, quantize: Any) -> None:
+def _use(rms_norm: Any, rope: Any, swiglu: Any, quantize: Any) -> None:
     mx.fast.rms_norm = rms_norm
     mx.fast.rope = rope
     activations.swiglu = swiglu
-    masking.masked = masked
     mx.quantize = quantize

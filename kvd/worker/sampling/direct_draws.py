@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.kernels import launch
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.grammar import masking
@@ -28,10 +29,9 @@ _CHECKED = (
     Sampling(temperature=1.0, seed=1),
     Sampling(temperature=0.6, min_p=0.05, seed=2),
     Sampling(temperature=1.0, top_p=0.9, seed=3),
-    Sampling(temperature=1.5, top_k=100, seed=4),
+    Sampling(temperature=1.5, top_k=40, seed=4),
 )
-"""Settings of the rows that `prepare` compares. Rows with a smaller top-k are not compared: they
-draw other tokens by operations, from numbers of their own."""
+"""Settings of the rows that `prepare` compares."""
 
 
 class DirectDraws(Protocol):
@@ -42,25 +42,28 @@ class DirectDraws(Protocol):
     ) -> tuple[Any, Any]:
         """Return each row's token, ``[rows]`` int32, and whether its logits are valid, ``[rows]``.
 
-        The arguments are those of `kvd.worker.sampling.sampler.Sampler.draw`, and the settings of
-        the rows, with `BatchSampling.direct`. Both results are lazy.
+        The arguments are those of `kvd.worker.sampling.sampler.Sampler.draw`. ``batch``: the rows'
+        settings, made with ``direct``. Both results are lazy.
         """
 
 
 _prepared: dict[int, DirectDraws | None] = {}
-"""What was found for each size of a vocabulary."""
+"""The operation by size of the vocabulary; None: a chain of MLX's operations draws."""
 
 
-def prepare(vocabulary: int, dtype: mx.Dtype, library: ModuleType | None) -> None:
+def prepare(
+    vocabulary: int, dtype: mx.Dtype, library: ModuleType | None, checks: Checks | None = None
+) -> None:
     """Find out how tokens are drawn for a model; compile and check the kernel on accelerators.
 
-    ``dtype``: that of the logits. Edited ones are float32. ``library``: kvd's operations, on CPUs.
+    ``dtype``: that of the model's logits. Edited ones are float32. ``library``: the native library;
+    None except on CPUs. ``checks``: results of earlier loads.
     """
     found: DirectDraws | None = None if library is None else LibraryDraws(library)
     if (language := launch.find_language()) is not None:
-        found = _checked(
-            vocabulary, KernelDraws(language, tuple(dict.fromkeys((dtype, mx.float32))))
-        )
+        kernel = KernelDraws(language, tuple(dict.fromkeys((dtype, mx.float32))))
+        agree = (checks or Checks()).agrees("draws", lambda: _agrees(vocabulary, kernel))
+        found = kernel if agree else None
     _prepared[vocabulary] = found
 
 
@@ -101,16 +104,16 @@ class KernelDraws:
         return tokens, valid
 
 
-def _checked(vocabulary: int, kernel: KernelDraws) -> KernelDraws | None:
-    """Return the kernel if it is right for each dtype, else None."""
+def _agrees(vocabulary: int, kernel: KernelDraws) -> bool:
+    """Return whether the kernel is right for each dtype."""
     try:
         wrong = [dtype for dtype in kernel.dtypes if not is_right(kernel, vocabulary, dtype)]
     except Exception as error:  # noqa: BLE001 - the model is served without the kernel
         _log.warning("tokens are drawn without a kernel: %s", repr(error)[:500])
-        return None
+        return False
     if wrong:
         _log.warning("tokens are drawn without a kernel: those for %s differ", wrong)
-    return None if wrong else kernel
+    return not wrong
 
 
 def is_right(direct: DirectDraws, vocabulary: int, dtype: mx.Dtype) -> bool:
@@ -120,19 +123,19 @@ def is_right(direct: DirectDraws, vocabulary: int, dtype: mx.Dtype) -> bool:
     """
     rows, positions = len(_CHECKED), list(range(len(_CHECKED)))
     batch, plain = BatchSampling.of(_CHECKED, direct=True), BatchSampling.of(_CHECKED)
-    for bound in (False, True):
+    right = [[int(vocabulary > 1)] * rows, [0] * rows, [0] * rows]
+    for masked in (False, True):
         with mx.stream(mx.cpu):
             noise = mx.random.normal((rows, vocabulary), key=mx.random.key(0))
             logits = (4 * noise).astype(dtype)
             shape = (rows, 4 * -(-vocabulary // 32))
-            bits = mx.random.randint(0, 256, shape, key=mx.random.key(1)).astype(mx.uint8)
-            allowed = masking.masked(logits, bits) if bound else logits
+            masks = mx.random.randint(0, 256, shape, key=mx.random.key(1)).astype(mx.uint8)
+            allowed = masking.masked(logits, masks) if masked else logits
             wanted = sample(allowed, plain, positions).tolist()
-            given = [logits, mx.where(mx.arange(vocabulary) == vocabulary // 2, mx.nan, logits)]
-            given.append(mx.zeros_like(logits))
-            mx.eval(given, bits)
-        found = [direct.draw(one, bits if bound else None, batch, positions) for one in given]
-        valid = [all(one.tolist()) for _, one in found]
-        if found[0][0].tolist() != wanted or valid != [vocabulary > 1, False, False]:
+            broken = mx.where(mx.arange(vocabulary) == vocabulary // 2, mx.nan, logits)
+            cases = [logits, broken, mx.zeros_like(logits)]
+            mx.eval(cases, masks)
+        drawn = [direct.draw(one, masks if masked else None, batch, positions) for one in cases]
+        if drawn[0][0].tolist() != wanted or [valid.tolist() for _, valid in drawn] != right:
             return False
     return True

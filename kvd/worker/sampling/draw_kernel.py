@@ -6,7 +6,7 @@ a step of a small model. Nothing is sorted: thresholds of top-k and top-p are fo
 over the bits of a distance, and each step of it counts or adds the tokens within that distance.
 
 Tokens are those of MLX's operations (`kvd.worker.sampling.draws`), random numbers included:
-Threefry-2x32 with 20 rounds (Salmon et al. 2011) over the places of a row, and the Gumbel maximum.
+Threefry-2x32 with 20 rounds (Salmon et al. 2011) over token ids, and the Gumbel maximum.
 Scores and sums may differ by rounding, so a tie may go to the other token.
 """
 
@@ -203,7 +203,7 @@ if (inverse != 0 && top_p < 1) {{
   widest = BITS(from);
 }}
 """
-"""The largest distance from the peak that top-p allows: nearer tokens have less than its share."""
+"""The largest distance from the peak at which the nearer tokens' probabilities are below top-p."""
 _SCORES = f"""
 float best_score = -infinite;
 int best_token = width;

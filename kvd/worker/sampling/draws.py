@@ -4,12 +4,13 @@ The rules are mlx-lm's (`mlx_lm.sample_utils`). Filters apply to the probabiliti
 temperature, in the order top-p, min-p, top-k. Temperature applies to the remaining tokens. A row
 with temperature 0 takes the most likely token.
 
-Each row is drawn by one of four methods, chosen by its own settings:
+Where a single operation draws all rows (`kvd.worker.sampling.direct_draws`), this module has only
+its settings and the random keys. Elsewhere each row is drawn by one of three methods, chosen by its
+own settings:
 
 * greedy: the maximum;
 * plain: from all tokens, or those that min-p keeps;
-* narrow, for top-k up to `NARROW`: from the k largest logits, found without a sort;
-* ranked, for top-p alone or a larger top-k: all logits are sorted to find the threshold.
+* ranked, for top-p or top-k: all logits are sorted to find the threshold.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.sampling.largest import largest, pick
+from kvd.worker.sampling.largest import pick
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them overflows float32. The value is vLLM's."""
-NARROW = 64
-"""Largest top-k that needs no sort; usual values are 20 to 50."""
 
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -89,16 +88,17 @@ class BatchSampling:
     seeds: tuple[tuple[int, int], ...]
     """Seed and choice of each row."""
     plain: Group | None
-    narrow: Group | None
     ranked: Group | None
     sampled: Any
-    """Rows that are not greedy, ``[rows]`` bool; None if none is greedy."""
+    """Rows that are not greedy, ``[rows]`` bool; None if none is greedy. Not used if ``direct``."""
     slots: Any
-    """Index of each row's draw in plain + narrow + ranked, ``[rows]``; None if in batch order."""
+    """Index of each row's draw in plain + ranked, ``[rows]``; None if in batch order."""
     direct: Any = None
     """Settings for a single operation that draws all rows, ``[rows, 4]`` float32: the inverse
     temperature (0: greedy), the logarithm of min-p, top-p (2: off) and top-k (0: off). None: there
     is no such operation."""
+    no_keys: Any = None
+    """Zeros, ``[rows, 2]`` uint32, in place of random keys if ``direct`` draws greedy rows only."""
 
     @staticmethod
     def of(
@@ -112,11 +112,11 @@ class BatchSampling:
         for method, one in zip(methods, sampling, strict=True):
             if method != "greedy" and one.seed is None:
                 raise LocalProtocolError("a row that is sampled needs a seed")
-        plain, narrow, ranked = (
+        plain, ranked = (
             [row for row, method in enumerate(methods) if method == name and not direct]
-            for name in ("plain", "narrow", "ranked")
+            for name in ("plain", "ranked")
         )
-        order = [*plain, *narrow, *ranked]
+        order = [*plain, *ranked]
         rows = list(range(len(sampling)))
         slots = {row: slot for slot, row in enumerate(order)}
         return BatchSampling(
@@ -126,15 +126,17 @@ class BatchSampling:
                 for one, choice in zip(sampling, choices or [0] * len(sampling), strict=True)
             ),
             Group.of(plain, sampling),
-            Group.of(narrow, sampling),
             Group.of(ranked, sampling),
             None if len(order) == len(rows) else mx.array([row in slots for row in rows]),
             None if order == rows else mx.array([slots.get(row, 0) for row in rows]),
             mx.array([*map(_direct, sampling)], dtype=mx.float32) if direct else None,
+            mx.zeros((len(rows), 2), mx.uint32) if direct and set(methods) == {"greedy"} else None,
         )
 
     def all_keys(self, positions: Sequence[int]) -> Any:
         """Return the random keys of all rows, ``[rows, 2]`` uint32."""
+        if self.no_keys is not None:
+            return self.no_keys
         keys = [
             key_of(seed, position, choice)
             for (seed, choice), position in zip(self.seeds, positions, strict=True)
@@ -152,8 +154,6 @@ class BatchSampling:
 def _method(sampling: Sampling) -> str:
     if sampling.temperature < GREEDY_BELOW:
         return "greedy"
-    if 0 < sampling.top_k <= NARROW:
-        return "narrow"
     return "ranked" if sampling.top_k or sampling.top_p < 1.0 else "plain"
 
 
@@ -176,10 +176,6 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     draws = []
     if (group := batch.plain) is not None:
         draws.append(_categorical(filter_plain(group, logits), batch.keys(group, positions)))
-    if (group := batch.narrow) is not None:
-        indices, kept = filter_narrow(group, logits)
-        rank = _categorical(kept, batch.keys(group, positions))
-        draws.append(pick(indices, rank[:, None])[:, 0])
     if (group := batch.ranked) is not None:
         draws.append(_categorical(filter_ranked(group, logits), batch.keys(group, positions)))
     if not draws:
@@ -197,22 +193,6 @@ def filter_plain(group: Group, logits: Any) -> Any:
     """Return logits divided by temperature; minus infinity for tokens that min-p drops."""
     shifted = group.select(logits)
     return mx.where(shifted < group.log_min_p, -math.inf, shifted * group.inverse_temperature)
-
-
-def filter_narrow(group: Group, logits: Any) -> tuple[Any, Any]:
-    """Return the most likely tokens, ``[rows, NARROW]``, and their logits divided by temperature.
-
-    Dropped tokens have minus infinity. In descending order, each filter keeps a prefix of the row;
-    all filters together keep the shortest of these.
-    """
-    shifted = group.select(logits)
-    values, indices = largest(shifted, NARROW)
-    ranks = mx.arange(values.shape[-1], dtype=mx.int32)
-    kept = (values >= group.log_min_p) & (ranks < group.top_k)
-    if group.has_top_p:
-        total = mx.sum(mx.exp(shifted), axis=-1, keepdims=True)
-        kept = kept & (values >= _nucleus(group, values, mx.exp(values), total))
-    return indices, mx.where(kept, values * group.inverse_temperature, -math.inf)
 
 
 def filter_ranked(group: Group, logits: Any) -> Any:

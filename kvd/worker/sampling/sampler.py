@@ -1,13 +1,15 @@
 """The sampler of one engine: rows are added and removed; each step is one lazy call for all rows.
 
-Penalties, filters and logprobs take up to 16 copies of the logits. The rows of a step are therefore
-drawn in parts of at most `SAMPLED_AT_ONCE` bytes of logits, one after the other.
+Penalties and logprobs, and filters by operations of MLX, take up to 16 copies of the logits. The
+rows of a step are therefore drawn in parts of at most `SAMPLED_AT_ONCE` bytes of logits, one after
+the other.
 
 Masks of grammars apply after all other edits: a token that the grammar forbids has minus infinity.
 
 The random key of a draw is a hash of the row's seed, its choice and the token's position, and every
 operation works on each row separately. A row therefore draws the same token, bit for bit, in any
-batch and after a resume. Unused features cost nothing: a greedy batch is a single argmax.
+batch and after a resume. Unused features cost nothing: a batch without edits and logprobs is one
+operation where there is one for all draws (`kvd.worker.sampling.direct_draws`).
 """
 
 from __future__ import annotations

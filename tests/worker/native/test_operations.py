@@ -215,19 +215,3 @@ def test_very_large_gates(functions: operations._Functions) -> None:
     gate = mx.array([[-1e38, -1e36, 1e38]])
 
     assert functions.swiglu(gate, mx.ones_like(gate)).tolist() == [[0, 0, gate[0, 2].item()]]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_masks(functions: operations._Functions, size: int) -> None:
-    logits, width = normal(3, size), -(-size // 32) * 4
-    masks = mx.random.randint(0, 256, (3, width), mx.uint8, key=mx.random.key(2))
-    strided = mx.random.randint(0, 256, (6, width), mx.uint8, key=mx.random.key(3))[::2]
-
-    for some in (masks, strided, mx.zeros_like(masks)):
-        for x in (logits, normal(size, 3, seed=4).T):
-            found = functions.masked(x, some)
-            assert mx.array_equal(found, operations._masked(x, some))
-    assert functions.masked(logits.astype(mx.bfloat16), masks).dtype == mx.bfloat16
-    for width in (0, 1 if size > 8 else 0):  # a mask that is too short is an error, never a read
-        with pytest.raises(ValueError, match="broadcast"):
-            functions.masked(normal(3, 2 * size), masks[:, :width])

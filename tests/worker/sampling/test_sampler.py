@@ -8,7 +8,6 @@ import pytest
 
 from kvd.worker.sampling.draws import (
     BatchSampling,
-    filter_narrow,
     filter_plain,
     filter_ranked,
     key_of,
@@ -133,11 +132,8 @@ def test_filters_keep_the_same_tokens_as_mlx_lm(sampling):
         batch = BatchSampling.of([sampling])
         if batch.plain is not None:
             mine = filter_plain(batch.plain, mx.array(logits))
-        elif batch.ranked is not None:
-            mine = filter_ranked(batch.ranked, mx.array(logits))
         else:
-            places, values = filter_narrow(batch.narrow, mx.array(logits))
-            mine = mx.put_along_axis(mx.full(logits.shape, -mx.inf), places, values, axis=-1)
+            mine = filter_ranked(batch.ranked, mx.array(logits))
         assert mx.isfinite(mine).tolist() == mx.isfinite(kept).tolist()
 
 
@@ -161,10 +157,7 @@ def test_top_k_is_exact_among_equal_logits(top_k):
     for vocab in (300, 20_000):
         logits = np.round(make_logits(1, vocab, seed=3))
         batch = BatchSampling.of([Sampling(temperature=1.0, top_k=top_k, seed=1)])
-        if batch.narrow is not None:
-            kept = filter_narrow(batch.narrow, mx.array(logits))[1]
-        else:
-            kept = filter_ranked(batch.ranked, mx.array(logits))
+        kept = filter_ranked(batch.ranked, mx.array(logits))
         assert np.isfinite(np.array(kept)).sum() == min(top_k, vocab)
 
 

@@ -4,6 +4,7 @@ reference, and their tokens do not depend on other rows."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from kvd.worker.native import build
+from kvd.worker.sampling import direct_draws
+from kvd.worker.sampling.direct_draws import LibraryDraws
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
@@ -23,6 +27,19 @@ pytestmark = pytest.mark.mlx
 
 VOCAB = 97
 PROMPT = [3, 3, 5, 8]
+
+
+@pytest.fixture(scope="module", params=["operations", "library"], autouse=True)
+def _draws(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All samplers draw by operations of MLX, or all by the native library."""
+    direct = None
+    if request.param == "library":
+        if build.compiler() is None:
+            pytest.skip("no C++ compiler")
+        direct = LibraryDraws(build.load())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_draws, "prepared", lambda _: direct)
+        yield
 
 
 def model(history: list[int], vocab: int = VOCAB) -> np.ndarray:

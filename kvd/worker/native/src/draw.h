@@ -1,7 +1,7 @@
 // Draws the token of one row from its logits: filters, random numbers, and the Gumbel maximum.
 //
 // The rules are those of `kvd.worker.sampling.draws`. Random numbers are MLX's: Threefry-2x32 with
-// 20 rounds (Salmon et al. 2011) over the places of a row, so a plain row draws the same token.
+// 20 rounds (Salmon et al. 2011) over token ids, so the tokens are those of MLX's operations.
 
 #pragma once
 
@@ -29,8 +29,8 @@ struct Drawn {
   int32_t valid;  // whether the logits are finite (minus infinity is allowed) and not all equal
 };
 
-// The random numbers of a row with `size` places. MLX computes two words at a time, those of a place
-// in the first half and of one in the second half.
+// The random numbers of a row with `size` tokens. One call of Threefry gives two words: for a token
+// and for the token that is pairs() behind it.
 class RandomPlaces {
  public:
   RandomPlaces(uint32_t key0, uint32_t key1, int64_t size)
@@ -115,8 +115,8 @@ class Distances {
     }
   }
 
-  // The smallest logit, less the peak, of the tokens whose probability together is `share`: a token
-  // is left out if those above it reach it.
+  // The threshold of top-p, as a logit less the peak. A token is left out if the probabilities of
+  // those above it already reach `share`.
   float nucleus(float share) const {
     double total = 0.0, above = 0.0;
     for (double mass : masses_) {
@@ -149,7 +149,7 @@ class Distances {
     int64_t equal;  // how many tokens with this logit belong to the largest ones
   };
 
-  // The last of the `count` largest logits, less the peak; fewer than there are.
+  // The last of the `count` largest logits, less the peak. `count` is below the number of tokens.
   Last largest(int64_t count) const {
     int64_t before = 0;
     int bin = 0;
@@ -212,8 +212,8 @@ struct Best {
   }
 };
 
-// Offer tokens side by side, with their random numbers. Tokens below `floor` are left out, and those
-// that cannot become the best: their number is too small, because 1 - u <= -log(u).
+// Offer neighboring tokens with their random numbers u, except those below `floor`. Tokens that
+// cannot become the best are skipped: that takes -log(u) < exp(scaled - best), and 1 - u <= -log(u).
 inline void offer_some(
     const float* logits, int64_t first, int64_t count, const float* numbers, float peak,
     float floor, float inverse, Best& best) {
@@ -311,8 +311,8 @@ inline Extremes extremes_of(const float* x, int64_t size) {
   return found;
 }
 
-// The token of a row. `mask`: a bit for each token that may be drawn, or null. `room`: memory for the
-// logits of those. A row without any allowed token has token 0.
+// The token of a row. `mask`: a bit for each token that may be drawn, or null. `room`: scratch for
+// the masked logits. A row without any allowed token has token 0.
 inline Drawn draw(
     const float* logits, const uint8_t* mask, int64_t size, const DrawSettings& settings,
     uint32_t key0, uint32_t key1, std::vector<float>& room) {
@@ -336,7 +336,7 @@ inline Drawn draw(
     return found;
   }
   const RandomPlaces random(key0, key1, size);
-  best.offer(random.gumbel(first - logits), first - logits);  // others need a good one to be fast
+  best.offer(random.gumbel(first - logits), first - logits);  // first, so that most others are skipped
   if (settings.top_p < 1.0f || settings.top_k > 0.0f) {
     offer_largest(logits, size, peak, settings.least, settings, random, best);
   } else {

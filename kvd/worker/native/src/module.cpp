@@ -289,31 +289,6 @@ class Quantize : public Operation {
   int group_, bits_;
 };
 
-class Masked : public Operation {
- public:
-  using Operation::Operation;
-  DEFINE_NAME(KvdMasked)
-
-  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return {inputs[0].shape()};
-  }
-  DEFINE_DEFAULT_IS_EQUIVALENT()
-
-  // Logits, [rows, vocabulary]; masks, [rows, bytes] uint8.
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    mx::array& out = outputs[0];
-    make(out);
-    run([x = Rows(inputs[0]), masks = inputs[1].data<uint8_t>(),
-         width = int64_t{inputs[1].shape(-1)}, size = int64_t{out.shape(-1)},
-         y = out.data<float>()] {
-      thread_local std::vector<float> room;
-      for (int64_t row = 0; row < x.count(); ++row) {
-        kvd::masked(x.row(row, room), masks + row * width, size, y + row * size);
-      }
-    });
-  }
-};
-
 class Rotate : public Operation {
  public:
   Rotate(mx::Stream stream, bool interleaved, float scale)
@@ -756,10 +731,7 @@ class Draw : public Operation {
  public:
   using Operation::Operation;
   DEFINE_NAME(KvdDraw)
-
-  bool is_equivalent(const Primitive&) const override {
-    return true;
-  }
+  DEFINE_DEFAULT_IS_EQUIVALENT()
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     make(outputs[0]);
@@ -774,18 +746,13 @@ class Draw : public Operation {
         thread_local std::vector<float> room;
         for (int row = first; row < last; ++row) {
           const kvd::Drawn drawn = kvd::draw(
-              logits + row * size, bound_row(masks, row * width), size, settings[row],
+              logits + row * size, masks ? masks + row * width : nullptr, size, settings[row],
               keys[2 * row], keys[2 * row + 1], room);
           tokens[row] = drawn.token;
           valid[row] = drawn.valid;
         }
       });
     });
-  }
-
- private:
-  static const uint8_t* bound_row(const uint8_t* masks, int64_t at) {
-    return masks == nullptr ? nullptr : masks + at;
   }
 };
 
@@ -928,17 +895,6 @@ Arrays draw(
   }
   return mx::array::make_arrays(
       {{rows}, {rows}}, {mx::int32, mx::int32}, std::make_shared<Draw>(cpu()), std::move(inputs));
-}
-
-mx::array masked(const mx::array& logits, const mx::array& masks) {
-  check(
-      logits.ndim() == 2 && logits.dtype() == mx::float32, "masked takes [rows, vocabulary] float32");
-  check(
-      masks.ndim() == 2 && masks.dtype() == mx::uint8 && masks.shape(0) == logits.shape(0) &&
-          8 * int64_t{masks.shape(1)} >= logits.shape(1),
-      "a bit of uint8 for each logit");
-  return mx::array(
-      logits.shape(), mx::float32, std::make_shared<Masked>(cpu()), {logits, mx::contiguous(masks)});
 }
 
 std::pair<mx::array, mx::array> append(
@@ -1175,7 +1131,6 @@ NB_MODULE(kvd_native, m) {
   m.def("multiply", &multiply, "x"_a, "packed"_a, "outputs"_a, "bias"_a.none() = nb::none());
   m.def("look_up", &look_up, "ids"_a, "packed"_a, "rows"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
-  m.def("masked", &masked, "logits"_a, "masks"_a);
   m.def("draw", &draw, "logits"_a, "settings"_a, "keys"_a, "masks"_a.none() = nb::none());
   m.def("quantize", &quantize, "x"_a, "group"_a, "bits"_a);
   m.def("swiglu", &swiglu, "gate"_a, "x"_a);
