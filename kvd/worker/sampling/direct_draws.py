@@ -97,6 +97,8 @@ class KernelDraws:
     ) -> tuple[Any, Any]:
         if logits.dtype not in self.dtypes:
             logits = logits.astype(mx.float32)
+        if masks is not None and 8 * masks.shape[1] < logits.shape[1]:  # the kernel does not check
+            raise ValueError("draw takes a bit for each token, [rows, bytes] uint8")
         words = None if masks is None else masks.view(mx.uint32)
         keys = batch.all_keys(positions)
         given = draw_launch(self.language, logits, words, batch.direct, keys)

@@ -259,7 +259,7 @@ def open_model(path: Path, record: TokenizerRecord | None = None) -> LoadedModel
         parameters=int(get_total_parameters(model)),
         weights_bytes=0,
         context_length=_context_length(config, tokenizer),
-        vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
+        vocab_size=int(_setting(config, "vocab_size") or _logits_of(model) or len(tokenizer)),
         eos_ids=frozenset(tokenizer.eos_token_ids),
     )
 
@@ -370,6 +370,19 @@ def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
     found = getattr(tokenizer, "model_max_length", None)
     # transformers uses 1e30 for "unknown".
     return int(found) if isinstance(found, int) and 0 < found < 10**9 else DEFAULT_CONTEXT
+
+
+def _logits_of(model: Any) -> int | None:
+    """Return how many logits a model has, by its output layer or embeddings; None: it has neither.
+
+    Configurations may leave out a size that is the default of the model's class.
+    """
+    rows = {
+        name.rpartition(".")[2]: int(module.weight.shape[0])
+        for name, module in model.named_modules()
+        if name.endswith(("lm_head", "embed_tokens")) and hasattr(module, "weight")
+    }
+    return rows.get("lm_head") or rows.get("embed_tokens")
 
 
 def _setting(config: dict[str, Any], key: str) -> Any:

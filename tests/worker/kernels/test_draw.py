@@ -7,12 +7,22 @@ import numpy as np
 import pytest
 
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
+from kvd.worker.sampling.direct_draws import KernelDraws
 from kvd.worker.sampling.draw_kernel import draw_launch
 from kvd.worker.sampling.draws import BatchSampling
 from kvd.worker.sampling.valid_logits import finite_and_varied
 from protocol.types import Sampling
 from tests.worker.kernels.run import check_rules, run
-from tests.worker.sampling.draw_cases import ROWS, expected, masks_of, noise, some_masks
+from tests.worker.sampling.draw_cases import (
+    ROWS,
+    ZERO,
+    ZERO_TOKEN,
+    ZERO_VOCABULARY,
+    expected,
+    masks_of,
+    noise,
+    some_masks,
+)
 
 LANGUAGES = pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -65,19 +75,34 @@ def test_of_equal_logits_the_first_ones_are_the_largest(language: Language) -> N
 
 
 @LANGUAGES
-@pytest.mark.parametrize("place", [0, 600, 1199])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_broken_logits_are_noticed_wherever_they_are(
-    language: Language, place: int, value: float
+def test_broken_logits_are_noticed_wherever_they_are(language: Language) -> None:
+    rows, places = [ROWS[0], ROWS[1], ROWS[7]] * 4, [0, 31, 600, 1199]
+    values = [0.0, np.nan, np.inf, -np.inf]
+    for value in values:
+        logits = noise(len(rows), 1200)
+        for row in range(len(rows)):
+            logits[row, places[row % 4]] = value
+        tokens, valid = drawn(language, logits, rows)
+        finite = value in (0.0, -np.inf)
+        assert valid.tolist() == [int(finite)] * len(rows)
+        if finite:
+            assert tokens.tolist() == expected(logits, rows)
+        assert (tokens >= 0).all()
+        assert (tokens < 1200).all()
+    assert not drawn(language, mx.zeros((2, 1200)), rows[:2])[1].any()
+
+
+@LANGUAGES
+def test_an_excluded_token_is_not_drawn_instead_of_one_with_the_random_number_0(
+    language: Language,
 ) -> None:
-    kinds = [ROWS[0], ROWS[1], ROWS[7]]
-    rows = [one for one in kinds for _ in range(3)]
-    logits = noise(len(rows), 1200)
-    for first in range(0, len(rows), 3):
-        logits[first + 1, place] = value
-        logits[first + 2] = 0.0
-    tokens, valid = drawn(language, logits, rows)
-    assert valid.tolist() == [True, value == -np.inf, False] * 3
-    assert tokens[::3].tolist() == expected(logits, rows)[::3]
-    assert (tokens >= 0).all()
-    assert (tokens < 1200).all()
+    logits, masks = noise(1, ZERO_VOCABULARY), masks_of(ZERO_VOCABULARY, [[ZERO_TOKEN]])
+    tokens, valid = drawn(language, logits, [ZERO], masks)
+    assert (tokens.tolist(), valid.tolist()) == ([ZERO_TOKEN], [1])
+
+
+def test_masks_for_fewer_tokens_are_refused() -> None:
+    kernel = KernelDraws(CUDA, (mx.float32,))
+    batch = BatchSampling.of(ROWS[:2], direct=True)
+    with pytest.raises(ValueError, match="a bit for each token"):
+        kernel.draw(noise(2, 33), mx.zeros((2, 4), mx.uint8), batch, [0, 0])

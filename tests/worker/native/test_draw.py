@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,16 @@ from kvd.worker.sampling.direct_draws import LibraryDraws, is_right
 from kvd.worker.sampling.draws import BatchSampling
 from kvd.worker.sampling.valid_logits import finite_and_varied
 from protocol.types import Sampling
-from tests.worker.sampling.draw_cases import ROWS, expected, masks_of, noise, some_masks
+from tests.worker.sampling.draw_cases import (
+    ROWS,
+    ZERO,
+    ZERO_TOKEN,
+    ZERO_VOCABULARY,
+    expected,
+    masks_of,
+    noise,
+    some_masks,
+)
 
 pytestmark = pytest.mark.mlx
 
@@ -53,6 +63,15 @@ def test_a_row_without_allowed_tokens_has_token_0(library: ModuleType) -> None:
     logits = noise(len(ROWS), 100)
     masks = masks_of(100, [[]] * len(ROWS))
     assert drawn(library, logits, ROWS, masks)[0] == [0] * len(ROWS)
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_an_excluded_token_is_not_drawn_instead_of_one_with_the_random_number_0(
+    library: ModuleType, more: dict[str, float]
+) -> None:
+    logits, masks = noise(1, ZERO_VOCABULARY), masks_of(ZERO_VOCABULARY, [[ZERO_TOKEN]])
+    row = msgspec.structs.replace(ZERO, **more)
+    assert drawn(library, logits, [row], masks) == ([ZERO_TOKEN], [1])
 
 
 @pytest.mark.parametrize("place", [0, 7, 600, 1199])

@@ -59,3 +59,9 @@ def masks_of(vocabulary: int, allowed: list[list[int]]) -> mx.array:
     for row, tokens in enumerate(allowed):
         bits[row, tokens] = 1
     return mx.array(np.packbits(bits, axis=1, bitorder="little"))
+
+
+ZERO = Sampling(temperature=1.0, seed=953592383109912359)
+"""In position 0, the random number of token `ZERO_TOKEN` of `ZERO_VOCABULARY` is 0, and its Gumbel
+number is minus infinity, as that of an excluded token."""
+ZERO_TOKEN, ZERO_VOCABULARY = 12, 64

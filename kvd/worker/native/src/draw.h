@@ -199,6 +199,9 @@ class Distances {
   }
 };
 
+// Logits of excluded tokens. Their score is that of a token whose random number is 0.
+constexpr float EXCLUDED = -std::numeric_limits<float>::infinity();
+
 // The best token so far; of equal ones the first.
 struct Best {
   float score = -std::numeric_limits<float>::infinity();
@@ -219,7 +222,7 @@ inline void offer_some(
     float floor, float inverse, Best& best) {
   const auto score = [&](int64_t i) {
     const float shifted = logits[first + i] - peak;
-    if (shifted >= floor) {
+    if (shifted >= floor && shifted > EXCLUDED) {
       best.offer(shifted * inverse + RandomPlaces::gumbel_of(numbers[i]), first + i);
     }
   };
@@ -275,7 +278,8 @@ inline void offer_largest(
     }
     for (int64_t i = start; i < end; ++i) {
       const float shifted = logits[i] - peak;
-      if (shifted < floor || (shifted == last.shifted && last.equal-- <= 0)) {
+      if (shifted == EXCLUDED || shifted < floor ||
+          (shifted == last.shifted && last.equal-- <= 0)) {
         continue;
       }
       best.offer(shifted * settings.inverse + random.gumbel(i), i);
