@@ -370,9 +370,18 @@ class ModelCache:
     def lacks_room(self) -> bool:
         return any(lacks_room(store) for store in self.stores)
 
-    def lacks_idle_room(self, pages: int) -> bool:
-        """Return whether `shrink` would grow pools, to leave room for ``pages`` pages."""
-        return any(not one.kind.bounded and one.pages.lacks_room(pages) for one in self.stores)
+    def make_idle_room(self, pages: int, begin: Callable[[], None] = lambda: None) -> bool:
+        """Grow a piece of pools that lack room for ``pages`` pages; return whether one has grown.
+
+        See `PageStore.lacks_room`. Kinds with a window or chunk keep no room. ``begin`` is called
+        before. The device must be idle.
+        """
+        for store in self.stores:
+            if not store.kind.bounded and store.pages.lacks_room(pages):
+                begin()
+                store.pages.grow_towards(pages)
+                return True
+        return False
 
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
         """Set the backend, and the page product for attention that the backend does not do."""
@@ -401,7 +410,7 @@ class ModelCache:
         self.states.drop_gone()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except snapshots and room for about ``pages`` more pages.
+        """Free all memory except snapshots and room for at most ``pages`` more pages.
 
         No sequence may run. Kinds with a window or chunk keep no room.
         """

@@ -249,20 +249,28 @@ class PageStore:
     def leave_room(self, pages: int) -> None:
         """Leave free places for at most ``pages`` pages on level 0, and for none on other levels.
 
-        Pools change size by a copy of all pages. Level 0 is therefore left as it is if at least
-        half of ``pages`` are free, and otherwise gets room for all of them. The device must be
-        idle.
+        The device must be idle.
         """
         self.goals.clear()
         for allocator in self.allocators:
             room = pages if allocator.level == 0 else 0
             self._cut(allocator, allocator.used + room)
-        if self.lacks_room(pages):
-            self._grow_to(self.allocators[0], self.allocators[0].used + pages)
 
     def lacks_room(self, pages: int) -> bool:
-        """Return whether `leave_room` would grow the pools of level 0."""
+        """Return whether level 0 should grow until it has free places for ``pages`` pages.
+
+        Pools grow by a copy of all pages, so they stay as they are while half of these are free.
+        """
         return self.allocators[0].free < pages // 2
+
+    def grow_towards(self, pages: int) -> None:
+        """Grow a piece of level 0, the keys or values of one layer, if it `lacks_room`.
+
+        Places for ``pages`` pages are free in the end. The device must be idle.
+        """
+        goal = self.goals[0] = max(self.goals.get(0, 0), self.allocators[0].used + pages)
+        if self.grow_piece(0, goal):
+            del self.goals[0]
 
     def _cut(self, allocator: PageAllocator, capacity: int) -> None:
         capacity = min(allocator.capacity, capacity)

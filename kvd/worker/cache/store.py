@@ -410,9 +410,9 @@ class KVStore:
             self.tables.invalidate()
 
     def shrink(self, pages: int = 0) -> None:
-        """Free all memory except snapshots and room for about ``pages`` more pages.
+        """Free all memory except snapshots and room for at most ``pages`` more pages.
 
-        No row may be running. The room is that of `PageStore.leave_room`.
+        No row may be running.
         """
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still running")

@@ -29,19 +29,22 @@ class IdleWork:
         self._memory = memory
         self.probing = probing
         self._enter_phase = enter_phase
+        self._grows = False
+        """Whether a piece of the pools has grown, and others may have to."""
 
     @property
     def is_left(self) -> bool:
         """Whether an idle engine has work left."""
-        return self.probing is not None
+        return self._grows or self.probing is not None
 
     def run(self) -> MemoryRequested | None:
-        """Return memory to the system, and run a unit of the probe.
+        """Return memory to the system, grow a piece of the pools, or run a unit of the probe.
 
         Returns a report that gives memory back to the daemon, if any.
         """
         request = self._shrink()
-        self._probe()
+        if not self._grows:
+            self._probe()
         return request
 
     def _shrink(self) -> MemoryRequested | None:
@@ -49,7 +52,8 @@ class IdleWork:
 
         The slab is smaller if the governor has reclaimed part of it: tails of the first rows have
         precedence. Pools grow here if cached prefixes have filled most of it, so that the next
-        request does not wait for a copy of all cached pages.
+        request does not wait for a copy of all cached pages. They grow piece by piece, because a
+        request may come meanwhile.
         """
         cache, admission = self._cache, self._admission
         cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
@@ -57,10 +61,11 @@ class IdleWork:
         room = admission.budget.pages - cached - grammars - places
         slab = max(0, min(SLAB_PAGES, room))
         excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
-        if excess or cache.lacks_idle_room(slab):
+        if excess:
             self._enter_phase("pools")
             cache.shrink(slab)
             give_back(self._cache)
+        self._grows = cache.make_idle_room(slab, lambda: self._enter_phase("pools"))
         return admission.give_back_idle(cached + grammars)
 
     def _probe(self) -> None:

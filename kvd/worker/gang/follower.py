@@ -181,6 +181,8 @@ class Follower:
                 cache.flush()
             case records.MakeRoom():
                 cache.make_room(record.ticks, Ticks())
+            case records.MakeIdleRoom():
+                cache.make_idle_room(record.pages)
             case records.Take():
                 snapshot = cache.snapshots.take(self._rows[record.row], record.tokens)
                 self._snapshots[record.snapshot] = snapshot

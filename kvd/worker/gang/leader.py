@@ -158,6 +158,11 @@ class LeaderCache(Summed):
             if clock() >= end:
                 return
 
+    def make_idle_room(self, pages: int, begin: Callable[[], None] = lambda: None) -> bool:
+        self._sender.send(records.MakeIdleRoom(pages))
+        grown: bool = self._one.make_idle_room(pages, begin)
+        return grown
+
     def compact(self, pages: int = 0) -> int:
         self._sender.send(records.Compact(pages))
         freed: int = self._one.compact(pages)

@@ -107,6 +107,12 @@ class MakeRoom(_Record, frozen=True):
     ticks: int
 
 
+class MakeIdleRoom(_Record, frozen=True):
+    """Grow a piece of the pools (`ModelCache.make_idle_room`)."""
+
+    pages: int
+
+
 class Compact(_Record, frozen=True):
     """Cut pools to the pages in use (`ModelCache.compact`)."""
 
@@ -158,6 +164,7 @@ Record = (
     | ScoreNext
     | Flush
     | MakeRoom
+    | MakeIdleRoom
     | Compact
     | CutTails
     | Shrink

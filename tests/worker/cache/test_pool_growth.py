@@ -182,6 +182,16 @@ def test_compacting_during_growth_leaves_nothing_behind() -> None:
     check_store(bench.store)
 
 
+def make_idle_room(store: KVStore, pages: int) -> int:
+    """Grow pools as an idle engine does; return the number of pieces."""
+    pieces = 0
+    while store.pages.lacks_room(pages):
+        store.pages.grow_towards(pages)
+        pieces += 1
+        assert pieces < 100
+    return pieces
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 20), (9, 20), (10, 10), (20, 20), (21, 20)])
 def test_an_idle_store_has_free_pages_besides_those_of_snapshots(before: int, after: int) -> None:
     bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
@@ -192,12 +202,38 @@ def test_an_idle_store_has_free_pages_besides_those_of_snapshots(before: int, af
         bench.free(row)
     top, lower = store.pages.allocators
     store.shrink()
+    make_idle_room(store, 2 * before)
     store.shrink(before)
     assert top.free == before
     store.shrink(20)
+    pieces = make_idle_room(store, 20)
 
+    assert pieces == (0 if after <= before else 1 + 2 * len(store.layers))
     assert (top.free, lower.free) == (after, 0)
     assert top.used > 0 < lower.used
+    check_store(store)
+
+
+@pytest.mark.parametrize("pieces", range(1, 6))
+@pytest.mark.parametrize("tokens", [100, 700, 3000])
+def test_a_row_may_come_while_an_idle_store_grows(pieces: int, tokens: int) -> None:
+    bench = Bench()
+    store, kept = bench.store, bench.new(700)
+    store.snapshots.take(kept.row)
+    bench.free(kept)
+    store.shrink()
+    for _ in range(pieces):
+        if store.pages.lacks_room(20):
+            store.pages.grow_towards(20)
+    row = bench.new(tokens)
+    check_store(store)
+    bench.free(row)
+    make_idle_room(store, 20)
+    assert store.pages.allocators[0].free >= 10
+    assert not store.pages.goals
+    check_store(store)
+    store.shrink(20)
+    assert store.pages.allocators[0].free <= 20
     check_store(store)
 
 

@@ -120,3 +120,38 @@ def test_the_last_tokens_are_sent_before_memory_is_returned(
     serve(driver, [prompt_of(40, 1)])
     assert unsent
     assert not any(unsent)
+
+
+def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(
+    copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Driver(shallow.path()).alone(prompt_of(300, 9), max_tokens=8)
+    driver = Driver(shallow.path())
+    cache, run = driver.engine._runner.cache, IdleWork.run
+    grown: list[int] = []
+
+    def noted(work: IdleWork) -> MemoryRequested | None:
+        before, capacity = len(copied), cache.usage.pages_total
+        report = run(work)
+        if cache.usage.pages_total >= capacity:  # pools were not cut
+            grown.append(len(copied) - before)
+        return report
+
+    monkeypatch.setattr(IdleWork, "run", noted)
+    conversation = prompt_of(9000, 2)
+    for tokens in range(3000, 9000, 500):
+        serve(driver, [conversation[:tokens]])
+    assert 1 in grown
+    assert max(grown) == 1
+
+    for tokens in range(9000, 30_000, 500):  # a request comes after the first piece
+        driver.submit("long", prompt_of(tokens, 3), max_tokens=1)
+        grown.clear()
+        driver.run(until=lambda: 1 in grown or not driver.engine.has_work)
+        driver.outcomes.clear()
+        if 1 in grown:
+            break
+    assert driver.engine.has_work, "pieces are left"
+    assert driver.alone(prompt_of(300, 9), max_tokens=8) == expected
+    driver.run()
+    assert not driver.engine.has_work

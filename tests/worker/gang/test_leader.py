@@ -33,7 +33,7 @@ pytestmark = pytest.mark.mlx
 
 READS = {
     "arrays", "charge_of", "charged_bytes", "costs", "evaluate", "freed_bytes", "held_bytes",
-    "lacks_idle_room", "lacks_room", "levels", "limit_bytes", "nbytes", "needs_flush", "row_bytes",
+    "lacks_room", "levels", "limit_bytes", "nbytes", "needs_flush", "row_bytes",
     "sequences", "settings", "snapshot_charge", "stage_ends", "tail_slots", "unlowered", "usage",
 }  # fmt: skip
 """Attributes of the cache and of its snapshots that change nothing, or no result."""
