@@ -17,7 +17,7 @@ from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.language import CUDA
 from kvd.worker.cache import pool
 from kvd.worker.gpu import products
-from kvd.worker.sampling import sampler
+from kvd.worker.sampling import direct_draws, sampler
 from kvd.worker.serving import (
     bit_probe,
     check_key,
@@ -77,6 +77,7 @@ def as_cuda(opaque: Opaque) -> Iterator[None]:
         put(mx.cuda, "is_available", lambda: True)
         stack.enter_context(mock.patch.dict(os.environ, {check_key.VARIABLE: "off"}))
         backend = FusedBackend(Kernels(opaque), CUDA.most_buffers)
+        put(direct_draws, "_agrees", lambda *_: False)  # operations draw, as without the kernel
         put(kernel_choice, "find_kernels", lambda: backend)
         # What replaces the kernels is slow; the comparison runs for its operations alone.
         put(kernel_timing, "DENSE_LIMIT", math.inf)

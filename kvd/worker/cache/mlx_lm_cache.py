@@ -130,7 +130,6 @@ class MlxLmCache:
     scheme = Scheme(16, 16)
     levels = 1
     charged_bytes = 0
-    lacks_room = False
 
     def __init__(
         self, make_caches: Callable[[], list[Any]], *, fixed_bytes: int, token_bytes: int
@@ -227,7 +226,7 @@ class MlxLmCache:
     def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - interface
         return 0
 
-    def lacks_idle_room(self, pages: int) -> bool:  # noqa: ARG002 - interface
+    def lacks_room(self, idle_pages: int | None = None) -> bool:  # noqa: ARG002 - interface
         return False
 
     def cut_tails(self) -> None:

@@ -366,22 +366,23 @@ class ModelCache:
             if clock() >= end:
                 return
 
-    @property
-    def lacks_room(self) -> bool:
-        return any(lacks_room(store) for store in self.stores)
+    def lacks_room(self, idle_pages: int | None = None) -> bool:
+        """Return whether pools should grow before the next flush.
 
-    def make_idle_room(self, pages: int, begin: Callable[[], None] = lambda: None) -> bool:
-        """Grow a piece of pools that lack room for ``pages`` pages; return whether one has grown.
-
-        See `PageStore.lacks_room`. Kinds with a window or chunk keep no room. ``begin`` is called
-        before. The device must be idle.
+        ``idle_pages``: of an idle engine, whether they should grow until it has free places for
+        these pages (`PageStore.lacks_room`). Kinds with a window or chunk keep none.
         """
+        if idle_pages is None:
+            return any(lacks_room(store) for store in self.stores)
+        kept = (store.pages for store in self.stores if not store.kind.bounded)
+        return any(pages.lacks_room(idle_pages) for pages in kept)
+
+    def make_idle_room(self, pages: int) -> None:
+        """Grow a piece of the pools that lack room for ``pages`` pages. The device must be idle."""
         for store in self.stores:
             if not store.kind.bounded and store.pages.lacks_room(pages):
-                begin()
                 store.pages.grow_towards(pages)
-                return True
-        return False
+                return
 
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
         """Set the backend, and the page product for attention that the backend does not do."""

@@ -344,7 +344,7 @@ class MLXEngine:
         if self._reclaiming.active:
             self._enter_pools()
             self._reclaiming.advance()
-        elif self._runner.cache.lacks_room:  # before transfers: the next flush would wait
+        elif self._runner.cache.lacks_room():  # before transfers: the next flush would wait
             self._enter_pools()
             self._runner.cache.make_room(seconds, time.monotonic)
         else:

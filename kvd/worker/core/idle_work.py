@@ -61,11 +61,14 @@ class IdleWork:
         room = admission.budget.pages - cached - grammars - places
         slab = max(0, min(SLAB_PAGES, room))
         excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
-        if excess:
+        if excess or (cache.lacks_room(slab) and not self._grows):
             self._enter_phase("pools")
             cache.shrink(slab)
             give_back(self._cache)
-        self._grows = cache.make_idle_room(slab, lambda: self._enter_phase("pools"))
+        self._grows = cache.lacks_room(slab)
+        if self._grows:
+            self._enter_phase("pools")
+            cache.make_idle_room(slab)
         return admission.give_back_idle(cached + grammars)
 
     def _probe(self) -> None:

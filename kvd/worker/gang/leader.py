@@ -152,16 +152,15 @@ class LeaderCache(Summed):
 
     def make_room(self, seconds: float, clock: Callable[[], float]) -> None:
         end = clock() + seconds
-        while self._one.lacks_room:
+        while self._one.lacks_room():
             self._sender.send(records.MakeRoom(1))
             self._one.make_room(1, Ticks())
             if clock() >= end:
                 return
 
-    def make_idle_room(self, pages: int, begin: Callable[[], None] = lambda: None) -> bool:
+    def make_idle_room(self, pages: int) -> None:
         self._sender.send(records.MakeIdleRoom(pages))
-        grown: bool = self._one.make_idle_room(pages, begin)
-        return grown
+        self._one.make_idle_room(pages)
 
     def compact(self, pages: int = 0) -> int:
         self._sender.send(records.Compact(pages))

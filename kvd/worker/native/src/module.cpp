@@ -725,6 +725,9 @@ class Prefill : public Attention {
   }
 };
 
+// Logits that one thread draws from without help, about 50 us.
+constexpr int64_t DRAWN_ALONE = 50'000;
+
 // Draws a token of each row. Inputs: logits, settings [rows, 4], keys [rows, 2] uint32, and masks
 // [rows, bytes] uint8 if there are any.
 class Draw : public Operation {
@@ -742,7 +745,9 @@ class Draw : public Operation {
          keys = inputs[2].data<uint32_t>(), masks = bound ? inputs[3].data<uint8_t>() : nullptr,
          width = bound ? int64_t{inputs[3].shape(1)} : 0, tokens = outputs[0].data<int32_t>(),
          valid = outputs[1].data<int32_t>()] {
-      kvd::Pool::shared().share(rows, 1, [&](int first, int last) {
+      // Other threads help with rows that take longer than to wake them.
+      const int together = std::max<int64_t>(1, DRAWN_ALONE / size);
+      kvd::Pool::shared().share(rows, together, [&](int first, int last) {
         thread_local std::vector<float> room;
         for (int row = first; row < last; ++row) {
           const kvd::Drawn drawn = kvd::draw(
