@@ -163,6 +163,7 @@ def test_a_prompt_does_not_delay_the_last_token_before_it(
 ) -> None:
     """The step in flight is read before a prompt's pass, and so is the end of its answers."""
     monkeypatch.setattr(batch_module, "IDLE_SECONDS", 60.0)  # the machine may be busy
+    monkeypatch.setattr("kvd.worker.core.masks.SPARE_SECONDS", 60.0)  # and no row late
     demo.submit("short", WORDS, WARM, grammar=DIGITS, max_tokens=3)
     demo.run(until=lambda: len(demo.outcomes["short"].tokens) == 2)
     batch = demo.engine._batch
