@@ -235,6 +235,7 @@ def test_a_late_read_ends_unless_its_rest_takes_less_than_prefill(
 ) -> None:
     """``share`` of the bytes are read after ``late_s``; all should be after a second."""
     clock, reads = engine.engine._clock, engine.engine._prompts.segments
+    monkeypatch.setattr(segment_files, "HANG_SECONDS", 1000.0)  # whatever is on its way
     monkeypatch.setattr(engine.engine._pace, "seconds", lambda decodes: 0.0)  # a record per step
     readings, read = [], reads._files.read
 
