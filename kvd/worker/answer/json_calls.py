@@ -20,7 +20,7 @@ _STRING_EVENT = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[\s,\]}]")
 _NAME_KEYS = ("name", "function", "tool")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
-_OTHER_KEYS = ("id", "type", "index")
+_OTHER_KEYS = ("id", "tool_call_id", "type", "index")
 
 
 class JsonValue:
@@ -242,6 +242,8 @@ class NamedCalls:
         self._head = ""
         self._value = JsonValue()
         self._read: list[str] = []
+        self._tail = ""
+        """What follows the arguments."""
         self._json: JsonCalls | None = None
 
     def push(self, text: str) -> str:
@@ -251,20 +253,36 @@ class NamedCalls:
             return rest
         if not self.calls:
             return self._push_head(text)
-        end = self._value.push(text, 0)
-        self._read.append(text[:end])
-        self.calls[0].pieces.append(text[:end])
         if self._value.done:
-            check_object("".join(self._read))
-            self.calls[0].complete = self.done = True
-        return text[end:]
+            return self._push_tail(text)
+        return self._push_arguments(text)
 
     def push_end(self, text: str) -> str:
         if self._json is not None:
             return self._json.push_end(text)
+        if self._value.done:  # a model may omit the body's end
+            self.calls[0].complete = self.done = True
+            return text
         if not self._value.in_string:
             raise Malformed("the call ends inside its JSON")
         return self.push(text)
+
+    def _push_arguments(self, text: str) -> str:
+        end = self._value.push(text, 0)
+        self._read.append(text[:end])
+        self.calls[0].pieces.append(text[:end])
+        if not self._value.done:
+            return ""
+        check_object("".join(self._read))
+        return self._push_tail(text[end:])
+
+    def _push_tail(self, text: str) -> str:
+        self._tail += text
+        end, rest = self._body.end.strip(), self._tail.lstrip()
+        if rest != end and end.startswith(rest):
+            return ""
+        self.calls[0].complete = self.done = True
+        return rest.removeprefix(end) if end else self._tail
 
     def _push_head(self, text: str) -> str:
         self._head += text

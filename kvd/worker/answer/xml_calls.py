@@ -47,7 +47,7 @@ class XmlCalls:
         self._step: Callable[[], bool] = self._before_name
         self._end = body.end.strip()
         self._after_name = body.after_name.split()
-        self._after_key = body.after_key.split()
+        self._after_keys = [one.split() for one in (body.after_key, body.after_json_key) if one]
         self._close = body.after_value.strip()
         closing = self._end or form.end.text
         self._follows = (body.before_key.strip(), closing)
@@ -130,7 +130,7 @@ class XmlCalls:
         self._searched = self._open_calls = 0
         self._value_pieces, self._is_empty, self._line_break = [], True, True
         self._value_streams = self._streams and self._types == {"string"}
-        return self._skip_all(self._after_key, self._value)
+        return self._skip_any(self._after_keys, self._value)
 
     def _value(self) -> bool:
         end = self._find_end()
@@ -194,6 +194,15 @@ class XmlCalls:
             return False
         opening, closing = (self._text.count(tag, 0, at) for tag in self._opening)
         return self._open_calls + opening - closing > 0
+
+    def _skip_any(self, choices: list[list[str]], then: Callable[[], bool]) -> bool:
+        before = self._text
+        for parts in choices[:-1]:
+            try:
+                return self._skip_all(parts, then)
+            except Malformed:
+                self._text = before
+        return self._skip_all(choices[-1], then)
 
     def _skip_all(self, parts: list[str], then: Callable[[], bool]) -> bool:
         before = self._text

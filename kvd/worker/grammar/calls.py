@@ -82,9 +82,10 @@ class CallRules:
     def _named(self, tool: Tool, body: NamedBody) -> str:
         number = r"/:[0-9]{1,3}/" if body.numbered else ""
         literal = self._source.literal
+        end = f"{SPACE} {literal(body.end.strip())}" if body.end else ""
         return self._source.rule(
             f"{literal(body.before_name + tool.name)} {number} {literal(body.after_name)}"
-            f" {arguments_of(self._source, tool, self._texts)}"
+            f" {arguments_of(self._source, tool, self._texts)} {end}"
         )
 
 

@@ -45,7 +45,8 @@ class XmlRules:
         keys, may_end = "", True
         for key, schema in reversed(properties.items()):
             value = self._value(tool, schema, keys, may_end=may_end)
-            pair = f"{source.literal(key + body.after_key)} {value}"
+            after = (_is_json(schema) and body.after_json_key) or body.after_key
+            pair = f"{source.literal(key + after)} {value}"
             other = f" | {keys}" if keys and key not in names else ""
             keys = source.rule(f"{pair}{other}")
             may_end = may_end and key not in names
@@ -67,9 +68,7 @@ class XmlRules:
 
     def _value(self, tool: Tool, schema: Any, keys: str, *, may_end: bool) -> str:
         """Return a value and what follows it. ``keys``: the rule of the keys that may follow."""
-        kinds = members(schema).get("type")
-        only = kinds if isinstance(kinds, list) else [kinds]
-        if only and all(one in _JSON_TYPES for one in only):
+        if _is_json(schema):
             value = self._source.nest(json_grammar(lenient(members(schema)), "chat.tools"))
             close = self._source.literal(self._close)
             value = f"{SPACE} {value} {SPACE} {close} {SPACE}"
@@ -107,6 +106,13 @@ class XmlRules:
                 f"{whole} & ~/{_ANY}{close}{_ANY_SPACE}(?:{ends}){more}{_ANY if not more else ''}/"
             )
         return whole if end else f"{whole} {source.marker(follow)}"
+
+
+def _is_json(schema: Any) -> bool:
+    """Return whether no string is allowed, so that the value is JSON."""
+    kinds = members(schema).get("type")
+    only = kinds if isinstance(kinds, list) else [kinds]
+    return bool(only) and all(one in _JSON_TYPES for one in only)
 
 
 def _listed(schema: dict[str, Any]) -> str | None:

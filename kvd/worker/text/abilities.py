@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvd.worker.answer.find import find_forms
@@ -12,15 +13,15 @@ from kvd.worker.text.template import ChatTemplate
 from protocol.types import ChatAbilities
 
 
-def forms_of(wrapper: Any, template: ChatTemplate) -> AnswerForms:
+def forms_of(wrapper: Any, template: ChatTemplate, vocabulary: Mapping[str, int]) -> AnswerForms:
     """Return the forms of a model's answers; none without a chat template.
 
     ``wrapper``: as for `kvd.worker.text.text.Text`.
     """
     if not template.exists:
+        template.show_calls(None)
         return AnswerForms()
     tokenizer = wrapper._tokenizer  # noqa: SLF001 - as in `Text`
-    vocabulary = tokenizer.get_vocab()
 
     def token_of(text: str) -> int | None:
         if text not in vocabulary:
@@ -33,12 +34,15 @@ def forms_of(wrapper: Any, template: ChatTemplate) -> AnswerForms:
             return None
         return int(found[0]) if found == [vocabulary[text]] else None
 
-    return find_forms(
+    found = find_forms(
         token_of,
         source=template.source,
+        asked=template.asked,
         rendered_call=template.rendered_call,
         parser=parser_name(wrapper),
     )
+    template.show_calls(found.call)
+    return found
 
 
 def parser_name(wrapper: Any) -> str:
@@ -56,7 +60,7 @@ def abilities_of(template: ChatTemplate, forms: AnswerForms) -> ChatAbilities:
         reasoning = forms.reasoning.begin.text
     return ChatAbilities(
         tools=forms.calls if template.lists_tools else "",
-        tool_results=template.tool_results,
+        tool_results=template.messages.shows_results,
         reasoning=reasoning,
         reasoning_switch=template.switch is not None,
         reasons_by_default=template.reasons_by_default,

@@ -18,7 +18,7 @@ its clean-up of spaces. If the last token leaves a character incomplete, that ch
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvd.worker.text.fast_tokenizer import FastTokenizer
@@ -27,6 +27,8 @@ REPLACEMENT = "\ufffd"
 
 _CONTEXT = 6
 """Tokens of context before the completion; vLLM takes 5. A character has at most 4 bytes."""
+_PIECE = 256
+"""Tokens whose text is compared at once."""
 _MAX_INCOMPLETE = 8
 """Most tokens held back for an incomplete character. With more, their text is sent as it is."""
 
@@ -49,32 +51,32 @@ class Detokenizer(Protocol):
 class BytesTable:
     """The bytes of each token of a byte-level vocabulary."""
 
-    def __init__(self, table: Iterable[bytes]) -> None:
-        self._table = list(table)
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
 
     @staticmethod
-    def of(tokenizer: Any) -> BytesTable | None:
-        """Return the table of a Hugging Face tokenizer, or None if it is not byte-level."""
+    def of(tokenizer: Any, size: int) -> BytesTable | None:
+        """Return the table of a Hugging Face tokenizer, or None if it is not byte-level.
+
+        ``size``: the largest id plus one; ids may have gaps.
+        """
         # Some classes rewrite decoded text across tokens. A table cannot do that.
         known = ("transformers.tokenization_", FastTokenizer.__module__)
         if not type(tokenizer).decode.__module__.startswith(known):
             return None
-        count = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-        names = tokenizer.convert_ids_to_tokens(list(range(count)))
         special = special_ids(tokenizer)
-        table = BytesTable(
-            b"" if name is None or token in special else _bytes_of(name)
-            for token, name in enumerate(names)
-        )
-        return table if table._agrees(tokenizer) else None
-
-    def _agrees(self, tokenizer: Any) -> bool:
-        for start in range(0, len(self._table), 256):
-            tokens = list(range(start, min(start + 256, len(self._table))))
-            text = b"".join(self._table[start : start + 256]).decode("utf-8", "replace")
-            if decode(tokenizer, tokens) != text:
-                return False
-        return True
+        table: list[bytes] = []
+        for start in range(0, size, _PIECE):
+            tokens = list(range(start, min(start + _PIECE, size)))
+            names = tokenizer.convert_ids_to_tokens(tokens)
+            piece = [
+                b"" if name is None or token in special else _bytes_of(name)
+                for token, name in zip(tokens, names, strict=True)
+            ]
+            if decode(tokenizer, tokens) != b"".join(piece).decode("utf-8", "replace"):
+                return None
+            table += piece
+        return BytesTable(table)
 
     def bytes_of(self, token: int) -> bytes:
         """Return a token's bytes; empty for ids beyond the tokenizer's vocabulary."""
@@ -152,13 +154,19 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
     )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that byte-level BPE uses for bytes (GPT-2's ``bytes_to_unicode``)."""
+def _byte_alphabet() -> dict[int, str]:
+    """Return the characters that byte-level BPE uses for bytes (GPT-2's ``bytes_to_unicode``).
+
+    Each is mapped to the character with the byte's number, and other characters below 256 to one
+    that is no byte.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + at): byte for at, byte in enumerate(others)
-    }
+    others = [byte for byte in range(256) if byte not in printable]
+    return (
+        dict.fromkeys(others, REPLACEMENT)
+        | {byte: chr(byte) for byte in printable}
+        | {256 + at: chr(byte) for at, byte in enumerate(others)}
+    )
 
 
 _ALPHABET = _byte_alphabet()
@@ -166,6 +174,7 @@ _ALPHABET = _byte_alphabet()
 
 def _bytes_of(name: str) -> bytes:
     """Return a token's bytes from its name. Names of added tokens may have any characters."""
-    if all(char in _ALPHABET for char in name):
-        return bytes(_ALPHABET[char] for char in name)
-    return name.encode("utf-8", "replace")
+    try:
+        return name.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "replace")

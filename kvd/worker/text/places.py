@@ -72,7 +72,7 @@ def find_place(
         return tool
     marked = template.render(
         [
-            _marked(message, chr(_FIRST_MARK + index), text=template.wants_text)
+            _marked(message, chr(_FIRST_MARK + index), text=template.messages.arguments_are_text)
             for index, message in enumerate(_with_start(messages))
         ],
         chat,

@@ -10,12 +10,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvd.worker.answer.find import PROBE_ARGUMENTS, PROBE_TOOL
+from kvd.worker.answer.forms import CallForm
 from kvd.worker.answer.tools import as_openai
 from kvd.worker.text import system_notes
 from kvd.worker.text.efforts import find_efforts, nearest_effort
+from kvd.worker.text.template_messages import TemplateMessages, joined, with_answers
 from protocol.errors import InvalidRequest
-from protocol.tools import ChatOptions
+from protocol.tools import ChatOptions, ToolCall
 from protocol.types import ChatMessage
 
 TEMPLATE_BYTES = 128 * 1024 * 1024
@@ -23,13 +27,14 @@ TEMPLATE_BYTES = 128 * 1024 * 1024
 TEMPLATE_SECONDS = 5.0
 """Seconds of CPU time that rendering may take. Measured: 0.7 s for 100,000 short messages."""
 _SWITCHES = ("enable_thinking", "thinking")
-_ASKED = {"role": "user", "content": "probe question"}
-_ANSWER = {"role": "assistant", "content": "probe answer"}
-_MORE = {"role": "user", "content": "probe again"}
-_NOTE = {"role": "system", "content": "probe note"}
-_RESULT = {
-    "role": "tool", "content": "probe result", "tool_call_id": "probe0001", "name": PROBE_TOOL.name,
-}  # fmt: skip
+_ASKED = ChatMessage("user", "probe question")
+_ANSWER = ChatMessage("assistant", "probe answer")
+_MORE = ChatMessage("user", "probe again")
+_NOTE = ChatMessage("system", "probe note")
+_CALLED = ToolCall(PROBE_TOOL.name, json.dumps(PROBE_ARGUMENTS), "probe0001")
+_CALL = ChatMessage("assistant", "", tool_calls=[_CALLED])
+_RESULT = ChatMessage("tool", "probe result", tool_call_id="probe0001", name=PROBE_TOOL.name)
+_TOOLS = [as_openai(PROBE_TOOL)]
 _OWN_ARGUMENTS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
@@ -52,17 +57,18 @@ class ChatTemplate:
         self.source = str(wrapper.chat_template or "")
         self._too_slow = False
         """Whether a trial conversation took too long or too much memory: then no other is tried."""
-        self._names_thinking = "thinking" in self.source and "reasoning_content" not in self.source
+        self.messages = TemplateMessages(
+            names_thinking="thinking" in self.source and "reasoning_content" not in self.source
+        )
         plain = self._try([_ASKED])
-        self.wants_text = False
-        """Whether arguments of calls are given to the template as JSON text."""
+        self.tools_argument = "tools"
+        """Name of the template's argument that lists the tools."""
+        self.asked = self._ask_with_tools()
+        """A question with a tool that may be called, rendered."""
         self.rendered_call = self._render_call()
         self.system = "probe note" in self._try([_NOTE, _ASKED])
         self.late_system = self._in_order([_ASKED, _ANSWER, _NOTE, _MORE])
-        self.lists_tools = PROBE_TOOL.name in self._try([_ASKED], tools=[as_openai(PROBE_TOOL)])
-        self.tool_results = self.rendered_call != "" and "probe result" in self._try(
-            [_ASKED, self._call(), _RESULT]
-        )
+        self.lists_tools = PROBE_TOOL.name in self.asked
         self.switch = next((name for name in _SWITCHES if self._switches(name)), None)
         """Argument that turns reasoning on and off."""
         self.reasons_by_default = self.switch is None or plain != self._try(
@@ -76,11 +82,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[ChatMessage], chat: ChatOptions) -> str:
         """Return the prompt; raises `InvalidRequest`."""
-        adapted = system_notes.place(messages, system=self.system, late=self.late_system)
-        content = [self._message(message) for message in adapted]
+        placed = system_notes.place(messages, system=self.system, late=self.late_system)
+        adapted = self.messages.adapt(placed)
         arguments = self._arguments(chat)
         try:
-            return self._limit(lambda: self._apply(content, arguments))
+            return self._limit(lambda: self._apply_or_join(adapted, arguments))
         except (MemoryError, TimeoutError) as error:
             took = f"{TEMPLATE_BYTES >> 20} MiB"
             if isinstance(error, TimeoutError):
@@ -101,12 +107,44 @@ class ChatTemplate:
             return True
         return bool(self._arguments(chat).get(self.switch, self.reasons_by_default))
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+    def show_calls(self, form: CallForm | None) -> None:
+        """Take the form of calls, and find out whether the template shows results of tools."""
+        self.messages.form = form
+        messages = [_ASKED, _CALL, _RESULT]
+        results = (self._try(messages), self._try(messages, **{self.tools_argument: _TOOLS}))
+        self.messages.shows_results = (form is not None or self.rendered_call != "") and any(
+            _RESULT.content in text for text in results
+        )
+
+    def _apply_or_join(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
+        """Render messages.
+
+        If the template refuses them, successive ones of a role are joined, and then blank answers
+        are inserted: many templates want the roles to alternate.
+        """
+        try:
+            return self._apply(messages, arguments)
+        except (MemoryError, TimeoutError):
+            raise
+        except Exception as error:  # noqa: BLE001 - templates raise any error
+            refusal = error
+        fewer = joined(messages)
+        for other in (fewer, with_answers(fewer)):
+            try:
+                return self._apply(other, arguments)
+            except (MemoryError, TimeoutError):
+                raise
+            except Exception:  # noqa: BLE001, S112 - the first refusal is reported
+                continue
+        raise refusal
+
+    def _apply(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
         settings: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **arguments}
         wrapper = self._wrapper
         if wrapper._chat_template is None:  # noqa: SLF001 - the wrapper would turn reasoning on
             wrapper, settings["return_dict"] = wrapper._tokenizer, False  # noqa: SLF001
-        text: str = wrapper.apply_chat_template(list(messages), **settings)
+        content = list(map(self.messages.convert, messages))
+        text: str = wrapper.apply_chat_template(content, **settings)
         return text
 
     def _arguments(self, chat: ChatOptions) -> dict[str, Any]:
@@ -117,7 +155,7 @@ class ChatTemplate:
                 field="chat.template",
             )
         if chat.tools and chat.tool_choice != "none":
-            arguments["tools"] = [as_openai(tool) for tool in chat.tools]
+            arguments[self.tools_argument] = [as_openai(tool) for tool in chat.tools]
         reasoning = chat.reasoning
         if reasoning is None and chat.effort is not None:
             reasoning = chat.effort != "none"
@@ -127,69 +165,53 @@ class ChatTemplate:
             arguments.setdefault("reasoning_effort", nearest_effort(chat.effort, self.efforts))
         return arguments
 
-    def _message(self, message: ChatMessage) -> dict[str, Any]:
-        content: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.reasoning:
-            name = "thinking" if self._names_thinking else "reasoning_content"
-            content[name] = message.reasoning
-        if message.tool_calls:
-            content["tool_calls"] = [
-                self._tool_call(call.name, call.arguments, call.id) for call in message.tool_calls
-            ]
-        if message.role != "tool":
-            return content
-        if not self.tool_results:
-            name = f" of {message.name}" if message.name else ""
-            return {"role": "user", "content": f"Result{name}: {message.content}"}
-        return {**content, "tool_call_id": message.tool_call_id, "name": message.name}
-
-    def _tool_call(self, name: str, arguments: str, call_id: str) -> dict[str, Any]:
-        value: Any = arguments
-        if not self.wants_text:
-            try:
-                value = json.loads(arguments)
-            except (ValueError, RecursionError):  # cut off, or written so by the model
-                value = None
-            if not isinstance(value, dict):
-                value = {"arguments": arguments}
-        function = {"name": name, "arguments": value}
-        return {"id": call_id, "type": "function", "function": function}
-
     # Trial conversations.
 
-    def _try(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    def _try(self, messages: Sequence[ChatMessage], **arguments: Any) -> str:
         """Return a rendered conversation; empty if the template refuses it."""
         if not self.exists or self._too_slow:
             return ""
         try:
-            return self._limit(lambda: self._apply(messages, arguments))
+            return self._limit(lambda: self._apply(self.messages.adapt(messages), arguments))
         except (MemoryError, TimeoutError):
             self._too_slow = True
             return ""
         except Exception:  # noqa: BLE001 - templates raise any error
             return ""
 
-    def _call(self) -> dict[str, Any]:
-        arguments = json.dumps(PROBE_ARGUMENTS)
-        call = self._tool_call(PROBE_TOOL.name, arguments, "probe0001")
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    def _ask_with_tools(self) -> str:
+        """Render a question with a tool; find out how the template's list of tools is called."""
+        for self.tools_argument in ("xml_tools", "tools"):
+            text = self._try([_ASKED], **{self.tools_argument: _TOOLS})
+            if PROBE_TOOL.name in text:
+                break
+        return text
 
     def _render_call(self) -> str:
         """Render a call with the arguments as an object, or as text if the template wants that."""
-        tools = [as_openai(PROBE_TOOL)]
-        for self.wants_text in (False, True):
+        given = {self.tools_argument: _TOOLS}
+        for self.messages.arguments_are_text in (False, True):
             for rest in ([_RESULT], []):
-                text = self._try([_ASKED, self._call(), *rest], tools=tools)
-                if PROBE_TOOL.name in text.partition("probe question")[2] and "{'" not in text:
-                    return text
-        self.wants_text = False
+                text = self._try([_ASKED, _CALL, *rest], **given).partition(_ASKED.content)
+                if PROBE_TOOL.name in text[2] and "{'" not in text[2]:
+                    self._try_calls(given)
+                    return "".join(text)
+        self.messages.arguments_are_text = self.messages.shows_calls = False
         return ""
 
-    def _in_order(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def _try_calls(self, given: Mapping[str, Any]) -> None:
+        """Find out whether ids may be long, and whether a message may have several calls."""
+        long = replace(_CALL, tool_calls=[replace(_CALLED, id="probe-call-of-any-length")])
+        self.messages.short_ids = not self._try([_ASKED, long], **given)
+        second = ToolCall(PROBE_TOOL.name, '{"probe_key": "second value"}', "probe0002")
+        both = replace(_CALL, tool_calls=[_CALLED, second])
+        self.messages.single_calls = "second value" not in self._try([_ASKED, both], **given)
+
+    def _in_order(self, messages: Sequence[ChatMessage]) -> bool:
         """Return whether all messages are rendered, each after the one before it."""
         text, at = self._try(messages), 0
         for message in messages:
-            at = text.find(message["content"], at)
+            at = text.find(message.content, at)
             if at < 0:
                 return False
         return True

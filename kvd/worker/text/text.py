@@ -58,13 +58,15 @@ class Text:
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
         self.vocab_size = vocab_size
         self.context_length = context_length
-        self._table = BytesTable.of(self._tokenizer)
+        vocabulary = self._tokenizer.get_vocab()
+        size = 1 + max(vocabulary.values())
+        self._table = BytesTable.of(self._tokenizer, size)
         self._special = special_ids(self._tokenizer)
         self._prefix = _prefix_of(self._tokenizer)
-        self._token_texts = TokenTexts(self._tokenizer, self._table, self._special)
+        self._token_texts = TokenTexts(self._tokenizer, self._table, self._special, size)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         self.template = ChatTemplate(tokenizer, limit_template)
-        forms = forms_of(tokenizer, self.template)
+        forms = forms_of(tokenizer, self.template, vocabulary)
         self.split = Splitting(self._tokenizer, forms)
         self.abilities = abilities_of(self.template, forms)
         """What the chat template and the vocabulary allow."""

@@ -20,11 +20,14 @@ _SPACE = "\u2581"
 class TokenTexts:
     """Texts of one tokenizer's tokens, cached."""
 
-    def __init__(self, tokenizer: Any, table: BytesTable | None, special: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, table: BytesTable | None, special: frozenset[int], size: int
+    ) -> None:
+        """``size``: the largest id plus one."""
         self._tokenizer = tokenizer
         self._table = table
         self._special = special
-        self.size = 1 + max(tokenizer.get_vocab().values())
+        self.size = size
         self._known: dict[int, tuple[str, list[int] | None]] = {}
 
     def of(self, token: int) -> tuple[str, list[int] | None]:

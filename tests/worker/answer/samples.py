@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from kvd.worker.answer import forms
 from kvd.worker.answer.forms import AnswerForms
@@ -26,6 +27,12 @@ _R = '{"city": "Rome"}'
 
 def _of(call, reasoning=forms.THINK):
     return AnswerForms(reasoning, call)
+
+
+def _wide(text):
+    """Return a text with DeepSeek's wide bars for ``%`` and its spaces for ``_`` in markers."""
+    marked = re.sub("<%[^>]*%>", lambda found: found[0].replace("_", "\u2581"), text)
+    return marked.replace("%", "\uff5c")
 
 
 SAMPLES = {
@@ -106,6 +113,66 @@ SAMPLES = {
         f'<|tool_call|>[{{"name": "get_weather", "arguments": {_P}}}]',
         [PARIS],
     ),
+    "seed": Sample(
+        _of(forms.SEED, forms.REASONING[4]),
+        "<seed:think>Hm.</seed:think>I look.\n<seed:tool_call>\n<function=get_weather>\n"
+        "<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n</function>\n"
+        "</seed:tool_call>\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome"
+        "</parameter>\n</function>\n</seed:tool_call>",
+        [("reasoning", "Hm."), ("text", "I look."), PARIS, ROME],
+    ),
+    "dsml": Sample(
+        _of(forms.DEEPSEEK_V32),
+        _wide(
+            'Yes.\n\n<%DSML%function_calls>\n<%DSML%invoke name="get_weather">\n'
+            '<%DSML%parameter name="city" string="true">Paris</%DSML%parameter>\n'
+            '<%DSML%parameter name="days" string="false">2</%DSML%parameter>\n</%DSML%invoke>\n'
+            '<%DSML%invoke name="get_weather">\n<%DSML%parameter name="city" string="true">Rome'
+            "</%DSML%parameter>\n</%DSML%invoke>\n</%DSML%function_calls>"
+        ),
+        [("text", "Yes."), PARIS, ROME],
+    ),
+    "deepseek r1": Sample(
+        _of(forms.DEEPSEEK_R1),
+        _wide(
+            "I look.<%tool_calls_begin%>"
+            "<%tool_call_begin%>function<%tool_sep%>get_weather\n```json\n"
+            f"{_P}\n```<%tool_call_end%>\n"
+            "<%tool_call_begin%>function<%tool_sep%>get_weather\n```json\n"
+            f"{_R}\n```<%tool_call_end%><%tool_calls_end%>"
+        ),
+        [("text", "I look."), PARIS, ROME],
+        (_wide("<%tool_sep%>"),),
+    ),
+    "cohere": Sample(
+        _of(forms.COHERE, forms.REASONING[5]),
+        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0",'
+        f' "tool_name": "get_weather", "parameters": {_P}}},\n    {{"tool_call_id": "1",'
+        f' "tool_name": "get_weather", "parameters": {_R}}}\n]<|END_ACTION|>',
+        [("reasoning", "Hm."), PARIS, ROME],
+    ),
+    "nemotron": Sample(
+        _of(forms.NEMOTRON),
+        f'<think>a</think>\n<TOOLCALL>[{{"name": "get_weather", "arguments": {_P}}}]</TOOLCALL>',
+        [("reasoning", "a"), PARIS],
+    ),
+    "apriel": Sample(
+        _of(forms.APRIEL, None),
+        f'I look.\n<tool_calls>[{{"name": "get_weather", "arguments": {_P}, "id": "a"}},'
+        f' {{"name": "get_weather", "arguments": {_R}}}]</tool_calls>',
+        [("text", "I look."), PARIS, ROME],
+    ),
+    "minimax m1": Sample(
+        _of(forms.MINIMAX_M1),
+        f'<tool_calls>\n{{"name": "get_weather", "arguments": {_P}}}\n{{"name": "get_weather",'
+        f' "arguments": {_R}}}\n</tool_calls>',
+        [PARIS, ROME],
+    ),
+    "functionary": Sample(
+        _of(forms.FUNCTIONARY, None),
+        f"I look.<function=get_weather>{_P}</function><function=get_weather>{_R}</function>",
+        [("text", "I look."), PARIS, ROME],
+    ),
     "pythonic": Sample(
         _of(forms.PYTHONIC, None),
         '<|tool_call_start|>[get_weather(city="Paris", days=2), get_weather(city="Rome")]'
@@ -113,7 +180,7 @@ SAMPLES = {
         [PARIS, ROME, ("text", "Wait.")],
     ),
     "gemma": Sample(
-        _of(forms.GEMMA, forms.REASONING[5]),
+        _of(forms.GEMMA, forms.REASONING[8]),
         '<|channel>thought\nHm.<channel|><|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}'
         "<tool_call|>",
         [("reasoning", "Hm."), PARIS],

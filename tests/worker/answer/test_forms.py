@@ -49,4 +49,4 @@ def test_the_page_of_models_lists_all_forms():
     assert listed == {"harmony": False} | {
         form.name: isinstance(form.body, forms.WholeBody) for form in forms.CALLS
     }
-    assert all(form.begin.text in page for form in forms.REASONING[:5])
+    assert all(form.begin.text in page for form in forms.REASONING[:8])

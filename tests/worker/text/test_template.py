@@ -147,6 +147,98 @@ def test_results_are_notes_of_the_user_if_the_template_has_no_tool_role():
     assert "Result of find: it is 4" in rendered(text, [ASKED, answered, RESULT])
 
 
+CALLS = ChatMessage(
+    "assistant",
+    "I look.",
+    tool_calls=[ToolCall("find", '{"n": 3}', "a"), ToolCall("find", "{}", "b")],
+)
+RESULTS = [ChatMessage("tool", f"result {one}", tool_call_id=one, name="find") for one in "ba"]
+
+
+@pytest.mark.parametrize("template", ["LLAMA", "GPT_OSS"])
+def test_each_call_has_a_message_if_the_template_shows_only_one(template):
+    text = text_of(getattr(templates, template), *HARMONY, "<|call|>")
+    found = rendered(text, [ASKED, CALLS, *RESULTS, ASKED])
+    first, second = found.index('{"n": 3}'), found.index("{}")
+    assert first < found.index("result a") < second < found.index("result b")
+
+
+def test_ids_are_shortened_for_a_template_that_wants_short_ones():
+    text = text_of(templates.MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    assert text.template.messages.short_ids
+    shown = text.template.messages.convert(CALLS)
+    (first, second) = (call["id"] for call in shown["tool_calls"])
+    assert len({first, second}) == 2
+    assert [text.template.messages.convert(one)["tool_call_id"] for one in RESULTS] == [
+        second,
+        first,
+    ]
+    assert text.template.messages.convert(RESULT)["tool_call_id"] == RESULT.tool_call_id
+    assert '[ARGS]{"n": 3}' in rendered(text, [ASKED, CALLS, *RESULTS])
+    assert not text_of(templates.QWEN, *MARKERS).template.messages.short_ids
+
+
+def test_messages_of_a_role_are_joined_if_the_template_refuses_them():
+    text = text_of(templates.GEMMA)
+    found = rendered(text, [ASKED, ChatMessage("user", "and?"), CALLS, *RESULTS])
+    assert "<start>user\nquestion\n\nand?<end>" in found
+    assert "<start>user\nResult of find: result b\n\nResult of find: result a<end>" in found
+    assert (
+        rendered(text_of(templates.QWEN, *MARKERS), [ASKED, ASKED]).count("<|im_start|>user") == 2
+    )
+
+
+def test_a_blank_answer_stands_between_two_questions_that_roles_separate():
+    check = (
+        "{%- set plain = rest | rejectattr('role', 'equalto', 'tool')"
+        " | selectattr('tool_calls', 'undefined') | list %}{%- for m in plain %}"
+        "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles alternate') }}{% endif %}{% endfor %}"
+    )
+    loop = "{%- for m in rest %}"
+    strict = templates.MISTRAL.replace(loop, check + loop)
+    text = text_of(strict, "[TOOL_CALLS]", "[ARGS]")
+    found = rendered(text, [ASKED, CALL, RESULT, ChatMessage("user", "stop")])
+    assert found.endswith("[TOOL_RESULTS]it is 4[/TOOL_RESULTS] [INST]stop[/INST]")
+    with pytest.raises(InvalidRequest, match="roles alternate"):
+        rendered(text, [ChatMessage("assistant", "first")])
+
+
+def test_calls_that_the_template_does_not_show_are_text_in_the_models_form():
+    granite = (
+        "{{ (tools or []) | tojson }} Call with <|tool_call|> and a list.\n"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    )
+    text = text_of(granite, "<|tool_call|>")
+    assert text.abilities.tools == forms.GRANITE.name
+    assert text.abilities.tool_results
+    found = rendered(text, [ASKED, CALL, RESULT], tools=[TOOL])
+    assert (
+        '<assistant><|tool_call|>[{"name": "find", "arguments": {"n": 3}}]\n<tool>it is 4' in found
+    )
+
+
+def test_a_template_that_cannot_take_calls_gets_them_as_text():
+    loop = "{%- for call in m.tool_calls or [] %}"
+    refuses = templates.QWEN.replace(loop, loop + "{{ m.append(1) }}")
+    text = text_of(refuses, *MARKERS)
+    assert "find" in rendered(text, [ASKED, CALL, RESULT])
+
+
+def test_tools_are_given_under_the_name_that_the_template_uses():
+    renamed = templates.QWEN.replace("if tools", "if xml_tools").replace("in tools", "in xml_tools")
+    text = text_of(renamed, *MARKERS)
+    assert text.abilities.tools == forms.QWEN.name
+    assert '"name": "find"' in rendered(text, [ASKED], tools=[TOOL])
+
+
+def test_a_call_in_a_form_that_is_not_known_is_not_taken_for_another():
+    """Here mlx-lm's choice would be its parser of JSON, and an object is shown as well."""
+    other = templates.QWEN.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")
+    text = text_of(other + "{# <tool_call> tool_call.name #}", *MARKERS)
+    assert text.abilities.tools == ""
+
+
 def test_a_late_system_message_stays_in_its_place():
     messages = [ASKED, ChatMessage("assistant", "a"), ChatMessage("system", "be brief")]
     for template in (templates.QWEN, templates.LLAMA, templates.MISTRAL, templates.GEMMA):
