@@ -1,19 +1,30 @@
-"""CPU times of masks over a large vocabulary, by kind of grammar and by allowed tokens."""
+"""CPU times of masks over a large vocabulary, by kind of grammar and by allowed tokens.
+
+    python -m bench.masks [--tokenizer TOKENIZER_JSON] [--json FILE]
+
+Without a tokenizer, the vocabulary is random. With one, it is that of a byte-level BPE;
+`make clients` installs Qwen3's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
+from bench.report import machine, publish
 from kvd.worker.grammar.answers import AnswerContext, AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import Compilation, Compiler
 from kvd.worker.grammar.matcher import MaskFiller, Matcher
 from kvd.worker.grammar.vocabulary import Vocabulary
+from kvd.worker.text.detokenizer import bytes_of
 from protocol.tools import Grammar
 from protocol.types import Sampling
 from protocol.worker import Submit
@@ -94,6 +105,14 @@ def pieces(count: int) -> list[bytes]:
     return list(found)
 
 
+def pieces_of(file: Path) -> list[bytes]:
+    """Return the bytes of a byte-level tokenizer's tokens, without added ones."""
+    tokenizer = Tokenizer.from_file(str(file))
+    count = tokenizer.get_vocab_size(with_added_tokens=False)
+    names = (tokenizer.id_to_token(token) for token in range(count))
+    return [bytes_of("" if name is None else name) for name in names]
+
+
 class Measurement:
     """Masks of completions by many grammars, one row at a time."""
 
@@ -142,9 +161,13 @@ class Measurement:
         return compilation
 
 
-def measure(steps: int = 400) -> dict[str, Any]:
-    """Return CPU times of masks over a random vocabulary, in milliseconds."""
-    measurement = Measurement(pieces(VOCABULARY - 1))
+def measure(words: Sequence[bytes] | None = None, steps: int = 400) -> dict[str, Any]:
+    """Return CPU times of masks, in milliseconds.
+
+    ``words``: the bytes of all tokens; None: those of `VOCABULARY` random ones.
+    """
+    words = pieces(VOCABULARY - 1) if words is None else words
+    measurement = Measurement(words)
     kinds = {name: measurement.follow(one, steps, 1) for name, one in KINDS.items()}
     mixed: list[float] = []
     for seed in range(RANDOM_SCHEMAS):
@@ -153,7 +176,7 @@ def measure(steps: int = 400) -> dict[str, Any]:
     kinds[f"{RANDOM_SCHEMAS} random schemas"] = mixed
     seconds = [one for found in kinds.values() for one in found]
     return {
-        "vocabulary": VOCABULARY,
+        "vocabulary": len(words) + 1,
         "tokenizer_s": round(measurement.tokenizer_s, 3),
         "all_ms": _summary(seconds),
         "by_kind_ms": {name: _summary(found) for name, found in kinds.items()},
@@ -173,3 +196,18 @@ def answer_grammar(grammar: Grammar, *, canonical: bool = False) -> AnswerGramma
     """Return the grammar of a whole answer; ``canonical``: see `Vocabulary`."""
     request = Submit(rid="r", prompt="x", sampling=Sampling(seed=0), grammar=grammar)
     return write_grammar(request, AnswerContext(), canonical=canonical)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.masks")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of a byte-level BPE")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    asked = parser.parse_args()
+    words = None if asked.tokenizer is None else pieces_of(asked.tokenizer)
+    name = "random" if asked.tokenizer is None else asked.tokenizer.parent.parent.name
+    report = {"tokenizer": name, "machine": machine()} | measure(words)
+    publish(report, asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,7 @@ class BytesTable:
             tokens = list(range(start, min(start + _PIECE, size)))
             names = tokenizer.convert_ids_to_tokens(tokens)
             piece = [
-                b"" if name is None or token in special else _bytes_of(name)
+                b"" if name is None or token in special else bytes_of(name)
                 for token, name in zip(tokens, names, strict=True)
             ]
             if decode(tokenizer, tokens) != b"".join(piece).decode("utf-8", "replace"):
@@ -172,8 +172,8 @@ def _byte_alphabet() -> dict[int, str]:
 _ALPHABET = _byte_alphabet()
 
 
-def _bytes_of(name: str) -> bytes:
-    """Return a token's bytes from its name. Names of added tokens may have any characters."""
+def bytes_of(name: str) -> bytes:
+    """Return a byte-level token's bytes from its name, which for added tokens may be any text."""
     try:
         return name.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
