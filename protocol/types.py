@@ -193,6 +193,8 @@ class ChatAbilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     tools: str = ""
     """Form of its tool calls, such as ``json in <tool_call>``; empty: it cannot call tools."""
+    tools_noted: bool = False
+    """Whether kvd lists tools in the system message, because the template does not."""
     tool_results: bool = False
     """Whether the template renders messages of role ``tool``."""
     reasoning: str = ""
@@ -329,8 +331,7 @@ class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
 SPAN_BOUNDS_S = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-"""Upper bounds of the buckets, in seconds: from a small model's decode step to a chunk of an 8B
-model on a CPU."""
+"""Upper bounds of the buckets, in seconds: from a small model's step to a chunk of 8B on a CPU."""
 
 
 class DurationHistogram(msgspec.Struct, frozen=True):

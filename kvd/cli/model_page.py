@@ -87,8 +87,9 @@ def _abilities(chat: ChatAbilities | None) -> list[str]:
     """Return what a model can do in a conversation, in one or two lines."""
     if chat is None:
         return ["no chat template: prompts only"]
+    noted = ", tools in the system message" if chat.tools_noted else ""
     results = "" if chat.tool_results else ", results as notes of the user"
-    first = f"tool calls as {chat.tools}{results}" if chat.tools else "no tool calls"
+    first = f"tool calls as {chat.tools}{noted}{results}" if chat.tools else "no tool calls"
     if not chat.late_system:
         first += "; late system messages as notes of the user"
     if not chat.reasoning and not chat.efforts:

@@ -88,13 +88,16 @@ def _reasoning(token_of: Callable[[str], int | None], shown: str) -> ReasoningFo
 
 
 def _named_form(source: str) -> CallForm | None:
-    """Return the form that a template describes, for templates that do not show calls."""
+    """Return the form whose texts all occur in a template; of several, the one with most texts."""
     described = [form for form in forms.CALLS if all(text in source for text in _texts(form))]
     return max(described, key=lambda form: len(_texts(form)), default=None)
 
 
 def _texts(form: CallForm) -> list[str]:
-    """Return the texts by which a form is known; of those without a marker, one that is nowhere."""
+    """Return the texts that identify a form in a template.
+
+    A form without an opening marker gets a text that never occurs, so that it is never chosen.
+    """
     texts = [marker.text for marker in AnswerForms(call=form).call_markers if marker]
     if isinstance(form.body, XmlBody):
         texts.append(form.body.before_name.strip())

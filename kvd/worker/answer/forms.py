@@ -78,7 +78,7 @@ class XmlBody:
     end: str
     """Text after the last value; may be empty."""
     after_json_key: str = ""
-    """Text between a key and a value that is no string; empty: ``after_key``."""
+    """Text between a key and a value that is JSON and no string; empty: ``after_key``."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ _DSML = "\uff5cDSML\uff5c"
 
 
 def _dsml(section: str) -> CallForm:
-    """Return DeepSeek's form with an attribute that tells strings from other values."""
+    """Return DeepSeek's form, whose attribute ``string`` marks strings."""
     return CallForm(
         f"xml in <{_DSML}{section}>",
         NONE,
@@ -360,7 +360,7 @@ DEEPSEEK = CallForm(
     section=(_deepseek("tool calls begin"), _deepseek("tool calls end")),
 )
 DEEPSEEK_R1 = CallForm(
-    "json in a code block in <|tool_call_begin|> of DeepSeek",
+    "json block of DeepSeek R1",
     _deepseek("tool call begin"),
     _deepseek("tool call end"),
     NamedBody(f"function{_deepseek('tool sep').text}", "\n```json\n", end="\n```"),

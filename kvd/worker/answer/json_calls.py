@@ -251,17 +251,17 @@ class NamedCalls:
             rest = self._json.push(text)
             self.done = self._json.done
             return rest
-        if not self.calls:
-            return self._push_head(text)
         if self._value.done:
             return self._push_tail(text)
+        if not self.calls:
+            return self._push_head(text)
         return self._push_arguments(text)
 
     def push_end(self, text: str) -> str:
         if self._json is not None:
             return self._json.push_end(text)
-        if self._value.done:  # a model may omit the body's end
-            self.calls[0].complete = self.done = True
+        if self._value.done:  # the closing marker may follow without the body's end
+            self.done = True
             return text
         if not self._value.in_string:
             raise Malformed("the call ends inside its JSON")
@@ -274,6 +274,7 @@ class NamedCalls:
         if not self._value.done:
             return ""
         check_object("".join(self._read))
+        self.calls[0].complete = True
         return self._push_tail(text[end:])
 
     def _push_tail(self, text: str) -> str:
@@ -281,7 +282,7 @@ class NamedCalls:
         end, rest = self._body.end.strip(), self._tail.lstrip()
         if rest != end and end.startswith(rest):
             return ""
-        self.calls[0].complete = self.done = True
+        self.done = True
         return rest.removeprefix(end) if end else self._tail
 
     def _push_head(self, text: str) -> str:

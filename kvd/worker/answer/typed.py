@@ -52,7 +52,7 @@ def parameter_types(parameters: Mapping[str, Any], name: str) -> set[str]:
     return types_of(schema, parameters)
 
 
-def as_json(text: str, types: set[str]) -> str:
+def as_allowed(text: str, types: set[str]) -> str:
     """Return a value that was written without quotes as JSON of an allowed type.
 
     Without types, it is what it looks like. A value of no allowed type becomes a string.
@@ -73,6 +73,15 @@ def as_json(text: str, types: set[str]) -> str:
     allowed = not types or name in types or (name == "integer" and "number" in types)
     # A string in quotes: the model wrote them as part of the value.
     return bare if allowed and name != "string" else quoted(text)
+
+
+def as_json(text: str) -> str:
+    """Return a value that was written as JSON; a string if it is none."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    return text.strip()
 
 
 def quoted(text: str) -> str:

@@ -6,25 +6,30 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvd.worker.answer.forms import CallForm, JsonBody, NamedBody, WholeBody, XmlBody
+from kvd.worker.answer.forms import PYTHONIC, CallForm, JsonBody, NamedBody, XmlBody
 from protocol.tools import ToolCall
 
 _PLAIN = JsonBody()
 
 
 def write_calls(form: CallForm | None, calls: Sequence[ToolCall]) -> str:
-    """Return calls as the model would write them; as JSON if its form is not known."""
+    """Return calls as text in a form; as JSON if it is not known or cannot be written.
+
+    Whitespace may differ from what the model writes.
+    """
     if form is None:
         return "\n".join(_json(_PLAIN, call) for call in calls)
     begin, end = form.begin.text + form.before, form.after + form.end.text
-    if isinstance(form.body, JsonBody) and form.body.listed:
-        body = form.body
-        return f"{begin}[{', '.join(_json(body, call) for call in calls)}]{end}"
+    listed = isinstance(form.body, JsonBody) and form.body.listed
+    if listed or form.body == PYTHONIC.body:
+        return f"{begin}[{', '.join(_body(form, call, 0) for call in calls)}]{end}"
     written = form.between.join(
         f"{begin}{_body(form, call, number)}{end}" for number, call in enumerate(calls)
     )
-    opening, closing = (one.text for one in form.section) if form.section else ("", "")
-    return f"{opening}{written}{closing}"
+    if form.section is None:
+        return written
+    gap = "" if form.begin else form.between
+    return f"{form.section[0].text}{gap}{written}{gap}{form.section[1].text}"
 
 
 def _body(form: CallForm, call: ToolCall, number: int) -> str:
@@ -39,9 +44,9 @@ def _body(form: CallForm, call: ToolCall, number: int) -> str:
         case XmlBody():
             pairs = "".join(_pairs(body, arguments_of(call)))
             return f"{body.before_name}{call.name}{body.after_name}{pairs}{body.end}"
-        case WholeBody(parser="pythonic"):
+        case _ if body == PYTHONIC.body:
             given = ", ".join(f"{key}={value!r}" for key, value in arguments_of(call).items())
-            return f"[{call.name}({given})]"
+            return f"{call.name}({given})"
         case _:
             return _json(_PLAIN, call)
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvd.worker.answer.forms import CallForm, XmlBody
 from kvd.worker.answer.json_calls import check_name
 from kvd.worker.answer.scanner import FoundCall, Malformed
-from kvd.worker.answer.typed import as_json, parameter_types, quoted
+from kvd.worker.answer.typed import as_allowed, as_json, parameter_types, quoted
 
 _NAME = re.compile(r'[^\s<>"]+')
 _KEY = re.compile(r'[^<>"\n]+')
@@ -59,6 +59,8 @@ class XmlCalls:
         """Characters of the text in which the value cannot end."""
         # A line break before the closing tag is a part of it; a quoted call's tags may be cut.
         self._kept = max(map(len, self._opening)) if self._quotes_calls else 1
+        self._is_json = False
+        """Whether the form says that the value is JSON."""
         self._value_streams = False
         """Whether the value is a string that is passed on as it arrives."""
         self._value_pieces: list[str] = []
@@ -129,8 +131,17 @@ class XmlCalls:
         self._is_first = False
         self._searched = self._open_calls = 0
         self._value_pieces, self._is_empty, self._line_break = [], True, True
-        self._value_streams = self._streams and self._types == {"string"}
-        return self._skip_any(self._after_keys, self._value)
+        before = self._text
+        for is_json, parts in enumerate(self._after_keys):
+            self._is_json = bool(is_json)
+            self._value_streams = self._streams and self._types == {"string"} and not is_json
+            try:
+                return self._skip_all(parts, self._value)
+            except Malformed:
+                self._text = before
+                if parts is self._after_keys[-1]:
+                    raise
+        return False
 
     def _value(self) -> bool:
         end = self._find_end()
@@ -144,11 +155,18 @@ class XmlCalls:
         self._add(text)
         pieces = self.calls[0].pieces
         if not self._value_streams:
-            pieces.append(as_json("".join(self._value_pieces), self._types))
+            pieces.append(self._typed("".join(self._value_pieces)))
         else:
             pieces.append('""' if self._is_empty else '"')
         self._text, self._step = rest, self._key
         return True
+
+    def _typed(self, text: str) -> str:
+        """Return a value as JSON of the type that the form or the tool's schema demands."""
+        if self._is_json:
+            return as_json(text)
+        marks_strings = len(self._after_keys) > 1 and (not self._types or "string" in self._types)
+        return quoted(text) if marks_strings else as_allowed(text, self._types)
 
     def _read(self, size: int) -> None:
         """Move the first characters of the text to the value."""
@@ -194,15 +212,6 @@ class XmlCalls:
             return False
         opening, closing = (self._text.count(tag, 0, at) for tag in self._opening)
         return self._open_calls + opening - closing > 0
-
-    def _skip_any(self, choices: list[list[str]], then: Callable[[], bool]) -> bool:
-        before = self._text
-        for parts in choices[:-1]:
-            try:
-                return self._skip_all(parts, then)
-            except Malformed:
-                self._text = before
-        return self._skip_all(choices[-1], then)
 
     def _skip_all(self, parts: list[str], then: Callable[[], bool]) -> bool:
         before = self._text

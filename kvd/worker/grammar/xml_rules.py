@@ -11,6 +11,7 @@ from typing import Any
 
 from kvd.worker.answer.forms import CallForm, Marker, XmlBody
 from kvd.worker.answer.tools import parameters_of
+from kvd.worker.answer.typed import types_of
 from kvd.worker.grammar.lark_regex import in_lark
 from kvd.worker.grammar.schemas import lenient, members
 from kvd.worker.grammar.source import SPACE, Source, json_grammar, regex_of
@@ -43,10 +44,8 @@ class XmlRules:
         required = parameters.get("required")
         names = set(required) if isinstance(required, list) else set[Any]()
         keys, may_end = "", True
-        for key, schema in reversed(properties.items()):
-            value = self._value(tool, schema, keys, may_end=may_end)
-            after = (_is_json(schema) and body.after_json_key) or body.after_key
-            pair = f"{source.literal(key + after)} {value}"
+        for key in reversed(properties):
+            pair = self._pair(tool, key, keys, may_end=may_end)
             other = f" | {keys}" if keys and key not in names else ""
             keys = source.rule(f"{pair}{other}")
             may_end = may_end and key not in names
@@ -61,24 +60,43 @@ class XmlRules:
         """Return pairs with any keys."""
         name = f"r{len(self._source.rules)}"
         self._source.rules.append("")
-        key = rf"/[^<>\n=]+/ {self._source.literal(self._body.after_key)}"
         to_key, to_end = self._text(None, self._key), self._text(None, self._end)
-        self._source.rules[int(name[1:])] = f"{name}: {key} ({to_key} {name} | {to_end})"
+        after = self._source.literal(self._body.after_key)
+        pairs = [rf"/[^<>\n=]+/ {after} ({to_key} {name} | {to_end})"]
+        if self._body.after_json_key:
+            after = self._source.literal(self._body.after_json_key)
+            pairs.append(rf"/[^<>\n=]+/ {after} {self._json({}, name, may_end=True)}")
+        self._source.rules[int(name[1:])] = f"{name}: {' | '.join(pairs)}"
         return name
 
-    def _value(self, tool: Tool, schema: Any, keys: str, *, may_end: bool) -> str:
-        """Return a value and what follows it. ``keys``: the rule of the keys that may follow."""
-        if _is_json(schema):
-            value = self._source.nest(json_grammar(lenient(members(schema)), "chat.tools"))
-            close = self._source.literal(self._close)
-            value = f"{SPACE} {value} {SPACE} {close} {SPACE}"
-            to_key, to_end = (self._source.marker(one) for one in (self._key, self._end))
-        else:
-            regex, value = self._texts.regex(tool) or _listed(members(schema)), ""
-            to_key, to_end = (self._text(regex, one) for one in (self._key, self._end))
-        options = [f"{to_key} {keys}"] if keys else []
-        options += [to_end] if may_end else []
-        return f"{value} ({' | '.join(options)})"
+    def _pair(self, tool: Tool, key: str, keys: str, *, may_end: bool) -> str:
+        """Return a pair and what follows it. ``keys``: the rule of the keys that may follow."""
+        body, parameters = self._body, parameters_of(tool)
+        schema = members(parameters.get("properties"))[key]
+        types = types_of(schema, parameters)
+        marks = body.after_json_key
+        is_json = _is_json(schema) or bool(marks and types and "string" not in types)
+        options = []
+        if not is_json:
+            options.append((body.after_key, self._string(tool, schema, keys, may_end=may_end)))
+        if is_json or (marks and types != {"string"}):
+            options.append((marks or body.after_key, self._json(schema, keys, may_end=may_end)))
+        literal = self._source.literal
+        return " | ".join(f"{literal(key + after)} {value}" for after, value in options)
+
+    def _json(self, schema: Any, keys: str, *, may_end: bool) -> str:
+        source = self._source
+        value = source.nest(json_grammar(lenient(members(schema)), "chat.tools"))
+        options = [f"{source.marker(self._key)} {keys}"] if keys else []
+        options += [source.marker(self._end)] if may_end else []
+        close = source.literal(self._close)
+        return f"{SPACE} {value} {SPACE} {close} {SPACE} ({' | '.join(options)})"
+
+    def _string(self, tool: Tool, schema: Any, keys: str, *, may_end: bool) -> str:
+        regex = self._texts.regex(tool) or _listed(members(schema))
+        options = [f"{self._text(regex, self._key)} {keys}"] if keys else []
+        options += [self._text(regex, self._end)] if may_end else []
+        return f"({' | '.join(options)})"
 
     def _text(self, regex: str | None, follow: Marker) -> str:
         """Return a string, its closing tag, and what follows it. ``regex``: of the string."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvd.worker.answer.find import find_forms
-from kvd.worker.answer.forms import AnswerForms
+from kvd.worker.answer.forms import QWEN, AnswerForms
 from kvd.worker.text.failures import is_failure
 from kvd.worker.text.fast_tokenizer import FastWrapper
 from kvd.worker.text.template import ChatTemplate
@@ -16,10 +17,13 @@ from protocol.types import ChatAbilities
 def forms_of(wrapper: Any, template: ChatTemplate, vocabulary: Mapping[str, int]) -> AnswerForms:
     """Return the forms of a model's answers; none without a chat template.
 
+    If the template lists no tools, or calls in no known form, the model is asked in the system
+    message to write calls in the form that is found, or in Qwen's.
+
     ``wrapper``: as for `kvd.worker.text.text.Text`.
     """
     if not template.exists:
-        template.show_calls(None)
+        template.use_form(None)
         return AnswerForms()
     tokenizer = wrapper._tokenizer  # noqa: SLF001 - as in `Text`
 
@@ -41,7 +45,11 @@ def forms_of(wrapper: Any, template: ChatTemplate, vocabulary: Mapping[str, int]
         rendered_call=template.rendered_call,
         parser=parser_name(wrapper),
     )
-    template.show_calls(found.call)
+    if found.harmony is None and template.usable and not (found.call and template.lists_tools):
+        form = found.call or QWEN
+        template.note_tools(form, known=found.call is not None)
+        return replace(found, call=form).with_tokens(token_of)
+    template.use_form(found.call)
     return found
 
 
@@ -59,7 +67,8 @@ def abilities_of(template: ChatTemplate, forms: AnswerForms) -> ChatAbilities:
     elif forms.reasoning is not None:
         reasoning = forms.reasoning.begin.text
     return ChatAbilities(
-        tools=forms.calls if template.lists_tools else "",
+        tools=forms.calls if template.lists_tools or template.notes_tools else "",
+        tools_noted=template.notes_tools,
         tool_results=template.messages.shows_results,
         reasoning=reasoning,
         reasoning_switch=template.switch is not None,

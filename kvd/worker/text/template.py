@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvd.worker.answer.find import PROBE_ARGUMENTS, PROBE_TOOL
 from kvd.worker.answer.forms import CallForm
 from kvd.worker.answer.tools import as_openai
-from kvd.worker.text import system_notes
+from kvd.worker.text import system_notes, tool_notes
 from kvd.worker.text.efforts import find_efforts, nearest_effort
 from kvd.worker.text.template_messages import TemplateMessages, joined, with_answers
 from protocol.errors import InvalidRequest
@@ -33,6 +33,8 @@ _MORE = ChatMessage("user", "probe again")
 _NOTE = ChatMessage("system", "probe note")
 _CALLED = ToolCall(PROBE_TOOL.name, json.dumps(PROBE_ARGUMENTS), "probe0001")
 _CALL = ChatMessage("assistant", "", tool_calls=[_CALLED])
+_OTHER = ToolCall(PROBE_TOOL.name, '{"probe_key": "second value"}', "probe0002")
+_VALUE = PROBE_ARGUMENTS["probe_key"]
 _RESULT = ChatMessage("tool", "probe result", tool_call_id="probe0001", name=PROBE_TOOL.name)
 _TOOLS = [as_openai(PROBE_TOOL)]
 _OWN_ARGUMENTS = {
@@ -69,6 +71,8 @@ class ChatTemplate:
         self.system = "probe note" in self._try([_NOTE, _ASKED])
         self.late_system = self._in_order([_ASKED, _ANSWER, _NOTE, _MORE])
         self.lists_tools = PROBE_TOOL.name in self.asked
+        self.notes_tools = False
+        """Whether tools are listed in the system message (`note_tools`)."""
         self.switch = next((name for name in _SWITCHES if self._switches(name)), None)
         """Argument that turns reasoning on and off."""
         self.reasons_by_default = self.switch is None or plain != self._try(
@@ -80,13 +84,20 @@ class ChatTemplate:
         )
         """Known values of the reasoning effort, in ascending order."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether there is a template, and trial conversations took little time and memory."""
+        return self.exists and not self._too_slow
+
     def render(self, messages: Sequence[ChatMessage], chat: ChatOptions) -> str:
         """Return the prompt; raises `InvalidRequest`."""
+        if self.notes_tools and chat.tools and chat.tool_choice != "none":
+            assert self.messages.form is not None
+            messages = tool_notes.with_note(messages, chat.tools, self.messages.form)
         placed = system_notes.place(messages, system=self.system, late=self.late_system)
-        adapted = self.messages.adapt(placed)
         arguments = self._arguments(chat)
         try:
-            return self._limit(lambda: self._apply_or_join(adapted, arguments))
+            return self._limit(lambda: self._apply_or_join(placed, arguments))
         except (MemoryError, TimeoutError) as error:
             took = f"{TEMPLATE_BYTES >> 20} MiB"
             if isinstance(error, TimeoutError):
@@ -107,7 +118,7 @@ class ChatTemplate:
             return True
         return bool(self._arguments(chat).get(self.switch, self.reasons_by_default))
 
-    def show_calls(self, form: CallForm | None) -> None:
+    def use_form(self, form: CallForm | None) -> None:
         """Take the form of calls, and find out whether the template shows results of tools."""
         self.messages.form = form
         messages = [_ASKED, _CALL, _RESULT]
@@ -116,19 +127,36 @@ class ChatTemplate:
             _RESULT.content in text for text in results
         )
 
+    def note_tools(self, form: CallForm, *, known: bool) -> None:
+        """List tools in the system message, in which the model is asked to use a form.
+
+        ``known``: whether it is the template's. Otherwise, earlier calls are text in this form.
+        """
+        self.notes_tools = True
+        if known:
+            self.use_form(form)
+        else:
+            self.messages = TemplateMessages(
+                names_thinking=self.messages.names_thinking,
+                shows_calls=False,
+                shows_results=False,
+                form=form,
+            )
+
     def _apply_or_join(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
-        """Render messages.
+        """Render messages as the template shows them.
 
         If the template refuses them, successive ones of a role are joined, and then blank answers
         are inserted: many templates want the roles to alternate.
         """
+        adapted = self.messages.adapt(messages)
         try:
-            return self._apply(messages, arguments)
+            return self._apply(adapted, arguments)
         except (MemoryError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001 - templates raise any error
             refusal = error
-        fewer = joined(messages)
+        fewer = joined(adapted)
         for other in (fewer, with_answers(fewer)):
             try:
                 return self._apply(other, arguments)
@@ -154,7 +182,7 @@ class ChatTemplate:
                 f"chat.template has the argument {min(own)!r}, which kvd sets itself; remove it",
                 field="chat.template",
             )
-        if chat.tools and chat.tool_choice != "none":
+        if chat.tools and chat.tool_choice != "none" and not self.notes_tools:
             arguments[self.tools_argument] = [as_openai(tool) for tool in chat.tools]
         reasoning = chat.reasoning
         if reasoning is None and chat.effort is not None:
@@ -180,7 +208,10 @@ class ChatTemplate:
             return ""
 
     def _ask_with_tools(self) -> str:
-        """Render a question with a tool; find out how the template's list of tools is called."""
+        """Render a question with a tool, and find the name of the template's argument for tools.
+
+        SmolLM3's is ``xml_tools``.
+        """
         for self.tools_argument in ("xml_tools", "tools"):
             text = self._try([_ASKED], **{self.tools_argument: _TOOLS})
             if PROBE_TOOL.name in text:
@@ -189,23 +220,22 @@ class ChatTemplate:
 
     def _render_call(self) -> str:
         """Render a call with the arguments as an object, or as text if the template wants that."""
-        given = {self.tools_argument: _TOOLS}
         for self.messages.arguments_are_text in (False, True):
             for rest in ([_RESULT], []):
-                text = self._try([_ASKED, _CALL, *rest], **given).partition(_ASKED.content)
-                if PROBE_TOOL.name in text[2] and "{'" not in text[2]:
-                    self._try_calls(given)
-                    return "".join(text)
+                text = self._try_call([_CALLED], rest)
+                if _VALUE in text and "{'" not in text.partition(_ASKED.content)[2]:
+                    long = replace(_CALLED, id="probe-call-of-any-length")
+                    self.messages.short_ids = _VALUE not in self._try_call([long], rest)
+                    found = self._try_call([_CALLED, _OTHER], rest)
+                    self.messages.single_calls = "second value" not in found
+                    return text
         self.messages.arguments_are_text = self.messages.shows_calls = False
         return ""
 
-    def _try_calls(self, given: Mapping[str, Any]) -> None:
-        """Find out whether ids may be long, and whether a message may have several calls."""
-        long = replace(_CALL, tool_calls=[replace(_CALLED, id="probe-call-of-any-length")])
-        self.messages.short_ids = not self._try([_ASKED, long], **given)
-        second = ToolCall(PROBE_TOOL.name, '{"probe_key": "second value"}', "probe0002")
-        both = replace(_CALL, tool_calls=[_CALLED, second])
-        self.messages.single_calls = "second value" not in self._try([_ASKED, both], **given)
+    def _try_call(self, calls: Sequence[ToolCall], rest: Sequence[ChatMessage]) -> str:
+        results = [replace(one, tool_call_id=calls[0].id) for one in rest]
+        messages = [_ASKED, replace(_CALL, tool_calls=list(calls)), *results]
+        return self._try(messages, **{self.tools_argument: _TOOLS})
 
     def _in_order(self, messages: Sequence[ChatMessage]) -> bool:
         """Return whether all messages are rendered, each after the one before it."""

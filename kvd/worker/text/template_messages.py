@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from protocol.types import ChatMessage
 
 @dataclass
 class TemplateMessages:
-    """What one template takes. `kvd.worker.text.template` finds it by trial."""
+    """What one template supports. `kvd.worker.text.template` finds it by trial at load."""
 
     names_thinking: bool = False
     """Whether reasoning is called ``thinking`` instead of ``reasoning_content``."""
@@ -31,12 +32,15 @@ class TemplateMessages:
     shows_results: bool = True
     """Whether the template shows results of tools. Otherwise they are notes of the user."""
     single_calls: bool = False
-    """Whether a message must have one call: the template refuses or drops others."""
+    """Whether a message may have only one call: the template refuses or drops others."""
     form: CallForm | None = None
     """The form in which calls become text."""
 
     def adapt(self, messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Return a conversation without what the template does not show."""
+        """Return a conversation in which calls and results that are not shown are text.
+
+        If the template shows only one call of a message, each gets a message of its own.
+        """
         shown = [self._shown(message) for message in messages]
         return list(_one_call_each(shown)) if self.single_calls else shown
 
@@ -72,30 +76,37 @@ class TemplateMessages:
 
 
 def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yield a message for each call, with its results behind it."""
-    for calling, results in _with_results(messages):
-        if len(calling.tool_calls) < 2:
-            yield calling
-            yield from results
-            continue
-        left, first = list(results), calling
-        for call in calling.tool_calls:
-            yield replace(first, tool_calls=[call])
-            yield from (one for one in left if one.tool_call_id == call.id)
-            left = [one for one in left if one.tool_call_id != call.id]
-            first = ChatMessage("assistant", "")
-        yield from left
-
-
-def _with_results(
-    messages: Sequence[ChatMessage],
-) -> Iterator[tuple[ChatMessage, list[ChatMessage]]]:
-    """Yield each message with the results of tools that follow it."""
+    """Yield a message for each call, followed by its results."""
     at = 0
     while at < len(messages):
-        results = list(itertools.takewhile(lambda one: one.role == "tool", messages[at + 1 :]))
-        yield messages[at], results
-        at += 1 + len(results)
+        message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            yield message
+            continue
+        start = at
+        while at < len(messages) and messages[at].role == "tool":
+            at += 1
+        yield from _split(message, messages[start:at])
+
+
+def _split(calling: ChatMessage, results: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the calls of a message; the last call of an id gets the results that are left."""
+    calls = calling.tool_calls
+    last = {call.id: number for number, call in enumerate(calls)}
+    queues: dict[str, deque[ChatMessage]] = {call.id: deque() for call in calls}
+    strangers = deque[ChatMessage]()
+    for result in results:
+        queues.get(result.tool_call_id, strangers).append(result)
+    message = calling
+    for number, call in enumerate(calls):
+        yield replace(message, tool_calls=[call])
+        queue = queues[call.id]
+        while queue:
+            yield queue.popleft()
+            if number < last[call.id]:
+                break
+        message = ChatMessage("assistant", "")
+    yield from strangers
 
 
 def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
@@ -122,7 +133,7 @@ def _join(group: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def with_answers(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with a blank answer where the user speaks twice, as after a result."""
+    """Return the messages with a blank answer between two of the user that no answer separates."""
     found: list[ChatMessage] = []
     last = ""
     for message in messages:

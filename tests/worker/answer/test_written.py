@@ -36,6 +36,31 @@ def test_written_calls_are_read_as_the_same_calls(form, count):
     assert calls(found) == [("get_weather", one) for one in given]
 
 
+def test_deepseeks_attribute_tells_strings_from_other_values():
+    """The tool's schema says nothing of the key ``note``."""
+    given = {"note": "12", "more": 12, "last": "null", "city": "true"}
+    for form in (forms.DEEPSEEK_V32, forms.DEEPSEEK_V4):
+        text = write_calls(form, written(given))
+        assert calls(read_text(AnswerForms(call=form), text, by_token=False)) == [
+            ("get_weather", given)
+        ]
+
+
+@pytest.mark.parametrize("rest", ["", "\n", "\n``", "\n```"])
+def test_arguments_are_a_call_if_the_end_of_their_block_is_cut_off(rest):
+    text = write_calls(forms.DEEPSEEK_R1, written(ARGUMENTS[0]))
+    cut = text[: text.index("\n```<")] + rest
+    found = read_text(AnswerForms(call=forms.DEEPSEEK_R1), cut, by_token=False)
+    assert calls(found) == [("get_weather", ARGUMENTS[0])]
+
+
+def test_pythonic_calls_are_one_list():
+    text = write_calls(forms.PYTHONIC, written({"days": 2}, {"wind": True}))
+    assert text == (
+        "<|tool_call_start|>[get_weather(days=2), get_weather(wind=True)]<|tool_call_end|>"
+    )
+
+
 def test_numbers_of_calls_count_up():
     text = write_calls(forms.KIMI, written({}, {}))
     assert "functions.get_weather:0<" in text

@@ -15,11 +15,12 @@ from tokenizers import AddedToken
 
 from kvd.worker.answer import forms
 from kvd.worker.answer.forms import AnswerForms, CallForm, HarmonyForm
+from kvd.worker.answer.written import write_calls
 from kvd.worker.grammar.answers import AnswerGrammar, write_grammar
 from kvd.worker.grammar.compiler import Compiler
 from kvd.worker.text.splitting import Splitting
 from kvd.worker.text.text import Text
-from protocol.tools import ChatOptions, Grammar, Tool
+from protocol.tools import ChatOptions, Grammar, Tool, ToolCall
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.worker.grammar.patches import APPLY, PATCH, SAMPLE, matches
@@ -34,8 +35,20 @@ FORMS: dict[str, CallForm | HarmonyForm] = {
     "mistral list": forms.MISTRAL_LIST,
     "kimi": forms.KIMI,
     "deepseek": forms.DEEPSEEK,
+    "deepseek r1": forms.DEEPSEEK_R1,
+    "dsml": forms.DEEPSEEK_V32,
+    "seed": forms.SEED,
+    "muse": forms.MUSE,
+    "cohere": forms.COHERE,
+    "minimax m1": forms.MINIMAX_M1,
+    "functionary": forms.FUNCTIONARY,
     "llama": forms.LLAMA,
     "harmony": forms.HARMONY,
+}
+TWO_KEYS = {
+    "type": "object",
+    "properties": {"zone": {"type": "string"}, "at": {"type": "integer"}},
+    "required": ["zone", "at"],
 }
 OTHER = Tool("exec", parameters={"type": "object", "properties": {"cmd": {"type": "string"}}})
 
@@ -65,6 +78,44 @@ def start_of(compiler: Compiler, grammar: AnswerGrammar) -> LLMatcher:
     compilation = compiler.start(grammar)
     assert compilation.done.wait(10)
     return compiler.matcher(compilation).grammar
+
+
+@pytest.mark.parametrize("form_name", [name for name in FORMS if name != "harmony"])
+def test_written_calls_are_accepted_and_replayed_without_masks(form_name: str) -> None:
+    """After a worker's death, known tokens are pushed without computing their masks."""
+    form = FORMS[form_name]
+    assert isinstance(form, CallForm)
+    text, request = model(form), asked(tool=Tool("time", parameters=TWO_KEYS))
+    given = {"zone": "Europe/Berlin <b>", "at": 3}
+    written = write_calls(form, [ToolCall("time", json.dumps(given))])
+    compiler = Compiler(text.vocabulary)
+    matcher = start_of(compiler, grammar_for(text, request))
+    for token in text._tokenizer.encode(written, add_special_tokens=False):
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("given", "valid"),
+    [
+        ({"n": 2}, True),
+        ({"n": None}, True),
+        ({"n": "2"}, False),
+        ({"any": "12"}, True),
+        ({"any": [1]}, True),
+        ({"text": "2"}, True),
+        ({"text": 2}, False),
+    ],
+)
+def test_deepseeks_attribute_follows_the_schema(given: dict[str, object], valid: bool) -> None:
+    optional = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    properties = {"n": optional, "any": {}, "text": {"type": "string"}}
+    tool = Tool("time", parameters={"type": "object", "properties": properties})
+    text = model(forms.DEEPSEEK_V32)
+    matcher = start_of(Compiler(text.vocabulary), grammar_for(text, asked(tool=tool)))
+    written = write_calls(forms.DEEPSEEK_V32, [ToolCall("time", json.dumps(given))])
+    tokens = text._tokenizer.encode(written, add_special_tokens=False)
+    assert all(matcher.consume_token(token) for token in tokens) is valid
 
 
 def drawn(text: Text, request: Submit, seed: int) -> list[int]:

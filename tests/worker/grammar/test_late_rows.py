@@ -131,13 +131,14 @@ def test_a_step_with_a_slow_row_waits_for_it_once(demo: Driver) -> None:
 def test_a_late_row_writes_no_page(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers pause before a step that writes pages, and would wait for its mask."""
     demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
-    demo.submit("free", WORDS, WARM, max_tokens=60, ignore_eos=True)
+    demo.submit("free", WORDS, WARM, max_tokens=4000, ignore_eos=True)
     grammar, gate = gated(demo, "slow", lambda count: count == 3)
     until_late(demo, "slow", grammar)
     batch = demo.engine._batch
     with monkeypatch.context() as patch:
         patch.setattr(batch.cache, "needs_flush", lambda rows, _steps=1: bool(rows))
         assert [batch.must_flush([rid]) for rid in ("slow", "free", "gone")] == [False, True, False]
+    demo.engine.cancel("free")
     gate.set()
     demo.run()
 

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not FOLDER.is_dir(), reason="needs chat templates: `make clients`"),
 ]
 KNOWN = """\
-Apertus-8B-Instruct: - / <|inner_prefix|>
+Apertus-8B-Instruct: noted: json in <tool_call> / <|inner_prefix|>
 Apriel-1.6-15b-Thinker-fixed: json list in <tool_calls> / -
 Bielik-11B-v3.0-Instruct: json in <tool_call> / <think>
 ByteDance-Seed-OSS: xml in <seed:tool_call> / <seed:think>
@@ -36,19 +36,19 @@ Cohere2MoE: json list in <|START_ACTION|> / <|START_THINKING|>
 CohereForAI-c4ai-command-r7b-12-2024-tool_use: json list in <|START_ACTION|> / <|START_THINKING|>
 GLM-4.6: keys and values in <tool_call> / <think>
 GLM-4.7-Flash: keys and values in <tool_call> / <think>
-GigaChat3-10B-A1.8B: - / -
-GigaChat3.1-10B-A1.8B: - / -
-HuggingFaceTB-SmolLM3-3B: - / <think>
+GigaChat3-10B-A1.8B: noted: json in <tool_call> / -
+GigaChat3.1-10B-A1.8B: noted: json in <tool_call> / -
+HuggingFaceTB-SmolLM3-3B: noted: json in <tool_call> / <think>
 Kimi-K2-Instruct: json in <|tool_call_begin|> / -
 Kimi-K2-Thinking: json in <|tool_call_begin|> / <think>
 Kimi-K3: XTML / <|open|>think<|sep|>
 LFM2-8B-A1B: pythonic in <|tool_call_start|> / -
 LFM2.5-8B-A1B: pythonic in <|tool_call_start|> / <think>
-LFM2.5-Instruct: - / <think>
+LFM2.5-Instruct: noted: json in <tool_call> / <think>
 MiMo-VL: json in <tool_call> / -
 MiniMax-M1: json in <tool_calls> / -
 MiniMax-M2: xml in <minimax:tool_call> / <think>
-MiniMax-M3: - / <mm:think>
+MiniMax-M3: noted: json in <tool_call> / <mm:think>
 Mistral-Small-3.2-24B-Instruct-2506: name and json after [TOOL_CALLS] / -
 NVIDIA-Nemotron-3-Nano-30B-A3B-BF16: xml in <tool_call> / <think>
 NVIDIA-Nemotron-Nano-v2: json list in <TOOLCALL> / <think>
@@ -62,27 +62,27 @@ Qwen3.5-4B: xml in <tool_call> / <think>
 Reka-Edge: json in <tool_call> / <think>
 Spark2.5: keys and values in <tool_call> / <think>
 StepFun3.5-Flash: xml in <tool_call> / <think>
-deepseek-ai-DeepSeek-R1-Distill-Llama-8B: - / <think>
-deepseek-ai-DeepSeek-R1-Distill-Qwen-32B: - / <think>
-deepseek-ai-DeepSeek-V3.1: - / <think>
+deepseek-ai-DeepSeek-R1-Distill-Llama-8B: noted: json block of DeepSeek R1 / <think>
+deepseek-ai-DeepSeek-R1-Distill-Qwen-32B: noted: json block of DeepSeek R1 / <think>
+deepseek-ai-DeepSeek-V3.1: noted: json in <|tool_call_begin|> of DeepSeek / <think>
 deepseek-ai-DeepSeek-V3.2: xml in <%DSML%function_calls> / <think>
 deepseek-ai-DeepSeek-V4-Flash-0731: xml in <%DSML%tool_calls> / <think>
 deepseek-ai-DeepSeek-V4: xml in <%DSML%tool_calls> / <think>
-google-gemma-2-2b-it: - / -
+google-gemma-2-2b-it: noted: json in <tool_call> / -
 google-gemma-4-31B-it-interleaved: call:name in <|tool_call> / <|channel>thought
 google-gemma-4-31B-it: call:name in <|tool_call> / <|channel>thought
 ibm-granite-granite-3.3-2B-Instruct: json list after <|tool_call|> / <think>
 ibm-granite-granite-4.0: json in <tool_call> / -
 ibm-granite-granite-4.1: json in <tool_call> / -
 inclusionai-ling-3.0-flash: keys and values in <tool_call> / <think>
-llama-cpp-deepseek-r1: - / <think>
-llama-cpp-rwkv-world: - / <think>
+llama-cpp-deepseek-r1: noted: json block of DeepSeek R1 / <think>
+llama-cpp-rwkv-world: noted: json in <tool_call> / <think>
 meetkai-functionary-medium-v3.1: json in <function=name> / -
-meetkai-functionary-medium-v3.2: - / -
+meetkai-functionary-medium-v3.2: noted: json in <tool_call> / -
 meta-llama-Llama-3.1-8B-Instruct: json / -
 meta-llama-Llama-3.2-3B-Instruct: json / -
 meta-llama-Llama-3.3-70B-Instruct: json / -
-microsoft-Phi-3.5-mini-instruct: - / -
+microsoft-Phi-3.5-mini-instruct: noted: json in <tool_call> / -
 mistralai-Ministral-3-14B-Reasoning-2512: name and json after [TOOL_CALLS] / [THINK]
 mistralai-Mistral-Nemo-Instruct-2407: json list after [TOOL_CALLS] / -
 moonshotai-Kimi-K2: json in <|tool_call_begin|> / -
@@ -92,12 +92,13 @@ openbmb-MiniCPM5-1B: xml in <function> / <think>
 poolside-Laguna-S-2.1: keys and values in <tool_call> / <think>
 poolside-Laguna-XS-2.1: keys and values in <tool_call> / <think>
 poolside-Laguna-XS.2: keys and values in <tool_call> / <think>
-tencent-Hy3: - / -
+tencent-Hy3: noted: json in <tool_call> / -
 unsloth-Apriel-1.5: json list in <tool_calls> / -
 unsloth-mistral-Devstral-Small-2507: name and json after [TOOL_CALLS] / -
-upstage-Solar-Open-100B: - / -
+upstage-Solar-Open-100B: noted: json in <tool_call> / -
 """
 """Form of calls and beginning of the reasoning; ``-``: none. ``%``: DeepSeek's wide bar.
+``noted``: tools are listed in the system message.
 
 Not listed: command-r-plus and firefunction, whose templates take no conversation without tools.
 """
@@ -182,16 +183,16 @@ def rendered(text: Text, messages: list[ChatMessage], **arguments: bool) -> str:
 @pytest.mark.parametrize("name", FORMS)
 def test_the_forms_of_a_model(name: str) -> None:
     found = text_of(name).abilities
-    assert f"{found.tools or '-'} / {found.reasoning or '-'}" == FORMS[name]
+    noted = "noted: " if found.tools_noted else ""
+    assert f"{noted}{found.tools} / {found.reasoning or '-'}" == FORMS[name]
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_conversations_of_agents(name: str) -> None:
     """Every text arrives, except that many templates drop an answer's text before its calls."""
     text = text_of(name)
-    offers = [[WEATHER]] if text.abilities.tools else []
     for case, messages in CONVERSATIONS.items():
-        for tools in offers if name in NEED_TOOLS else [*offers, []]:
+        for tools in [[WEATHER]] if name in NEED_TOOLS else [[WEATHER], []]:
             found = text.template.render(messages, ChatOptions(tools=tools))
             shown = [one.content for one in messages if one is not ANSWER or case == "answer"]
             shown += [json.loads(call.arguments)["city"] for m in messages for call in m.tool_calls]
@@ -201,7 +202,7 @@ def test_conversations_of_agents(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if not form.startswith("-")])
+@pytest.mark.parametrize("name", FORMS)
 def test_rendered_calls_are_read_back(name: str, count: int) -> None:
     text = text_of(name)
     if count > 1 and text.template.messages.single_calls:

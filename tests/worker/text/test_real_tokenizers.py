@@ -19,7 +19,7 @@ from kvd.worker.text.fast_tokenizer import FastWrapper
 from kvd.worker.text.text import Text
 from kvd.worker.text.tokenizer_record import TokenizerRecord
 from kvd.worker.tools.convert_tokenizer import convert
-from protocol.tools import Grammar
+from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.pages import ROOT
@@ -103,6 +103,11 @@ def test_calls_of_mistral_nemo_are_a_list() -> None:
     assert text.abilities.tool_results
 
 
-def test_gemma_3_has_no_tools_and_no_system_role() -> None:
-    abilities = text_of("gemma3").abilities
-    assert (abilities.tools, abilities.tool_results, abilities.late_system) == ("", False, False)
+def test_gemma_3_is_told_of_tools_in_the_first_message() -> None:
+    """Its template has neither tools nor a system role."""
+    text = text_of("gemma3")
+    assert text.abilities.tools_noted
+    chat = ChatOptions(tools=[Tool("find")])
+    found = text.template.render([ChatMessage("user", "question")], chat)
+    assert found.startswith("<bos><start_of_turn>user\nYou can call the following tools")
+    assert found.endswith("\n\nquestion<end_of_turn>\n<start_of_turn>model\n")

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.worker.answer import forms
 from kvd.worker.text import system_notes
+from kvd.worker.text.template_messages import TemplateMessages
 from kvd.worker.text.text import Text
 from protocol.errors import InvalidRequest
 from protocol.tools import ChatOptions, Grammar, Tool, ToolCall
@@ -62,7 +63,8 @@ def test_abilities_of_qwen():
 
 def test_abilities_of_llama_and_gemma():
     assert text_of(templates.LLAMA).abilities == ChatAbilities(tools="json", tool_results=True)
-    assert text_of(templates.GEMMA).abilities == ChatAbilities()
+    noted = ChatAbilities(tools="json in <tool_call>", tools_noted=True)
+    assert text_of(templates.GEMMA).abilities == noted
 
 
 def test_abilities_of_gpt_oss():
@@ -147,6 +149,10 @@ def test_results_are_notes_of_the_user_if_the_template_has_no_tool_role():
     assert "Result of find: it is 4" in rendered(text, [ASKED, answered, RESULT])
 
 
+TOOLS_IN_ANOTHER_FORM = templates.QWEN.replace("<tool_call>", "<call>").replace(
+    "</tool_call>", "</call>{# <tool_call> tool_call.name #}"
+)
+"""mlx-lm would choose its parser of JSON in <tool_call>, and a JSON object is shown, too."""
 CALLS = ChatMessage(
     "assistant",
     "I look.",
@@ -161,6 +167,48 @@ def test_each_call_has_a_message_if_the_template_shows_only_one(template):
     found = rendered(text, [ASKED, CALLS, *RESULTS, ASKED])
     first, second = found.index('{"n": 3}'), found.index("{}")
     assert first < found.index("result a") < second < found.index("result b")
+
+
+@pytest.mark.parametrize("ids", ["ab", "aa"])
+def test_calls_with_the_same_id_get_their_results_in_order(ids):
+    calls = [ToolCall("find", "{}", one) for one in ids]
+    results = [ChatMessage("tool", f"result {n}", tool_call_id=ids[n]) for n in range(2)]
+    messages = TemplateMessages(single_calls=True)
+    found = messages.adapt([ASKED, ChatMessage("assistant", "", tool_calls=calls), *results])
+    assert [one.content for one in found] == ["question", "", "result 0", "", "result 1"]
+    assert [one.tool_calls for one in found[1::2]] == [[calls[0]], [calls[1]]]
+
+
+def test_results_of_no_call_and_several_of_one_are_kept():
+    names = ["b", "x", "a", "b"]
+    results = [ChatMessage("tool", f"{n}{one}", tool_call_id=one) for n, one in enumerate(names)]
+    found = TemplateMessages(single_calls=True).adapt([CALLS, *results, ASKED])
+    assert [one.content for one in found] == ["I look.", "2a", "", "0b", "3b", "1x", "question"]
+
+
+def test_many_messages_are_adapted_in_linear_time():
+    """Searching the results anew for each message and call took over 6 s."""
+    messages = [ASKED, ChatMessage("assistant", "a")] * 40_000
+    calls = [ToolCall("find", "{}", str(n)) for n in range(10_000)]
+    results = [ChatMessage("tool", "r", tool_call_id=str(n)) for n in range(10_000)]
+    messages += [ChatMessage("assistant", "", tool_calls=calls), *results]
+    adapt = TemplateMessages(single_calls=True).adapt
+    assert takes_less_than(3, lambda: adapt(messages))
+
+
+def test_a_template_that_refuses_a_call_at_the_end_may_take_several():
+    refuses = "{%- if messages[-1].tool_calls %}{{ raise_exception('no end') }}{% endif %}"
+    text = text_of(refuses + templates.QWEN, *MARKERS)
+    assert text.abilities.tools == forms.QWEN.name
+    assert not text.template.messages.single_calls
+    assert not text.template.messages.short_ids
+
+
+def test_a_list_of_tools_after_the_messages_is_not_taken_for_a_call():
+    late = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools or '' }}"
+    text = text_of(late + "<tool_call></tool_call>", *MARKERS)
+    assert not text.template.messages.shows_calls
+    assert '{"n": 3}' in rendered(text, [ASKED, CALL, RESULT])
 
 
 def test_ids_are_shortened_for_a_template_that_wants_short_ones():
@@ -232,13 +280,6 @@ def test_tools_are_given_under_the_name_that_the_template_uses():
     assert '"name": "find"' in rendered(text, [ASKED], tools=[TOOL])
 
 
-def test_a_call_in_a_form_that_is_not_known_is_not_taken_for_another():
-    """Here mlx-lm's choice would be its parser of JSON, and an object is shown as well."""
-    other = templates.QWEN.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")
-    text = text_of(other + "{# <tool_call> tool_call.name #}", *MARKERS)
-    assert text.abilities.tools == ""
-
-
 def test_a_late_system_message_stays_in_its_place():
     messages = [ASKED, ChatMessage("assistant", "a"), ChatMessage("system", "be brief")]
     for template in (templates.QWEN, templates.LLAMA, templates.MISTRAL, templates.GEMMA):
@@ -267,17 +308,40 @@ def submit(**fields):
     return Submit(rid="r", sampling=Sampling(), **fields)
 
 
-def test_tools_are_refused_by_a_model_that_cannot_call_them():
-    text = text_of(templates.GEMMA)
-    with pytest.raises(InvalidRequest, match=r"the model m cannot call tools: .* lists no tools"):
-        text.encode(submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL])))
-    none = ChatOptions(tools=[TOOL], tool_choice="none")
-    assert text.encode(submit(messages=[ASKED], chat=none)) == text.encode(submit(messages=[ASKED]))
+@pytest.mark.parametrize(
+    "template",
+    [
+        templates.GEMMA,
+        "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        TOOLS_IN_ANOTHER_FORM,
+    ],
+)
+def test_a_model_whose_template_lists_no_tools_is_told_how_to_call_them(template):
+    text = text_of(template)
+    assert (text.abilities.tools, text.abilities.tools_noted) == (forms.QWEN.name, True)
+    chat = {"tools": [TOOL]}
+    found = rendered(text, [ChatMessage("system", "be brief"), ASKED, CALLS, *RESULTS], **chat)
+    assert "be brief\n\nYou can call the following tools" in found
+    assert found.count('"name": "find", "description"') == 1
+    assert (
+        found.index('{"name": "NAME"')
+        < found.index("question")
+        < found.index("I look.\n<tool_call>")
+    )
+    assert found.index("Result of find: result b") < found.index("Result of find: result a")
+    assert "You can call" in rendered(text, [ASKED], **chat)
+    assert "You can call" not in rendered(text, [ASKED], tool_choice="none", **chat)
 
 
-def test_tools_whose_form_is_unknown_are_refused():
-    text = text_of("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(InvalidRequest, match="form of its calls is not known"):
+def test_tools_are_refused_if_the_template_is_too_slow():
+    def too_slow(_render):
+        raise TimeoutError
+
+    wrapper = wrap(byte_level(*MARKERS), template=templates.QWEN)
+    text = Text(wrapper, vocab_size=2000, context_length=100, limit_template=too_slow, name="m")
+    with pytest.raises(
+        InvalidRequest, match="m cannot call tools: its chat template takes too much"
+    ):
         text.encode(submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL])))
 
 
