@@ -103,7 +103,7 @@ def test_calls_of_mistral_nemo_are_a_list() -> None:
     assert text.abilities.tool_results
 
 
-def test_gemma_3_is_told_of_tools_in_the_first_message() -> None:
+def test_gemma_3_gets_tools_in_the_first_message() -> None:
     """Its template has neither tools nor a system role."""
     text = text_of("gemma3")
     assert text.abilities.tools_noted

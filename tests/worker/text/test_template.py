@@ -187,7 +187,7 @@ def test_results_of_no_call_and_several_of_one_are_kept():
 
 
 def test_many_messages_are_adapted_in_linear_time():
-    """Searching the results anew for each message and call took over 6 s."""
+    """It took over 6 s when the results were searched for each message and call."""
     messages = [ASKED, ChatMessage("assistant", "a")] * 40_000
     calls = [ToolCall("find", "{}", str(n)) for n in range(10_000)]
     results = [ChatMessage("tool", "r", tool_call_id=str(n)) for n in range(10_000)]
@@ -316,7 +316,7 @@ def submit(**fields):
         TOOLS_IN_ANOTHER_FORM,
     ],
 )
-def test_a_model_whose_template_lists_no_tools_is_told_how_to_call_them(template):
+def test_tools_that_the_template_does_not_list_are_in_the_system_message(template):
     text = text_of(template)
     assert (text.abilities.tools, text.abilities.tools_noted) == (forms.QWEN.name, True)
     chat = {"tools": [TOOL]}
