@@ -36,7 +36,8 @@ class MlxLmSnapshot(MlxLmRow):
     nbytes: int = 0
 
 
-def _arrays(caches: list[Any]) -> Iterator[mx.array]:
+def state_arrays(caches: list[Any]) -> Iterator[mx.array]:
+    """Yield the arrays of mlx-lm's caches."""
     for cache in caches:
         state: Any = []
         with suppress(AttributeError, TypeError):  # some caches raise before their first token
@@ -98,7 +99,7 @@ class MlxLmSnapshots:
         if tokens not in (None, row.length):
             raise ValueError(f"a row of {row.length} tokens cannot be cut to {tokens}")
         snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length)
-        snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
+        snapshot.nbytes = sum(array.nbytes for array in state_arrays(snapshot.caches))
         self.all.append(snapshot)
         return snapshot
 
@@ -204,7 +205,7 @@ class MlxLmCache:
         if self._prefilling is None:
             raise RuntimeError("no prefill step is under way")
         (sequence, count), self._prefilling = self._prefilling, None
-        mx.eval(list(_arrays(sequence.caches)))
+        mx.eval(list(state_arrays(sequence.caches)))
         sequence.length += count
 
     def undo_prefill(self) -> bool:
@@ -216,7 +217,7 @@ class MlxLmCache:
     def arrays(self, share: float = 1.0) -> list[mx.array]:
         """Return all arrays; none if ``share`` is below 1, because one needs a whole step."""
         rows = self.sequences if share >= 1 else ()
-        return [array for row in rows for array in _arrays(row.caches)]
+        return [array for row in rows for array in state_arrays(row.caches)]
 
     def flush(self) -> None:
         """Do nothing."""

@@ -55,6 +55,16 @@ def paths(found: Served) -> dict[str, str]:
     return {kind.name: access.value for kind, access in found.runner.cache.access.items()}
 
 
+def test_a_load_needs_no_memory_for_the_logits_of_whole_prompts() -> None:
+    """With Gemma 3's vocabulary, those of one prompt took 612 MB, and the worker ended itself."""
+    words = 60_000
+    model = model_of("qwen3", vocab_size=words)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    probe.serve(model, CacheSettings(schemes=(Scheme.parse("k8v8"),)), words)
+    assert mx.get_peak_memory() - before < 4 * words * max(selfcheck.LENGTHS)
+
+
 @pytest.mark.parametrize(
     "kind", ["qwen3", "llama", "qwen2", "mistral3", "olmo2", "glm4", "granite"]
 )
