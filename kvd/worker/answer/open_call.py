@@ -100,7 +100,7 @@ class OpenCall:
         """Read what precedes a call; return whether another step may be possible."""
         form, text = self._form, self._rest.lstrip()
         if form.section is None:
-            text = text.lstrip("; \n")
+            text = text.lstrip("; \n\r\t")
         end = form.section[1].text if form.section is not None else ""
         if not text:
             return False

@@ -105,6 +105,12 @@ SAMPLES = {
         f' "get_weather", "parameters": {_R}}}',
         [PARIS, ROME],
     ),
+    "llama tabs": Sample(
+        _of(forms.LLAMA, None),
+        f'{{"name": "get_weather", "parameters": {_P}}}\t;\r\n\t{{"name": "get_weather",'
+        f' "parameters": {_R}}}',
+        [PARIS, ROME],
+    ),
     "llama json": Sample(
         _of(forms.LLAMA, None), '{"city": "Paris"}', [("text", '{"city": "Paris"}')]
     ),
