@@ -194,7 +194,7 @@ class ChatAbilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tools: str = ""
     """Form of its tool calls, such as ``json in <tool_call>``; empty: it cannot call tools."""
     tools_noted: bool = False
-    """Whether kvd lists tools in the system message, because the template does not."""
+    """Whether kvd lists tools in the system message (docs/models.md)."""
     tool_results: bool = False
     """Whether the template renders messages of role ``tool``."""
     reasoning: str = ""

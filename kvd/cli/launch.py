@@ -190,8 +190,8 @@ def _check_tools(name: str, chat: ChatAbilities | None) -> None:
         )
     if not chat.tools:
         raise UnsupportedModel(
-            f"{name} cannot call tools, which agents need: its chat template has no form for "
-            "them; load a model whose template has one (docs/models.md)"
+            f"{name} cannot call tools, which agents need: its chat template does not allow it; "
+            "load another model (docs/models.md)"
         )
 
 

@@ -43,6 +43,8 @@ class JsonBody:
     arguments_key: str = "arguments"
     listed: bool = False
     """Whether the body is a JSON array of such objects, one for each call."""
+    id_key: str = ""
+    """Key of the call's number, as text, which may come first; empty: calls have none."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,7 @@ COHERE = CallForm(
     "json list in <|START_ACTION|>",
     Marker("<|START_ACTION|>"),
     Marker("<|END_ACTION|>"),
-    JsonBody("tool_name", "parameters", listed=True),
+    JsonBody("tool_name", "parameters", listed=True, id_key="tool_call_id"),
 )
 NEMOTRON = CallForm("json list in <TOOLCALL>", *_pair("TOOLCALL"), JsonBody(listed=True))
 APRIEL = CallForm("json list in <tool_calls>", *_pair("tool_calls"), JsonBody(listed=True))

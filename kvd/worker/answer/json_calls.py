@@ -240,6 +240,8 @@ class NamedCalls:
         self.done = False
         self._body = body
         self._head = ""
+        # Whitespace in a form is what models write, and any is accepted.
+        self._after_name = re.compile(r"\s*".join(map(re.escape, body.after_name.split())))
         self._value = JsonValue()
         self._read: list[str] = []
         self._tail = ""
@@ -268,6 +270,8 @@ class NamedCalls:
         return self.push(text)
 
     def _push_arguments(self, text: str) -> str:
+        if not self._read and not (text := text.lstrip()):
+            return ""
         end = self._value.push(text, 0)
         self._read.append(text[:end])
         self.calls[0].pieces.append(text[:end])
@@ -292,18 +296,18 @@ class NamedCalls:
             self._json = JsonCalls(JsonBody())
             self.calls = self._json.calls
             return self.push(head)
-        found = head.find(self._body.after_name)
-        if found < 0:
+        found = self._after_name.search(head)
+        if found is None:
             if len(head) > MAX_NAME + len(self._body.after_name):
                 raise Malformed("no name precedes the arguments")
             return ""
-        name = head[:found].strip().removeprefix(self._body.before_name)
+        name = head[: found.start()].strip().removeprefix(self._body.before_name)
         name = name.split("[CALL_ID]")[0]
         if self._body.numbered:
             name = re.sub(r":\d+\Z", "", name)
         check_name(name)
         self.calls.append(FoundCall(name))
-        return self.push(head[found + len(self._body.after_name) :])
+        return self.push(head[found.end() :])
 
 
 def check_name(name: str, is_tool: Callable[[str], bool] | None = None) -> None:

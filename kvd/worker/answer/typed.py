@@ -76,7 +76,7 @@ def as_allowed(text: str, types: set[str]) -> str:
 
 
 def as_json(text: str) -> str:
-    """Return a value that was written as JSON; a string if it is none."""
+    """Return a value that was written as JSON; a JSON string if it is not valid JSON."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

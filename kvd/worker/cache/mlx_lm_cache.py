@@ -170,7 +170,7 @@ class MlxLmCache:
         self.sequences.append(row)
         return row
 
-    def restore(self, snapshot: MlxLmSnapshot) -> MlxLmRow:
+    def restore(self, snapshot: MlxLmSnapshot, coming: int = 1) -> MlxLmRow:  # noqa: ARG002
         """Return a new sequence with a snapshot's content. The snapshot stays."""
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")

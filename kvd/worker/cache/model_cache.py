@@ -163,14 +163,14 @@ class ModelCache:
         self.sequences.append(sequence)
         return sequence
 
-    def restore(self, snapshot: SequenceSnapshot) -> SequenceRow:
+    def restore(self, snapshot: SequenceSnapshot, coming: int = 1) -> SequenceRow:
         """Return a sequence with a snapshot's content (`KVStore.restore`)."""
         if not snapshot.alive:
             raise ValueError("the snapshot was dropped")
         rows = []
         with ExitStack() as undo:
             for store, row in zip(self.stores, snapshot.rows, strict=True):
-                rows.append(store.restore(row))
+                rows.append(store.restore(row, coming))
                 undo.callback(store.free, rows[-1])
             undo.pop_all()
         sequence = SequenceRow(rows, snapshot.length)

@@ -138,11 +138,14 @@ class KVStore:
         self.rows.append(row)
         return row
 
-    def restore(self, snapshot: RowSnapshot) -> Row:
-        """Return a new row that equals the snapshot bit for bit. The device must be idle."""
+    def restore(self, snapshot: RowSnapshot, coming: int = 1) -> Row:
+        """Return a new row that equals the snapshot bit for bit. The device must be idle.
+
+        ``coming``: as for `new_row`.
+        """
         row = self.unplaced_row(snapshot)
         try:
-            self.place(row)
+            self.place(row, coming)
         except BaseException:
             self.free(row, clean=False)
             raise
@@ -164,9 +167,12 @@ class KVStore:
         self.rows.append(row)
         return row
 
-    def place(self, row: Row) -> None:
-        """Give a row its slot, and copy its tail there. The device must be idle."""
-        slot = self.tails.take()
+    def place(self, row: Row, coming: int = 1) -> None:
+        """Give a row its slot, and copy its tail there. The device must be idle.
+
+        ``coming``: as for `new_row`.
+        """
+        slot = self.tails.take(coming)
         try:
             fill_tails(self.layers, slot, row.tails)
         except BaseException:

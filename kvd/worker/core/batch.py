@@ -142,7 +142,7 @@ class Batch:
         ``coming``: see `KVStore.new_row`.
         """
         if hit.tokens:
-            return self.cache.restore(hit.snapshot)
+            return self.cache.restore(hit.snapshot, coming)
         return self.cache.new_row(request.level, coming)
 
     def open_row(self, request: Request, hit: Hit | None = None) -> None:

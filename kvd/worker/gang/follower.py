@@ -187,6 +187,7 @@ class Follower:
                 snapshot = cache.snapshots.take(self._rows[record.row], record.tokens)
                 self._snapshots[record.snapshot] = snapshot
             case records.Restore():
-                self._rows[record.row] = cache.restore(self._snapshots[record.snapshot])
+                snapshot = self._snapshots[record.snapshot]
+                self._rows[record.row] = cache.restore(snapshot, record.coming)
             case _:
                 raise Diverged(f"a record of type {type(record).__name__} came at a wrong time")

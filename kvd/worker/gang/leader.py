@@ -135,9 +135,10 @@ class LeaderCache(Summed):
         self._sender.add(row)
         return row
 
-    def restore(self, snapshot: SequenceSnapshot) -> SequenceRow:
-        self._sender.send(records.Restore(self._sender.coming, self._sender.id_of(snapshot)))
-        row: SequenceRow = self._one.restore(snapshot)
+    def restore(self, snapshot: SequenceSnapshot, coming: int = 1) -> SequenceRow:
+        source = self._sender.id_of(snapshot)
+        self._sender.send(records.Restore(self._sender.coming, source, coming))
+        row: SequenceRow = self._one.restore(snapshot, coming)
         self._sender.add(row)
         return row
 

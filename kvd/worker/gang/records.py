@@ -36,10 +36,11 @@ class NewRow(_Record, frozen=True):
 
 
 class Restore(_Record, frozen=True):
-    """Create a row with a snapshot's content."""
+    """Create a row with a snapshot's content (`ModelCache.restore`)."""
 
     row: int
     snapshot: int
+    coming: int
 
 
 class Free(_Record, frozen=True):

@@ -16,6 +16,7 @@ from kvd.worker.grammar.xml_rules import XmlRules
 from protocol.tools import Tool
 
 _GAP = r"/[ \n]{0,2}/"
+_NUMBER = r'/"[0-9]{1,3}"/'
 
 
 class CallRules:
@@ -75,7 +76,15 @@ class CallRules:
     def _json(self, tool: Tool, body: JsonBody) -> str:
         name, arguments = (json.dumps(key) for key in (body.name_key, body.arguments_key))
         own = arguments_of(self._source, tool, self._texts)
-        pieces = ['"{"', quoted(name), '":"', quoted(json.dumps(tool.name)), '","']
+        number = f'{quoted(json.dumps(body.id_key))} {_GAP} ":" {_GAP} {_NUMBER} {_GAP} ","'
+        pieces = [
+            '"{"',
+            *([f"({number} {_GAP})?"] if body.id_key else []),
+            quoted(name),
+            '":"',
+            quoted(json.dumps(tool.name)),
+            '","',
+        ]
         pieces += [quoted(arguments), '":"', own, '"}"']
         return self._source.rule(f" {_GAP} ".join(pieces))
 

@@ -21,7 +21,10 @@ from protocol.tools import Tool
 _ANY = "(?s:.*)"
 _ANY_SPACE = r"[\s\x1c-\x1f]*"
 """Whitespace as Python's ``str.strip`` removes it."""
-_JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
+_KEY = r'[^<>"\n=]+'
+"""Names of arguments without a schema."""
+_SHARED = ("$defs", "definitions")
+"""Parts of a tool's schema that those of its arguments refer to."""
 
 
 class XmlRules:
@@ -62,38 +65,40 @@ class XmlRules:
         self._source.rules.append("")
         to_key, to_end = self._text(None, self._key), self._text(None, self._end)
         after = self._source.literal(self._body.after_key)
-        pairs = [rf"/[^<>\n=]+/ {after} ({to_key} {name} | {to_end})"]
+        pairs = [rf"/{_KEY}/ {after} ({to_key} {name} | {to_end})"]
         if self._body.after_json_key:
             after = self._source.literal(self._body.after_json_key)
-            pairs.append(rf"/[^<>\n=]+/ {after} {self._json({}, name, may_end=True)}")
+            pairs.append(rf"/{_KEY}/ {after} {self._json({}, name, may_end=True)}")
         self._source.rules[int(name[1:])] = f"{name}: {' | '.join(pairs)}"
         return name
 
     def _pair(self, tool: Tool, key: str, keys: str, *, may_end: bool) -> str:
         """Return a pair and what follows it. ``keys``: the rule of the keys that may follow."""
         body, parameters = self._body, parameters_of(tool)
-        schema = members(parameters.get("properties"))[key]
+        schema = members(members(parameters.get("properties"))[key])
+        shared = {name: parameters[name] for name in _SHARED if name in parameters}
         types = types_of(schema, parameters)
         marks = body.after_json_key
-        is_json = _is_json(schema) or bool(marks and types and "string" not in types)
+        is_json = bool(types) and "string" not in types
         options = []
         if not is_json:
             options.append((body.after_key, self._string(tool, schema, keys, may_end=may_end)))
         if is_json or (marks and types != {"string"}):
-            options.append((marks or body.after_key, self._json(schema, keys, may_end=may_end)))
+            value = self._json({**shared, **schema}, keys, may_end=may_end)
+            options.append((marks or body.after_key, value))
         literal = self._source.literal
         return " | ".join(f"{literal(key + after)} {value}" for after, value in options)
 
-    def _json(self, schema: Any, keys: str, *, may_end: bool) -> str:
+    def _json(self, schema: dict[str, Any], keys: str, *, may_end: bool) -> str:
         source = self._source
-        value = source.nest(json_grammar(lenient(members(schema)), "chat.tools"))
+        value = source.nest(json_grammar(lenient(schema), "chat.tools"))
         options = [f"{source.marker(self._key)} {keys}"] if keys else []
         options += [source.marker(self._end)] if may_end else []
         close = source.literal(self._close)
         return f"{SPACE} {value} {SPACE} {close} {SPACE} ({' | '.join(options)})"
 
-    def _string(self, tool: Tool, schema: Any, keys: str, *, may_end: bool) -> str:
-        regex = self._texts.regex(tool) or _listed(members(schema))
+    def _string(self, tool: Tool, schema: dict[str, Any], keys: str, *, may_end: bool) -> str:
+        regex = self._texts.regex(tool) or _listed(schema)
         options = [f"{self._text(regex, self._key)} {keys}"] if keys else []
         options += [self._text(regex, self._end)] if may_end else []
         return f"({' | '.join(options)})"
@@ -124,13 +129,6 @@ class XmlRules:
                 f"{whole} & ~/{_ANY}{close}{_ANY_SPACE}(?:{ends}){more}{_ANY if not more else ''}/"
             )
         return whole if end else f"{whole} {source.marker(follow)}"
-
-
-def _is_json(schema: Any) -> bool:
-    """Return whether no string is allowed, so that the value is JSON."""
-    kinds = members(schema).get("type")
-    only = kinds if isinstance(kinds, list) else [kinds]
-    return bool(only) and all(one in _JSON_TYPES for one in only)
 
 
 def _listed(schema: dict[str, Any]) -> str | None:

@@ -39,9 +39,10 @@ def next_chunks(
     begin ahead of the prefill order. ``begin(rid, coming)`` gives a request its row and returns the
     number of tokens that the row holds. ``coming``: prompts that will begin now, this one included.
     """
-    for rid in scheduler.cache_candidates:
-        if has_new_hit(rid) and rid in scheduler.cache_candidates:
-            scheduler.skip_to(rid, begin(rid, 1))
+    hits = [rid for rid in scheduler.cache_candidates if has_new_hit(rid)]
+    for number, rid in enumerate(hits):
+        if rid in scheduler.cache_candidates:
+            scheduler.skip_to(rid, begin(rid, len(hits) - number))
     while True:
         group = scheduler.next_group()
         rids = dict.fromkeys(chunk.rid for chunk in group)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvd.worker.answer.find import find_forms
 from kvd.worker.answer.forms import QWEN, AnswerForms
+from kvd.worker.answer.written import can_write
 from kvd.worker.text.failures import is_failure
 from kvd.worker.text.fast_tokenizer import FastWrapper
 from kvd.worker.text.template import ChatTemplate
@@ -17,8 +18,8 @@ from protocol.types import ChatAbilities
 def forms_of(wrapper: Any, template: ChatTemplate, vocabulary: Mapping[str, int]) -> AnswerForms:
     """Return the forms of a model's answers; none without a chat template.
 
-    If the template lists no tools, or calls in no known form, the model is asked in the system
-    message to write calls in the form that is found, or in Qwen's.
+    If the template lists no tools, or shows calls in an unknown form, the model is asked in the
+    system message to write calls in the form that is found, or in Qwen's.
 
     ``wrapper``: as for `kvd.worker.text.text.Text`.
     """
@@ -46,8 +47,9 @@ def forms_of(wrapper: Any, template: ChatTemplate, vocabulary: Mapping[str, int]
         parser=parser_name(wrapper),
     )
     if found.harmony is None and template.usable and not (found.call and template.lists_tools):
-        form = found.call or QWEN
-        template.note_tools(form, known=found.call is not None)
+        known = found.call is not None and can_write(found.call)
+        form = found.call if known and found.call else QWEN
+        template.note_tools(form, known=known)
         return replace(found, call=form).with_tokens(token_of)
     template.use_form(found.call)
     return found

@@ -90,7 +90,7 @@ def find_place(
 
 def _message_at(prompt: str, at: int, ends: dict[int, int], turn_ends: Sequence[str]) -> int | None:
     """Return the index of the message that a position belongs to; None: it comes after all."""
-    known = sorted(ends.items())
+    known = sorted(ends.items(), key=lambda item: item[1])  # results may be next to their calls
     for index, (number, end) in enumerate(known):
         limit = known[index + 1][1] if index + 1 < len(known) else len(prompt)
         found = [prompt.find(text, end, limit) for text in turn_ends if text]

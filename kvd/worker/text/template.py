@@ -93,7 +93,7 @@ class ChatTemplate:
         """Return the prompt; raises `InvalidRequest`."""
         if self.notes_tools and chat.tools and chat.tool_choice != "none":
             assert self.messages.form is not None
-            messages = tool_notes.with_note(messages, chat.tools, self.messages.form)
+            messages = tool_notes.with_note(messages, chat, self.messages.form)
         placed = system_notes.place(messages, system=self.system, late=self.late_system)
         arguments = self._arguments(chat)
         try:
@@ -122,15 +122,16 @@ class ChatTemplate:
         """Take the form of calls, and find out whether the template shows results of tools."""
         self.messages.form = form
         messages = [_ASKED, _CALL, _RESULT]
-        results = (self._try(messages), self._try(messages, **{self.tools_argument: _TOOLS}))
-        self.messages.shows_results = (form is not None or self.rendered_call != "") and any(
-            _RESULT.content in text for text in results
-        )
+        # Some templates take no conversation without tools.
+        shown = self._try(messages) or self._try(messages, **{self.tools_argument: _TOOLS})
+        known = form is not None or self.rendered_call != ""
+        self.messages.shows_results = known and _RESULT.content in shown
 
     def note_tools(self, form: CallForm, *, known: bool) -> None:
         """List tools in the system message, in which the model is asked to use a form.
 
-        ``known``: whether it is the template's. Otherwise, earlier calls are text in this form.
+        ``known``: whether the template's calls have this form. Otherwise, earlier calls and results
+        are text.
         """
         self.notes_tools = True
         if known:

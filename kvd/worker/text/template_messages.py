@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvd.worker.answer.call_ids import ID_LENGTH, short_id
 from kvd.worker.answer.forms import CallForm
-from kvd.worker.answer.written import arguments_of, write_calls
+from kvd.worker.answer.written import arguments_as_object, write_calls
 from protocol.tools import ToolCall
 from protocol.types import ChatMessage
 
@@ -66,7 +66,7 @@ class TemplateMessages:
         return content
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        arguments = call.arguments if self.arguments_are_text else arguments_of(call)
+        arguments = call.arguments if self.arguments_are_text else arguments_as_object(call)
         function = {"name": call.name, "arguments": arguments}
         return {"id": self._id(call.id), "type": "function", "function": function}
 
@@ -90,13 +90,16 @@ def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
 
 
 def _split(calling: ChatMessage, results: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yield the calls of a message; the last call of an id gets the results that are left."""
+    """Yield the calls of a message, each followed by its results.
+
+    If several calls share an id, each gets one result, and the last one gets the rest.
+    """
     calls = calling.tool_calls
     last = {call.id: number for number, call in enumerate(calls)}
     queues: dict[str, deque[ChatMessage]] = {call.id: deque() for call in calls}
-    strangers = deque[ChatMessage]()
+    unmatched = deque[ChatMessage]()
     for result in results:
-        queues.get(result.tool_call_id, strangers).append(result)
+        queues.get(result.tool_call_id, unmatched).append(result)
     message = calling
     for number, call in enumerate(calls):
         yield replace(message, tool_calls=[call])
@@ -106,11 +109,11 @@ def _split(calling: ChatMessage, results: Sequence[ChatMessage]) -> Iterator[Cha
             if number < last[call.id]:
                 break
         message = ChatMessage("assistant", "")
-    yield from strangers
+    yield from unmatched
 
 
 def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with successive ones of a user, or of the assistant, joined."""
+    """Return the messages, joining successive ones of the user, and of the assistant."""
     return [one for _, group in itertools.groupby(messages, _role) for one in _join(list(group))]
 
 

@@ -238,11 +238,16 @@ class Text:
     def _check_tools(self, chat: ChatOptions) -> None:
         if chat.tools and chat.tool_choice != "none" and not self.abilities.tools:
             raise InvalidRequest(
-                f"{self._name} cannot call tools: its chat template takes too much time or memory;"
-                " remove tools, set tool_choice to none, or use a model that can (kvctl status"
-                " MODEL lists it)",
+                f"{self._name} cannot call tools: {self._lacks_tools}; remove tools, set "
+                "tool_choice to none, or use a model that can (kvctl status MODEL lists it)",
                 field="chat.tools",
             )
+
+    @property
+    def _lacks_tools(self) -> str:
+        if not self.template.usable:
+            return "its chat template takes too much time or memory"
+        return "its chat template lists no tools"
 
     def _render(self, messages: list[ChatMessage], chat: ChatOptions) -> str:
         if not messages:

@@ -54,6 +54,19 @@ def test_arguments_are_a_call_if_the_end_of_their_block_is_cut_off(rest):
     assert calls(found) == [("get_weather", ARGUMENTS[0])]
 
 
+def test_whitespace_around_the_parts_of_a_named_call_is_free():
+    text = write_calls(forms.DEEPSEEK_R1, written({"days": 2})).replace("```json\n", "```json  ")
+    assert calls(read_text(AnswerForms(call=forms.DEEPSEEK_R1), text, by_token=False)) == [
+        ("get_weather", {"days": 2})
+    ]
+
+
+def test_coheres_calls_are_numbered():
+    text = write_calls(forms.COHERE, written({"days": 2}, {}))
+    assert text.count('{"tool_call_id": "0", "tool_name"') == 1
+    assert text.count('{"tool_call_id": "1", "tool_name"') == 1
+
+
 def test_pythonic_calls_are_one_list():
     text = write_calls(forms.PYTHONIC, written({"days": 2}, {"wind": True}))
     assert text == (

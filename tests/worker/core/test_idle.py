@@ -40,6 +40,30 @@ def serve(driver: Driver, prompts: list[list[int]], max_tokens: int = 4) -> None
     driver.outcomes.clear()
 
 
+def test_rows_of_a_pass_that_continue_a_prefix_get_their_tails_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(shallow.path(), kv=KVSpec(8, 8))
+    shared = prompt_of(300, 1)
+    serve(driver, [shared])
+    driver.engine._runner.cache.shrink()
+    grown: list[int] = []
+    resize = TailSlots._resize
+
+    def noted(tails: TailSlots, count: int) -> None:
+        if count > tails.count:
+            grown.append(count)
+        resize(tails, count)
+
+    monkeypatch.setattr(TailSlots, "_resize", noted)
+    prompts = [[*shared, 7, seed] for seed in range(3)]
+    for index, prompt in enumerate(prompts):
+        driver.submit(f"r{index}", prompt, max_tokens=4, ignore_eos=True)
+    driver.run()
+    assert [one.cached for one in driver.outcomes.values()] == [256] * 3
+    assert grown == [3], "each growth copies all tails"
+
+
 def test_short_prompts_copy_no_pools_however_much_is_cached(
     copied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

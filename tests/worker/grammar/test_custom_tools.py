@@ -118,6 +118,50 @@ def test_deepseeks_attribute_follows_the_schema(given: dict[str, object], valid:
     assert all(matcher.consume_token(token) for token in tokens) is valid
 
 
+XML = ["qwen coder", "glm", "minimax", "dsml", "seed", "muse"]
+
+
+@pytest.mark.parametrize("form_name", XML)
+def test_arguments_may_refer_to_definitions_of_the_tools_schema(form_name: str) -> None:
+    """As pydantic writes models and optional models."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    reference = {"$ref": "#/$defs/Place"}
+    schema = {
+        "$defs": {"Place": place},
+        "type": "object",
+        "properties": {"at": reference, "to": {"anyOf": [reference, {"type": "null"}]},
+                       "by": {"type": "array", "items": reference}},
+        "required": ["at", "to", "by"],
+    }  # fmt: skip
+    form = FORMS[form_name]
+    assert isinstance(form, CallForm)
+    text, city = model(form), {"city": "Rome"}
+    grammar = grammar_for(text, asked("name:go", Tool("go", parameters=schema)))
+    for given, valid in (
+        ({"at": city, "to": None, "by": [city]}, True),
+        ({"at": city, "to": city, "by": []}, True),
+        ({"at": {}, "to": None, "by": []}, False),
+    ):
+        matcher = start_of(Compiler(text.vocabulary), grammar)
+        written = write_calls(form, [ToolCall("go", json.dumps(given))])
+        tokens = text._tokenizer.encode(written, add_special_tokens=False)
+        assert all(matcher.consume_token(token) for token in tokens) is valid
+
+
+@pytest.mark.parametrize("form_name", XML)
+def test_a_tool_without_a_schema_takes_any_arguments(form_name: str) -> None:
+    form = FORMS[form_name]
+    assert isinstance(form, CallForm)
+    text = model(form)
+    written = write_calls(form, [ToolCall("go", '{"zone": "x", "more": 2}')])
+    matcher = start_of(
+        Compiler(text.vocabulary), grammar_for(text, asked("name:go", Tool("go", parameters={})))
+    )
+    for token in text._tokenizer.encode(written, add_special_tokens=False):
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+
+
 def drawn(text: Text, request: Submit, seed: int) -> list[int]:
     """Return the tokens of an answer, with line ends and asterisks more often than others."""
     grammar = grammar_for(text, request)

@@ -80,6 +80,25 @@ def test_the_edited_message_is_named(style: str, index: int):
     assert place(text, SESSION, other) == wanted
 
 
+@pytest.mark.parametrize("style", ["QWEN", "LLAMA", "GPT_OSS"])
+@pytest.mark.parametrize("index", [1, 2, 3, 4])
+def test_a_result_that_moved_next_to_its_call_is_named(style: str, index: int):
+    calls = [ToolCall("find", '{"name": "a.py"}', one) for one in ("abcdefgh1", "abcdefgh2")]
+    results = [ChatMessage("tool", f"in {one.id}", tool_call_id=one.id) for one in calls]
+    session = [
+        SESSION[1],
+        ChatMessage("assistant", "", tool_calls=calls),
+        *reversed(results),
+        SESSION[5],
+    ]
+    other = list(session)
+    other[index] = edited(session[index], 1)
+    if index == 1:
+        other[1] = replace(session[1], tool_calls=[calls[0], *other[1].tool_calls])
+    found = place(text_of(style), other, session)
+    assert found == PromptPlace("message", index + 1, len(session), session[index].role)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["QWEN", "STRICT_EFFORT", "GPT_OSS"]),

@@ -333,6 +333,32 @@ def test_tools_that_the_template_does_not_list_are_in_the_system_message(templat
     assert "You can call" not in rendered(text, [ASKED], tool_choice="none", **chat)
 
 
+def test_a_form_that_cannot_be_written_is_not_asked_for():
+    """It is named in a comment; mlx-lm's parser would not read JSON between its markers."""
+    text = text_of("{# <|tool_call> <tool_call|> #}" + templates.GEMMA)
+    assert text.abilities.tools == forms.QWEN.name
+    assert "<tool_call>\n{" in rendered(text, [ASKED], tools=[TOOL])
+
+
+def test_several_calls_are_offered_only_if_the_request_allows_them():
+    text = text_of(templates.GEMMA)
+    assert "Several calls" in rendered(text, [ASKED], tools=[TOOL])
+    assert "Several calls" not in rendered(text, [ASKED], tools=[TOOL], parallel_tool_calls=False)
+
+
+def test_a_model_of_harmony_whose_template_lists_no_tools_says_so():
+    text = text_of(templates.GEMMA, *HARMONY, "<|call|>")
+    with pytest.raises(InvalidRequest, match="its chat template lists no tools"):
+        text.encode(submit(messages=[ASKED], chat=ChatOptions(tools=[TOOL])))
+
+
+def test_results_that_are_shown_only_with_tools_are_notes_of_the_user():
+    half = templates.QWEN.replace("m.role == 'tool' %}", "m.role == 'tool' and tools %}")
+    text = text_of(half, *MARKERS)
+    assert not text.abilities.tool_results
+    assert "Result of find: it is 4" in rendered(text, [ASKED, CALL, RESULT])
+
+
 def test_tools_are_refused_if_the_template_is_too_slow():
     def too_slow(_render):
         raise TimeoutError
