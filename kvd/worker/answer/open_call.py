@@ -32,7 +32,7 @@ class OpenCall:
         """
         self.opening = opening
         self.symbols: list[Symbol] = []
-        """What was read since the opening marker or the last complete call."""
+        """Symbols that were read since the opening marker, or since the last complete call."""
         self.over = False
         self.left: list[Symbol] = []
         """What follows the calls, once they are over."""

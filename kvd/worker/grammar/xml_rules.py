@@ -21,6 +21,7 @@ from protocol.tools import Tool
 _ANY = "(?s:.*)"
 _ANY_SPACE = r"[\s\x1c-\x1f]*"
 """Whitespace as Python's ``str.strip`` removes it."""
+_TYPES = {"integer", "number", "boolean", "object", "array", "null", "string"}
 _KEY = r'[^<>"\n=]+'
 """Names of arguments without a schema."""
 _SHARED = ("$defs", "definitions")
@@ -78,13 +79,15 @@ class XmlRules:
         schema = members(members(parameters.get("properties"))[key])
         shared = {name: parameters[name] for name in _SHARED if name in parameters}
         types = types_of(schema, parameters)
+        if not types <= _TYPES:  # such as "any": llguidance refuses it, and nothing else is known
+            types = set()
         marks = body.after_json_key
         is_json = bool(types) and "string" not in types
         options = []
         if not is_json:
             options.append((body.after_key, self._string(tool, schema, keys, may_end=may_end)))
         if is_json or (marks and types != {"string"}):
-            value = self._json({**shared, **schema}, keys, may_end=may_end)
+            value = self._json({**shared, **schema} if types else {}, keys, may_end=may_end)
             options.append((marks or body.after_key, value))
         literal = self._source.literal
         return " | ".join(f"{literal(key + after)} {value}" for after, value in options)

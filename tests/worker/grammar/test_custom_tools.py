@@ -148,6 +148,20 @@ def test_arguments_may_refer_to_definitions_of_the_tools_schema(form_name: str) 
         assert all(matcher.consume_token(token) for token in tokens) is valid
 
 
+@pytest.mark.parametrize("schema", [{"type": "any"}, {"type": 7}, {"$ref": "#/nowhere"}, {}, True])
+@pytest.mark.parametrize("form_name", XML)
+def test_an_argument_of_an_unknown_type_is_any_text(form_name: str, schema: object) -> None:
+    form = FORMS[form_name]
+    assert isinstance(form, CallForm)
+    text = model(form)
+    tool = Tool("go", parameters={"type": "object", "properties": {"at": schema}})
+    matcher = start_of(Compiler(text.vocabulary), grammar_for(text, asked("name:go", tool)))
+    written = write_calls(form, [ToolCall("go", '{"at": "a <b> 1"}')])
+    for token in text._tokenizer.encode(written, add_special_tokens=False):
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize("form_name", XML)
 def test_a_tool_without_a_schema_takes_any_arguments(form_name: str) -> None:
     form = FORMS[form_name]
