@@ -1,7 +1,8 @@
 """The flush: pages that are due are written into the pools.
 
 The device must be idle, unless kernels write everything (`LayerStore.is_flushed_by_kernel`). Then
-the writes are launched behind the steps in flight. A flush ends when the device has written.
+the writes are launched behind the steps in flight, and the host may do other work before it waits
+for them (`Flusher.wait`).
 
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
@@ -70,9 +71,11 @@ class Flusher:
         self._pages = pages
         self._pack_tails = pack_tails
         self._dense_start = dense_start
+        self._launched: list[mx.array] = []
+        """What kernels write, until `wait`."""
 
     def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
-        """Write the pages that are due; wait until they are written. ``rows``: all running rows.
+        """Write the pages that are due; `wait` must follow. ``rows``: all running rows.
 
         The device must be idle, unless kernels write everything (see the module).
 
@@ -91,14 +94,22 @@ class Flusher:
         placements = [pages.placement() for pages in new]
         layers, pack_tails = self._layers, self._pack_tails
         if all(layer.is_flushed_by_kernel for layer in layers):
-            _write(layers, (layer.gather(placements, pack_tails) for layer in layers))
+            writes = (layer.gather(placements, pack_tails) for layer in layers)
+            self._launched = _write(layers, writes)
         else:
-            _write(layers, (layer.gather_pages(placements, pack_tails) for layer in layers))
+            mx.eval(
+                _write(layers, (layer.gather_pages(placements, pack_tails) for layer in layers))
+            )
             if any(layer.new_tails for layer in layers):
-                _write(layers, (layer.gather_tails() for layer in layers))
+                self._launched = _write(layers, (layer.gather_tails() for layer in layers))
         for pages in new:
             pages.assign()
         self._dense_start.leave(outgrown)
+
+    def wait(self) -> None:
+        """Wait until the device has written everything."""
+        launched, self._launched = self._launched, []
+        mx.eval(launched)
 
     def _new_pages(self, level: int, filled: list[Row], due: list[Row]) -> _NewPages:
         start = self._dense_start
@@ -106,7 +117,8 @@ class Flusher:
         return _NewPages(level, [row for row in filled if row.level == level], ahead)
 
 
-def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites]) -> None:
+def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites]) -> list[mx.array]:
+    """Write; return what kernels may still be writing."""
     together: list[tuple[LayerStore, FlushWrites]] = []
     by_kernel = all(layer.is_flushed_by_kernel for layer in layers)
     nbytes, limit = 0, limit_bytes() // (2 if by_kernel else 1)
@@ -119,7 +131,7 @@ def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites]) -> None:
             mx.eval(launched)
             launched = _write_together(together)
             nbytes = 0
-    mx.eval(launched, _write_together(together))
+    return launched + _write_together(together)
 
 
 def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> list[mx.array]:

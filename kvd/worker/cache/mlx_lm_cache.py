@@ -201,12 +201,14 @@ class MlxLmCache:
     def end_pass(self) -> None:
         """Do nothing: mlx-lm's caches already have the new tokens."""
 
-    def finish_prefill(self) -> None:
+    def finish_prefill(self, meanwhile: Callable[[], None] | None = None) -> None:
         if self._prefilling is None:
             raise RuntimeError("no prefill step is under way")
         (sequence, count), self._prefilling = self._prefilling, None
         mx.eval(list(state_arrays(sequence.caches)))
         sequence.length += count
+        if meanwhile is not None:
+            meanwhile()
 
     def undo_prefill(self) -> bool:
         return False

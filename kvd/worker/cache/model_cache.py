@@ -227,15 +227,18 @@ class ModelCache:
         paged = all(access is Access.PAGES for access in self.access.values())
         return self.batched and paged and not self.states.parts
 
-    def begin_packed(self, sequences: list[SequenceRow], counts: list[int], batch: int) -> None:
+    def begin_packed(
+        self, sequences: list[SequenceRow], counts: list[int], batch: int, later: int = 0
+    ) -> None:
         """Start a forward pass over chunks in a batch of ``batch`` tokens. Needs `can_pack`.
 
-        A sequence may have several chunks, one after the other, only if `can_chain`.
+        A sequence may have several chunks, one after the other, only if `can_chain`. ``later``:
+        tokens of prompts that further passes will add; pools that must grow get room for them too.
         """
         keeps = self.snapshots.keeps_tails(max(counts))
         for index, store in enumerate(self.stores):
             rows = [sequence.rows[index] for sequence in sequences]
-            store.begin_packed(rows, counts, batch, keeps_tails=keeps)
+            store.begin_packed(rows, counts, batch, keeps_tails=keeps, later=later)
         self._prefilling = list(zip(sequences, counts, strict=True))
 
     def can_chain(self, sequence: SequenceRow) -> bool:
@@ -248,16 +251,26 @@ class ModelCache:
         for view in self._attention_views:
             view.forget()
 
-    def finish_prefill(self) -> None:
-        """Evaluate the chunks and write them. No step may be in flight."""
+    def finish_prefill(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Evaluate the chunks and write them. No step may be in flight.
+
+        ``meanwhile``: is called when the sequences are longer. Kernels that write their pages may
+        still run then.
+        """
         if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
         prefilled, self._prefilling = self._prefilling, []
         evaluate(self.stores, self.states.arrays())
         for store in self.stores:
-            store.finish_prefill()
+            store.finish_prefill(waits=False)
         for sequence, count in prefilled:
             sequence.length += count
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            for store in self.stores:
+                store.wait()
 
     def undo_prefill(self) -> bool:
         """Drop a failed prefill pass. Returns whether sequences and their states are unchanged."""
@@ -325,7 +338,6 @@ class ModelCache:
         def start() -> None:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
             arrays.clear()
-            self.snapshots.evaluate()
 
         if run is None:
             start()
@@ -334,6 +346,7 @@ class ModelCache:
                 for store in self.stores:
                     stack.enter_context(store.paused_prefill())
                 run(start)
+            self.snapshots.evaluate()  # by now the device has the work of a whole stage
         for view, fetched in zip(self._attention_views, aside, strict=True):
             view.put_back(fetched)
 

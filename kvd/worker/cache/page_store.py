@@ -7,14 +7,18 @@ layer at a time; pools of small layers change size together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+
+import mlx.core as mx
 
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import full_pages
 from kvd.worker.cache.together import replace_all
 from protocol.pages import SLAB_PAGES
 
@@ -124,8 +128,12 @@ class PageStore:
             self._grow(allocator, allocator.used + count)
         return allocator.take(count)
 
-    def make_ready(self, wanted: Mapping[int, int]) -> None:
-        """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move."""
+    def make_ready(self, wanted: Mapping[int, int], later: int = 0) -> None:
+        """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move.
+
+        ``later``: pages that will be wanted soon; pools that must grow get room for them too, as
+        far as memory is spare.
+        """
         missing = 0
         for level, allocator in enumerate(self.allocators):
             more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
@@ -136,13 +144,33 @@ class PageStore:
         for level, count in wanted.items():
             allocator = self.allocators[level]
             if not allocator.can_take(count):
-                self._grow(allocator, allocator.used + count, tight=tight)
+                self._grow(allocator, allocator.used + count, tight=tight, later=later)
+
+    def grow_before(self, rows: Sequence[Row], counts: Sequence[int], later: int) -> None:
+        """Ensure that a pass over chunks can fill its pages; ``later``: as for `make_ready`.
+
+        Waits for the device if pools must grow.
+        """
+        tokens = Counter[Row]()
+        for row, count in zip(rows, counts, strict=True):
+            tokens[row] += count
+        wanted = Counter[int]()
+        for row, count in tokens.items():
+            wanted[row.level] += max(0, full_pages(row.length + count) - row.paged)
+        if not all(self.allocators[level].can_take(count) for level, count in wanted.items()):
+            mx.synchronize()
+            self.make_ready(wanted, later)
 
     def _charged_capacity(self, allocator: PageAllocator) -> int:
         return max(allocator.capacity, self.goals.get(allocator.level, 0))
 
-    def _grow(self, allocator: PageAllocator, needed: int, *, tight: bool = False) -> None:
-        goal = self.goals.pop(allocator.level, 0) or self.capacity_ahead(allocator)
+    def _grow(
+        self, allocator: PageAllocator, needed: int, *, tight: bool = False, later: int = 0
+    ) -> None:
+        goal = self.goals.pop(allocator.level, 0)
+        if later or not goal:
+            taken = needed - allocator.used + later if later else 0
+            goal = max(goal, self.capacity_ahead(allocator, taken))
         capacity = max(needed, goal)
         if tight:  # leave room for the next pool that must grow
             capacity = (needed + capacity) // 2

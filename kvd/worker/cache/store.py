@@ -32,7 +32,7 @@ from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.row_snapshots import RowSnapshot, RowSnapshots
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
 from kvd.worker.cache.settings import Scratch
 from kvd.worker.cache.steps import (
     DecodeStep,
@@ -297,14 +297,23 @@ class KVStore:
         return replace(step, backend=self.backend.prefill(self.kind, step))
 
     def begin_packed(
-        self, rows: list[Row], counts: list[int], batch: int, *, keeps_tails: bool = False
+        self,
+        rows: list[Row],
+        counts: list[int],
+        batch: int,
+        *,
+        keeps_tails: bool = False,
+        later: int = 0,
     ) -> PackedPrefill:
         """Start a pass over chunks (`packed_prefill`); `finish_prefill` ends it.
 
-        A row may have several chunks only if `can_chain`.
+        A row may have several chunks only if `can_chain`. ``later``: see `ModelCache.begin_packed`.
         """
         for row in rows:
             self.pages.release_written_ahead(row)
+        if self.is_flushed_by_kernel:
+            # Its flush would wait for the pass first. So it is prepared while the device computes.
+            self.pages.grow_before(rows, counts, 0 if self.kind.bounded else full_pages(later))
         plan = packed_prefill(rows, counts, batch, keeps_tails=keeps_tails)
         self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))
         self.scratch.clear()
@@ -318,14 +327,19 @@ class KVStore:
         lowest = max((page.level for page in row.pages), default=0)
         return not self.quantized_start and lowest <= row.level
 
-    def finish_prefill(self) -> None:
-        """Evaluate the chunks and write them. No step may be in flight."""
+    def finish_prefill(self, *, waits: bool = True) -> None:
+        """Evaluate the chunks and write them. No step may be in flight.
+
+        ``waits``: if False, `wait` must follow.
+        """
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
             raise TypeError("no prefill step is under way")
         if isinstance(step, PackedPrefill):
             step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
         self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
+        if waits:
+            self.wait()
 
     @property
     def is_flushed_by_kernel(self) -> bool:
@@ -333,7 +347,10 @@ class KVStore:
         return all(layer.is_flushed_by_kernel for layer in self.layers)
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
-        """Add the chunks to their rows' lengths and write all their pages in one flush."""
+        """Add the chunks to their rows' lengths and write all their pages in one flush.
+
+        `wait` must follow.
+        """
         evaluate([self])
         filled = []
         for step in steps:
@@ -401,6 +418,11 @@ class KVStore:
     def flush(self) -> None:
         """Write the next page of every row whose tail has the tokens. The device must be idle."""
         self._write([])
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last flush is written."""
+        self._flusher.wait()
 
     def _write(self, filled: list[Row], prefilled: Collection[Row] = ()) -> None:
         self.scratch.clear()

@@ -53,6 +53,7 @@ from kvd.worker.prefix.segment_files import SegmentFiles
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.space import space_of
 from kvd.worker.process import shortage
+from kvd.worker.process.freed_buffers import FreedBuffers
 from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
@@ -151,7 +152,7 @@ class MLXEngine:
         self._submissions = Submissions(text, batch, model.embedding_rules, model.compiler)
         embeddings = Embeddings(batch, model.embedding_rules.info)
         interleaving = Interleaving(batch, self._rates, self._deliver)
-        freed = loading.freed_bytes(command)
+        freed = FreedBuffers(loading.freed_bytes(command))
         self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving, freed)
         self._preemption, self._reclaiming = preemption, reclaiming
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -19,16 +20,13 @@ from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
 from kvd.worker.core.segment_reads import SegmentReads
-from kvd.worker.device import on_cpu, on_cuda
+from kvd.worker.device import on_cpu
 from kvd.worker.prefix.cache import next_chunks
+from kvd.worker.process.freed_buffers import FreedBuffers
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.valid_logits import finite_and_varied
 from kvd.worker.scheduling.scheduler import Chunk
 from protocol.types import TokenLogprob
-
-FULL = 7 / 8
-"""Share of the limit from which on freed buffers leave too little room for those of decode steps.
-"""
 
 
 class Prompts:
@@ -41,13 +39,10 @@ class Prompts:
         rates: Rates,
         embeddings: Embeddings,
         interleaving: Interleaving,
-        freed_bytes: int,
+        freed_buffers: FreedBuffers,
     ) -> None:
-        """``freed_bytes``: limit of the freed buffers that MLX keeps."""
         self._batch = batch
-        self._freed_bytes = freed_bytes
-        self._may_fill_buffers = False
-        """Whether a pass may have filled the freed buffers with those that only passes need."""
+        self._freed_buffers = freed_buffers
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
         self._memory = memory
@@ -59,13 +54,12 @@ class Prompts:
         self.computed_tokens = 0
 
     def prepare(self, *, prefills: bool) -> None:
-        """Prefetch the segments of the queue's head. If no pass follows, free buffers of passes.
+        """Prefetch the segments of the queue's head, and set the limit of freed buffers.
 
         Also leave checkpoints that lacked memory before; the next pass forgets their tails.
         """
         self._prefix_cache.retry(self._memory.spare_bytes, last=prefills)
-        if not prefills:
-            self._drop_buffers()
+        self._freed_buffers.prepare(prefills=prefills)
         self._prefetch_head()
 
     def _prefetch_head(self) -> None:
@@ -86,7 +80,6 @@ class Prompts:
         if not chunks:
             return  # all requests in prefill wait until their rows are read from disk
         start = time.monotonic()
-        self._may_fill_buffers = on_cuda()
         self._prefill(chunks)
         seconds = time.monotonic() - start
         seconds -= self._interleaving.step_seconds
@@ -111,16 +104,6 @@ class Prompts:
             self._batch.synchronize()  # the row gets tails and pages
         self._batch.take_row(request, self._batch.new_row(request, hit, coming), hit.tokens)
         return hit.tokens
-
-    def _drop_buffers(self) -> None:
-        """After the last pass, drop freed buffers if MLX keeps nearly as many bytes as it may.
-
-        Otherwise it would free each buffer of the steps that follow for good, and allocate again.
-        """
-        if self._may_fill_buffers:
-            self._may_fill_buffers = False
-            if mx.get_cache_memory() >= FULL * self._freed_bytes:
-                mx.clear_cache()
 
     def begin_single_tokens(self, rids: Sequence[str]) -> None:
         """Give rows to decoding requests whose prompt is one token: they need no prefill."""
@@ -156,14 +139,26 @@ class Prompts:
             stages = self._stages(sum(map(len, tokens)))
             if any(request.submit.embed is not None for request, _ in plain):
                 self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
+                self._finish(plain)
             else:
-                self._runner.prefill_pass(rows, tokens, *stages)
-            self._finish(plain)
+                self._runner.prefill_pass(
+                    rows,
+                    tokens,
+                    *stages,
+                    later=self._later_tokens(chunks),
+                    meanwhile=partial(self._finish, plain),
+                )
         pairs = zip(requests, chunks, strict=True)
         if scored := [pair for pair in pairs if pair not in plain]:
             # A pass over a chunk with logprobs forgets the tails that the one before has kept.
             self._prefix_cache.retry(self._memory.spare_bytes, last=True)
             self._finish(scored)
+
+    def _later_tokens(self, chunks: Sequence[Chunk]) -> int:
+        """Return the tokens of prompts that have begun and end after this pass."""
+        requests = self._batch.scheduler.states.prefilling.values()
+        left = sum(one.prefill_end - one.prefilled for one in requests if one.prompt_started)
+        return max(0, left - sum(chunk.length for chunk in chunks))
 
     def _finish(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:
         """Count chunks, and leave checkpoints of their prompts."""

@@ -19,6 +19,8 @@ from kvd.worker.gang.digest import digest_of
 from kvd.worker.gang.part import load_part
 from kvd.worker.gang.ticks import Ticks
 from kvd.worker.process import shortage
+from kvd.worker.process.freed_buffers import FreedBuffers
+from kvd.worker.serving import loading
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.step_inputs import StepInputs
 from kvd.worker.text.failures import one_line
@@ -44,7 +46,7 @@ def run(peers: FollowerPeers, group: Any) -> NoReturn:
         _log.warning("rank %d cannot load its part: %s", peers.rank, one_line(error))
         time.sleep(LEADER_SECONDS)
         raise
-    follower = Follower(runner, group)
+    follower = Follower(runner, group, FreedBuffers(loading.freed_bytes(load.command)))
     while True:
         follower.apply(_read(peers.receive()))
 
@@ -52,7 +54,8 @@ def run(peers: FollowerPeers, group: Any) -> NoReturn:
 class Follower:
     """The rows and snapshots of one follower. ``runner`` has an empty cache."""
 
-    def __init__(self, runner: Runner, group: Any) -> None:
+    def __init__(self, runner: Runner, group: Any, freed_buffers: FreedBuffers) -> None:
+        self._freed_buffers = freed_buffers
         self._runner = runner
         self._cache = runner.cache
         self._group = group
@@ -119,6 +122,7 @@ class Follower:
 
     def _decode(self, record: records.Decode) -> None:
         """Launch a step as the leader does; the tokens that it draws arrive through the graph."""
+        self._freed_buffers.prepare(prefills=False)
         rows = [self._rows[row] for row in record.rows]
         inputs = StepInputs(record.known, record.places, record.draws, self._drawn)
         logits = self._runner.launch(rows, inputs)
@@ -138,7 +142,9 @@ class Follower:
         runner, rows = self._runner, self._rows
         match record:
             case records.Prefill():
-                runner.prefill_pass([rows[row] for row in record.rows], record.chunks)
+                named = [rows[row] for row in record.rows]
+                self._freed_buffers.prepare(prefills=True)
+                runner.prefill_pass(named, record.chunks, later=record.later)
             case records.PrefillHidden():
                 runner.prefill_hidden([rows[row] for row in record.rows], record.chunks)
             case records.Score():

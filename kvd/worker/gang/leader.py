@@ -250,9 +250,16 @@ class LeaderRunner:
     def prefill(self, row: Row, tokens: list[int]) -> None:
         self.prefill_pass([row], [tokens])
 
-    def prefill_pass(self, rows: list[Row], chunks: list[list[int]], *_: Any) -> None:
-        self._sender.send(records.Prefill(self._sender.ids_of(rows), chunks), rows)
-        self._runner.prefill_pass(rows, chunks)
+    def prefill_pass(
+        self,
+        rows: list[Row],
+        chunks: list[list[int]],
+        *_: Any,
+        later: int = 0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self._sender.send(records.Prefill(self._sender.ids_of(rows), chunks, later), rows)
+        self._runner.prefill_pass(rows, chunks, later=later, meanwhile=meanwhile)
 
     def prefill_hidden(self, rows: list[Row], chunks: list[list[int]], *_: Any) -> list[mx.array]:
         self._sender.send(records.PrefillHidden(self._sender.ids_of(rows), chunks), rows)

@@ -74,10 +74,11 @@ class Decode(_Record, frozen=True):
 
 
 class Prefill(_Record, frozen=True):
-    """Prefill chunks in one pass."""
+    """Prefill chunks in one pass (`Runner.prefill_pass`)."""
 
     rows: list[int]
     chunks: list[list[int]]
+    later: int
 
 
 class PrefillHidden(_Record, frozen=True):

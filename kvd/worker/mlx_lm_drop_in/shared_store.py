@@ -300,6 +300,7 @@ class SharedStore:
             for row in reading.rows:
                 row.coming = 0
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
+            self.rows.wait()
 
     def flush(self) -> None:
         """Write pages once the device no longer reads the pools. No pass may be under way."""

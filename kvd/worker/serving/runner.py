@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -258,6 +258,9 @@ class Runner:
         chunks: list[list[int]],
         share: float = 1.0,
         run_stage: RunStage | None = None,
+        *,
+        later: int = 0,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Prefill chunks in one forward pass; several only if `packs`.
 
@@ -266,13 +269,16 @@ class Runner:
 
         If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
         Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
+
+        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``: see
+        `ModelCache.finish_prefill`.
         """
         for some in self._prefill_passes(rows):
-            tokens = self._begin_prefill(rows[some], chunks[some])
+            tokens = self._begin_prefill(rows[some], chunks[some], later)
             with self._stages(share, run_stage):
                 self.model(tokens, cache=self.cache.views(rows))
             self.cache.end_pass()
-            self.cache.finish_prefill()
+            self.cache.finish_prefill(meanwhile if some.stop == len(rows) else None)
 
     def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
         stages: AbstractContextManager[None] = nullcontext()
@@ -386,7 +392,7 @@ class Runner:
         mx.eval(logits)  # repeats the evaluation if memory is short, unlike `item`
         return logits[0, :count]
 
-    def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
+    def _begin_prefill(self, rows: list[Row], chunks: list[list[int]], later: int = 0) -> mx.array:
         """Start a pass over chunks; return its tokens.
 
         They are ``[batch, 1]``, padding included, if `packs`, else ``[1, tokens]`` of one row.
@@ -397,7 +403,7 @@ class Runner:
             return mx.array([chunk])
         counts = [len(chunk) for chunk in chunks]
         batch = max(sum(counts), self._min_tokens)
-        self.cache.begin_packed(rows, counts, batch)
+        self.cache.begin_packed(rows, counts, batch, later)
         padding = [0] * (batch - sum(counts))
         return mx.array([*chain(*chunks), *padding])[:, None]
 

@@ -312,9 +312,9 @@ def test_prompts_are_rebuilt_in_passes_of_several_chunks(cold: Driver) -> None:
     runner = cold.engine._runner
     prefill_pass = runner.prefill_pass
 
-    def noted(rows: list, chunks: list[list[int]], *rest: object) -> None:
+    def noted(rows: list, chunks: list[list[int]], *rest: object, **more: object) -> None:
         passes.append(sum(map(len, chunks)))
-        prefill_pass(rows, chunks, *rest)
+        prefill_pass(rows, chunks, *rest, **more)
 
     runner.prefill_pass = noted  # type: ignore[method-assign]
     try:

@@ -276,9 +276,9 @@ def test_requests_get_the_same_output_alone_and_in_any_company(
     runner = demo.engine._runner
     prefill_pass = runner.prefill_pass
 
-    def noted(some: list[Row], *rest: Any) -> None:
+    def noted(some: list[Row], *rest: Any, **more: Any) -> None:
         rows.append(len(some))
-        prefill_pass(some, *rest)
+        prefill_pass(some, *rest, **more)
 
     monkeypatch.setattr(runner, "prefill_pass", noted)
     demo.engine._prefix_cache.tree.clear()

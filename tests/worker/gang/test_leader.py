@@ -24,6 +24,7 @@ from kvd.worker.gang import records
 from kvd.worker.gang.follower import Follower
 from kvd.worker.gang.leader import LeaderCache, LeaderRunner, LeaderSnapshots, give_back
 from kvd.worker.process import shortage
+from kvd.worker.process.freed_buffers import FreedBuffers
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
@@ -92,7 +93,9 @@ def leader() -> LeaderRunner:
     model = build("llama")[0]
     settings = CacheSettings(schemes=(Scheme(8, 8, 32, 32), Scheme(4, 4, 32, 32)))
     runners = [Runner(model, ModelCache(find_layout(model), settings)) for _ in range(2)]
-    gang: Any = SimpleNamespace(peers=Peers(Follower(runners[1], None)), group=None)
+    gang: Any = SimpleNamespace(
+        peers=Peers(Follower(runners[1], None, FreedBuffers(1 << 30))), group=None
+    )
     return LeaderRunner(runners[0], gang)
 
 
