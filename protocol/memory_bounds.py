@@ -109,9 +109,13 @@ def limit_bytes(granted: int, ranks: int = 1) -> int:
     return max(STARTING_BYTES * ranks, granted + tolerance)
 
 
-def pass_tokens(chunk: int, *, cuda: bool) -> int:
-    """Return the prompt tokens of a prefill pass with chunks of ``chunk`` tokens."""
-    return max(chunk, CUDA_PASS_TOKENS if cuda else PASS_TOKENS)
+def pass_tokens(chunk: int, *, cuda: bool, ranks: int = 1) -> int:
+    """Return the prompt tokens of a prefill pass with chunks of ``chunk`` tokens.
+
+    ``ranks``: GPUs that compute each pass together. Each has a part of the work per token, so a
+    pass has more tokens.
+    """
+    return max(chunk, CUDA_PASS_TOKENS * ranks if cuda else PASS_TOKENS)
 
 
 def freed_bytes(scratch: int = 0, *, on_cpu: bool, cuda: bool) -> int:

@@ -54,10 +54,9 @@ class Machine:
     def native_attention(self) -> bool:
         return self.native and not self.plain_attention
 
-    @property
-    def pass_tokens(self) -> int:
-        """Prompt tokens of a prefill pass, if the model supports packed passes."""
-        return memory_bounds.pass_tokens(self.prefill_chunk, cuda=self.cuda)
+    def pass_tokens(self, ranks: int = 1) -> int:
+        """Return the prompt tokens of a prefill pass, if the model supports packed passes."""
+        return memory_bounds.pass_tokens(self.prefill_chunk, cuda=self.cuda, ranks=ranks)
 
     @property
     def interpreter(self) -> int:
@@ -148,7 +147,7 @@ def _estimate(
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
         + memory_bounds.step_bytes(
-            config, machine.pass_tokens, machine.max_rows, on_cpu=machine.on_cpu
+            config, machine.pass_tokens(ranks), machine.max_rows, on_cpu=machine.on_cpu
         )
         + memory_bounds.scratch_bytes(
             machine.attention_scratch, native=machine.native_attention, parts=parts
@@ -156,14 +155,14 @@ def _estimate(
     )
     token = tail // TAIL_TOKENS
     layer, chunk = token // max(1, layers), machine.prefill_chunk
-    waiting = memory_bounds.waiting_bytes(token, layer, machine.pass_tokens, chunk)
+    waiting = memory_bounds.waiting_bytes(token, layer, machine.pass_tokens(ranks), chunk)
     costs = Costs(
         weights_bytes=weights,
         base_bytes=weights + ranks * overhead + waiting,
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
-        step=machine.pass_tokens + machine.max_rows,
+        step=machine.pass_tokens(ranks) + machine.max_rows,
         levels=len(schemes),
         dense_until=kv.quantized_kv_start,
         kinds=kinds,

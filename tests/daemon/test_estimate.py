@@ -88,7 +88,7 @@ def test_ranks_divide_the_matrices_of_layers_and_repeat_the_rest(tmp_path):
     assert on_cpu.weights_bytes == at + repeated + vectors, "the library keeps halves"
     plain = replace(native, sharers=1)
     alone = estimate(tmp_path, KVSpec(), plain).costs
-    waiting = memory_bounds.waiting_bytes(4096, 1024, plain.pass_tokens, 256)
+    waiting = memory_bounds.waiting_bytes(4096, 1024, plain.pass_tokens(), 256)
     each = alone.base_bytes - alone.weights_bytes - waiting
     assert on_cpu.base_bytes - on_cpu.weights_bytes - waiting == 2 * each
 

@@ -9,11 +9,14 @@ import pytest
 from protocol.memory_bounds import (
     CHUNK_COPIES,
     COUNT_BYTES,
+    CUDA_PASS_TOKENS,
     LOGIT_COPIES,
+    PASS_TOKENS,
     SAMPLED_AT_ONCE,
     SAMPLED_COPIES,
     SCORED_AT_ONCE,
     STAGE_COPIES,
+    pass_tokens,
     step_bytes,
 )
 
@@ -67,3 +70,10 @@ def test_few_small_logits_are_sampled_at_once() -> None:
     copies = LOGIT_COPIES + SAMPLED_COPIES
     expected = copies * SCORED_AT_ONCE * 1000 * 4 + COUNT_BYTES * 1000 + STAGE_COPIES * 4
     assert step_bytes(config, 1, 1, on_cpu=True) == expected
+
+
+def test_passes_of_several_gpus_have_more_tokens() -> None:
+    assert pass_tokens(256, cuda=True) == CUDA_PASS_TOKENS
+    assert pass_tokens(256, cuda=True, ranks=2) == 2 * CUDA_PASS_TOKENS
+    assert pass_tokens(256, cuda=False, ranks=2) == PASS_TOKENS
+    assert pass_tokens(10_000, cuda=True, ranks=2) == 10_000

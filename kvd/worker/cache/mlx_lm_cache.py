@@ -201,14 +201,15 @@ class MlxLmCache:
     def end_pass(self) -> None:
         """Do nothing: mlx-lm's caches already have the new tokens."""
 
-    def finish_prefill(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def finish_prefill(self, *, waits: bool = True) -> None:  # noqa: ARG002 - interface
         if self._prefilling is None:
             raise RuntimeError("no prefill step is under way")
         (sequence, count), self._prefilling = self._prefilling, None
         mx.eval(list(state_arrays(sequence.caches)))
         sequence.length += count
-        if meanwhile is not None:
-            meanwhile()
+
+    def wait(self) -> None:
+        """Do nothing: `finish_prefill` has waited."""
 
     def undo_prefill(self) -> bool:
         return False

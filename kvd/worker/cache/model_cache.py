@@ -60,7 +60,9 @@ class ModelCache:
         self.levels = len(settings.schemes)
         self.backend: Backend | None = None
         scratch = Scratch(settings.prefill_scratch)
-        self.stores = [self._new_store(kind, scratch) for kind in layout.kinds]
+        self.stores = [_store_of(layout, settings, kind, scratch) for kind in layout.kinds]
+        for store in self.stores:
+            store.pages.spare, store.pages.reclaim = self._spare_bytes, self._cut_to_used
         self.states = StateStore(list(layout.states()))
         pairs = zip(self.stores, self.access.values(), strict=True)
         rectangles = (n for n, (_, access) in enumerate(pairs) if access is Access.RECTANGLES)
@@ -78,23 +80,6 @@ class ModelCache:
         self._prefilling: list[tuple[SequenceRow, int]] = []
         self._widest = PAGE_TOKENS
         """Most tokens that a row has added in one step or between two flushes, so far."""
-
-    def _new_store(self, kind: Kind, scratch: Scratch) -> KVStore:
-        settings = self.settings
-        parts = [(entry, part) for entry, part in self.layout.attention() if part.kind == kind]
-        schemes = settings.layer_schemes(len(self.layout.entries))
-        store = KVStore(
-            [part.geometry for _, part in parts],
-            settings.store_schemes,
-            self.layout.dtype,
-            kind=settings.kind(kind),
-            layer_schemes=[schemes[entry] for entry, _ in parts],
-            quantized_start=settings.quantized_start,
-            scratch=scratch,
-        )
-        store.pages.spare = self._spare_bytes
-        store.pages.reclaim = self._cut_to_used
-        return store
 
     def _make_views(self) -> list[Any]:
         stores = dict(zip(self.layout.kinds, self.stores, strict=True))
@@ -251,11 +236,11 @@ class ModelCache:
         for view in self._attention_views:
             view.forget()
 
-    def finish_prefill(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def finish_prefill(self, *, waits: bool = True) -> None:
         """Evaluate the chunks and write them. No step may be in flight.
 
-        ``meanwhile``: is called when the sequences are longer. Kernels that write their pages may
-        still run then.
+        ``waits``: if False, kernels may still write when this returns, until `wait`. Snapshots can
+        be taken already.
         """
         if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
@@ -265,12 +250,13 @@ class ModelCache:
             store.finish_prefill(waits=False)
         for sequence, count in prefilled:
             sequence.length += count
-        try:
-            if meanwhile is not None:
-                meanwhile()
-        finally:
-            for store in self.stores:
-                store.wait()
+        if waits:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last pass or flush is written."""
+        for store in self.stores:
+            store.wait()
 
     def undo_prefill(self) -> bool:
         """Drop a failed prefill pass. Returns whether sequences and their states are unchanged."""
@@ -431,3 +417,18 @@ class ModelCache:
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()
+
+
+def _store_of(layout: Layout, settings: CacheSettings, kind: Kind, scratch: Scratch) -> KVStore:
+    """Return the store of one kind's layers."""
+    parts = [(entry, part) for entry, part in layout.attention() if part.kind == kind]
+    schemes = settings.layer_schemes(len(layout.entries))
+    return KVStore(
+        [part.geometry for _, part in parts],
+        settings.store_schemes,
+        layout.dtype,
+        kind=settings.kind(kind),
+        layer_schemes=[schemes[entry] for entry, _ in parts],
+        quantized_start=settings.quantized_start,
+        scratch=scratch,
+    )

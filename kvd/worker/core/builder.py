@@ -343,6 +343,7 @@ def make_admission(
         chunk=chunk,
         sizes=sizes,
         budget=at_once + command.max_rows,
+        decode_budget=runner.pass_tokens(chunk, alone=False) + command.max_rows,
         group=runner.packs,
     )
     budget = PageBudget(

@@ -13,6 +13,7 @@ import msgspec
 from kvd.worker.cache.rows import SequenceRow
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
+from kvd.worker.device import launches_in_order, on_cuda
 from kvd.worker.gang import records
 from kvd.worker.gang.control import Diverged, FollowerPeers
 from kvd.worker.gang.digest import digest_of
@@ -86,6 +87,8 @@ class Follower:
                 self._rows[record.row] = self._cache.new_row(record.level, record.coming)
             case records.Drop():
                 self._cache.snapshots.drop(self._snapshots.pop(record.snapshot))
+            case records.Take() if on_cuda() and launches_in_order():  # the pass may still run
+                self._keep(record)
             case _:
                 self._wait()
                 if not (self._pass(record) or self._give_back(record)):
@@ -116,9 +119,10 @@ class Follower:
         raise Diverged(f"a record of type {type(record).__name__} has a digest")
 
     def _wait(self) -> None:
-        """Wait for the step in flight; its collectives end when the leader has launched it."""
+        """Wait for the step or pass in flight; its collectives end when all have launched it."""
         drawn = [] if self._drawn is None else [self._drawn]
         mx.eval(drawn, self._cache.arrays())
+        self._cache.wait()
 
     def _decode(self, record: records.Decode) -> None:
         """Launch a step as the leader does; the tokens that it draws arrive through the graph."""
@@ -144,7 +148,7 @@ class Follower:
             case records.Prefill():
                 named = [rows[row] for row in record.rows]
                 self._freed_buffers.prepare(prefills=True)
-                runner.prefill_pass(named, record.chunks, later=record.later)
+                runner.prefill_pass(named, record.chunks, later=record.later, waits=False)
             case records.PrefillHidden():
                 runner.prefill_hidden([rows[row] for row in record.rows], record.chunks)
             case records.Score():

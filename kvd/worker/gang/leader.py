@@ -231,8 +231,8 @@ class LeaderRunner:
     def launches(self) -> int:
         return self._runner.launches
 
-    def pass_tokens(self, chunk: int) -> int:
-        return self._runner.pass_tokens(chunk)
+    def pass_tokens(self, chunk: int, *, alone: bool = True) -> int:
+        return self._runner.pass_tokens(chunk, alone=alone)
 
     # Steps.
 

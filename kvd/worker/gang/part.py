@@ -97,6 +97,7 @@ def serve_part(
             "a model over several ranks needs pages, and this one is served with mlx-lm's own"
             f" caches ({next(iter(served.reasons.values()), served.path)}): load it with one rank"
         )
+    runner.ranks = peers.size
     runner.compile(checks)
     runner.pack(checks)
     runner.split_head(checks)

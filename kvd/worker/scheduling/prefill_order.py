@@ -71,12 +71,16 @@ def never_end(_rid: str, _end: int, _next_end: int, *, goes_on: bool) -> bool:
 class PrefillOrder:
     """Chooses the chunks of passes. ``chunk``: tokens of a chunk; ``budget``: tokens per step.
 
-    ``group``: whether a pass can have several chunks.
+    ``group``: whether a pass can have several chunks. ``decode_budget``: tokens of a step in which
+    rows decode; None: ``budget``.
     """
 
-    def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
+    def __init__(
+        self, *, chunk: int, budget: int, group: bool, decode_budget: int | None = None
+    ) -> None:
         self._chunk = chunk
         self._budget = budget
+        self._decode_budget = budget if decode_budget is None else decode_budget
         self._group = group
         self._express = False
 
@@ -97,7 +101,7 @@ class PrefillOrder:
                 Chunk(lead.rid, lead.prefilled, self._cut(lead, lead.prefilled))
                 for lead in ordered[:1]
             )
-        room = self._budget - decoding
+        room = self._decode_budget - decoding if decoding else self._budget
         found = self._fill(ordered, room, must_end_pass, goes_on=True)
         if len(found) > len({chunk.rid for chunk in found}):
             ending = self._fill(ordered, room, must_end_pass, goes_on=False)

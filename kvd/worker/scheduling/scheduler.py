@@ -80,7 +80,8 @@ class Scheduler:
 
     ``max_rows``: rows for running choices. ``chunk``: the grid of prefill chunks, in tokens.
     ``sizes``: pages that requests fill. ``budget``: decoded and prefilled tokens of a step;
-    the default is one chunk plus all rows. ``group``: whether the engine can prefill several
+    the default is one chunk plus all rows. ``decode_budget``: those of a step in which rows decode,
+    if they are fewer. ``group``: whether the engine can prefill several
     chunks in one pass (`prefill_order`). ``age``: see `queue`. ``ahead``: see `growth`.
     """
 
@@ -91,6 +92,7 @@ class Scheduler:
         chunk: int,
         sizes: ReservationSizes | None = None,
         budget: int | None = None,
+        decode_budget: int | None = None,
         group: bool = False,
         age: int = AGE,
         ahead: int = RESERVED_TOKENS,
@@ -100,9 +102,10 @@ class Scheduler:
             raise LocalProtocolError(
                 f"max_rows {max_rows}, chunk {chunk} and age {age} must be positive"
             )
-        if budget < chunk + max_rows:
+        least = budget if decode_budget is None else min(budget, decode_budget)
+        if least < chunk + max_rows:
             raise LocalProtocolError(
-                f"a step's budget of {budget} tokens has no room for a chunk of {chunk} tokens and"
+                f"a step's budget of {least} tokens has no room for a chunk of {chunk} tokens and"
                 f" {max_rows} decoding rows: it must be at least {chunk + max_rows}"
             )
         self._max_rows = max_rows
@@ -113,7 +116,9 @@ class Scheduler:
         self._queue = RequestQueue(age)
         self.states = RequestStates(self._queue)
         self.growth = Growth(self.states, self.sizes, ahead)
-        self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
+        self._prefill_order = PrefillOrder(
+            chunk=chunk, budget=budget, group=group, decode_budget=decode_budget
+        )
         self.must_end_pass: MustEndPass = never_end
         """Whether a request's chunks in a pass must end at a position."""
         self._decoding = 0

@@ -73,6 +73,8 @@ class Runner:
         """Whether decode steps can run between the stages of a prefill pass (`interleave`)."""
         self.packs = False
         """Whether a pass can prefill several chunks, of one or more rows."""
+        self.ranks = 1
+        """Processes that compute each pass together."""
         self._min_tokens = 1
         """Minimum tokens in a packed prefill pass. Smaller passes are padded, so that rounding does
         not depend on the other chunks."""
@@ -194,10 +196,15 @@ class Runner:
         self._min_tokens = min_tokens
         return fast_paths.used(PACKED)
 
-    def pass_tokens(self, chunk: int) -> int:
-        """Return the most prompt tokens of one row in a pass, with chunks of ``chunk`` tokens."""
-        planned = padded_sizes.attention_is_planned()
-        return memory_bounds.pass_tokens(chunk, cuda=planned) if self.packs else chunk
+    def pass_tokens(self, chunk: int, *, alone: bool = True) -> int:
+        """Return the most prompt tokens of one row in a pass, with chunks of ``chunk`` tokens.
+
+        ``alone``: whether no rows decode, which the passes of several ranks would delay.
+        """
+        if not self.packs:
+            return chunk
+        cuda, ranks = padded_sizes.attention_is_planned(), self.ranks if alone else 1
+        return memory_bounds.pass_tokens(chunk, cuda=cuda, ranks=ranks)
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
         """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
@@ -261,6 +268,7 @@ class Runner:
         *,
         later: int = 0,
         meanwhile: Callable[[], None] | None = None,
+        waits: bool = True,
     ) -> None:
         """Prefill chunks in one forward pass; several only if `packs`.
 
@@ -270,7 +278,8 @@ class Runner:
         If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
         Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
 
-        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``: see
+        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``: is
+        called when the rows are longer, while an accelerator may still compute. ``waits``: see
         `ModelCache.finish_prefill`.
         """
         for some in self._prefill_passes(rows):
@@ -278,7 +287,13 @@ class Runner:
             with self._stages(share, run_stage):
                 self.model(tokens, cache=self.cache.views(rows))
             self.cache.end_pass()
-            self.cache.finish_prefill(meanwhile if some.stop == len(rows) else None)
+            self.cache.finish_prefill(waits=some.stop < len(rows))
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            if waits:
+                self.cache.wait()
 
     def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
         stages: AbstractContextManager[None] = nullcontext()

@@ -109,6 +109,38 @@ def test_all_ranks_give_freed_buffers_back(leader: LeaderRunner, monkeypatch: py
     assert given == ["follower", "leader"]
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+def test_followers_take_snapshots_while_a_pass_runs_on_cuda(
+    leader: LeaderRunner, monkeypatch: pytest.MonkeyPatch, *, cuda: bool
+) -> None:
+    """The leader does so too. All other records wait for the pass."""
+    monkeypatch.setattr(follower_module, "on_cuda", lambda: cuda)
+    monkeypatch.setattr(follower_module, "launches_in_order", lambda: True)
+    follower = leader._sender._peers._follower
+    waits: list[int] = []
+    wait = follower._cache.wait
+
+    def waited() -> None:
+        waits.append(follower._number)
+        wait()
+
+    monkeypatch.setattr(follower._cache, "wait", waited)
+    row = leader.cache.new_row()
+    snapshots = []
+    leader.prefill_pass([row], [[1, 2, 3]])
+    first = follower._number
+    leader.prefill_pass(
+        [row], [[4] * 64], meanwhile=lambda: snapshots.append(leader.cache.snapshots.take(row))
+    )
+    taken = follower._number
+    leader.cache.flush()
+
+    assert waits == [first, first + 1, *([] if cuda else [taken]), taken + 1]
+    (kept,), (own,) = follower._snapshots.values(), snapshots
+    for left, right in zip(kept.rows[0].tails, own.rows[0].tails, strict=True):
+        assert all(mx.array_equal(*pair) for pair in zip(left, right, strict=True))
+
+
 @pytest.mark.parametrize("method", ["spare", "prefixes", "preempt"])
 def test_a_reclaim_gives_back_on_all_ranks(
     demo: Driver, monkeypatch: pytest.MonkeyPatch, method: str

@@ -26,6 +26,7 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.flush import Flusher
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks, joined_linear, products
@@ -193,6 +194,75 @@ def test_a_flush_by_kernels_is_launched_behind_the_pass(monkeypatch: pytest.Monk
             side.rows.clear()
     assert True in by_kernel
     assert False in by_kernel  # the other side's
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush that grows pools waits for the pass first, so the host cannot prepare it meanwhile.
+
+    All passes of a prompt that are announced get room at once.
+    """
+    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    side = Pair("qwen3").sides[1]
+    enable_page_kernels(side)
+    side.join(2)
+    runner, pages = side.runner, side.runner.cache.stores[0].pages
+    events = list[str]()
+    grow, write = PageStore._grow_to, Flusher.write
+
+    def grown(store: PageStore, *given: Any) -> None:
+        events.append("grow")
+        grow(store, *given)
+
+    def written(flusher: Flusher, *given: Any) -> None:
+        events.append("write")
+        write(flusher, *given)
+
+    monkeypatch.setattr(PageStore, "_grow_to", grown)
+    monkeypatch.setattr(Flusher, "write", written)
+    slab = pages.capacity_ahead(pages.allocators[0])
+    chunk = 64 * slab  # fills as many pages as pools get ahead of need
+    tokens = [at % 50 + 5 for at in range(chunk)]
+    for left in (3, 2, 1, 0):
+        runner.prefill_pass([side.rows[0]], [tokens], later=left * chunk)
+    assert events == ["grow", *["write"] * 4]
+    events.clear()
+    for _ in range(2):  # each pass is announced when it begins
+        runner.prefill_pass([side.rows[1]], [tokens])
+    assert events[-1] == "write"
+    assert events.count("grow") >= 1
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_the_host_works_while_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    side = Pair("qwen3").sides[1]
+    enable_page_kernels(side)
+    side.join(1)
+    runner, (row,) = side.runner, side.rows
+    flusher = runner.cache.stores[0]._flusher
+    waiting = list[tuple[int, bool]]()
+
+    def meanwhile() -> None:
+        waiting.append((row.length, bool(flusher._launched)))
+
+    tokens = [at % 50 + 5 for at in range(200)]
+    runner.prefill_pass([row], [tokens], meanwhile=meanwhile)
+    assert waiting == [(200, True)]
+    assert not flusher._launched
+    runner.prefill_pass([row], [tokens], waits=False)
+    assert flusher._launched
+    runner.cache.wait()
+    assert not flusher._launched
+
+    def fail() -> None:
+        raise RuntimeError("no checkpoint")
+
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        runner.prefill_pass([row], [tokens], meanwhile=fail)
+    assert not flusher._launched  # the device is idle when the failure is handled
 
 
 @pytest.mark.parametrize(

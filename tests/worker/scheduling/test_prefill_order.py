@@ -57,6 +57,13 @@ def test_chunks_end_on_the_absolute_grid_and_at_the_prompts_end():
     assert prefill_order.choose([request("a", 600, start=512)]) == (Chunk("a", 512, 600),)
 
 
+def test_a_pass_may_have_more_tokens_while_no_rows_decode():
+    order = order_of(budget=4 * C + 8, decode_budget=2 * C + 8, group=True)
+    prompts = [request("a", 8 * C)]
+    passes = {rows: order.choose(prompts, rows) for rows in (0, 1, 8)}
+    assert {rows: len(chunks) for rows, chunks in passes.items()} == {0: 4, 1: 2, 8: 2}
+
+
 def test_the_same_chunk_is_chosen_until_it_ran():
     prefill_order, requests = order_of(), requests_of(600, 100)
     assert prefill_order.choose(requests) == prefill_order.choose(requests) == (Chunk("a", 0, 256),)

@@ -166,7 +166,14 @@ def test_a_chunk_is_marked_once(scheduler):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_rows": 0}, {"chunk": 0}, {"age": 0}, {"chunk": 256, "budget": 256}]
+    "wrong",
+    [
+        {"max_rows": 0},
+        {"chunk": 0},
+        {"age": 0},
+        {"chunk": 256, "budget": 256},
+        {"chunk": 256, "budget": 512, "decode_budget": 256},
+    ],
 )
 def test_wrong_limits_are_refused(wrong):
     with pytest.raises(LocalProtocolError):
