@@ -44,9 +44,7 @@ def test_passes_leave_room_for_the_buffers_of_steps(
     assert limits == [MOST - STEP_BYTES, MOST, MOST - STEP_BYTES]
 
 
-def test_other_devices_keep_their_limit(
-    limits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices_keep_their_limit(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_buffers, "on_cuda", lambda: False)
     FreedBuffers(MOST).prepare(prefills=True)
     assert limits == []
