@@ -1,10 +1,11 @@
 """Where a pass spends its time on CUDA: kernels of the device, and the driver's calls.
 
-    python -m bench.gpu.trace --model FOLDER [--kv k8v8] [--chunk 1024] [--json FILE]
+    python -m bench.gpu.trace --model FOLDER [--kv k8v8] [--chunk 1024] [--prompt N] [--json FILE]
 
-Runs prompts in an engine without a daemon (`bench.timeline`), in whole passes. PyTorch's profiler
-records one run of each after two others; it sees all CUDA work of the process, including MLX's.
-*Busy* is the time during which the device ran a kernel or a copy.
+Runs prompts in an engine without a daemon (`bench.timeline`), in whole passes: several, or one of
+``--prompt`` tokens. PyTorch's profiler records one run of each after two others; it sees all CUDA
+work of the process, including MLX's. *Busy* is the time during which the device ran a kernel or a
+copy, and *idle* has the gaps between.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.timeline import Timeline
+from bench.timeline import BUDGET_GIB, Timeline
 
 Event = dict[str, Any]
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 CALLS = {"cuda_runtime", "cuda_driver"}
+GAP_MS = 0.5
+"""Milliseconds of the shortest gap that is listed."""
 MOST = 14
 """Kernels and calls that are listed, those with the most time first."""
 
@@ -34,6 +37,19 @@ def busy_ms(events: Sequence[Event]) -> float:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return busy / 1e3
+
+
+def idle(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return the gaps of at least `GAP_MS` in which none ran: when, how long, and what ended it."""
+    found: list[dict[str, Any]] = []
+    ordered = sorted(events, key=lambda one: float(one["ts"]))
+    begin = end = ordered[0]["ts"] if ordered else 0.0
+    for one in ordered:
+        if one["ts"] - end >= 1e3 * GAP_MS:
+            at, length = (round(us / 1e3, 2) for us in (end - begin, one["ts"] - end))
+            found.append({"at_ms": at, "ms": length, "before": one["name"][:48]})
+        end = max(end, one["ts"] + one["dur"])
+    return found
 
 
 def by_name(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -73,6 +89,7 @@ def measure(timeline: Timeline, prompts: dict[str, int], *, record: bool) -> dic
         kernels = [one for one in events if one.get("cat") in KERNELS]
         found |= {
             "busy_ms": round(busy_ms(kernels), 2),
+            "idle": idle(kernels),
             "kernels": len(kernels),
             "most_time": by_name(kernels),
             "calls": by_name([one for one in events if one.get("cat") in CALLS]),
@@ -98,12 +115,17 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--kv", default="k8v8")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--no-trace", action="store_true", help="only times, without PyTorch")
+    parser.add_argument("--prompt", type=int, help="tokens of the only prompt")
+    parser.add_argument("--budget-gib", type=int, default=BUDGET_GIB)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(given)
-    timeline = Timeline(options.model, options.kv, options.chunk, whole_passes=True)
+    timeline = Timeline(
+        options.model, options.kv, options.chunk, whole_passes=True, budget_gib=options.budget_gib
+    )
+    one = {"rows": 1, "prompt": options.prompt, "new": 1}
     cases = []
-    for prompts in CASES[: options.cases]:
+    for prompts in [one] if options.prompt else CASES[: options.cases]:
         cases.append(measure(timeline, prompts, record=not options.no_trace))
         print(json.dumps(cases[-1]), flush=True)
         if options.json is not None:  # after each, so that a call that is ended keeps its results

@@ -24,6 +24,14 @@ def test_names_are_sorted_by_time() -> None:
     assert [(one["name"], one["count"], one["ms"]) for one in found] == [("b", 1, 3), ("a", 2, 0.3)]
 
 
+def test_gaps_end_with_the_event_that_runs_next() -> None:
+    events = [event("c", 1900, 10), event("a", 100, 300), event("b", 150, 900), event("d", 1500, 9)]
+    assert trace.idle(events) == []
+    events[0]["ts"] = 2060
+    assert trace.idle(events) == [{"at_ms": 1.41, "ms": 0.55, "before": "c"}]
+    assert trace.idle([]) == []
+
+
 @pytest.mark.mlx
 def test_times_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "CASES", [{"rows": 2, "prompt": 70, "new": 1}])
@@ -31,3 +39,10 @@ def test_times_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.M
     (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
     assert case["rows"] == 2
     assert case["ms"] > 0
+
+
+@pytest.mark.mlx
+def test_a_prompt_of_its_own(tmp_path: Path) -> None:
+    trace.main(["--no-trace", "--prompt", "70", "--json", str(tmp_path / "found.json")])
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert (case["rows"], case["prompt"], case["new"]) == (1, 70, 1)
