@@ -36,6 +36,8 @@ from tests.process.helpers import alive, wait_for
 pytestmark = pytest.mark.mlx
 
 EVERY = {one.name: one for one in measurements(7.0)}
+TESTED = ("bench.gpu", "bench.gpu.starts", "bench.packed", "bench.attention")
+"""Modules whose ``main`` runs in tests of their own."""
 FOLDERS = {"model": "MODEL", "disk": "DISK", "data": "DATA", "trained": "TRAINED"}
 
 
@@ -246,7 +248,10 @@ def test_results_of_dry_runs_are_kept_apart(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("name", {one.module: one.name for one in EVERY.values()}.values())
+@pytest.mark.parametrize(
+    "name",
+    {one.module: one.name for one in EVERY.values() if one.module not in TESTED}.values(),
+)
 def test_each_measurement_runs_on_a_cpu(name: str, short: Path) -> None:
     out = short / "out"
     where = ["--out", str(out), "--models", str(short), "--disk", str(short), "--data", str(short)]
