@@ -33,7 +33,8 @@ CHUNK_COPIES = 8
 PASS_TOKENS = 256
 """Maximum prompt tokens of a prefill pass, unless one chunk has more."""
 CUDA_PASS_TOKENS = 4096
-"""Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
+"""Replaces `PASS_TOKENS` on CUDA, for each GPU of a model (`pass_tokens`). Launching a pass takes
+16 to 28 ms of host time."""
 KEPT_FROM = 4 * PAGE_TOKENS
 """Minimum tokens of a chunk for which a pass keeps the tail at its end. Chunks end at whole pages,
 where tails have one page, so kept tails have at most a quarter of the pass's tokens."""

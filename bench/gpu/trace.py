@@ -2,10 +2,10 @@
 
     python -m bench.gpu.trace --model FOLDER [--kv k8v8] [--chunk 1024] [--prompt N] [--json FILE]
 
-Runs prompts in an engine without a daemon (`bench.timeline`), in whole passes: several, or one of
-``--prompt`` tokens. PyTorch's profiler records one run of each after two others; it sees all CUDA
-work of the process, including MLX's. *Busy* is the time during which the device ran a kernel or a
-copy, and *idle* has the gaps between.
+Runs several prompts, or one of ``--prompt`` tokens, in an engine without a daemon
+(`bench.timeline`), in whole passes. PyTorch's profiler records one run of each after two others; it
+sees all CUDA work of the process, including MLX's. *Busy* is the time during which the device ran a
+kernel or a copy, and *idle* lists the gaps of at least `GAP_MS`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def busy_ms(events: Sequence[Event]) -> float:
 
 
 def idle(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the gaps of at least `GAP_MS` in which none ran: when, how long, and what ended it."""
+    """Return the gaps of at least `GAP_MS` without an event: start, length, and the next event."""
     found: list[dict[str, Any]] = []
     ordered = sorted(events, key=lambda one: float(one["ts"]))
     begin = end = ordered[0]["ts"] if ordered else 0.0

@@ -97,8 +97,8 @@ class RowSnapshots:
         """Return a row's pages by reference and a copy of its tail, which may be lazy (`evaluate`).
 
         ``tokens``: take the row as it was at this length, if `can_take`; None: all of it. The
-        device must be idle, unless the pass has kept the tail, or the row has no slot: then it is
-        taken whole, and its tail needs no copy. Full pages are never written again, so sharing them
+        device must be idle, except as in `SequenceSnapshots.take`. A row without a slot is taken
+        whole, and its tail needs no copy. Full pages are never written again, so sharing them
         needs no copy either. A row that has outgrown the dense start leaves it first, as before a
         step.
         """

@@ -77,8 +77,8 @@ class SequenceSnapshots:
         """Return a snapshot: pages and states by reference, tails as copies.
 
         ``tokens``: take the sequence as it was at this length, if `can_take`; None: all of it. The
-        device must be idle, unless the last pass has kept the tails, or the sequence has no slots
-        (`unplaced_rows`).
+        device must be idle, unless the last pass has kept the tails, the sequence has no slots
+        (`unplaced_rows`), or kernels write the flush of a pass: then copies run behind them.
         """
         length = sequence.length if tokens is None else tokens
         rows = []

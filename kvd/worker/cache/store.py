@@ -312,7 +312,8 @@ class KVStore:
         for row in rows:
             self.pages.release_written_ahead(row)
         if self.is_flushed_by_kernel:
-            # Its flush would wait for the pass first. So it is prepared while the device computes.
+            # Growth within the flush would wait for the pass. If pools grow now, the host can
+            # prepare the flush while the device computes.
             self.pages.grow_before(rows, counts, 0 if self.kind.bounded else full_pages(later))
         plan = packed_prefill(rows, counts, batch, keeps_tails=keeps_tails)
         self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))

@@ -155,7 +155,7 @@ class Prompts:
             self._finish(scored)
 
     def _later_tokens(self, chunks: Sequence[Chunk]) -> int:
-        """Return the tokens of prompts that have begun and end after this pass."""
+        """Return how many tokens the prompts that have begun still need after this pass."""
         requests = self._batch.scheduler.states.prefilling.values()
         left = sum(one.prefill_end - one.prefilled for one in requests if one.prompt_started)
         return max(0, left - sum(chunk.length for chunk in chunks))

@@ -254,8 +254,8 @@ class PrefixCache:
         """Record that a pass prefilled a prompt from ``start`` to ``end``.
 
         Leaves checkpoints at those chunk ends of the pass where they are wanted and possible.
-        ``sequence`` holds the prompt. The device must be idle. ``spare_bytes()``: bytes of the
-        grant that no row may need.
+        ``sequence`` holds the prompt. The device must be idle if `SequenceSnapshots.take` needs
+        that. ``spare_bytes()``: bytes of the grant that no row may need.
         """
         tree = self.tree
         if tree is None:

@@ -257,8 +257,8 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
         """Snapshot a sequence as it held exactly these tokens; return whether it was stored.
 
-        The sequence may have grown since, if `can_take`. The device must be idle, unless the last
-        pass has kept the tails there. Nothing is stored if a checkpoint exists there, if the
+        The sequence may have grown since, if `can_take`. The device must be idle if
+        `SequenceSnapshots.take` needs that. Nothing is stored if a checkpoint exists there, if the
         sequence's pages were stepped down, or if it is larger than the cap.
         """
         if not tokens or len(tokens) % self.chunk:

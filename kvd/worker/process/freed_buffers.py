@@ -1,8 +1,8 @@
 """The limit of the freed buffers that MLX keeps for reuse, on CUDA.
 
-MLX frees a buffer for good while it keeps as many bytes as it may. A prefill pass fills the limit
-with buffers that are too large for decode steps. Each operation of a step would then allocate and
-free its memory, which takes 9 µs. So passes leave `STEP_BYTES` of the limit to steps.
+At the limit, MLX returns each further buffer to the driver. A prefill pass fills the limit with
+buffers that are too large for decode steps. Each operation of a step would then allocate and free
+its memory, which takes 9 µs. So passes leave `STEP_BYTES` of the limit to steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEP_BYTES = 128 * 1024 * 1024
 
 
 class FreedBuffers:
-    """The limit for one process; ``most``: in bytes."""
+    """The limit for one process. ``most``: in bytes, while no passes run."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -28,7 +28,8 @@ class FreedBuffers:
         if not on_cuda():
             return
         lower = self._most - STEP_BYTES
-        # The first allocation below the lower limit frees what passes have left above it.
+        # MLX frees what exceeds a limit at its next allocation. Until then the lower limit stays,
+        # so that buffers of passes do not fill the room of steps.
         is_lower = prefills or (self._is_lower and mx.get_cache_memory() > lower)
         if is_lower != self._is_lower:
             self._is_lower = is_lower

@@ -199,7 +199,8 @@ class Runner:
     def pass_tokens(self, chunk: int, *, alone: bool = True) -> int:
         """Return the most prompt tokens of one row in a pass, with chunks of ``chunk`` tokens.
 
-        ``alone``: whether no rows decode, which the passes of several ranks would delay.
+        ``alone``: True if no rows decode. Otherwise more ranks add no tokens, because longer passes
+        would delay the rows.
         """
         if not self.packs:
             return chunk
@@ -278,9 +279,9 @@ class Runner:
         If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
         Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
 
-        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``: is
-        called when the rows are longer, while an accelerator may still compute. ``waits``: see
-        `ModelCache.finish_prefill`.
+        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``
+        is called once the rows have their new lengths; on CUDA, the pass and its flush may still
+        run then. ``waits``: see `ModelCache.finish_prefill`.
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some], later)

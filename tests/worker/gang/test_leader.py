@@ -113,7 +113,7 @@ def test_all_ranks_give_freed_buffers_back(leader: LeaderRunner, monkeypatch: py
 def test_followers_take_snapshots_while_a_pass_runs_on_cuda(
     leader: LeaderRunner, monkeypatch: pytest.MonkeyPatch, *, cuda: bool
 ) -> None:
-    """The leader does so too. All other records wait for the pass."""
+    """A snapshot does not wait for the pass there. The next pass and the flush do."""
     monkeypatch.setattr(follower_module, "on_cuda", lambda: cuda)
     monkeypatch.setattr(follower_module, "launches_in_order", lambda: True)
     follower = leader._sender._peers._follower

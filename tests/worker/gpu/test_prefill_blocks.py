@@ -201,7 +201,7 @@ def test_a_flush_by_kernels_is_launched_behind_the_pass(monkeypatch: pytest.Monk
 def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that grows pools waits for the pass first, so the host cannot prepare it meanwhile.
 
-    All passes of a prompt that are announced get room at once.
+    With ``later``, pools grow once for all passes of a prompt.
     """
     monkeypatch.setattr(stores, "launches_in_order", lambda: True)
     side = Pair("qwen3").sides[1]
@@ -228,7 +228,7 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
         runner.prefill_pass([side.rows[0]], [tokens], later=left * chunk)
     assert events == ["grow", *["write"] * 4]
     events.clear()
-    for _ in range(2):  # each pass is announced when it begins
+    for _ in range(2):  # without ``later``, passes grow pools for themselves
         runner.prefill_pass([side.rows[1]], [tokens])
     assert events[-1] == "write"
     assert events.count("grow") >= 1
