@@ -18,7 +18,7 @@ held 90 MB more, and decoding and prefill took more processor time.
 FREED_BYTES = 128 * 1024 * 1024
 """Bytes of freed buffers that MLX keeps for reuse on accelerators, where allocation is slow."""
 FREED_BYTES_ON_CUDA = 512 * 1024 * 1024
-"""Replaces `FREED_BYTES` on CUDA, where a larger scratch raises it. A pass has up to 4096 tokens,
+"""Replaces `FREED_BYTES` on CUDA, where a larger scratch raises it. A pass has thousands of tokens,
 and an allocation with its release takes 9 µs (H200), as long as a launch. With 512 MiB, 2 GiB and
 8 GiB, eight prompts of 200 tokens and 64 steps took 371, 271 and 269 ms, and a prompt of 50,000
 tokens 1.99, 1.98 and 1.82 s (Qwen3-0.6B's shape, medians of three)."""
@@ -33,8 +33,10 @@ CHUNK_COPIES = 8
 PASS_TOKENS = 256
 """Maximum prompt tokens of a prefill pass, unless one chunk has more."""
 CUDA_PASS_TOKENS = 4096
-"""Replaces `PASS_TOKENS` on CUDA, for each GPU of a model (`pass_tokens`). Launching a pass takes
-16 to 28 ms of host time."""
+"""Replaces `PASS_TOKENS` on CUDA, where launching a pass takes 16 to 28 ms of host time."""
+WIDE_PASS_TOKENS = 8192
+"""Replaces `CUDA_PASS_TOKENS` for a model over several GPUs. Each GPU has a part of the work per
+token, so longer passes take as long."""
 KEPT_FROM = 4 * PAGE_TOKENS
 """Minimum tokens of a chunk for which a pass keeps the tail at its end. Chunks end at whole pages,
 where tails have one page, so kept tails have at most a quarter of the pass's tokens."""
@@ -110,13 +112,14 @@ def limit_bytes(granted: int, ranks: int = 1) -> int:
     return max(STARTING_BYTES * ranks, granted + tolerance)
 
 
-def pass_tokens(chunk: int, *, cuda: bool, ranks: int = 1) -> int:
+def pass_tokens(chunk: int, *, cuda: bool, wide: bool = False) -> int:
     """Return the prompt tokens of a prefill pass with chunks of ``chunk`` tokens.
 
-    ``ranks``: GPUs that compute each pass together. Each has a part of the work per token, so a
-    pass has more tokens.
+    ``wide``: whether several GPUs compute each pass together.
     """
-    return max(chunk, CUDA_PASS_TOKENS * ranks if cuda else PASS_TOKENS)
+    if not cuda:
+        return max(chunk, PASS_TOKENS)
+    return max(chunk, WIDE_PASS_TOKENS if wide else CUDA_PASS_TOKENS)
 
 
 def freed_bytes(scratch: int = 0, *, on_cpu: bool, cuda: bool) -> int:

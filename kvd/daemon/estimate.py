@@ -54,9 +54,12 @@ class Machine:
     def native_attention(self) -> bool:
         return self.native and not self.plain_attention
 
-    def pass_tokens(self, ranks: int = 1) -> int:
-        """Return the prompt tokens of a prefill pass, if the model supports packed passes."""
-        return memory_bounds.pass_tokens(self.prefill_chunk, cuda=self.cuda, ranks=ranks)
+    def pass_tokens(self, *, wide: bool = False) -> int:
+        """Return the prompt tokens of a prefill pass, if the model supports packed passes.
+
+        ``wide``: see `memory_bounds.pass_tokens`.
+        """
+        return memory_bounds.pass_tokens(self.prefill_chunk, cuda=self.cuda, wide=wide)
 
     @property
     def interpreter(self) -> int:
@@ -135,6 +138,9 @@ def _estimate(
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
     row = tail + (-(-tail // 2) if kv.prefix_cache != 0 else 0)  # with its first checkpoint
     layers = sum(kind.layers for kind in kinds)
+    # As `Runner.pass_tokens` decides.
+    wide = ranks > 1 and all(kind.window is None for kind in kinds) and not kv.quantized_kv_start
+    at_once = machine.pass_tokens(wide=wide)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):
         parts = memory_bounds.parts_bytes(config, machine.max_rows, context)
@@ -146,23 +152,21 @@ def _estimate(
         )
         + memory_bounds.LOOSE_BYTES
         + memory_bounds.traces_bytes(layers, native=machine.native_attention)
-        + memory_bounds.step_bytes(
-            config, machine.pass_tokens(ranks), machine.max_rows, on_cpu=machine.on_cpu
-        )
+        + memory_bounds.step_bytes(config, at_once, machine.max_rows, on_cpu=machine.on_cpu)
         + memory_bounds.scratch_bytes(
             machine.attention_scratch, native=machine.native_attention, parts=parts
         )
     )
     token = tail // TAIL_TOKENS
     layer, chunk = token // max(1, layers), machine.prefill_chunk
-    waiting = memory_bounds.waiting_bytes(token, layer, machine.pass_tokens(ranks), chunk)
+    waiting = memory_bounds.waiting_bytes(token, layer, at_once, chunk)
     costs = Costs(
         weights_bytes=weights,
         base_bytes=weights + ranks * overhead + waiting,
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
-        step=machine.pass_tokens(ranks) + machine.max_rows,
+        step=at_once + machine.max_rows,
         levels=len(schemes),
         dense_until=kv.quantized_kv_start,
         kinds=kinds,

@@ -16,6 +16,7 @@ from protocol.memory_bounds import (
     SAMPLED_COPIES,
     SCORED_AT_ONCE,
     STAGE_COPIES,
+    WIDE_PASS_TOKENS,
     pass_tokens,
     step_bytes,
 )
@@ -74,6 +75,6 @@ def test_few_small_logits_are_sampled_at_once() -> None:
 
 def test_passes_of_several_gpus_have_more_tokens() -> None:
     assert pass_tokens(256, cuda=True) == CUDA_PASS_TOKENS
-    assert pass_tokens(256, cuda=True, ranks=2) == 2 * CUDA_PASS_TOKENS
-    assert pass_tokens(256, cuda=False, ranks=2) == PASS_TOKENS
-    assert pass_tokens(10_000, cuda=True, ranks=2) == 10_000
+    assert pass_tokens(256, cuda=True, wide=True) == WIDE_PASS_TOKENS > CUDA_PASS_TOKENS
+    assert pass_tokens(256, cuda=False, wide=True) == PASS_TOKENS
+    assert pass_tokens(10_000, cuda=True, wide=True) == 10_000

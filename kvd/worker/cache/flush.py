@@ -104,12 +104,18 @@ class Flusher:
                 self._launched = _write(layers, (layer.gather_tails() for layer in layers))
         for pages in new:
             pages.assign()
-        self._dense_start.leave(outgrown)
+        if outgrown:
+            self.wait()  # leaving the dense start reads pools
+            self._dense_start.leave(outgrown)
 
     def wait(self) -> None:
         """Wait until the device has written everything."""
+        mx.eval(self.take_launched())
+
+    def take_launched(self) -> list[mx.array]:
+        """Return what kernels may still be writing; `wait` no longer waits for it."""
         launched, self._launched = self._launched, []
-        mx.eval(launched)
+        return launched
 
     def _new_pages(self, level: int, filled: list[Row], due: list[Row]) -> _NewPages:
         start = self._dense_start

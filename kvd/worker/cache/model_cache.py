@@ -29,7 +29,7 @@ from kvd.worker.cache.sequence_snapshots import SequenceSnapshot, SequenceSnapsh
 from kvd.worker.cache.settings import CacheSettings, Scratch
 from kvd.worker.cache.store import KVStore, evaluate
 from kvd.worker.cache.usage import CacheUsage
-from kvd.worker.device import on_cpu
+from kvd.worker.device import launches_in_order, on_cpu
 
 Start = Callable[[], None]
 """Starts the evaluation of a stage."""
@@ -218,12 +218,18 @@ class ModelCache:
         """Start a forward pass over chunks in a batch of ``batch`` tokens. Needs `can_pack`.
 
         A sequence may have several chunks, one after the other, only if `can_chain`. ``later``:
-        tokens of prompts that further passes will add; pools that must grow get room for them too.
+        tokens that further passes will add to prompts on the level of these sequences. Pools that
+        must grow get room for them too, if the model has one kind of attention.
         """
         keeps = self.snapshots.keeps_tails(max(counts))
-        for index, store in enumerate(self.stores):
-            rows = [sequence.rows[index] for sequence in sequences]
-            store.begin_packed(rows, counts, batch, keeps_tails=keeps, later=later)
+        by_store = [
+            [sequence.rows[index] for sequence in sequences] for index in range(len(self.stores))
+        ]
+        # Growth may move pages of all stores, so it comes before any store's plan.
+        for store, rows in zip(self.stores, by_store, strict=True):
+            store.make_ready(rows, counts, later if len(self.stores) == 1 else 0)
+        for store, rows in zip(self.stores, by_store, strict=True):
+            store.begin_packed(rows, counts, batch, keeps_tails=keeps)
         self._prefilling = list(zip(sequences, counts, strict=True))
 
     def can_chain(self, sequence: SequenceRow) -> bool:
@@ -250,13 +256,12 @@ class ModelCache:
             store.finish_prefill(waits=False)
         for sequence, count in prefilled:
             sequence.length += count
-        if waits:
+        if waits or not launches_in_order():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the last pass or flush is written."""
-        for store in self.stores:
-            store.wait()
+        mx.eval([store.flusher.take_launched() for store in self.stores])
 
     def undo_prefill(self) -> bool:
         """Drop a failed prefill pass. Returns whether sequences and their states are unchanged."""

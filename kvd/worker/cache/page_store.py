@@ -131,8 +131,8 @@ class PageStore:
     def make_ready(self, wanted: Mapping[int, int], later: int = 0) -> None:
         """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move.
 
-        ``later``: pages that will be wanted soon; pools that must grow get room for them too, as
-        far as memory is spare.
+        ``later``: pages that will be wanted soon, if ``wanted`` has one level. Pools that must grow
+        get room for them too, as far as memory is spare.
         """
         missing = 0
         for level, allocator in enumerate(self.allocators):
@@ -146,20 +146,28 @@ class PageStore:
             if not allocator.can_take(count):
                 self._grow(allocator, allocator.used + count, tight=tight, later=later)
 
-    def grow_before(self, rows: Sequence[Row], counts: Sequence[int], later: int) -> None:
-        """Ensure that a pass over chunks can fill its pages; ``later``: as for `make_ready`.
+    def grow_before(
+        self, rows: Sequence[Row], counts: Sequence[int], running: Iterable[Row], later: int
+    ) -> None:
+        """Ensure that the flush of a pass over chunks can take its pages.
 
-        Waits for the device if pools must grow.
+        ``running``: all rows; others than ``rows`` may be due for a page. ``later``: pages that
+        further passes will fill on the level of these rows. Waits for the device if pools must
+        grow. Existing pages may move then.
         """
         tokens = Counter[Row]()
         for row, count in zip(rows, counts, strict=True):
             tokens[row] += count
         wanted = Counter[int]()
         for row, count in tokens.items():
-            wanted[row.level] += max(0, full_pages(row.length + count) - row.paged)
+            new = full_pages(row.length + count) - row.paged - len(row.written_ahead)
+            wanted[row.level] += max(0, new)
+        if len(wanted) > 1:
+            later = 0
+        wanted.update(row.level for row in running if row.can_write_ahead and row not in tokens)
         if not all(self.allocators[level].can_take(count) for level, count in wanted.items()):
             mx.synchronize()
-            self.make_ready(wanted, later)
+            self.make_ready(wanted, later if len(wanted) == 1 else 0)
 
     def _charged_capacity(self, allocator: PageAllocator) -> int:
         return max(allocator.capacity, self.goals.get(allocator.level, 0))

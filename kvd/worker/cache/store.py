@@ -101,7 +101,7 @@ class KVStore:
         self.pages = PageStore(self.layers, len(self.schemes), self._holders, self.tables)
         self.dense_start = DenseStart(quantized_start, self.pages)
         self.snapshots = RowSnapshots(self.layers, self.pages, self.dense_start, kind)
-        self._flusher = Flusher(self.layers, self.pages, self.dense_start, self._pack_tails)
+        self.flusher = Flusher(self.layers, self.pages, self.dense_start, self._pack_tails)
 
     def _pack_tails(
         self, layer: LayerStore, level: int, slots: Sequence[int]
@@ -249,6 +249,7 @@ class KVStore:
 
     def discard(self) -> None:
         """Free all running rows after a failed step. Snapshots stay; `shrink` frees the memory."""
+        self.flusher.take_launched()
         for row in self.rows:
             row.alive = False
         self.rows = []
@@ -296,25 +297,28 @@ class KVStore:
             return step
         return replace(step, backend=self.backend.prefill(self.kind, step))
 
+    def make_ready(self, rows: list[Row], counts: list[int], later: int = 0) -> None:
+        """Grow pools for a pass over chunks, if kernels write its flush.
+
+        Growth within the flush would wait for the pass. If pools grow before, the host can prepare
+        the flush while the device computes. ``later``: see `ModelCache.begin_packed`.
+        """
+        if not self.is_flushed_by_kernel:
+            return
+        self.scratch.clear()
+        self.snapshots.forget_kept()
+        no_more = self.kind.bounded or self.quantized_start
+        self.pages.grow_before(rows, counts, self.rows, 0 if no_more else full_pages(later))
+
     def begin_packed(
-        self,
-        rows: list[Row],
-        counts: list[int],
-        batch: int,
-        *,
-        keeps_tails: bool = False,
-        later: int = 0,
+        self, rows: list[Row], counts: list[int], batch: int, *, keeps_tails: bool = False
     ) -> PackedPrefill:
         """Start a pass over chunks (`packed_prefill`); `finish_prefill` ends it.
 
-        A row may have several chunks only if `can_chain`. ``later``: see `ModelCache.begin_packed`.
+        A row may have several chunks only if `can_chain`.
         """
         for row in rows:
             self.pages.release_written_ahead(row)
-        if self.is_flushed_by_kernel:
-            # Growth within the flush would wait for the pass. If pools grow now, the host can
-            # prepare the flush while the device computes.
-            self.pages.grow_before(rows, counts, 0 if self.kind.bounded else full_pages(later))
         plan = packed_prefill(rows, counts, batch, keeps_tails=keeps_tails)
         self.step = plan = replace(plan, steps=tuple(map(self._with_backend, plan.steps)))
         self.scratch.clear()
@@ -331,7 +335,7 @@ class KVStore:
     def finish_prefill(self, *, waits: bool = True) -> None:
         """Evaluate the chunks and write them. No step may be in flight.
 
-        ``waits``: if False, `wait` must follow.
+        ``waits``: if False, `Flusher.wait` must follow.
         """
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):
@@ -340,7 +344,7 @@ class KVStore:
             step.shared.clear()  # frees the dense copies of `kvd.worker.attention.fused_prefill`
         self.finish_chunks(step.steps if isinstance(step, PackedPrefill) else [step])
         if waits:
-            self.wait()
+            self.flusher.wait()
 
     @property
     def is_flushed_by_kernel(self) -> bool:
@@ -350,7 +354,7 @@ class KVStore:
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush.
 
-        `wait` must follow.
+        `Flusher.wait` must follow.
         """
         evaluate([self])
         filled = []
@@ -419,15 +423,11 @@ class KVStore:
     def flush(self) -> None:
         """Write the next page of every row whose tail has the tokens. The device must be idle."""
         self._write([])
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until the last flush is written."""
-        self._flusher.wait()
+        self.flusher.wait()
 
     def _write(self, filled: list[Row], prefilled: Collection[Row] = ()) -> None:
         self.scratch.clear()
-        self._flusher.write(self.rows, filled, prefilled)
+        self.flusher.write(self.rows, filled, prefilled)
         if filled:
             self.tables.invalidate(filled)
         self.flushes += 1

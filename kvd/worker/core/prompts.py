@@ -155,9 +155,17 @@ class Prompts:
             self._finish(scored)
 
     def _later_tokens(self, chunks: Sequence[Chunk]) -> int:
-        """Return how many tokens the prompts that have begun still need after this pass."""
-        requests = self._batch.scheduler.states.prefilling.values()
-        left = sum(one.prefill_end - one.prefilled for one in requests if one.prompt_started)
+        """Return how many tokens the prompts that have begun still need after this pass.
+
+        Only if all chunks are on one precision level, those on that level count.
+        """
+        scheduler = self._batch.scheduler
+        levels = {scheduler.find(chunk.rid).level for chunk in chunks}
+        left = sum(
+            one.prefill_end - one.prefilled
+            for one in scheduler.states.prefilling.values()
+            if one.prompt_started and not one.suspended and {one.level} == levels
+        )
         return max(0, left - sum(chunk.length for chunk in chunks))
 
     def _finish(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:

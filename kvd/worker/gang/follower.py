@@ -144,10 +144,11 @@ class Follower:
     def _pass(self, record: records.Record) -> bool:
         """Prefill chunks, if that is what the record asks for."""
         runner, rows = self._runner, self._rows
+        if isinstance(record, records.Prefill | records.PrefillHidden | records.Score):
+            self._freed_buffers.prepare(prefills=True)
         match record:
             case records.Prefill():
                 named = [rows[row] for row in record.rows]
-                self._freed_buffers.prepare(prefills=True)
                 runner.prefill_pass(named, record.chunks, later=record.later, waits=False)
             case records.PrefillHidden():
                 runner.prefill_hidden([rows[row] for row in record.rows], record.chunks)

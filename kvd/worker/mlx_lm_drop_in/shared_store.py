@@ -61,7 +61,7 @@ class LayerRows(KVStore):
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Add the chunks to their rows' lengths and write all their pages in one flush."""
         # Layers that share these keys may still read pages that leave the window now. So the pages
-        # that this pass reads are retained until the flush is over. The next flush, which may
+        # that this pass reads are retained until the flush is launched. The next flush, which may
         # overwrite them, ends the pass.
         self.step = None
         read = [page for step in steps if step.row.alive for page in step.row.pages]
@@ -300,7 +300,7 @@ class SharedStore:
             for row in reading.rows:
                 row.coming = 0
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
-            self.rows.wait()
+            self.rows.flusher.wait()
 
     def flush(self) -> None:
         """Write pages once the device no longer reads the pools. No pass may be under way."""

@@ -199,13 +199,16 @@ class Runner:
     def pass_tokens(self, chunk: int, *, alone: bool = True) -> int:
         """Return the most prompt tokens of one row in a pass, with chunks of ``chunk`` tokens.
 
-        ``alone``: True if no rows decode. Otherwise more ranks add no tokens, because longer passes
-        would delay the rows.
+        ``alone``: True if no rows decode. Passes of several ranks have more tokens then. Otherwise
+        they would delay the rows.
         """
         if not self.packs:
             return chunk
-        cuda, ranks = padded_sizes.attention_is_planned(), self.ranks if alone else 1
-        return memory_bounds.pass_tokens(chunk, cuda=cuda, ranks=ranks)
+        # A row reserves its window, and the pages of a dense start, for a whole pass.
+        reserves = any(one.kind.bounded or one.quantized_start for one in self.cache.stores)
+        wide = alone and self.ranks > 1 and not reserves
+        cuda = padded_sizes.attention_is_planned()
+        return memory_bounds.pass_tokens(chunk, cuda=cuda, wide=wide)
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
         """Prefill a chunk of a prompt, without logits; evaluated and flushed on return."""
@@ -290,8 +293,7 @@ class Runner:
             self.cache.end_pass()
             self.cache.finish_prefill(waits=some.stop < len(rows))
         try:
-            if meanwhile is not None:
-                meanwhile()
+            (meanwhile or (lambda: None))()
         finally:
             if waits:
                 self.cache.wait()

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.attention.fused_prefill import FusedPass
-from kvd.worker.cache import device_pages
+from kvd.worker.cache import device_pages, model_cache
 from kvd.worker.cache import store as stores
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.flush import Flusher
@@ -164,18 +164,25 @@ def page_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
 
 def enable_page_kernels(side: Side) -> None:
     """Check the kernels, as a load does, so that a side's pools use them. These must be empty."""
-    for pool in (pool for layer in side.runner.cache.stores[0].layers for pool in layer.pools):
+    layers = [layer for store in side.runner.cache.stores for layer in store.layers]
+    for pool in (pool for layer in layers for pool in layer.pools):
         pool.grow(1)
         device_pages.prepare(pool.arrays())
         assert pool.is_written_by_kernel
         pool.cut(0)
 
 
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels run in the order of their launches, as far as the cache knows."""
+    for module in (stores, model_cache):
+        monkeypatch.setattr(module, "launches_in_order", lambda: True)
+
+
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
 def test_a_flush_by_kernels_is_launched_behind_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes whose flush is written by kernels give the same logits."""
-    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    in_order(monkeypatch)
     pair = Pair("qwen3")
     enable_page_kernels(pair.sides[1])
     by_kernel = list[bool]()
@@ -203,7 +210,7 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
 
     With ``later``, pools grow once for all passes of a prompt.
     """
-    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    in_order(monkeypatch)
     side = Pair("qwen3").sides[1]
     enable_page_kernels(side)
     side.join(2)
@@ -236,13 +243,73 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
 
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
+@pytest.mark.parametrize("name", ["mimo_v2_flash", "ministral3", "gemma4_text"])
+def test_no_page_moves_once_a_pass_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory is short, the growth of one kind's pools packs the pages of all kinds."""
+    in_order(monkeypatch)
+    found = []
+    for tight in (False, True):
+        side = Side(build(name)[0], None)
+        cache = side.runner.cache
+        enable_page_kernels(side)
+        side.join(3)
+        gone, *rest = side.rows
+        for row, factor in zip(side.rows, (3, 7, 9), strict=True):
+            side.runner.prefill_pass([row], [[at * factor % 50 + 5 for at in range(640)]])
+        cache.free(gone)  # free pages in front of those of the others
+        if tight:
+            cache.stores[1].pages.cut_to_used()
+            cache.limit_bytes = cache.charged_bytes + cache.tail_slots * cache.row_bytes
+        side.runner.prefill_pass([rest[0]], [[at * 11 % 50 + 5 for at in range(320)]])
+        side.rows = rest
+        found.append(side.step())
+    want, got = found
+    assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+@pytest.mark.parametrize("levels", [(0, 1), (0, 0)])
+def test_room_for_later_passes_leaves_memory_for_this_one(levels: tuple[int, int]) -> None:
+    side = Side(build("qwen3")[0], None)
+    enable_page_kernels(side)
+    side.join(2)
+    cache = side.runner.cache
+    store = cache.stores[0]
+    rows = [row.rows[0] for row in side.rows]
+    for row, level in zip(rows, levels, strict=True):
+        row.level = level
+    limit = sum(110 * store.pages.charge(level) for level in levels)
+    cache.limit_bytes = limit + cache.tail_slots * cache.row_bytes
+    store.make_ready(rows, [6400, 6400], later=100_000)
+    for level in set(levels):
+        assert store.pages.allocators[level].can_take(99 * levels.count(level))
+    assert cache.charged_bytes <= limit
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_a_failed_step_leaves_no_launched_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(monkeypatch)
+    side = Pair("qwen3").sides[1]
+    enable_page_kernels(side)
+    side.join(1)
+    side.runner.prefill_pass([side.rows[0]], [[5] * 200], waits=False)
+    cache = side.runner.cache
+    assert cache.stores[0].flusher._launched
+    cache.discard()
+    assert not cache.stores[0].flusher._launched
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
 def test_the_host_works_while_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "launches_in_order", lambda: True)
+    in_order(monkeypatch)
     side = Pair("qwen3").sides[1]
     enable_page_kernels(side)
     side.join(1)
     runner, (row,) = side.runner, side.rows
-    flusher = runner.cache.stores[0]._flusher
+    flusher = runner.cache.stores[0].flusher
     waiting = list[tuple[int, bool]]()
 
     def meanwhile() -> None:
