@@ -15,9 +15,9 @@ second one finds a shared prefix in the cache.
 
 **Bounds.** The first request is never passed over twice in a row. A request is therefore prefilled
 after at most 2 S passes, where S counts its own chunks and those of the requests ahead of it.
-With passes of at most P tokens, a prompt of s tokens behind one long prompt waits for less than 2 s + 2 P
-tokens of that prompt. If it can lead express passes, the two alternate, and it waits for about as
-many tokens as it has itself. If it cannot, the long prompt has less than 2 s tokens left.
+With passes of at most P tokens, a prompt of s tokens behind one long prompt waits for less than
+2 s + 2 P tokens of that prompt. If it can lead express passes, the two alternate, and it waits for
+about as many tokens as it has itself. If it cannot, the long prompt has less than 2 s tokens left.
 
 **Passes.** If the engine supports it, a pass takes as many chunks as decoding leaves room for in
 the step's budget: the lead's next chunks, then those of the other requests. In an express pass, the
