@@ -138,8 +138,8 @@ def _estimate(
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
     row = tail + (-(-tail // 2) if kv.prefix_cache != 0 else 0)  # with its first checkpoint
     layers = sum(kind.layers for kind in kinds)
-    # As `Runner.pass_tokens` decides.
-    wide = ranks > 1 and all(kind.window is None for kind in kinds) and not kv.quantized_kv_start
+    # `Runner.pass_tokens` also decides by the windows of the model, which config.json may not tell.
+    wide = ranks > 1 and not kv.quantized_kv_start and not kv.max_kv_size
     at_once = machine.pass_tokens(wide=wide)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):

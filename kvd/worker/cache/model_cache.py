@@ -19,6 +19,7 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
+from kvd.worker.cache.pass_growth import grow_before
 from kvd.worker.cache.pool_growth import lacks_room, make_room
 from kvd.worker.cache.rectangle import RectangleScratch
 from kvd.worker.cache.recurrent_states import StateStore
@@ -217,19 +218,14 @@ class ModelCache:
     ) -> None:
         """Start a forward pass over chunks in a batch of ``batch`` tokens. Needs `can_pack`.
 
-        A sequence may have several chunks, one after the other, only if `can_chain`. ``later``:
-        tokens that further passes will add to prompts on the level of these sequences. Pools that
-        must grow get room for them too, if the model has one kind of attention.
+        A sequence may have several chunks, one after the other, only if `can_chain`. ``later``: see
+        `pass_growth`.
         """
         keeps = self.snapshots.keeps_tails(max(counts))
-        by_store = [
-            [sequence.rows[index] for sequence in sequences] for index in range(len(self.stores))
-        ]
-        # Growth may move pages of all stores, so it comes before any store's plan.
-        for store, rows in zip(self.stores, by_store, strict=True):
-            store.make_ready(rows, counts, later if len(self.stores) == 1 else 0)
-        for store, rows in zip(self.stores, by_store, strict=True):
-            store.begin_packed(rows, counts, batch, keeps_tails=keeps)
+        rows = [[one.rows[index] for one in sequences] for index in range(len(self.stores))]
+        grow_before(self.stores, rows, counts, later)
+        for store, own in zip(self.stores, rows, strict=True):
+            store.begin_packed(own, counts, batch, keeps_tails=keeps)
         self._prefilling = list(zip(sequences, counts, strict=True))
 
     def can_chain(self, sequence: SequenceRow) -> bool:
@@ -253,10 +249,10 @@ class ModelCache:
         prefilled, self._prefilling = self._prefilling, []
         evaluate(self.stores, self.states.arrays())
         for store in self.stores:
-            store.finish_prefill(waits=False)
+            store.finish_prefill(waits=not launches_in_order())
         for sequence, count in prefilled:
             sequence.length += count
-        if waits or not launches_in_order():
+        if waits:
             self.wait()
 
     def wait(self) -> None:

@@ -7,21 +7,19 @@ layer at a time; pools of small layers change size together.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-
-import mlx.core as mx
 
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import full_pages
 from kvd.worker.cache.together import replace_all
 from protocol.pages import SLAB_PAGES
 
+NO_LIMIT = 1 << 62
+"""Spare bytes of a cache without a limit."""
 SLICE_PAGES = 16
 """Pages that are converted at once. The scratch holds dense copies of them, for one layer."""
 
@@ -41,6 +39,8 @@ class PageStore:
         self.spare: Callable[[], int] | None = None
         """Returns by how many bytes, as `charge` counts, pools may grow ahead of need. None: no
         limit."""
+        self.reserved_bytes = 0
+        """Bytes of ``spare`` that pools of other kinds need next."""
         self.reclaim: Callable[[], None] = self.cut_to_used
         """Called when pools must grow by more bytes than `spare` returns."""
         self.goals: dict[int, int] = {}
@@ -128,46 +128,38 @@ class PageStore:
             self._grow(allocator, allocator.used + count)
         return allocator.take(count)
 
-    def make_ready(self, wanted: Mapping[int, int], later: int = 0) -> None:
+    def make_ready(
+        self, wanted: Mapping[int, int], later: int = 0, *, reclaims: bool = True
+    ) -> None:
         """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move.
 
         ``later``: pages that will be wanted soon, if ``wanted`` has one level. Pools that must grow
-        get room for them too, as far as memory is spare.
+        get room for them too, as far as memory is spare. ``reclaims``: whether growth ahead of
+        need, for which admission reserves nothing, is undone if memory is not spare.
         """
-        missing = 0
-        for level, allocator in enumerate(self.allocators):
-            more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
-            missing += max(0, more) * self.charge(level)
-        tight = self.spare is not None and missing > max(0, self.spare())
-        if tight:  # admission reserves nothing for growth ahead of need, so that is undone
+        tight = self.missing_bytes(wanted) > self.spare_bytes()
+        if tight and reclaims:
             self.reclaim()
         for level, count in wanted.items():
             allocator = self.allocators[level]
             if not allocator.can_take(count):
                 self._grow(allocator, allocator.used + count, tight=tight, later=later)
 
-    def grow_before(
-        self, rows: Sequence[Row], counts: Sequence[int], running: Iterable[Row], later: int
-    ) -> None:
-        """Ensure that the flush of a pass over chunks can take its pages.
+    def has_room(self, wanted: Mapping[int, int]) -> bool:
+        """Return whether ``wanted`` pages of each level can be taken without growth."""
+        return all(self.allocators[level].can_take(count) for level, count in wanted.items())
 
-        ``running``: all rows; others than ``rows`` may be due for a page. ``later``: pages that
-        further passes will fill on the level of these rows. Waits for the device if pools must
-        grow. Existing pages may move then.
-        """
-        tokens = Counter[Row]()
-        for row, count in zip(rows, counts, strict=True):
-            tokens[row] += count
-        wanted = Counter[int]()
-        for row, count in tokens.items():
-            new = full_pages(row.length + count) - row.paged - len(row.written_ahead)
-            wanted[row.level] += max(0, new)
-        if len(wanted) > 1:
-            later = 0
-        wanted.update(row.level for row in running if row.can_write_ahead and row not in tokens)
-        if not all(self.allocators[level].can_take(count) for level, count in wanted.items()):
-            mx.synchronize()
-            self.make_ready(wanted, later if len(wanted) == 1 else 0)
+    def missing_bytes(self, wanted: Mapping[int, int]) -> int:
+        """Return by how many bytes pools must grow until these pages can be taken."""
+        missing = 0
+        for level, allocator in enumerate(self.allocators):
+            more = allocator.used + wanted.get(level, 0) - self._charged_capacity(allocator)
+            missing += max(0, more) * self.charge(level)
+        return missing
+
+    def spare_bytes(self) -> int:
+        """Return by how many bytes pools may grow ahead of need."""
+        return NO_LIMIT if self.spare is None else max(0, self.spare() - self.reserved_bytes)
 
     def _charged_capacity(self, allocator: PageAllocator) -> int:
         return max(allocator.capacity, self.goals.get(allocator.level, 0))
@@ -214,10 +206,7 @@ class PageStore:
         """
         capacity = allocator.capacity
         wanted = max(capacity, allocator.used + taken) + max(SLAB_PAGES, capacity // 4)
-        if self.spare is not None:
-            room = self.spare() // self.charge(allocator.level)
-            wanted = min(wanted, capacity + max(0, room))
-        return wanted
+        return min(wanted, capacity + self.spare_bytes() // self.charge(allocator.level))
 
     # Moves.
 

@@ -32,7 +32,7 @@ from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.row_snapshots import RowSnapshot, RowSnapshots
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.settings import Scratch
 from kvd.worker.cache.steps import (
     DecodeStep,
@@ -296,19 +296,6 @@ class KVStore:
         if self.backend is None:
             return step
         return replace(step, backend=self.backend.prefill(self.kind, step))
-
-    def make_ready(self, rows: list[Row], counts: list[int], later: int = 0) -> None:
-        """Grow pools for a pass over chunks, if kernels write its flush.
-
-        Growth within the flush would wait for the pass. If pools grow before, the host can prepare
-        the flush while the device computes. ``later``: see `ModelCache.begin_packed`.
-        """
-        if not self.is_flushed_by_kernel:
-            return
-        self.scratch.clear()
-        self.snapshots.forget_kept()
-        no_more = self.kind.bounded or self.quantized_start
-        self.pages.grow_before(rows, counts, self.rows, 0 if no_more else full_pages(later))
 
     def begin_packed(
         self, rows: list[Row], counts: list[int], batch: int, *, keeps_tails: bool = False

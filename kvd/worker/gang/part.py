@@ -101,7 +101,8 @@ def serve_part(
     runner.compile(checks)
     runner.pack(checks)
     runner.split_head(checks)
-    require_equal(peers, "how the model is served", f"{served.name}, {runner.floors}")
+    by_kernel = [store.is_flushed_by_kernel for store in runner.cache.stores]
+    require_equal(peers, "how the model is served", f"{served.name}, {runner.floors}, {by_kernel}")
     return served
 
 

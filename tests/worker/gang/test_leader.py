@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import kvd.worker.core
+from kvd.worker.cache import model_cache
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.sequence_snapshots import SequenceSnapshots
@@ -115,7 +116,8 @@ def test_followers_take_snapshots_while_a_pass_runs_on_cuda(
 ) -> None:
     """A snapshot does not wait for the pass there. The next pass and the flush do."""
     monkeypatch.setattr(follower_module, "on_cuda", lambda: cuda)
-    monkeypatch.setattr(follower_module, "launches_in_order", lambda: True)
+    for module in (follower_module, model_cache):
+        monkeypatch.setattr(module, "launches_in_order", lambda: True)
     follower = leader._sender._peers._follower
     waits: list[int] = []
     wait = follower._cache.wait

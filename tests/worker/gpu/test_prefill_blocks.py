@@ -27,8 +27,10 @@ from kvd.worker.cache.flush import Flusher
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_store import PageStore
+from kvd.worker.cache.pass_growth import grow_before
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
+from kvd.worker.cache.store import KVStore
 from kvd.worker.gpu import blocks, joined_linear, products
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
@@ -243,11 +245,30 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
 
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
+@pytest.mark.parametrize("spare", [-5, 0, 3])
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "ministral3", "gemma4_text"])
-def test_no_page_moves_once_a_pass_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory is short, the growth of one kind's pools packs the pages of all kinds."""
+def test_no_page_moves_once_a_pass_is_planned(
+    name: str, spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If memory is short, the growth of one kind's pools packs the pages of all kinds.
+
+    Each kind grows once, before the pass.
+    """
     in_order(monkeypatch)
     found = []
+    events = list[str]()
+    grow, plan = PageStore._grow_to, KVStore.begin_packed
+
+    def grown(store: PageStore, *given: Any) -> None:
+        events.append("grow")
+        grow(store, *given)
+
+    def planned(store: KVStore, *given: Any, **more: Any) -> Any:
+        events.append("plan")
+        return plan(store, *given, **more)
+
+    monkeypatch.setattr(PageStore, "_grow_to", grown)
+    monkeypatch.setattr(KVStore, "begin_packed", planned)
     for tight in (False, True):
         side = Side(build(name)[0], None)
         cache = side.runner.cache
@@ -259,8 +280,13 @@ def test_no_page_moves_once_a_pass_is_planned(name: str, monkeypatch: pytest.Mon
         cache.free(gone)  # free pages in front of those of the others
         if tight:
             cache.stores[1].pages.cut_to_used()
+            wanted = [store.pages.missing_bytes({0: 5}) for store in cache.stores]
             cache.limit_bytes = cache.charged_bytes + cache.tail_slots * cache.row_bytes
+            cache.limit_bytes += sum(wanted) + spare * cache.stores[1].pages.charge()
+        events.clear()
         side.runner.prefill_pass([rest[0]], [[at * 11 % 50 + 5 for at in range(320)]])
+        assert events == [*["grow"] * events.count("grow"), "plan", "plan"]
+        assert events.count("grow") <= len(cache.stores)
         side.rows = rest
         found.append(side.step())
     want, got = found
@@ -281,7 +307,7 @@ def test_room_for_later_passes_leaves_memory_for_this_one(levels: tuple[int, int
         row.level = level
     limit = sum(110 * store.pages.charge(level) for level in levels)
     cache.limit_bytes = limit + cache.tail_slots * cache.row_bytes
-    store.make_ready(rows, [6400, 6400], later=100_000)
+    grow_before([store], [rows], [6400, 6400], later=100_000)
     for level in set(levels):
         assert store.pages.allocators[level].can_take(99 * levels.count(level))
     assert cache.charged_bytes <= limit
