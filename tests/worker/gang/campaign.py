@@ -11,9 +11,9 @@ embedded model, unless there are three ranks (it has two heads of keys), and one
 weights of each architecture that mlx-lm can divide. Fails if a token differs.
 
 Sums over ranks are rounded in another order than within one process, so a token may differ whose
-draw was nearly a tie. It counts as ``rounded`` if one process draws it too once its logit is
-changed by `NUDGE`, up or down: with ``top_k``, noise belongs to ranks of tokens, so a token may
-also replace the one that was behind it.
+draw was nearly a tie. It counts as ``rounded`` if one process draws it too once its logit, or that
+of the token in its place, is changed by `NUDGE`, up or down. A tie may also be at the limit of
+``top_k``: then another token is drawn because this one is left out.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def is_rounded(
     ]
     return bool(different) and all(
         any(
-            draws(single, request, choice, found.tokens[choice][: at + 1], change, level)
+            draws(single, request, choice, found.tokens[choice][: at + 1], {token: change}, level)
+            for token in (found.tokens[choice][at], expected.tokens[choice][at])
             for change in (nudge, -nudge)
         )
         for choice, at in different
@@ -123,11 +124,17 @@ def is_rounded(
 
 
 def draws(
-    single: Process, request: Submit, choice: int, tokens: list[int], change: float, level: int
+    single: Process,
+    request: Submit,
+    choice: int,
+    tokens: list[int],
+    changes: dict[int, float],
+    level: int,
 ) -> bool:
-    """Return whether a choice begins with ``tokens`` if the logit of the last one is changed."""
+    """Return whether a choice begins with ``tokens`` if logits are changed, given by token."""
     bias = dict(request.sampling.logit_bias)
-    bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + change
+    for token, change in changes.items():
+        bias[token] = bias.get(token, 0.0) + change
     nudged = replace(request, sampling=replace(request.sampling, logit_bias=bias))
     (answer,) = Traffic(single).run([nudged], level).values()
     return answer.tokens.get(choice, [])[: len(tokens)] == tokens
