@@ -58,7 +58,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 NUDGE = 1e-3
 """Change of the logit of a token that only the gang drew. Logits of both differ by some 1e-5."""
 MOST_ROUNDED = 1e-3
-"""Part of the compared tokens that may be rounded. One of 19,000 was."""
+"""Part of the compared tokens that may be rounded. One of 21,000 was."""
 
 
 class Single(Process):
