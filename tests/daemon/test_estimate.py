@@ -18,6 +18,7 @@ from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.kv import KVSpec
+from protocol.memory_bounds import CUDA_PASS_TOKENS, WIDE_PASS_TOKENS
 from protocol.pages import PAGE_TOKENS
 from protocol.worker import Grant, LoadModel
 
@@ -91,6 +92,22 @@ def test_ranks_divide_the_matrices_of_layers_and_repeat_the_rest(tmp_path):
     waiting = memory_bounds.waiting_bytes(4096, 1024, plain.pass_tokens(), 256)
     each = alone.base_bytes - alone.weights_bytes - waiting
     assert on_cpu.base_bytes - on_cpu.weights_bytes - waiting == 2 * each
+
+
+@pytest.mark.parametrize(
+    ("kv", "ranks", "tokens"),
+    [
+        (KVSpec(), 1, CUDA_PASS_TOKENS),
+        (KVSpec(), 2, WIDE_PASS_TOKENS),
+        (KVSpec(), 4, WIDE_PASS_TOKENS),
+        (KVSpec(quantized_kv_start=512), 2, CUDA_PASS_TOKENS),
+        (KVSpec(max_kv_size=512), 2, CUDA_PASS_TOKENS),
+    ],
+)
+def test_long_passes_of_several_gpus_are_charged(tmp_path, kv, ranks, tokens):
+    card = replace(MACHINE, on_cpu=False, cuda=True)
+    costs = estimate(folder(tmp_path, QWEN), kv, card, ranks).costs
+    assert costs.step == tokens + card.max_rows
 
 
 def test_freed_buffers_are_charged_for_the_device(tmp_path):

@@ -28,6 +28,7 @@ from kvd.worker.process import shortage
 from kvd.worker.process.freed_buffers import FreedBuffers
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.step_inputs import StepInputs
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver
 
@@ -108,6 +109,18 @@ def test_all_ranks_give_freed_buffers_back(leader: LeaderRunner, monkeypatch: py
     give_back(leader.cache)
 
     assert given == ["follower", "leader"]
+
+
+def test_followers_leave_room_for_steps_in_all_passes(leader: LeaderRunner) -> None:
+    follower = leader._sender._peers._follower
+    prepared: list[bool] = []
+    follower._freed_buffers = SimpleNamespace(prepare=lambda *, prefills: prepared.append(prefills))
+    row = leader.cache.new_row()
+    leader.prefill_pass([row], [[1, 2, 3]])
+    list(leader.score_parts(row, [4, 5]))
+    assert prepared == [True, True]
+    mx.eval(leader.launch([row], StepInputs.of([6], 0)))
+    assert prepared == [True, True, False]
 
 
 @pytest.mark.parametrize("cuda", [True, False])

@@ -315,6 +315,45 @@ def test_room_for_later_passes_leaves_memory_for_this_one(levels: tuple[int, int
 
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
+@pytest.mark.parametrize(
+    ("name", "schemes", "more", "ahead"),
+    [
+        ("qwen3", (Scheme(8, 8),), {}, True),
+        ("qwen3", (Scheme(16, 16), Scheme(8, 8)), {"quantized_start": 512}, False),
+        ("qwen3", (Scheme(8, 8),), {"max_size": 4096}, False),
+        ("mimo_v2_flash", (Scheme(8, 8),), {}, False),
+    ],
+    ids=["plain", "dense start", "window", "two kinds"],
+)
+def test_pools_grow_for_later_passes_only_if_these_fill_them(
+    name: str, schemes: tuple[Scheme, ...], more: dict[str, int], ahead: bool
+) -> None:
+    """Pages of a dense start and of a window are freed, and kinds need different pages."""
+    model = build(name)[0]
+    side = Side(model, None)
+    settings = CacheSettings(schemes, scratch=side.scratch, **more)
+    side.runner = Runner(model, ModelCache(find_layout(model), settings))
+    enable_page_kernels(side)
+    side.join(1)
+    cache = side.runner.cache
+    rows = [[side.rows[0].rows[index]] for index in range(len(cache.stores))]
+    grow_before(cache.stores, rows, [256], later=64_000)
+    capacity = max(one.capacity for store in cache.stores for one in store.pages.allocators)
+    assert (capacity >= 1000) == ahead
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_a_flush_is_waited_for_if_kernels_may_run_in_another_order() -> None:
+    side = Pair("qwen3").sides[1]
+    enable_page_kernels(side)
+    side.join(1)
+    side.runner.prefill_pass([side.rows[0]], [[5] * 200], waits=False)
+    assert not side.runner.cache.stores[0].flusher._launched
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
 def test_a_failed_step_leaves_no_launched_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
     side = Pair("qwen3").sides[1]
