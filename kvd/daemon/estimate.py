@@ -138,7 +138,7 @@ def _estimate(
     unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
     row = tail + (-(-tail // 2) if kv.prefix_cache != 0 else 0)  # with its first checkpoint
     layers = sum(kind.layers for kind in kinds)
-    # `Runner.pass_tokens` also decides by the windows of the model, which config.json may not tell.
+    # As in `Runner.pass_tokens`, except for the model's windows, which config.json may not have.
     wide = ranks > 1 and not kv.quantized_kv_start and not kv.max_kv_size
     at_once = machine.pass_tokens(wide=wide)
     parts = 0

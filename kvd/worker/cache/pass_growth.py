@@ -41,12 +41,12 @@ def grow_before(
         stores[0].pages.reclaim()
     for store in list(wanted):
         pages = wanted.pop(store)
-        goes_on = len(stores) == len(pages) == 1
-        if store.kind.bounded or store.quantized_start:
-            goes_on = False
+        one_pool = len(stores) == len(pages) == 1
+        frees_pages = store.kind.bounded or store.quantized_start
+        more = full_pages(later) if one_pool and not frees_pages else 0
         store.pages.reserved_bytes = _missing(wanted)
         try:
-            store.pages.make_ready(pages, full_pages(later) if goes_on else 0, reclaims=False)
+            store.pages.make_ready(pages, more, reclaims=False)
         finally:
             store.pages.reserved_bytes = 0
 

@@ -282,9 +282,8 @@ class Runner:
         If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
         Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
 
-        ``later``: prompt tokens of further passes (`ModelCache.begin_packed`). ``meanwhile``
-        is called once the rows have their new lengths; on CUDA, the pass and its flush may still
-        run then. ``waits``: see `ModelCache.finish_prefill`.
+        ``later``: see `ModelCache.begin_packed`. ``meanwhile`` is called once the rows have their
+        new lengths; on CUDA, the device may still compute. ``waits``: see `finish_prefill` there.
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some], later)
@@ -293,7 +292,8 @@ class Runner:
             self.cache.end_pass()
             self.cache.finish_prefill(waits=some.stop < len(rows))
         try:
-            (meanwhile or (lambda: None))()
+            if meanwhile is not None:
+                meanwhile()
         finally:
             if waits:
                 self.cache.wait()

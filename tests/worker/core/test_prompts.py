@@ -1,4 +1,4 @@
-"""What the engine tells its runner about the passes that follow."""
+"""Prompt tokens of later passes, for which pools grow at once."""
 
 from __future__ import annotations
 

@@ -174,6 +174,14 @@ def enable_page_kernels(side: Side) -> None:
         pool.cut(0)
 
 
+def written_by_kernels(rows: int) -> Side:
+    """Return a side with blocks and empty rows, whose pages kernels write."""
+    side = Pair("qwen3").sides[1]
+    enable_page_kernels(side)
+    side.join(rows)
+    return side
+
+
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels run in the order of their launches, as far as the cache knows."""
     for module in (stores, model_cache):
@@ -213,9 +221,7 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
     With ``later``, pools grow once for all passes of a prompt.
     """
     in_order(monkeypatch)
-    side = Pair("qwen3").sides[1]
-    enable_page_kernels(side)
-    side.join(2)
+    side = written_by_kernels(2)
     runner, pages = side.runner, side.runner.cache.stores[0].pages
     events = list[str]()
     grow, write = PageStore._grow_to, Flusher.write
@@ -345,9 +351,7 @@ def test_pools_grow_for_later_passes_only_if_these_fill_them(
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
 def test_a_flush_is_waited_for_if_kernels_may_run_in_another_order() -> None:
-    side = Pair("qwen3").sides[1]
-    enable_page_kernels(side)
-    side.join(1)
+    side = written_by_kernels(1)
     side.runner.prefill_pass([side.rows[0]], [[5] * 200], waits=False)
     assert not side.runner.cache.stores[0].flusher._launched
 
@@ -356,9 +360,7 @@ def test_a_flush_is_waited_for_if_kernels_may_run_in_another_order() -> None:
 @pytest.mark.usefixtures("page_kernels")
 def test_a_failed_step_leaves_no_launched_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
-    side = Pair("qwen3").sides[1]
-    enable_page_kernels(side)
-    side.join(1)
+    side = written_by_kernels(1)
     side.runner.prefill_pass([side.rows[0]], [[5] * 200], waits=False)
     cache = side.runner.cache
     assert cache.stores[0].flusher._launched
@@ -370,9 +372,7 @@ def test_a_failed_step_leaves_no_launched_writes(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("page_kernels")
 def test_the_host_works_while_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
-    side = Pair("qwen3").sides[1]
-    enable_page_kernels(side)
-    side.join(1)
+    side = written_by_kernels(1)
     runner, (row,) = side.runner, side.rows
     flusher = runner.cache.stores[0].flusher
     waiting = list[tuple[int, bool]]()

@@ -1,4 +1,4 @@
-"""How many prompt tokens a pass of several ranks has."""
+"""A pass of several GPUs has more prompt tokens, unless that costs rows memory or time."""
 
 from __future__ import annotations
 
