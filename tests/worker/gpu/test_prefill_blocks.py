@@ -350,7 +350,11 @@ def test_pools_grow_for_later_passes_only_if_these_fill_them(
 
 @compiled_kernels.needs_gcc
 @pytest.mark.usefixtures("page_kernels")
-def test_a_flush_is_waited_for_if_kernels_may_run_in_another_order() -> None:
+def test_a_flush_is_waited_for_if_kernels_may_run_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (stores, model_cache):
+        monkeypatch.setattr(module, "launches_in_order", lambda: False)
     side = written_by_kernels(1)
     side.runner.prefill_pass([side.rows[0]], [[5] * 200], waits=False)
     assert not side.runner.cache.stores[0].flusher._launched
