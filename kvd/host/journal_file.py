@@ -123,7 +123,10 @@ class JournalFile:
         reader = _Reader(self._fd, self._files)
         while at < stop:
             data = _frame_at(reader, at, self.size)
-            following = reader.find_marker(at + 1, self.size) if data is None else at + len(data)
+            end = self.size if data is None else at + len(data)
+            # The last bytes of a frame that was cut off may be the first of the next marker.
+            begin = at + 1 if data is None else end - len(MARKER) + 1
+            following = min(end, reader.find_marker(begin, end))
             yield data, following - at
             at = following
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.request_journal import RequestDropped, RequestReceived
@@ -46,6 +46,8 @@ JUNK = st.one_of(
 
 
 @settings(max_examples=200, deadline=None)
+@example(parts=[frame(bytes(7) + MARKER[:1])[:-1], b"record"], block=64)
+@example(parts=[frame(bytes(1) + MARKER[:7])[:-7], b"record"], block=1 << 18)
 @given(parts=st.lists(JUNK | st.just(b"record"), max_size=12), block=st.sampled_from([64, 1 << 18]))
 def test_records_are_found_between_any_bytes(
     tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], block: int

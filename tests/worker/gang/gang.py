@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections import defaultdict
 
-from kvd.daemon.spawn import free_addresses
 from protocol.worker import RowTokens
+from tests.ports import free_addresses
 from tests.worker.process.peer import Peer
 
 
@@ -58,15 +58,22 @@ class GangProcesses(Peer):
     def signal(self, rank, number):
         self.processes[rank].send_signal(number)
 
+    def last_words(self):
+        self._kill()
+        return self.wait(), self.errors()
+
     def close(self):
         for link in self.links:
             link.close()
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
+        self._kill()
         for process in self.processes:
             process.wait()
             process.stderr.close()
+
+    def _kill(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
 
 
 def tokens_of(worker, rid):

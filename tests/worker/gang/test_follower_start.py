@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvd.daemon.spawn import free_addresses
 from kvd.worker.gang import follower, records
 from protocol.errors import UnsupportedModel
 from protocol.worker import LoadModel
+from tests.ports import free_addresses
 from tests.worker.process.peer import wait_until
 
 pytestmark = pytest.mark.mlx

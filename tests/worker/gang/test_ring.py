@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvd.daemon.spawn import free_addresses
+from tests.ports import free_addresses
 
 pytestmark = [pytest.mark.process, pytest.mark.mlx]
 

@@ -90,9 +90,13 @@ class Peer:
         while not (found := holds()):
             assert time.monotonic() < end, f"timeout; the last reports: {self.reports[-3:]}"
             assert self.read(1.0) or holds(), (
-                f"the worker is gone; the last reports: {self.reports[-3:]}"
+                f"the worker is gone; the last reports: {self.reports[-3:]} {self.last_words()}"
             )
         return found
+
+    def last_words(self):
+        """Return what a worker that is gone left behind, for messages."""
+        return ""
 
     def of(self, kind, rid=None):
         found = [report for report in self.reports if isinstance(report, kind)]
@@ -142,6 +146,9 @@ class Process(Peer):
     def errors(self):
         """Return the stderr of a worker that has exited."""
         return self.process.stderr.read()
+
+    def last_words(self):
+        return self.wait(), self.errors()
 
     def close(self):
         self.sock.close()
