@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.attention.fused_prefill import FusedPass
-from kvd.worker.cache import device_pages, model_cache
+from kvd.worker.cache import device_pages, model_cache, page_store
 from kvd.worker.cache import store as stores
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.flush import Flusher
@@ -221,6 +221,7 @@ def test_pools_grow_before_a_pass_for_all_of_its_prompts(monkeypatch: pytest.Mon
     With ``later``, pools grow once for all passes of a prompt.
     """
     in_order(monkeypatch)
+    monkeypatch.setattr(page_store, "SLAB_PAGES", 5)
     side = written_by_kernels(2)
     runner, pages = side.runner, side.runner.cache.stores[0].pages
     events = list[str]()
