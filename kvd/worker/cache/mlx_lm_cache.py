@@ -70,6 +70,8 @@ class MlxLmUsage:
     tails_bytes: int
     flushes: int = 0
     pages_used: int = 0
+    unbounded_pages_used: int = 0
+    pages_ahead: int = 0
     pages_idle: int = 0
     pages_total: int = 0
     pages_bytes: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvd.worker.cache.recurrent_states import StateStore
 from kvd.worker.cache.store import KVStore
+from protocol.pages import SLAB_PAGES
 
 
 class CacheUsage:
@@ -46,6 +47,22 @@ class CacheUsage:
     @property
     def pages_used(self) -> int:
         return sum(one.used for store in self._stores for one in store.pages.allocators)
+
+    @property
+    def unbounded_pages_used(self) -> int:
+        """Pages that kinds without a window or chunk use: of the one that uses most."""
+        kept = (store.pages for store in self._stores if not store.kind.bounded)
+        return max((sum(one.used for one in pages.allocators) for pages in kept), default=0)
+
+    @property
+    def pages_ahead(self) -> int:
+        """Pages by which pools should grow soon (`PageStore.capacity_ahead`), if that is many.
+
+        With less room, large pools would copy all their pages again for the next few.
+        """
+        kept = [store.pages.allocators[0] for store in self._stores if not store.kind.bounded]
+        parts = (one.capacity // 4 for one in kept if one.free < SLAB_PAGES)
+        return max((part for part in parts if part > SLAB_PAGES), default=0)
 
     @property
     def pages_total(self) -> int:

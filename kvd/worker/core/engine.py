@@ -379,7 +379,7 @@ class MLXEngine:
             result = self._admit()
         if result.stalled is not None:
             self._preemption.make_room(result.stalled, result.plan.missing_pages)
-        self._request_checkpoint_memory()
+        self._request_spare_memory()
         return result.plan
 
     def _admit(self) -> AdmissionResult:
@@ -408,15 +408,15 @@ class MLXEngine:
             reclaimable = self._memory.reclaimable()
             self._batch.reports.append(replace(request, reclaimable=reclaimable))
 
-    def _request_checkpoint_memory(self) -> None:
-        """Request memory for coming checkpoints, unless requests wait or start below level 0."""
+    def _request_spare_memory(self) -> None:
+        """Request memory ahead of need, unless requests wait or start below level 0."""
         if self._scheduler.start_level or self._scheduler.waiting or self._scheduler.states.stalled:
             return
         if self._segments is not None and self._batch.requests:
             self._segments.staging.request()
-        if wanted := self._prefix_cache.wanted_bytes:
-            pages = 2 + wanted // self._admission.budget.page_bytes  # rounded up, and one to spare
-            self._request_memory(self._admission.request_spare(pages, self._memory.held()))
+        held, admission = self._memory.held(), self._admission
+        wanted = (admission.request_spare(one, held) for one in self._memory.wanted_spare_pages())
+        self._request_memory(next(filter(None, wanted), None))
 
     def _evict(self, pages: int) -> bool:
         """Drop compiled grammars and then checkpoints; return whether that freed memory.

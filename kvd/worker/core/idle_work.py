@@ -48,28 +48,34 @@ class IdleWork:
         return request
 
     def _shrink(self) -> MemoryRequested | None:
-        """Return memory to the daemon, except a slab of free pages for the next request.
+        """Return memory to the daemon, except free pages for the next requests.
 
-        The slab is smaller if the governor has reclaimed part of it: tails of the first rows have
-        precedence. Pools grow here if cached prefixes have filled most of it, so that the next
-        request does not wait for a copy of all cached pages. They grow piece by piece, because a
-        request may come meanwhile.
+        These are a slab or half of the pages in use, and a quarter once pools change their size: by
+        as much they grow when requests need it (`PageStore.capacity_ahead`). If more were cut,
+        every wave of requests would copy all cached pages twice. There are fewer if the governor
+        has reclaimed part of them: tails of the first rows have precedence.
+
+        Pools grow here if cached prefixes have filled most of a slab, so that the next request does
+        not wait for a copy of all cached pages. They grow piece by piece, because a request may
+        come meanwhile.
         """
-        cache, admission = self._cache, self._admission
-        cached, grammars = self._memory.cached_pages, self._memory.grammar_pages
-        places = FIRST_ROWS * admission.row_pages
-        room = admission.budget.pages - cached - grammars - places
-        slab = max(0, min(SLAB_PAGES, room))
-        excess = self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS
-        if excess or (cache.lacks_room(slab) and not self._grows):
+        cache, admission, memory = self._cache, self._admission, self._memory
+        cached, grammars = memory.cached_pages, memory.grammar_pages
+        room = max(0, admission.budget.pages - cached - grammars - FIRST_ROWS * admission.row_pages)
+        used = cache.usage.unbounded_pages_used
+        most, wanted = (min(room, max(SLAB_PAGES, used // part)) for part in (2, 4))
+        excess = memory.charged_pages > cached + most
+        begins = cache.lacks_room(wanted) and not self._grows
+        if excess or begins or cache.tail_slots > FIRST_ROWS:
             self._enter_phase("pools")
-            cache.shrink(slab)
-            give_back(self._cache)
-        self._grows = cache.lacks_room(slab)
+            cache.shrink(wanted if excess else most)
+            give_back(cache)
+        self._grows = cache.lacks_room(wanted)
         if self._grows:
             self._enter_phase("pools")
-            cache.make_idle_room(slab)
-        return admission.give_back_idle(cached + grammars)
+            cache.make_idle_room(wanted)
+        kept = max(cached, memory.charged_pages - min(SLAB_PAGES, room))
+        return admission.give_back_idle(kept + grammars)
 
     def _probe(self) -> None:
         """Run a unit of the probe of layers. Its result is for the next load."""

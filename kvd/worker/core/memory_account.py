@@ -6,7 +6,7 @@ fake one share this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -129,6 +129,19 @@ class MemoryAccount:
     def needed_pages(self) -> int:
         """Pages that pools and snapshots need in the worst case."""
         return self._scheduler.reserved_pages + self.cached_pages
+
+    def wanted_spare_pages(self) -> Iterator[int]:
+        """Yield how many pages running requests can use beyond all reservations, the most first.
+
+        They are for coming checkpoints and for pools that are about to grow, then for checkpoints
+        alone. Requests are served without them, so no other model gives memory back for them.
+        """
+        if not self._requests:
+            return
+        wanted = self._prefix_cache.wanted_bytes
+        checkpoints = 2 + wanted // self._page_bytes if wanted else 0  # rounded up, and one more
+        yield checkpoints + self._cache.usage.pages_ahead
+        yield checkpoints
 
     # What could be given back.
 

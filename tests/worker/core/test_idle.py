@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.worker.cache import page_store, usage
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.tails import TailSlots
+from kvd.worker.core import idle_work
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
@@ -98,6 +100,58 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
         serve(driver, [conversation[:tokens]])
 
     assert 0 < len(copied) / pools < len(lengths) / 2
+
+
+def test_waves_of_prompts_behind_many_cached_pages_seldom_copy_them(
+    copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pools that are about to grow get memory for a quarter more, and keep it between waves.
+
+    Each copy takes as long as a page fault and a copy of all that is cached.
+    """
+    for module in (idle_work, page_store, usage):
+        monkeypatch.setattr(module, "SLAB_PAGES", 8)
+    driver = Driver(shallow.path(), kv=KVSpec(16, 16))
+    serve(driver, [prompt_of(6500, 1)])
+    cache = driver.engine._runner.cache
+    copied.clear()
+    for wave in range(10):  # each leaves 12 pages or more
+        prompts = [prompt_of(300, 10 + 4 * wave + seed) for seed in range(4)]
+        serve(driver, prompts, max_tokens=70)
+
+        assert cache.usage.pages_total <= 1.5 * cache.usage.pages_used
+
+    pools = 2 * len(cache.stores[0].layers)
+    assert cache.usage.pages_used > 200
+    assert len(copied) <= 5 * pools
+
+    page = driver.engine._admission.budget.page_bytes
+    held, free = driver.total, cache.usage.pages_total - cache.usage.pages_used
+    assert driver.engine._memory.reclaimable().spare >= free * page > 0
+    driver.reclaim("spare", held)  # another model needs the memory
+    driver.run()
+
+    assert cache.usage.pages_total == cache.usage.pages_used
+    assert driver.total <= held - free * page
+
+
+def test_a_prompt_leaves_its_checkpoint_if_there_is_no_memory_for_pools_to_grow_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (idle_work, page_store, usage):
+        monkeypatch.setattr(module, "SLAB_PAGES", 8)
+    driver = Driver(shallow.path(), kv=KVSpec(16, 16))
+    serve(driver, [prompt_of(6500, 1)])
+    driver.budget = driver.total + 30 * driver.engine._admission.budget.page_bytes
+    driver.asked.clear()
+    prompts = [prompt_of(1500, 2), prompt_of(1500, 3)]
+    serve(driver, prompts)
+
+    assert max(total for total, _ in driver.asked) > driver.budget, "no growth was asked for"
+    for index, prompt in enumerate(prompts):
+        driver.submit(f"again{index}", prompt, max_tokens=4)
+    driver.run()
+    assert [one.cached for one in driver.outcomes.values()] == [1280, 1280]
 
 
 def test_prompts_that_begin_together_get_their_tails_together(
