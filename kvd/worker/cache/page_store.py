@@ -284,10 +284,10 @@ class PageStore:
     def lacks_room(self, pages: int) -> bool:
         """Return whether level 0 should grow until it has free places for ``pages`` pages.
 
-        Pools grow by a copy of all pages, so they stay as they are while half of these, or half of
-        a slab, are free.
+        Pools grow by a copy of all pages, so they stay as they are while half of a slab, or a
+        quarter of these pages, are free.
         """
-        return self.allocators[0].free < min(pages, SLAB_PAGES) // 2
+        return self.allocators[0].free < max(min(pages, SLAB_PAGES) // 2, pages // 4)
 
     def grow_towards(self, pages: int) -> None:
         """Grow a piece of level 0, the keys or values of one layer, if it `lacks_room`.

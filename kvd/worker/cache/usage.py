@@ -61,8 +61,9 @@ class CacheUsage:
         With less room, large pools would copy all their pages again for the next few.
         """
         kept = [store.pages.allocators[0] for store in self._stores if not store.kind.bounded]
-        parts = (one.capacity // 4 for one in kept if one.free < SLAB_PAGES)
-        return max((part for part in parts if part > SLAB_PAGES), default=0)
+        full = [one for one in kept if one.free < max(SLAB_PAGES, one.capacity // 16)]
+        most = max((one.capacity // 4 for one in full), default=0)
+        return most if most > SLAB_PAGES else 0
 
     @property
     def pages_total(self) -> int:
