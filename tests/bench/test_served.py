@@ -25,7 +25,7 @@ class Servers:
     async def __aexit__(self, *_: object) -> None: ...
 
 
-def test_both_servers_play_the_same_prompts_in_turns(
+def test_both_servers_play_the_same_prompts_alternately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[tuple[str, str, int]] = []
