@@ -36,7 +36,7 @@ from tests.process.helpers import alive, wait_for
 pytestmark = pytest.mark.mlx
 
 EVERY = {one.name: one for one in measurements(7.0)}
-TESTED = ("bench.gpu", "bench.gpu.starts", "bench.packed", "bench.attention")
+TESTED = ("bench.gpu", "bench.gpu.starts", "bench.packed", "bench.attention", "bench.ssd.engine")
 """Modules whose ``main`` runs in tests of their own."""
 FOLDERS = {"model": "MODEL", "disk": "DISK", "data": "DATA", "trained": "TRAINED"}
 
