@@ -67,7 +67,7 @@ class MlxLmCosts:
 class MlxLmUsage:
     """Interface of `kvd.worker.cache.usage.CacheUsage`: counters; those of pages are 0."""
 
-    tails_bytes: int
+    arrays: Callable[[], list[mx.array]]
     flushes: int = 0
     pages_used: int = 0
     unbounded_pages_used: int = 0
@@ -77,6 +77,10 @@ class MlxLmUsage:
     pages_bytes: int = 0
     used_bytes: int = 0
     level_bytes: tuple[int, ...] = ()
+
+    @property
+    def tails_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
 
 
 class MlxLmSnapshots:
@@ -151,7 +155,7 @@ class MlxLmCache:
 
     @property
     def usage(self) -> MlxLmUsage:
-        return MlxLmUsage(sum(array.nbytes for array in self.arrays()))
+        return MlxLmUsage(self.arrays)
 
     @property
     def tail_slots(self) -> int:

@@ -50,9 +50,9 @@ class CacheUsage:
 
     @property
     def unbounded_pages_used(self) -> int:
-        """Pages that kinds without a window or chunk use: of the one that uses most."""
+        """Pages of level 0 that a kind without a window or chunk uses."""
         kept = (store.pages for store in self._stores if not store.kind.bounded)
-        return max((sum(one.used for one in pages.allocators) for pages in kept), default=0)
+        return max((pages.allocators[0].used for pages in kept), default=0)
 
     @property
     def pages_ahead(self) -> int:

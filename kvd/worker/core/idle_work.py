@@ -50,20 +50,22 @@ class IdleWork:
     def _shrink(self) -> MemoryRequested | None:
         """Return memory to the daemon, except free pages for the next requests.
 
-        These are a slab or half of the pages in use, and a quarter once pools change their size: by
-        as much they grow when requests need it (`PageStore.capacity_ahead`). If more were cut,
-        every wave of requests would copy all cached pages twice. There are fewer if the governor
-        has reclaimed part of them: tails of the first rows have precedence.
+        After a change of the pools' size, these are a slab, or a quarter of the pages in use if
+        that is more. Pools that have grown again by a quarter since (`PageStore.capacity_ahead`)
+        stay as they are. If they were cut, every wave of requests would copy all cached pages
+        twice. There are fewer if the governor has reclaimed part of them: tails of the first rows
+        have precedence.
 
         Pools grow here if cached prefixes have filled most of a slab, so that the next request does
         not wait for a copy of all cached pages. They grow piece by piece, because a request may
         come meanwhile.
         """
         cache, admission, memory = self._cache, self._admission, self._memory
+        memory.grows_ahead = True
         cached, grammars = memory.cached_pages, memory.grammar_pages
         room = max(0, admission.budget.pages - cached - grammars - FIRST_ROWS * admission.row_pages)
         used = cache.usage.unbounded_pages_used
-        most, wanted = (min(room, max(SLAB_PAGES, used // part)) for part in (2, 4))
+        wanted, most = (min(room, max(SLAB_PAGES, used * part // 16)) for part in (4, 10))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
         if excess or begins or cache.tail_slots > FIRST_ROWS:

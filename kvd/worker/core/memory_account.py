@@ -69,6 +69,9 @@ class MemoryAccount:
         self._prefix_cache = prefix_cache
         self._requests = requests
         self._grammars = grammars
+        self.grows_ahead = True
+        """Whether memory is requested for pools that are about to grow: after a reclaim, not before
+        the engine was idle."""
         self.promised_bytes = 0
         """Bytes that the current reclaim returns. Pools must not grow into them ahead of need."""
 
@@ -140,7 +143,8 @@ class MemoryAccount:
             return
         wanted = self._prefix_cache.wanted_bytes
         checkpoints = 2 + wanted // self._page_bytes if wanted else 0  # rounded up, and one more
-        yield checkpoints + self._cache.usage.pages_ahead
+        if self.grows_ahead and self.needed_pages > self.charged_pages:
+            yield checkpoints + self._cache.usage.pages_ahead
         yield checkpoints
 
     # What could be given back.

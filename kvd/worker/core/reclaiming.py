@@ -71,6 +71,7 @@ class Reclaiming:
             self._batch.admission.closed = True
             self._preemption.note_reclaim(active=True)
             self._memory.promised_bytes = command.wanted_bytes
+            self._memory.grows_ahead = False
             self._work = self._reclaim(command)
         now = time.monotonic()
         step_seconds = 0.0 if self._last_worked_at is None else now - self._last_worked_at
