@@ -8,7 +8,7 @@ from kvd.worker.cache import page_store, usage
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.tails import TailSlots
-from kvd.worker.core import idle_work
+from kvd.worker.core import builder, engine, idle_work
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
@@ -105,7 +105,7 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
 @pytest.fixture
 def small_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pools of some hundred pages count as large ones."""
-    for module in (idle_work, page_store, usage):
+    for module in (builder, engine, idle_work, page_store, usage):
         monkeypatch.setattr(module, "SLAB_PAGES", 8)
 
 
