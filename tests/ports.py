@@ -8,14 +8,14 @@ import os
 import socket
 
 _FIRST, _STEP, _SETS = 20_000, 700, 16
-"""Systems themselves choose higher ports: Linux from 32768 on, macOS from 49152."""
+"""Below the ports that systems choose themselves: from 32768 on Linux, 49152 on macOS."""
 _numbers = itertools.count(os.getpid())
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return addresses, as ``host:port``, that no other test process of this run chooses.
+    """Return addresses, as ``host:port``, that no other of up to 16 test processes chooses.
 
-    Tests run beside each other, and a gang binds its ports only after seconds of imports.
+    Tests run in parallel, and a gang binds its ports only after seconds of imports.
     """
     first = _FIRST + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _SETS * _STEP
     found: list[str] = []

@@ -14,7 +14,7 @@ _TOKENS_LLAMA = {"steady": 1.1, "shared": 1.5, "long": 1.5, "unequal": 1.2}
 _TOKENS_ACCELERATED = {"steady": 2.5, "long": 2.5, "chats": 2.5, "heavy": 2.5}
 _TOKENS_ACCELERATED_OTHERS = 1.8
 _GAP_S = 0.015
-_AFTER_OTHERS = 0.97
+AFTER_OTHERS = 0.97
 
 
 def bars(traces: Sequence[str], *, accelerated: bool, llama: bool = False) -> list[Bar]:
@@ -76,7 +76,7 @@ def _beside_llama() -> list[Bar]:
 def _repeated(traces: Sequence[str]) -> list[Bar]:
     """Return the bars for traces that are played again after others."""
     return [
-        Bar("tokens after other traces", one.title, "tok_s", ours, ours, _AFTER_OTHERS,
+        Bar("tokens after other traces", one.title, "tok_s", ours, ours, AFTER_OTHERS,
             at_least=True, than=one.trace)
         for one in plan(traces, 1)
         if one.again

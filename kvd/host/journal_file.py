@@ -119,12 +119,15 @@ class JournalFile:
         return Scan(self, damage).records()
 
     def frames(self, at: int, stop: int) -> Iterator[tuple[bytes | None, int]]:
-        """Yield the frames that begin in this range, or None for damage, and their bytes."""
+        """Yield the frames that begin in this range, or None for damage.
+
+        Also yield how many bytes later the next one begins.
+        """
         reader = _Reader(self._fd, self._files)
         while at < stop:
             data = _frame_at(reader, at, self.size)
             end = self.size if data is None else at + len(data)
-            # The last bytes of a frame that was cut off may be the first of the next marker.
+            # The first bytes of the next marker may complete a frame that was cut off.
             begin = at + 1 if data is None else end - len(MARKER) + 1
             following = min(end, reader.find_marker(begin, end))
             yield data, following - at

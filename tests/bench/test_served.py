@@ -30,8 +30,8 @@ def test_both_servers_play_the_same_prompts_alternately(
 ) -> None:
     played: list[tuple[str, str, int]] = []
 
-    async def run(server: str, _prompts: Prompts, name: str, words: int) -> tuple[float, float]:
-        played.append((server, name, words))
+    async def run(server: str, _prompts: Prompts, name: str, number: int) -> tuple[float, float]:
+        played.append((server, name, number))
         return (900.0, 0.002) if server == "served" else (1000.0, 0.001)
 
     monkeypatch.setattr(served, "Fleet", Servers)

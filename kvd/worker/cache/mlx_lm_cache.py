@@ -71,7 +71,7 @@ class MlxLmUsage:
     flushes: int = 0
     pages_used: int = 0
     unbounded_pages_used: int = 0
-    pages_ahead: int = 0
+    pool_growth_pages: int = 0
     pages_idle: int = 0
     pages_total: int = 0
     pages_bytes: int = 0

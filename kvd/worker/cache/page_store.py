@@ -24,6 +24,11 @@ SLICE_PAGES = 16
 """Pages that are converted at once. The scratch holds dense copies of them, for one layer."""
 
 
+def growth_pages(pages: int) -> int:
+    """Return by how many pages pools with so many pages grow ahead of need."""
+    return max(SLAB_PAGES, pages // 4)
+
+
 class PageStore:
     """Allocators and pools of every level. ``holders`` returns all rows and snapshots."""
 
@@ -205,7 +210,7 @@ class PageStore:
         otherwise the next flush would lack room, and copy all pools again.
         """
         capacity = allocator.capacity
-        wanted = max(capacity, allocator.used + taken) + max(SLAB_PAGES, capacity // 4)
+        wanted = max(capacity, allocator.used + taken) + growth_pages(capacity)
         return min(wanted, capacity + self.spare_bytes() // self.charge(allocator.level))
 
     # Moves.
@@ -284,8 +289,8 @@ class PageStore:
     def lacks_room(self, pages: int) -> bool:
         """Return whether level 0 should grow until it has free places for ``pages`` pages.
 
-        Pools grow by a copy of all pages, so they stay as they are while half of a slab, or a
-        quarter of these pages, are free.
+        Growth copies all pages. So pools stay as they are while enough pages are free: half of
+        ``pages`` or of a slab, whichever is less, and at least a quarter of ``pages``.
         """
         return self.allocators[0].free < max(min(pages, SLAB_PAGES) // 2, pages // 4)
 

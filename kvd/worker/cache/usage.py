@@ -1,9 +1,11 @@
-"""Counters of a model's whole cache, for statistics."""
+"""Counters of a model's whole cache, for statistics and for the growth of its pools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvd.worker.cache.page_store import growth_pages
+from kvd.worker.cache.pages import PageAllocator
 from kvd.worker.cache.recurrent_states import StateStore
 from kvd.worker.cache.store import KVStore
 from protocol.pages import SLAB_PAGES
@@ -50,20 +52,22 @@ class CacheUsage:
 
     @property
     def unbounded_pages_used(self) -> int:
-        """Pages of level 0 that a kind without a window or chunk uses."""
-        kept = (store.pages for store in self._stores if not store.kind.bounded)
-        return max((pages.allocators[0].used for pages in kept), default=0)
+        """Most pages of level 0 that one kind without a window or chunk uses."""
+        return max((one.used for one in self._unbounded()), default=0)
 
     @property
-    def pages_ahead(self) -> int:
-        """Pages by which pools should grow soon (`PageStore.capacity_ahead`), if that is many.
+    def pool_growth_pages(self) -> int:
+        """Pages by which the largest nearly full pool grows next; 0 if that is at most a slab.
 
-        With less room, large pools would copy all their pages again for the next few.
+        With less memory it would grow by a few pages, and copy all pages each time.
         """
-        kept = [store.pages.allocators[0] for store in self._stores if not store.kind.bounded]
-        full = [one for one in kept if one.free < max(SLAB_PAGES, one.capacity // 16)]
-        most = max((one.capacity // 4 for one in full), default=0)
-        return most if most > SLAB_PAGES else 0
+        full = [one for one in self._unbounded() if one.free < max(SLAB_PAGES, one.capacity // 16)]
+        growth = max((growth_pages(one.capacity) for one in full), default=0)
+        return growth if growth > SLAB_PAGES else 0
+
+    def _unbounded(self) -> list[PageAllocator]:
+        """Return the allocators of level 0 of kinds without a window or chunk."""
+        return [one.pages.allocators[0] for one in self._stores if not one.kind.bounded]
 
     @property
     def pages_total(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvd.worker.cache.page_store import growth_pages
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.gang.leader import give_back
 from kvd.worker.scheduling.admission import Admission
@@ -50,10 +51,10 @@ class IdleWork:
     def _shrink(self) -> MemoryRequested | None:
         """Return memory to the daemon, except free pages for the next requests.
 
-        After a change of the pools' size, these are a slab, or a quarter of the pages in use if
-        that is more. Pools that have grown again by a quarter since (`PageStore.capacity_ahead`)
-        stay as they are. If they were cut, every wave of requests would copy all cached pages
-        twice. There are fewer if the governor has reclaimed part of them: tails of the first rows
+        After a change of the pools' size, these are as many as pools grow by (`growth_pages`).
+        Large pools are cut only if more than five eighths of the pages in use are free: then they
+        have grown more than twice. Otherwise every wave of requests would copy all cached pages
+        twice. If the governor has reclaimed memory, fewer pages stay free: tails of the first rows
         have precedence.
 
         Pools grow here if cached prefixes have filled most of a slab, so that the next request does
@@ -63,9 +64,12 @@ class IdleWork:
         cache, admission, memory = self._cache, self._admission, self._memory
         memory.grows_ahead = True
         cached, grammars = memory.cached_pages, memory.grammar_pages
-        room = max(0, admission.budget.pages - cached - grammars - FIRST_ROWS * admission.row_pages)
+        free = max(0, admission.budget.pages - cached - grammars)
+        room = max(0, free - FIRST_ROWS * admission.row_pages)
         used = cache.usage.unbounded_pages_used
-        wanted, most = (min(room, max(SLAB_PAGES, used * part // 16)) for part in (4, 10))
+        wanted = min(room, growth_pages(used))
+        # Tails of new checkpoints may have taken the places of the first rows: no reason to cut.
+        most = min(free, max(SLAB_PAGES, used * 5 // 8))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
         if excess or begins or cache.tail_slots > FIRST_ROWS:

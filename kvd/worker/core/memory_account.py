@@ -70,8 +70,8 @@ class MemoryAccount:
         self._requests = requests
         self._grammars = grammars
         self.grows_ahead = True
-        """Whether memory is requested for pools that are about to grow: after a reclaim, not before
-        the engine was idle."""
+        """Whether the engine requests memory for pools before they grow. A reclaim sets it to False
+        until the requests that run have ended."""
         self.promised_bytes = 0
         """Bytes that the current reclaim returns. Pools must not grow into them ahead of need."""
 
@@ -134,9 +134,9 @@ class MemoryAccount:
         return self._scheduler.reserved_pages + self.cached_pages
 
     def wanted_spare_pages(self) -> Iterator[int]:
-        """Yield how many pages running requests can use beyond all reservations, the most first.
+        """Yield numbers of spare pages to request, the largest first.
 
-        They are for coming checkpoints and for pools that are about to grow, then for checkpoints
+        The first is for coming checkpoints and the growth of pools, the second for checkpoints
         alone. Requests are served without them, so no other model gives memory back for them.
         """
         if not self._requests:
@@ -144,8 +144,11 @@ class MemoryAccount:
         wanted = self._prefix_cache.wanted_bytes
         checkpoints = 2 + wanted // self._page_bytes if wanted else 0  # rounded up, and one more
         if self.grows_ahead and self.needed_pages > self.charged_pages:
-            yield checkpoints + self._cache.usage.pages_ahead
-        yield checkpoints
+            growth: int = self._cache.usage.pool_growth_pages
+            if growth:
+                yield checkpoints + growth
+        if checkpoints:
+            yield checkpoints
 
     # What could be given back.
 

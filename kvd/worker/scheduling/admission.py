@@ -205,7 +205,7 @@ class Admission:
         self._note_freed()
 
     def _note_freed(self) -> None:
-        self.budget.denied = None  # with memory freed here, a denied request may be repeated
+        self.budget.note_freed()
         self._changed = True
 
     # Memory.
@@ -227,7 +227,7 @@ class Admission:
 
     def request_spare(self, pages: int, held: Held) -> MemoryRequested | None:
         """Request memory for this many spare pages; None if there are as many, or if denied."""
-        return self.budget.request(pages - self.spare_pages(held))
+        return self.budget.request(pages - self.spare_pages(held), spare=True)
 
     def _needed(self, pages: int, rows: int, held: Held) -> int:
         for_rows = max(held.rows, rows) * self.row_pages - held.covered
@@ -317,13 +317,14 @@ class Admission:
         excess = budget.pages > self._idle_pages or budget.remembered
         return self.idle and budget.open_bytes is None and excess
 
-    def give_back_idle(self, cached: int = 0) -> MemoryRequested | None:
+    def give_back_idle(self, kept: int = 0) -> MemoryRequested | None:
         """If there are no requests, give back what an idle engine does not keep.
 
-        Shrink the pools before this call. ``cached``: pages of cached prefixes, which stay.
+        Shrink the pools before this call. ``kept``: pages that stay besides those of an engine
+        without cached prefixes.
         """
         if self.idle:
-            self._idle_pages = self._base_idle_pages + cached
+            self._idle_pages = self._base_idle_pages + kept
         if not self._can_give_back_idle:
             return None
         return self.budget.give_back(self._idle_pages) or self.budget.withdraw()

@@ -67,6 +67,10 @@ class PageBudget:
     denied: Grant | None = None
     """The newest answer, if it was a denial and no memory was freed here since."""
     denied_bytes: int = 0
+    spare_denied_bytes: int | None = None
+    """Total of the newest request for spare memory, if it was denied and no memory was freed here
+    since. Memory that clients wait for may be requested all the same."""
+    _open_is_spare: bool = False
     remembered: bool = False
     """Whether the daemon remembers a denied memory request and will grant it when there is room."""
 
@@ -86,11 +90,22 @@ class PageBudget:
         """Return whether this many more pages, or fewer, were denied and nothing changed since."""
         return self.denied is not None and self.total_with(missing_pages) >= self.denied_bytes
 
-    def request(self, missing_pages: int) -> MemoryRequested | None:
-        """Request more pages, unless a memory request is open or this many were just denied."""
+    def request(self, missing_pages: int, *, spare: bool = False) -> MemoryRequested | None:
+        """Request more pages, unless a memory request is open or this many were just denied.
+
+        ``spare``: whether no client waits for them.
+        """
         if self.open_bytes is not None or missing_pages <= 0 or self.is_denied(missing_pages):
             return None
-        return self._request_total(self.total_with(missing_pages), f"{missing_pages} more pages")
+        total = self.total_with(missing_pages)
+        if spare and self.spare_denied_bytes is not None and total >= self.spare_denied_bytes:
+            return None
+        self._open_is_spare = spare
+        return self._request_total(total, f"{missing_pages} more pages")
+
+    def note_freed(self) -> None:
+        """Note that memory was freed here: what was denied may be requested again."""
+        self.denied = self.spare_denied_bytes = None
 
     def give_back(self, pages: int) -> MemoryRequested | None:
         """Give back what the grant covers beyond ``pages``.
@@ -101,13 +116,15 @@ class PageBudget:
         if pages >= self.pages:
             return None
         self.granted_bytes = self.base_bytes + pages * self.page_bytes
+        self._open_is_spare = False
         return self._request_total(self.granted_bytes, "not needed any more")
 
     def withdraw(self) -> MemoryRequested | None:
         """Withdraw a denied memory request that the daemon still remembers."""
         if self.open_bytes is not None or not self.remembered:
             return None
-        self.denied = None
+        self.note_freed()
+        self._open_is_spare = False
         return self._request_total(self.granted_bytes, "the request is gone")
 
     def _request_total(self, total: int, reason: str) -> MemoryRequested:
@@ -122,9 +139,14 @@ class PageBudget:
             return
         self.granted_bytes = grant.total_bytes
         self.remembered = not grant.granted
-        self.denied = None if grant.granted else grant
-        self.denied_bytes = self.open_bytes or grant.total_bytes
+        asked = self.open_bytes or grant.total_bytes
         self.open_bytes = None
+        if grant.granted:
+            self.note_freed()
+        elif self._open_is_spare:
+            self.spare_denied_bytes = asked
+        else:
+            self.denied, self.denied_bytes = grant, asked
 
     def refusal(self, pages: int) -> InsufficientMemory:
         """Return the error of a request that needs more pages than the limit allows."""

@@ -104,7 +104,7 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
 
 @pytest.fixture
 def small_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pools of some hundred pages count as large ones."""
+    """Make pools of about a hundred pages count as large."""
     for module in (builder, engine, idle_work, page_store, usage):
         monkeypatch.setattr(module, "SLAB_PAGES", 8)
 
@@ -113,7 +113,7 @@ def small_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waves_of_prompts_behind_many_cached_pages_seldom_copy_them(copied: list[int]) -> None:
     """Pools that are about to grow get memory for a quarter more, and keep it between waves.
 
-    Each copy takes as long as a page fault and a copy of all that is cached.
+    Each copy writes all cached pages to new memory.
     """
     driver = Driver(shallow.path(), kv=KVSpec(16, 16))
     serve(driver, [prompt_of(6500, 1)])

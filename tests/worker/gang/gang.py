@@ -58,7 +58,8 @@ class GangProcesses(Peer):
     def signal(self, rank, number):
         self.processes[rank].send_signal(number)
 
-    def last_words(self):
+    def exit_report(self):
+        """Return those of all ranks; -9 is a rank that still ran."""
         self._kill()
         return self.wait(), self.errors()
 

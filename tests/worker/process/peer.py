@@ -90,13 +90,13 @@ class Peer:
         while not (found := holds()):
             assert time.monotonic() < end, f"timeout; the last reports: {self.reports[-3:]}"
             assert self.read(1.0) or holds(), (
-                f"the worker is gone; the last reports: {self.reports[-3:]} {self.last_words()}"
+                f"the worker is gone; the last reports: {self.reports[-3:]} {self.exit_report()}"
             )
         return found
 
-    def last_words(self):
-        """Return what a worker that is gone left behind, for messages."""
-        return ""
+    def exit_report(self):
+        """Return the exit status and stderr of a worker that has ended, for messages."""
+        return None, ""
 
     def of(self, kind, rid=None):
         found = [report for report in self.reports if isinstance(report, kind)]
@@ -147,7 +147,7 @@ class Process(Peer):
         """Return the stderr of a worker that has exited."""
         return self.process.stderr.read()
 
-    def last_words(self):
+    def exit_report(self):
         return self.wait(), self.errors()
 
     def close(self):

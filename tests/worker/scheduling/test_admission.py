@@ -235,12 +235,12 @@ def test_held_and_reserved_pages_are_not_given_back() -> None:
 
 def test_an_idle_engine_keeps_cached_prefixes() -> None:
     admission = admission_of(pages=40)
-    request = admission.give_back_idle(cached=12)
+    request = admission.give_back_idle(kept=12)
     assert request is not None
     assert request.total_bytes == BASE + (IDLE + 12) * PAGE
     answer(admission, request, granted=True)
     assert not admission.has_work
-    assert admission.give_back_idle(cached=12) is None
+    assert admission.give_back_idle(kept=12) is None
 
 
 def test_a_denied_memory_request_is_withdrawn_when_its_request_ends() -> None:
@@ -272,6 +272,33 @@ def test_suspended_and_preempted_requests_do_not_count_as_work() -> None:
     assert not admission.idle
     admission.requeue_preempted("a")
     assert admission.has_work
+
+
+def test_denied_spare_memory_hides_no_request_of_a_client() -> None:
+    """The daemon frees memory of other models only for clients, so it must see their requests."""
+    admission = admission_of(pages=40)
+    admission.submit("a", 640, 64)
+    admission.admit(Held())
+    request = admission.request_spare(60, Held())
+    assert request is not None
+    answer(admission, request, granted=False)
+    assert admission.request_spare(60, Held()) is None
+    admission.submit("b", 5120, 64)
+    result = admission.admit(Held(pages=30, cached=30))
+
+    assert result.memory_request is not None
+    assert result.memory_request.total_bytes > request.total_bytes
+    assert not result.evict_pages
+
+
+def test_less_spare_memory_than_was_denied_is_requested() -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 640, 64)
+    admission.admit(Held())
+    request = admission.request_spare(90, Held())
+    assert request is not None
+    answer(admission, request, granted=False)
+    assert admission.request_spare(60, Held()) is not None
 
 
 @pytest.mark.parametrize("event", ["finish", "finish_choice", "preempt"])
