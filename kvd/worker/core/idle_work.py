@@ -54,8 +54,8 @@ class IdleWork:
         After a change of the pools' size, these are as many as pools grow by (`growth_pages`).
         Large pools are cut only if more than five eighths of the pages in use are free: then they
         have grown more than twice. Otherwise every wave of requests would copy all cached pages
-        twice. If the governor has reclaimed memory, fewer pages stay free: tails of the first rows
-        have precedence.
+        twice. If the governor has reclaimed memory, pools grow to fewer free pages: tails of the
+        first rows have precedence.
 
         Pools grow here if cached prefixes have filled most of a slab, so that the next request does
         not wait for a copy of all cached pages. They grow piece by piece, because a request may
@@ -68,7 +68,8 @@ class IdleWork:
         room = max(0, free - FIRST_ROWS * admission.row_pages)
         used = cache.usage.unbounded_pages_used
         wanted = min(room, growth_pages(used))
-        # Tails of new checkpoints may have taken the places of the first rows: no reason to cut.
+        # No precedence here: new checkpoints may have taken the memory of these tails, and a cut
+        # copies all pages. If memory is then short for a row, admission has pools cut.
         most = min(free, max(SLAB_PAGES, used * 5 // 8))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
