@@ -1,4 +1,4 @@
-"""Speed of a server that has served other traces, beside a new server of the same kind.
+"""Compare a server that has served other traces with a new one: tokens and CPU time.
 
     python -m bench.served [--model demo|FOLDER] [--kv k8v8 k16v16] [--runs 9] [--json FILE]
 

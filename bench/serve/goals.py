@@ -1,4 +1,4 @@
-"""The limits for kvd beside other servers, on CPUs and on accelerators."""
+"""The limits of comparisons with other servers, on CPUs and on accelerators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of a server that has served other traces, beside a new one."""
+"""`bench.served` compares a server that has served other traces with a new one."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_both_servers_play_the_same_prompts_alternately(
     assert {name for server, name, _ in before if server == "served"} == set(served.OTHERS)
     assert [(server, name) for server, name, _ in before if server == "new"] == [("new", "steady")]
     assert [server for server, *_ in after] == ["new", "served", "served", "new", "new", "served"]
-    numbers = [words for *_, words in after]
+    numbers = [number for *_, number in after]
     assert numbers[::2] == numbers[1::2]
     assert len(set(numbers)) == 3
-    assert not set(numbers) & {words for *_, words in before}
+    assert not set(numbers) & {number for *_, number in before}
 
 
 def test_cpu_time_is_that_of_all_processes_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

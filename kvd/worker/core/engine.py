@@ -414,9 +414,7 @@ class MLXEngine:
             return
         if self._segments is not None and self._batch.requests:
             self._segments.staging.request()
-        held, admission = self._memory.held(), self._admission
-        wanted = (admission.request_spare(one, held) for one in self._memory.wanted_spare_pages())
-        self._request_memory(next(filter(None, wanted), None))
+        self._request_memory(self._memory.request_spare())
 
     def _evict(self, pages: int) -> bool:
         """Drop compiled grammars and then checkpoints; return whether that freed memory.

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from kvd.worker.prefix.cache import PrefixCache, TrackedPrompt
 from kvd.worker.scheduling.admission import Admission, Held
 from protocol.types import Reclaimable
+from protocol.worker import MemoryRequested
 
 MIN_TOKENS_BETWEEN_PREEMPTIONS = 256
 """Tokens that a preempted row generates before it may be preempted again; prevents thrashing."""
@@ -133,12 +134,18 @@ class MemoryAccount:
         """Pages that pools and snapshots need in the worst case."""
         return self._scheduler.reserved_pages + self.cached_pages
 
-    def wanted_spare_pages(self) -> Iterator[int]:
-        """Yield numbers of spare pages to request, the largest first.
+    def request_spare(self) -> MemoryRequested | None:
+        """Request memory for coming checkpoints and for the growth of pools, or for checkpoints.
 
-        The first is for coming checkpoints and the growth of pools, the second for checkpoints
-        alone. Requests are served without them, so no other model gives memory back for them.
+        Requests are served without it, so no other model gives memory back for it.
         """
+        for pages in self._wanted_spare_pages():
+            if request := self._admission.request_spare(pages, self.held()):
+                return request
+        return None
+
+    def _wanted_spare_pages(self) -> Iterator[int]:
+        """Yield how many spare pages to request; if that is denied, fewer."""
         if not self._requests:
             return
         wanted = self._prefix_cache.wanted_bytes

@@ -283,22 +283,15 @@ def test_denied_spare_memory_hides_no_request_of_a_client() -> None:
     assert request is not None
     answer(admission, request, granted=False)
     assert admission.request_spare(60, Held()) is None
+    assert admission.request_spare(90, Held()) is None
     admission.submit("b", 5120, 64)
     result = admission.admit(Held(pages=30, cached=30))
 
     assert result.memory_request is not None
     assert result.memory_request.total_bytes > request.total_bytes
     assert not result.evict_pages
-
-
-def test_less_spare_memory_than_was_denied_is_requested() -> None:
-    admission = admission_of(pages=40)
-    admission.submit("a", 640, 64)
-    admission.admit(Held())
-    request = admission.request_spare(90, Held())
-    assert request is not None
-    answer(admission, request, granted=False)
-    assert admission.request_spare(60, Held()) is not None
+    answer(admission, result.memory_request, granted=False)
+    assert admission.request_spare(50, Held()) is not None, "less than was denied"
 
 
 @pytest.mark.parametrize("event", ["finish", "finish_choice", "preempt"])
