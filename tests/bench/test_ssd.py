@@ -9,8 +9,6 @@ import pytest
 
 from bench.ssd import __main__ as daemons
 from bench.ssd import engine, streams
-from kvd.worker.cache import page_store
-from kvd.worker.core import builder, idle_work
 from kvd.worker.prefix import segment_index
 
 pytestmark = pytest.mark.mlx
@@ -19,8 +17,6 @@ pytestmark = pytest.mark.mlx
 def test_a_run_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_index, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(streams, "UNDISTURBED_STEPS", 5)
-    for module in (builder, idle_work, page_store):  # pools must grow for the first read
-        monkeypatch.setattr(module, "SLAB_PAGES", 4)
     file = tmp_path / "ssd.json"
     engine.main([
         "--model", "demo", "--tokens", "768", "--runs", "1", "--store", str(tmp_path),

@@ -67,10 +67,11 @@ class IdleWork:
         free = max(0, admission.budget.pages - cached - grammars)
         room = max(0, free - FIRST_ROWS * admission.row_pages)
         used = cache.usage.unbounded_pages_used
-        wanted = min(room, growth_pages(used))
-        # No precedence here: new checkpoints may have taken the memory of these tails, and a cut
+        growth = growth_pages(used)
+        wanted = min(room, growth)
+        # Large pools are not cut for these tails if new checkpoints have taken their memory: a cut
         # copies all pages. If memory is then short for a row, admission has pools cut.
-        most = min(free, max(SLAB_PAGES, used * 5 // 8))
+        most = min(free if growth > SLAB_PAGES else room, max(SLAB_PAGES, used * 5 // 8))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
         if excess or begins or cache.tail_slots > FIRST_ROWS:

@@ -169,7 +169,9 @@ class Traffic(RuleBasedStateMachine):
             self.hold(spare=False)
         if result.refused is not None:
             refused = self.scheduler.find(result.refused[0])
-            pages = refused.pages + refused.choices * ROW_PAGES
+            growth = self.scheduler.growth
+            pages = growth.pages(refused, refused.least_new, refused.level)
+            pages += refused.choices * ROW_PAGES
             assert self.admission.budget.too_large(pages)
             self._finish(result.refused[0])
         if result.swap_out_kept:
