@@ -218,6 +218,7 @@ class MLXEngine:
     # Requests.
 
     def submit(self, request: Submit) -> int | None:
+        self._prompts.gathering.note_request()
         return self._submissions.submit(request, self._clock())
 
     def tokenize(self, request: Tokenize) -> Tokenized:
@@ -310,7 +311,7 @@ class MLXEngine:
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
         plan = self._plan()
-        self._prompts.prepare(prefills=bool(plan.group))
+        group = self._prompts.prepare(plan, coming=self._submissions.waiting)
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
         decode = self._batch.read_before_flush(decode, self._deliver)
         start, self._enter_phase.flushed = time.monotonic(), False
@@ -318,9 +319,9 @@ class MLXEngine:
         if self._batch.decode(decode):
             seconds = time.monotonic() - start
             self._rates.note("decode", 1, seconds)
-            if not (plan.group or self._enter_phase.flushed):
+            if not (group or self._enter_phase.flushed):
                 self._pace.note_usual(seconds)
-        if plan.group:
+        if group:
             self._enter_phase("prefill")
             self._deliver()
             self._prompts.prefill_next(decode, start)
@@ -330,10 +331,11 @@ class MLXEngine:
         if not (self._batch.requests or self._reclaiming.active):
             self._deliver()
             self._request_memory(self._idle_work.run())
-        elif self._preemption.busy and not (decode or plan.group or self._preemption.ready):
+        elif self._preemption.busy and not (decode or group or self._preemption.ready):
             self._preemption.wait(WAIT_SECONDS)
-        if not (decode or plan.group or self._batch.in_flight):
+        if not (decode or group or self._batch.in_flight):
             self._submissions.wait()
+            self._prompts.gathering.pause()
 
     def _work_on_pools(self, decode: Sequence[str]) -> None:
         """Return memory, grow pools, continue transfers or write segments: the first that is due.

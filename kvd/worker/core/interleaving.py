@@ -21,6 +21,7 @@ least the time of one chunk, because chunk ends decide results.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvd.worker.cache.model_cache import Start
@@ -49,6 +50,9 @@ faster than the host. A read that takes longer shows the opposite."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
+RECENT_PASSES = 16
+"""No pass is expected to take less time than the shortest of so many. On accelerators, short passes
+take as long as the host needs to launch them, whatever their tokens."""
 
 
 class Interleaving:
@@ -66,6 +70,8 @@ class Interleaving:
         """When the step in flight was launched, in seconds (`time.monotonic`)."""
         self._steps = 0
         """Decode steps of the pass."""
+        self._passes: deque[float] = deque(maxlen=RECENT_PASSES)
+        """Seconds of the newest passes, without their decode steps."""
         self._waited = 0.0
         """Seconds that the pass waited for the step in flight before its first stage."""
         self._measured_rows = 0
@@ -96,7 +102,7 @@ class Interleaving:
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
-        whole = self._rates.seconds("prefill", tokens)
+        whole = max(self._rates.seconds("prefill", tokens), min(self._passes, default=0.0))
         if whole <= STAGE_SECONDS:
             return 1.0
         rows = self._rows(self._decoding)
@@ -133,15 +139,16 @@ class Interleaving:
         if on_cpu():
             self.settle()  # otherwise its tokens would wait for the first stage
 
+    def end(self, seconds: float) -> float:
+        """Note how long a pass took; return its seconds without the decode steps."""
+        seconds -= self._waited + self._rates.seconds("decode", self._steps)
+        self._passes.append(seconds)
+        return seconds
+
     @property
     def has_rows(self) -> bool:
         """Whether rows decode during the pass."""
         return bool(self._rows(self._decoding))
-
-    @property
-    def step_seconds(self) -> float:
-        """About how long decode steps delayed the pass, in seconds."""
-        return self._waited + self._rates.seconds("decode", self._steps)
 
     def settle(self) -> None:
         """Wait for the step in flight, read it, and deliver its tokens."""

@@ -15,6 +15,7 @@ from kvd.worker.cache.model_cache import RunStage
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.delivery import report_prompt
 from kvd.worker.core.embeddings import Embeddings
+from kvd.worker.core.gathering import Gathering
 from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.rates import Rates
@@ -25,7 +26,7 @@ from kvd.worker.prefix.cache import next_chunks
 from kvd.worker.process.freed_buffers import FreedBuffers
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.valid_logits import finite_and_varied
-from kvd.worker.scheduling.scheduler import Chunk
+from kvd.worker.scheduling.scheduler import Chunk, Plan
 from protocol.types import TokenLogprob
 
 
@@ -43,6 +44,7 @@ class Prompts:
     ) -> None:
         self._batch = batch
         self._freed_buffers = freed_buffers
+        self.gathering = Gathering(time.monotonic)
         self._runner = batch.runner
         self._prefix_cache = batch.prefix_cache
         self._memory = memory
@@ -53,14 +55,25 @@ class Prompts:
         self._interleaving = interleaving
         self.computed_tokens = 0
 
-    def prepare(self, *, prefills: bool) -> None:
-        """Prefetch the segments of the queue's head, and set the limit of freed buffers.
+    def prepare(self, plan: Plan, *, coming: bool) -> tuple[Chunk, ...]:
+        """Return the chunks of a plan to prefill in this step: none while prompts wait for others.
 
-        Also leave checkpoints that lacked memory before; the next pass forgets their tails.
+        Also prefetch the segments of the queue's head, set the limit of freed buffers, and leave
+        checkpoints that lacked memory before; the next pass forgets their tails.
+
+        ``coming``: whether a request is being tokenized.
         """
-        self._prefix_cache.retry(self._memory.spare_bytes, last=prefills)
-        self._freed_buffers.prepare(prefills=prefills)
+        scheduler, budget = self._batch.scheduler, self._batch.admission.budget
+        waits = self.gathering.waits(
+            new=bool(plan.group) and not scheduler.has_begun_prompts,
+            coming=coming or (scheduler.waiting > 0 and budget.open_bytes is not None),
+            decode_s=self._rates.seconds("decode", 1) if plan.decode else 0.0,
+        )
+        chunks = () if waits else plan.group
+        self._prefix_cache.retry(self._memory.spare_bytes, last=bool(chunks))
+        self._freed_buffers.prepare(prefills=bool(chunks))
         self._prefetch_head()
+        return chunks
 
     def _prefetch_head(self) -> None:
         """Prefetch the segments of the head of the queue, unless it is admitted again."""
@@ -81,8 +94,7 @@ class Prompts:
             return  # all requests in prefill wait until their rows are read from disk
         start = time.monotonic()
         self._prefill(chunks)
-        seconds = time.monotonic() - start
-        seconds -= self._interleaving.step_seconds
+        seconds = self._interleaving.end(time.monotonic() - start)
         self._rates.note("prefill", sum(chunk.length for chunk in chunks), seconds)
         for chunk in chunks:
             if chunk.rid in self._batch.requests:

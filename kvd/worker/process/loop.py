@@ -1,12 +1,9 @@
 """The worker's main loop: read commands, step the engine, send its reports.
 
-While the engine has work, the loop does not block, with two exceptions. It waits for a time slice.
-Before the first step after idle time, it waits for more requests, up to 12 ms
-(`kvd.worker.process.bursts`).
-Between steps it handles commands for some milliseconds and writes as many reports as the socket
-takes. The rest stays in the `Outbox`. If the daemon has closed the socket, the loop ends at once
-with `Orphaned`. It notices that only between steps; during a step, `kvd.worker.process.orphan` ends
-the process.
+While the engine has work, the loop blocks only to wait for a time slice. Between steps it handles
+commands for some milliseconds and writes as many reports as the socket takes. The rest stays in the
+`Outbox`. If the daemon has closed the socket, the loop ends at once with `Orphaned`. It notices
+that only between steps; during a step, `kvd.worker.process.orphan` ends the process.
 """
 
 from __future__ import annotations
@@ -24,11 +21,10 @@ import msgspec
 
 from kvd.worker.engine import Engine
 from kvd.worker.process import memory
-from kvd.worker.process.bursts import Bursts
 from kvd.worker.process.link import Link
 from kvd.worker.process.memory_limit import limit
 from kvd.worker.process.phases import Phases
-from kvd.worker.process.time_slice_gate import TimeSliceGate, is_accelerator, uses_time_slices
+from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol import worker as wire
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 
@@ -86,9 +82,6 @@ class Loop:
         self._phases = Phases()
         self._gate = TimeSliceGate(on=False)
         self._phase_due = clock() + PHASE_INTERVAL_S
-        self._bursts: Bursts | None = None
-        """None before the load, and on the CPU, where a pass takes time for each of its tokens."""
-        self._submitted = 0
         engine.watch(self._enter, self._send_early)
 
     def run(self) -> None:
@@ -127,7 +120,6 @@ class Loop:
         gc.collect()
         gc.freeze()
         self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
-        self._bursts = Bursts(self._clock) if is_accelerator(info.device) else None
         # Sent before `Ready`, so that the list of segments arrives before the first request.
         for report in self._engine.take_reports():
             self._link.put(report)
@@ -188,7 +180,6 @@ class Loop:
         timed = self._gate.is_timed
         if timed:
             self._send_now(self._gate.before_step(self._clock()))
-        reads_prompts = self._engine.reads_prompts
         start = self._clock()
         reports = self._engine.step()
         now = self._clock()
@@ -197,9 +188,6 @@ class Loop:
         if timed:  # sent before the step's reports, because other workers wait for this one
             self._send_now(self._gate.after_step(self._clock()))
         self._pass_on(reports)
-        if self._bursts is not None and self._bursts.is_first_step and reads_prompts:
-            self._link.pump()
-            self._bursts.step_done(sum(isinstance(one, wire.Submit) for one in self._link.commands))
         self._worked = True
         self._report_stats()
 
@@ -228,29 +216,13 @@ class Loop:
             self._link.send()
 
     def _sleep(self) -> None:
-        """Sleep until there is a command or the engine has work, such as an expired deadline.
-
-        On accelerators, also handle the commands, and wait for the rest of an expected burst.
-        """
+        """Sleep until there is a command or the engine has work, such as an expired deadline."""
         self._send_now(self._gate.work_done(self._clock()))
         self._enter("idle")
         while not (self._link.commands or self._engine.has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
-        if self._bursts is not None:
-            before = self._submitted
-            self._handle_commands()
-            if self._submitted > before:
-                self._may_compute()  # requests a time slice, for which the wait leaves time
-                self._bursts.begin(before, lambda: self._submitted, self._receive)
-
-    def _receive(self, seconds: float) -> None:
-        """Handle commands until one is a request, at most for so long."""
-        end, before = self._clock() + seconds, self._submitted
-        while self._submitted == before and (left := end - self._clock()) > 0:
-            self._link.wait(left)
-            self._handle_commands()
 
     def _handle_commands(self) -> None:
         """Handle the commands that were read; many of them at once do not delay the rows."""
@@ -292,7 +264,6 @@ class Loop:
         if self._stopping:
             self._refuse(request, Draining("the model accepts no requests: it is being unloaded"))
             return
-        self._submitted += 1
         self._enter("tokenize")
         try:
             prompt_tokens = self._engine.submit(request)

@@ -372,6 +372,11 @@ class Scheduler:
         return without_waiting(requests + self._reading, self._chunk)
 
     @property
+    def has_begun_prompts(self) -> bool:
+        """Whether a prompt that is being prefilled has begun."""
+        return any(one.prompt_started for one in self.states.prefilling.values())
+
+    @property
     def _reading(self) -> list[ScheduledRequest]:
         return [request for request in self.states.admitted if request.reads_prompt]
 

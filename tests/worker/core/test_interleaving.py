@@ -212,6 +212,28 @@ def test_steps_are_read_early_only_if_the_host_is_slower(
         assert device.idle < 0.2 * device.now
 
 
+def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
+    layered: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's host takes about as long to launch it, whatever its tokens."""
+    rates = {"prefill": 1e5, "decode": 1e3}
+    monkeypatch.setattr(layered.engine._rates, "_measured", rates)
+    layered.submit("runs", prompt_of(90, 90), max_tokens=20)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    one = interleaving.Interleaving(
+        layered.engine._batch, layered.engine._rates, layered.engine._deliver
+    )
+    one.begin(["runs"], 0.0)
+    assert one.stage_share(100) == 1.0
+    one.end(0.04)
+    one.end(0.08)
+    assert one.stage_share(100) == pytest.approx(interleaving.STAGE_SECONDS / 0.04)
+    for _ in range(interleaving.RECENT_PASSES):
+        one.end(0.001)
+    assert one.stage_share(100) == 1.0
+    layered.run()
+
+
 @pytest.mark.parametrize("share", [None, 1.0], ids=["stages", "short passes"])
 def test_a_row_decodes_while_prompts_are_scored(
     layered: Driver, monkeypatch: pytest.MonkeyPatch, share: float | None
