@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,36 @@ Start = Callable[[], None]
 """Starts the evaluation of a stage."""
 RunStage = Callable[[int, Start], None]
 """``run_stage(left, start)`` calls ``start``; ``left``: stages after that one."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a pass is divided, so that decode steps run between its parts."""
+
+    share: float
+    """See `ModelCache.stage_ends`."""
+    run: RunStage
+    settle: Callable[[], None]
+    """Reads the step in flight, if any."""
+
+
+def settle_pass(cache: ModelCache, stages: Stages) -> None:
+    """Compute a pass, and read the step in flight unless kernels write the pass behind it.
+
+    `ModelCache.finish_prefill` must follow.
+    """
+    if evaluate(cache.stores, cache.states.arrays()):
+        with paused_prefill(cache):
+            stages.settle()
+
+
+@contextmanager
+def paused_prefill(cache: ModelCache) -> Iterator[None]:
+    """Pause the pass of each store; see `KVStore.paused_prefill`."""
+    with ExitStack() as stack:
+        for store in cache.stores:
+            stack.enter_context(store.paused_prefill())
+        yield
 
 
 class ModelCache:
@@ -239,7 +270,7 @@ class ModelCache:
             view.forget()
 
     def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them. No step may be in flight.
+        """Evaluate the chunks and write them, if a step is in flight after `settle_pass`.
 
         ``waits``: if False, kernels may still write when this returns, until `wait`. Snapshots can
         be taken already.
@@ -329,9 +360,7 @@ class ModelCache:
         if run is None:
             start()
         else:
-            with ExitStack() as stack:
-                for store in self.stores:
-                    stack.enter_context(store.paused_prefill())
+            with paused_prefill(self):
                 run(start)
             self.snapshots.evaluate()  # by now the device has the work of a whole stage
         for view, fetched in zip(self._attention_views, aside, strict=True):

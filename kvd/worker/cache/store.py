@@ -46,17 +46,18 @@ from kvd.worker.cache.tails import TailSlots
 from kvd.worker.device import launches_in_order
 
 
-def evaluate(stores: Sequence[KVStore], others: Sequence[mx.array] = ()) -> None:
-    """Evaluate what a prefill pass left in all stores, and ``others``.
+def evaluate(stores: Sequence[KVStore], others: Sequence[mx.array] = ()) -> bool:
+    """Evaluate what a prefill pass left in all stores, and ``others``; return whether it is done.
 
-    Returns before the device is done if kernels write all pages and tails: then the host prepares
-    the flush while the device computes.
+    The device may still compute if kernels write all pages and tails, behind the steps in flight.
+    Then the host prepares the flush meanwhile.
     """
     arrays = [array for store in stores for array in store.arrays()]
     if launches_in_order() and all(store.is_flushed_by_kernel for store in stores):
         mx.async_eval(arrays, others)  # type: ignore[no-untyped-call]
-    else:
-        mx.eval(arrays, others)
+        return False
+    mx.eval(arrays, others)
+    return True
 
 
 class KVStore:

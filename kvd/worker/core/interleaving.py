@@ -50,6 +50,8 @@ faster than the host. A read that takes longer shows the opposite."""
 SMALLEST_SHARE = 1 / 32
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
 during a pass. The shares are rounded down to whole layers."""
+MORE_STEPS = 3
+"""Decode steps of a pass besides one for each stage: before the first, and around its flush."""
 RECENT_PASSES = 16
 """No pass is expected to take less time than the shortest of so many. On accelerators, short passes
 take as long as the host needs to launch them, whatever their tokens."""
@@ -99,6 +101,7 @@ class Interleaving:
         """Return the part of a pass over this many tokens that one stage computes at most.
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
+        If the device is faster than the host, also read the step in flight and launch the next one.
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
@@ -113,9 +116,11 @@ class Interleaving:
         seconds = max(STAGE_SECONDS, steps * self._rates.seconds("decode", 1))
         share = min(1.0, max(SMALLEST_SHARE, seconds / whole))
         cache = self._batch.cache
-        if cache.needs_flush(rows, len(cache.stage_ends(share))):
+        if cache.needs_flush(rows, len(cache.stage_ends(share)) + MORE_STEPS):
             self._batch.synchronize()
             cache.flush()
+        if self._reads_soon:  # the host has begun rows since the step was launched
+            self.run_step(1)
         return share
 
     def _measure_step(self, rows: int) -> None:
@@ -158,17 +163,21 @@ class Interleaving:
     def run_stage(self, left: int, start: Start) -> None:
         """Start a stage, and run a decode step after or before that; see `_reads_soon`.
 
-        ``left``: stages after this one. After the last one, no step is in flight.
+        ``left``: stages after this one. After the last one, a step may be in flight, except on the
+        CPU.
         """
         soon = self._reads_soon
         if soon:
             self.run_step(1)
         start()
-        if not soon:
-            self.run_step(left)
-        elif not left:
-            self.settle()
+        if not (soon and left):
+            self.run_step(left or not on_cpu())
         self._is_behind = not soon
+
+    def pass_written(self) -> None:
+        """Launch a decode step after a pass, because the host now leaves checkpoints."""
+        if self.has_rows and not on_cpu():
+            self.run_step(1)
 
     def run_step(self, left: int) -> None:
         """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""

@@ -11,7 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from kvd.worker.cache.model_cache import RunStage
+from kvd.worker.cache.model_cache import Stages
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.delivery import report_prompt
 from kvd.worker.core.embeddings import Embeddings
@@ -125,13 +125,13 @@ class Prompts:
                 if request.submit.prompt_logprobs is not None:
                     self._batch.reports += report_prompt(request, 0, self._first_token(request))
 
-    def _stages(self, tokens: int) -> tuple[float, RunStage | None]:
-        """Return how a pass over so many tokens is divided (`Runner.prefill_pass`)."""
-        interleaving = self._interleaving
-        if self._runner.interleaves and (on_cpu() or interleaving.has_rows):
-            return interleaving.stage_share(tokens), interleaving.run_stage
-        interleaving.settle()
-        return 1.0, None
+    def _stages(self, tokens: int) -> Stages | None:
+        """Return how a pass over so many tokens is divided; None: rows do not decode in it."""
+        one = self._interleaving
+        if self._runner.interleaves and (on_cpu() or one.has_rows):
+            return Stages(one.stage_share(tokens), one.run_stage, one.settle)
+        one.settle()
+        return None
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Run the chunks, those without logprobs in one pass, and leave checkpoints."""
@@ -150,15 +150,15 @@ class Prompts:
             tokens = [request.prompt[chunk.start : chunk.end].tolist() for request, chunk in plain]
             stages = self._stages(sum(map(len, tokens)))
             if any(request.submit.embed is not None for request, _ in plain):
-                self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, *stages))
+                self._embeddings.pool(plain, self._runner.prefill_hidden(rows, tokens, stages))
                 self._finish(plain)
             else:
                 self._runner.prefill_pass(
                     rows,
                     tokens,
-                    *stages,
+                    stages,
                     later=self._later_tokens(chunks),
-                    meanwhile=partial(self._finish, plain),
+                    meanwhile=partial(self._finish_pass, plain),
                 )
         pairs = zip(requests, chunks, strict=True)
         if scored := [pair for pair in pairs if pair not in plain]:
@@ -179,6 +179,11 @@ class Prompts:
             if one.prompt_started and not one.suspended and {one.level} == levels
         )
         return max(0, left - sum(chunk.length for chunk in chunks))
+
+    def _finish_pass(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:
+        if self._runner.interleaves:
+            self._interleaving.pass_written()
+        self._finish(pairs)
 
     def _finish(self, pairs: Sequence[tuple[Request, Chunk]]) -> None:
         """Count chunks, and leave checkpoints of their prompts."""
@@ -208,7 +213,7 @@ class Prompts:
         pauses = self._runner.interleaves and self._runner.splits_head
         if pauses:
             self._interleaving.run_step(1)
-            parts = self._runner.score_parts(request.row, own, *self._stages(len(own)))
+            parts = self._runner.score_parts(request.row, own, self._stages(len(own)))
         else:  # the logits of a whole chunk leave no memory for a step
             self._interleaving.settle()
             parts = self._runner.score_parts(request.row, own)

@@ -14,7 +14,7 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import ModelCache, RunStage, Start
+from kvd.worker.cache.model_cache import ModelCache, Stages, Start, settle_pass
 from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
@@ -251,7 +251,7 @@ class Runner:
             for row in others:
                 self.prefill(row, _some_tokens(_CHECKED[0]))
             self.prefill(plain, chunk)
-            self.prefill_pass([staged], [chunk], 0.5, run_stage)
+            self.prefill_pass([staged], [chunk], Stages(0.5, run_stage, lambda: None))
             expected = [decode(others[1]) for _ in found]
             pairs = zip([*expected, decode(plain)], [*found, decode(staged)], strict=True)
             agree = all(self._agree(one, other, exactly=on_cpu()) for one, other in pairs)
@@ -267,8 +267,7 @@ class Runner:
         self,
         rows: list[Row],
         chunks: list[list[int]],
-        share: float = 1.0,
-        run_stage: RunStage | None = None,
+        stages: Stages | None = None,
         *,
         later: int = 0,
         meanwhile: Callable[[], None] | None = None,
@@ -279,17 +278,19 @@ class Runner:
         Successive chunks may be of the same row. On the CPU, the results of a chunk are the same to
         the bit whatever other chunks its pass has.
 
-        If `interleaves`, decode steps may run between stages of the pass (`ModelCache.stages`).
-        Without ``run_stage``, an accelerator computes the pass in stages without decode steps.
+        If `interleaves`, decode steps may run between ``stages`` of the pass (`ModelCache.stages`).
+        Without these, an accelerator computes the pass in stages without decode steps.
 
         ``later``: see `ModelCache.begin_packed`. ``meanwhile`` is called once the rows have their
         new lengths; on CUDA, the device may still compute. ``waits``: see `finish_prefill` there.
         """
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some], later)
-            with self._stages(share, run_stage):
+            with self._divided(stages):
                 self.model(tokens, cache=self.cache.views(rows))
             self.cache.end_pass()
+            if stages is not None:
+                settle_pass(self.cache, stages)
             self.cache.finish_prefill(waits=some.stop < len(rows))
         try:
             if meanwhile is not None:
@@ -298,13 +299,13 @@ class Runner:
             if waits:
                 self.cache.wait()
 
-    def _stages(self, share: float, run_stage: RunStage | None) -> AbstractContextManager[None]:
-        stages: AbstractContextManager[None] = nullcontext()
-        if run_stage is not None:
-            stages = self.cache.stages(share, run_stage)
+    def _divided(self, stages: Stages | None) -> AbstractContextManager[None]:
+        divided: AbstractContextManager[None] = nullcontext()
+        if stages is not None:
+            divided = self.cache.stages(stages.share, stages.run)
         elif not on_cpu() and isinstance(self.cache, ModelCache) and self.cache.can_pack:
-            stages = self.cache.stages(STAGE_ALONE, _start, starts_early=True)
-        return stages
+            divided = self.cache.stages(STAGE_ALONE, _start, starts_early=True)
+        return divided
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
         """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""
@@ -316,11 +317,7 @@ class Runner:
         return [slice(*span) for span in pairwise([0, *starts, len(rows)])]
 
     def prefill_hidden(
-        self,
-        rows: list[Row],
-        chunks: list[list[int]],
-        share: float = 1.0,
-        run_stage: RunStage | None = None,
+        self, rows: list[Row], chunks: list[list[int]], stages: Stages | None = None
     ) -> list[mx.array]:
         """Prefill as `prefill_pass`; return each chunk's hidden states, ``[tokens, channels]``.
 
@@ -330,10 +327,12 @@ class Runner:
         found: list[mx.array] = []
         for some in self._prefill_passes(rows):
             tokens = self._begin_prefill(rows[some], chunks[some])
-            with self._stages(share, run_stage):
+            with self._divided(stages):
                 hidden = self._head.hidden(tokens, cache=self.cache.views(rows)).flatten(0, 1)
             self.cache.end_pass()
             mx.eval(hidden)  # before the flush, as in `score_parts`
+            if stages is not None:
+                settle_pass(self.cache, stages)
             self.cache.finish_prefill()
             ends = [0, *accumulate(map(len, chunks[some]))]
             found += [hidden[start:end] for start, end in pairwise(ends)]
@@ -374,24 +373,22 @@ class Runner:
         return mx.concatenate([*self.score_parts(row, tokens)])
 
     def score_parts(
-        self,
-        row: Row,
-        tokens: list[int],
-        share: float = 1.0,
-        run_stage: RunStage | None = None,
+        self, row: Row, tokens: list[int], stages: Stages | None = None
     ) -> Iterator[mx.array]:
         """Prefill one row, and return its logits in parts of `SCORED_AT_ONCE` tokens, lazily.
 
-        The row is prefilled when this method returns. ``share``, ``run_stage``: see `prefill_pass`.
+        The row is prefilled when this method returns. ``stages``: see `prefill_pass`.
         """
         padded = self._begin_prefill([row], [tokens])
         compute = self.model if self._head is None else self._head.hidden
-        with self._stages(share, run_stage):
+        with self._divided(stages):
             found: mx.array = compute(padded, cache=self.cache.views([row])).flatten(0, 1)
         found = found[None, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
         mx.eval(found)
+        if stages is not None:
+            settle_pass(self.cache, stages)
         self.cache.finish_prefill()
         return self._parts(found)
 

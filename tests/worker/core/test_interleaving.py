@@ -104,9 +104,9 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layers = len(layered.engine._runner.cache.stores[0].layers)
     assert in_prefill(layered, "reads")
     assert layers > 2
-    # The step in flight before the pass, one for each stage except the last, and on a fast device
-    # another one before the last stage.
-    steps = layers + is_fast
+    # The step in flight before the pass and one for each stage except the last, on accelerators one
+    # after the last stage, and on a fast device two more: before the pass and before that stage.
+    steps = layers + (device != "cpu") + 2 * is_fast
     assert len(layered.outcomes["runs"].tokens) == before + steps
     assert len([report for report in early if isinstance(report, RowTokens)]) == steps
     layered.run()
@@ -133,8 +133,8 @@ def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
     early.clear()
     layered.step()
 
-    # The step of before, that of this step, and one more for each stage.
-    assert delivered == [2 + stage for stage in range(stages)]
+    # The steps of before, of this step and before the pass, and one more for each stage.
+    assert delivered == [3 + stage for stage in range(stages)]
     layered.run()
 
 

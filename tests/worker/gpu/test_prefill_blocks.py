@@ -24,7 +24,7 @@ from kvd.worker.cache import device_pages, model_cache, page_store
 from kvd.worker.cache import store as stores
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.flush import Flusher
-from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.model_cache import ModelCache, Stages, Start
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.pass_growth import grow_before
@@ -78,6 +78,37 @@ class Side:
         """Prefill chunks in one pass, each given by its row and its number of tokens."""
         tokens = [[(7 * row + at) % 50 + 5 for at in range(count)] for row, count in chunks]
         self.runner.prefill_pass([self.rows[row] for row, _ in chunks], tokens)
+
+    def prefill_in_stages(
+        self, chunks: list[tuple[int, int]], decoding: list[Any], *, waits: bool
+    ) -> list[mx.array]:
+        """Prefill chunks, with decode steps of other rows after each stage and after the pass.
+
+        Return their logits. ``waits``: whether each step ends before anything else is launched.
+        Otherwise the last one before the flush, and the one after it, are left in flight.
+        """
+        cache = self.runner.cache
+        found: list[mx.array] = []
+
+        def decode() -> None:
+            found.append(self.runner.decode(decoding, mx.arange(len(decoding)) + 9))
+            mx.async_eval(found[-1], cache.arrays())
+            if waits:
+                mx.eval(found[-1], cache.arrays())
+
+        def run_stage(left: int, start: Start) -> None:
+            if found and not waits:
+                mx.eval(found[-1])  # read, as an engine does before it launches the next one
+            start()
+            decode()
+            assert left >= 0
+
+        tokens = [[(7 * row + at) % 50 + 5 for at in range(count)] for row, count in chunks]
+        rows = [self.rows[row] for row, _ in chunks]
+        stages = Stages(0.3, run_stage, lambda: mx.eval(found))
+        self.runner.prefill_pass(rows, tokens, stages, meanwhile=decode)
+        mx.eval(found, cache.arrays())
+        return found
 
     def step(self) -> np.ndarray:
         cache = self.runner.cache
@@ -186,6 +217,40 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels run in the order of their launches, as far as the cache knows."""
     for module in (stores, model_cache):
         monkeypatch.setattr(module, "launches_in_order", lambda: True)
+
+
+def check_steps_in_flight(sides: tuple[Side, Side]) -> None:
+    """Prefill twice with steps of other rows, of which one side leaves some in flight.
+
+    All logits must be equal to the bit, also those of 70 later steps, in which each row commits a
+    page.
+    """
+    for side in sides:
+        side.join(5)
+        side.prefill([(0, 64), (1, 130), (2, 7)])
+    for chunks in [[(3, 200), (4, 64)], [(3, 130), (4, 200), (3, 1)]]:
+        ready, left = (
+            side.prefill_in_stages(chunks, side.rows[:3], waits=waits)
+            for side, waits in zip(sides, (True, False), strict=True)
+        )
+        assert len(left) == len(ready) > 2
+        for want, got in zip(ready, left, strict=True):
+            assert mx.isfinite(got).all().item()
+            assert mx.array_equal(got, want).item()
+    for _ in range(70):
+        want, got = (side.step() for side in sides)
+        assert np.array_equal(got, want)
+
+
+@compiled_kernels.needs_gcc
+@pytest.mark.usefixtures("page_kernels")
+def test_steps_in_flight_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(monkeypatch)
+    model, backend = Pair("qwen3").sides[1].model, StandIn().backend()
+    one, other = Side(model, backend), Side(model, backend)
+    for side in (one, other):
+        enable_page_kernels(side)
+    check_steps_in_flight((one, other))
 
 
 @compiled_kernels.needs_gcc

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 
 from bench.gpu import shapes
 from kvd.worker.cache import device_pages
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.gpu import blocks, joined_linear, products
 from kvd.worker.serving import kernel_choice
-from tests.worker.gpu.test_prefill_blocks import PASSES, Side
+from tests.worker.gpu.test_prefill_blocks import PASSES, Side, check_steps_in_flight
 
 pytestmark = [
     pytest.mark.mlx,
@@ -53,3 +54,21 @@ def test_blocks_prefill_like_the_layers_own_code(
         if side.backend is not None
     ]
     assert counts[1] > counts[0]
+
+
+def side_of(model: nn.Module, scheme: Scheme) -> Side:
+    """Return a side whose prefill, decode attention and pages are kernels."""
+    side = Side(model, kernel_choice.find_kernels(), (scheme,))
+    for store in side.runner.cache.stores:
+        for pool in (pool for layer in store.layers for pool in layer.pools):
+            device_pages.prepare(pool.arrays())
+            assert pool.is_written_by_kernel
+    return side
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, 8), Scheme(4, 4)], ids=str)
+def test_steps_in_flight_change_no_number(scheme: Scheme) -> None:
+    model = shapes.build("tiny", mx.bfloat16)
+    joined_linear.join(model, products.find(mx.bfloat16))
+    assert blocks.fuse(model) == len(model.layers)
+    check_steps_in_flight((side_of(model, scheme), side_of(model, scheme)))

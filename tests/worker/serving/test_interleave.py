@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.model_cache import ModelCache, Start
+from kvd.worker.cache.model_cache import ModelCache, Stages, Start
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import runner as runners
@@ -47,7 +47,7 @@ def test_decode_steps_within_a_pass_change_no_bit(name: str) -> None:
         found.append(runner.decode([others[0]], mx.array([7])))
         mx.eval(found, cache.arrays())
 
-    runner.prefill_pass([staged], [CHUNK], 0.0, step)
+    runner.prefill_pass([staged], [CHUNK], Stages(0.0, step, lambda: None))
 
     expected = []
     for _ in found:
