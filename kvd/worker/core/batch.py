@@ -163,13 +163,16 @@ class Batch:
 
     # Decode steps.
 
-    def decode(self, rids: Sequence[str]) -> bool:
+    def decode(self, rids: Sequence[str], *, timed: bool = True) -> bool:
         """Launch the next step of these requests, then read the previous one.
 
-        Return whether there was a previous one.
+        Return whether the time that this took is that of a step. ``timed``: whether the time of the
+        next call will be that of this step.
         """
         previous, is_read, over = self._step, False, list[Over]()
         step = self._step = self._launch(rids)
+        if step is not None:
+            step.is_timed = timed
         if step is not None and step.draw is None:
             if previous is not None and self._masks.can_read_previous(step):
                 is_read = True
@@ -184,7 +187,7 @@ class Batch:
         for completion, error in over:
             self._end_by_grammar(completion, error)
         self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
-        return previous is not None
+        return previous is not None and previous.is_timed
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
         """Launch the next step, with its draw unless a row has a grammar or is late; return it."""

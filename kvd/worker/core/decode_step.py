@@ -51,6 +51,8 @@ class DecodeStep:
     """Whether the matchers were advanced by the drawn tokens, or a thread does so."""
     late: list[LateRow] = field(default_factory=list)
     """Rows of the step that a later one draws."""
+    is_timed: bool = True
+    """Whether the time until it is read is that of a step: the host does nothing else meanwhile."""
 
     @staticmethod
     def of(

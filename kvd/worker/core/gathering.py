@@ -25,7 +25,7 @@ GAP_S = 0.002
 """Most seconds to wait for each further request. The HTTP server takes about 1 ms per request."""
 MOST_S = 0.012
 """Most seconds that a prompt waits. It does not wait for decode steps that take longer."""
-PAUSE_S = 0.0005
+PAUSE_S = 0.001
 """Seconds of a step in which prompts wait and no row decodes."""
 
 

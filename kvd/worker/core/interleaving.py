@@ -47,14 +47,14 @@ Not after every change, because the rows change with every pass while the prompt
 SOON_SECONDS = 0.0005
 """If a step that was launched after a stage is read and takes less time than this, the device is
 faster than the host. A read that takes longer shows the opposite."""
-SMALLEST_SHARE = 1 / 32
+SMALLEST_SHARE = 1 / 24
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
-during a pass. The shares are rounded down to whole layers."""
+during a pass. The shares are rounded down to whole layers: a pass has at most 47 stages."""
 MORE_STEPS = 3
 """Decode steps of a pass besides one for each stage: before the first, and around its flush."""
 RECENT_PASSES = 16
-"""No pass is expected to take less time than the shortest of so many. On accelerators, short passes
-take as long as the host needs to launch them, whatever their tokens."""
+"""On accelerators, no pass is expected to take less time than the shortest of so many: a short one
+takes as long as the host needs to launch it, whatever its tokens."""
 
 
 class Interleaving:
@@ -105,7 +105,9 @@ class Interleaving:
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
-        whole = max(self._rates.seconds("prefill", tokens), min(self._passes, default=0.0))
+        whole = self._rates.seconds("prefill", tokens)
+        if not on_cpu():
+            whole = max(whole, min(self._passes, default=0.0))
         if whole <= STAGE_SECONDS:
             return 1.0
         rows = self._rows(self._decoding)
@@ -177,10 +179,13 @@ class Interleaving:
     def pass_written(self) -> None:
         """Launch a decode step after a pass, because the host now leaves checkpoints."""
         if self.has_rows and not on_cpu():
-            self.run_step(1)
+            self.run_step(1, timed=False)
 
-    def run_step(self, left: int) -> None:
-        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
+    def run_step(self, left: int, *, timed: bool = True) -> None:
+        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``.
+
+        ``timed``: see `Batch.decode`.
+        """
         began = time.monotonic()
         if self._batch.in_flight:
             self._batch.synchronize()
@@ -194,7 +199,8 @@ class Interleaving:
         enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
         self._launched, self._is_behind = time.monotonic(), False
         try:
-            self._batch.decode([rid for rid in self._decoding if self._may_decode(rid)])
+            able = [rid for rid in self._decoding if self._may_decode(rid)]
+            self._batch.decode(able, timed=timed)
         finally:
             self._batch.enter_phase = enter_phase
         self._steps += self._batch.in_flight

@@ -63,10 +63,11 @@ class Prompts:
 
         ``coming``: whether a request is being tokenized.
         """
-        scheduler, budget = self._batch.scheduler, self._batch.admission.budget
+        budget = self._batch.admission.budget
+        asks = plan.missing_pages > 0 and plan.growing is None and budget.open_bytes is not None
         waits = self.gathering.waits(
-            new=bool(plan.group) and not scheduler.has_begun_prompts,
-            coming=coming or (scheduler.waiting > 0 and budget.open_bytes is not None),
+            new=bool(plan.group) and not self._batch.scheduler.has_begun_prompts,
+            coming=coming or asks,
             decode_s=self._rates.seconds("decode", 1) if plan.decode else 0.0,
         )
         chunks = () if waits else plan.group

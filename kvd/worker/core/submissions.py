@@ -92,6 +92,11 @@ class Submissions:
         """Whether a request waits for its tokens or its grammar."""
         return bool(self._waiting)
 
+    @property
+    def tokenizing(self) -> bool:
+        """Whether a thread tokenizes the text of a request."""
+        return any(one.encoding is not None for one in self._waiting.values())
+
     def submit(self, request: Submit, now: float) -> int | None:
         """Queue a request, or prepare it first. See `Engine.submit`."""
         check_resume(request, self._text.vocab_size)

@@ -168,7 +168,8 @@ class SimulatedDevice:
             self.reads.append(self.now)
         self.in_flight = False
 
-    def decode(self, _: object) -> None:
+    def decode(self, _: object, *, timed: bool = True) -> None:
+        assert timed
         self.now += self.launch
         self.step_end, self.in_flight = self._queue(self.step), True
 
@@ -212,10 +213,33 @@ def test_steps_are_read_early_only_if_the_host_is_slower(
         assert device.idle < 0.2 * device.now
 
 
+def test_a_step_around_a_pass_is_not_measured(
+    layered: Driver, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host leaves checkpoints while it is in flight, so the time until it is read is no step's.
+
+    A step is measured before the passes, and at times one before a first stage.
+    """
+    noted = list[str]()
+    rates = layered.engine._rates
+    monkeypatch.setattr(rates, "note", lambda work, *_: noted.append(work))
+    layered.submit("runs", prompt_of(90, 90), max_tokens=60)
+    layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
+    layered.submit("reads", prompt_of(1100, 1100), max_tokens=1)
+    noted.clear()
+    layered.step()
+    while in_prefill(layered, "reads"):
+        layered.step()
+    assert noted.count("prefill") > 3
+    assert device == "cpu" or noted.count("decode") <= 2
+    layered.run()
+
+
 def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
     layered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accelerator's host takes about as long to launch it, whatever its tokens."""
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
     rates = {"prefill": 1e5, "decode": 1e3}
     monkeypatch.setattr(layered.engine._rates, "_measured", rates)
     layered.submit("runs", prompt_of(90, 90), max_tokens=20)
@@ -228,6 +252,9 @@ def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
     one.end(0.04)
     one.end(0.08)
     assert one.stage_share(100) == pytest.approx(interleaving.STAGE_SECONDS / 0.04)
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: True)
+    assert one.stage_share(100) == 1.0
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
     for _ in range(interleaving.RECENT_PASSES):
         one.end(0.001)
     assert one.stage_share(100) == 1.0
