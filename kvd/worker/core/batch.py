@@ -187,7 +187,7 @@ class Batch:
         for completion, error in over:
             self._end_by_grammar(completion, error)
         self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
-        return previous is not None and previous.is_timed
+        return step is not None and previous is not None and previous.is_timed
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
         """Launch the next step, with its draw unless a row has a grammar or is late; return it."""

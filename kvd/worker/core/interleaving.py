@@ -71,11 +71,11 @@ class Interleaving:
         self._launched = 0.0
         """When the step in flight was launched, in seconds (`time.monotonic`)."""
         self._steps = 0
-        """Decode steps of the pass."""
+        """Decode steps of the pass whose time was not measured."""
         self._passes: deque[float] = deque(maxlen=RECENT_PASSES)
         """Seconds of the newest passes, without their decode steps."""
-        self._waited = 0.0
-        """Seconds that the pass waited for the step in flight before its first stage."""
+        self._step_seconds = 0.0
+        """Measured seconds of the pass's decode steps."""
         self._measured_rows = 0
         """Rows of the newest step that was measured."""
         self._unmeasured = 0
@@ -94,14 +94,15 @@ class Interleaving:
         self._decoding = decoding
         self._launched = launched
         self._steps = 0
-        self._waited = 0.0
+        self._step_seconds = 0.0
         self._is_behind = False
 
     def stage_share(self, tokens: int) -> float:
         """Return the part of a pass over this many tokens that one stage computes at most.
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
-        If the device is faster than the host, also read the step in flight and launch the next one.
+        If the device is faster than the host, and the step in flight was launched a stage's time
+        ago, also read it and launch the next one.
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
@@ -121,8 +122,8 @@ class Interleaving:
         if cache.needs_flush(rows, len(cache.stage_ends(share)) + MORE_STEPS):
             self._batch.synchronize()
             cache.flush()
-        if self._reads_soon:  # the host has begun rows since the step was launched
-            self.run_step(1)
+        if self._reads_soon and time.monotonic() - self._launched >= STAGE_SECONDS:
+            self._turn()  # the host has begun rows since the step was launched
         return share
 
     def _measure_step(self, rows: int) -> None:
@@ -141,14 +142,14 @@ class Interleaving:
         start = time.monotonic()
         self._batch.synchronize()
         end = time.monotonic()
-        self._waited += end - start
+        self._step_seconds += end - start
         self._rates.note("decode", 1, end - self._launched)
         if on_cpu():
             self.settle()  # otherwise its tokens would wait for the first stage
 
     def end(self, seconds: float) -> float:
         """Note how long a pass took; return its seconds without the decode steps."""
-        seconds -= self._waited + self._rates.seconds("decode", self._steps)
+        seconds -= self._step_seconds + self._rates.seconds("decode", self._steps)
         self._passes.append(seconds)
         return seconds
 
@@ -179,22 +180,32 @@ class Interleaving:
     def pass_written(self) -> None:
         """Launch a decode step after a pass, because the host now leaves checkpoints."""
         if self.has_rows and not on_cpu():
-            self.run_step(1, timed=False)
+            self._turn(timed=False)  # the read may wait for the last stage, and shows nothing
 
-    def run_step(self, left: int, *, timed: bool = True) -> None:
-        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``.
+    def _turn(self, *, timed: bool = True) -> None:
+        """Deliver the tokens of the step in flight, and launch the next one."""
+        self.settle()
+        self._launch_step(timed=timed)
+        self._steps += self._batch.in_flight
 
-        ``timed``: see `Batch.decode`.
-        """
-        began = time.monotonic()
+    def run_step(self, left: int) -> None:
+        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
+        began, soon = time.monotonic(), self._reads_soon and not self._is_behind
         if self._batch.in_flight:
             self._batch.synchronize()
             is_over = time.monotonic() - began < SOON_SECONDS
             if self._is_behind or not is_over:
                 self._reads_soon = is_over and not on_cpu()
         self.settle()
-        if not left:
-            return
+        if left:
+            self._launch_step()
+        if soon:  # otherwise a stage may have been waited for
+            self._step_seconds += time.monotonic() - began
+        else:
+            self._steps += self._batch.in_flight
+
+    def _launch_step(self, *, timed: bool = True) -> None:
+        """Launch a step. ``timed``: see `Batch.decode`."""
         # A pass is one phase: each change of the phase is a message to the daemon.
         enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
         self._launched, self._is_behind = time.monotonic(), False
@@ -203,7 +214,6 @@ class Interleaving:
             self._batch.decode(able, timed=timed)
         finally:
             self._batch.enter_phase = enter_phase
-        self._steps += self._batch.in_flight
 
     def _may_decode(self, rid: str) -> bool:
         """Return whether a request can decode a token without a flush or more memory."""

@@ -58,8 +58,11 @@ def early(layered: Driver) -> Iterator[list[Report]]:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of device that the engine assumes; steps of a fast one are read at once."""
     monkeypatch.setattr(interleaving, "on_cpu", lambda: request.param == "cpu")
-    soon = math.inf if request.param == "fast accelerator" else 0.0
-    monkeypatch.setattr(interleaving, "SOON_SECONDS", soon)
+    if request.param == "fast accelerator":
+        monkeypatch.setattr(interleaving, "SOON_SECONDS", math.inf)
+        monkeypatch.setattr(interleaving, "STAGE_SECONDS", 0.0)  # a step also before each pass
+    else:
+        monkeypatch.setattr(interleaving, "SOON_SECONDS", 0.0)
     return str(request.param)
 
 
@@ -123,6 +126,7 @@ def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
     for module in (interleaving, model_cache):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
     monkeypatch.setattr(interleaving, "SOON_SECONDS", math.inf)
+    monkeypatch.setattr(interleaving, "STAGE_SECONDS", 0.0)
     monkeypatch.setattr(layered.engine._prompts._interleaving, "_reads_soon", True)
     layered.submit("runs", prompt_of(90, 90), max_tokens=60)
     layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)
@@ -142,6 +146,8 @@ class SimulatedDevice:
     """A batch and its device, which computes stages and steps in order; times in seconds."""
 
     launch = 0.001
+    flush = 0.004
+    """Time of the host for the flush, and for the checkpoints after it."""
     requests: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, build: float, stage: float, step: float, start: float) -> None:
@@ -169,7 +175,7 @@ class SimulatedDevice:
         self.in_flight = False
 
     def decode(self, _: object, *, timed: bool = True) -> None:
-        assert timed
+        del timed
         self.now += self.launch
         self.step_end, self.in_flight = self._queue(self.step), True
 
@@ -187,7 +193,11 @@ class SimulatedDevice:
                 self._queue(self.stage)
 
             one.run_stage(left, start)
-        self.now = max(self.now, self.free)
+        self.now += self.flush
+        self.step_end = self._queue(0.002)  # a read of the step also waits for what was written
+        one.pass_written()
+        self.now = max(self.now + self.flush, self.free)
+        self.finish_step()
 
 
 @pytest.mark.parametrize(
@@ -203,6 +213,7 @@ def test_steps_are_read_early_only_if_the_host_is_slower(
     monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
     monkeypatch.setattr(interleaving.time, "monotonic", lambda: device.now)
     one = interleaving.Interleaving(device, Rates(), lambda: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(interleaving.Interleaving, "has_rows", True)
     for _ in range(4):
         device.run(one, 8)
     if early:
@@ -211,6 +222,17 @@ def test_steps_are_read_early_only_if_the_host_is_slower(
     else:
         assert not any(device.read_early)
         assert device.idle < 0.2 * device.now
+
+
+def test_a_read_without_a_launch_is_not_measured(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is read alone, which takes no time if its device is faster than the host."""
+    noted = list[str]()
+    monkeypatch.setattr(demo.engine._rates, "note", lambda work, *_: noted.append(work))
+    demo.submit("r", prompt_of(90, 90), max_tokens=5, ignore_eos=True)
+    demo.run()
+    assert noted.count("decode") == 5 - 1
 
 
 def test_a_step_around_a_pass_is_not_measured(
@@ -395,9 +417,9 @@ def test_an_accelerator_measures_a_step_when_rows_begin_to_decode_and_now_and_th
     measure = interleaving.Interleaving._measure_step
 
     def noted(self: interleaving.Interleaving, rows: int) -> None:
-        before = self._waited
+        before = self._step_seconds
         measure(self, rows)
-        measured.append(self._waited > before)
+        measured.append(self._step_seconds > before)
 
     monkeypatch.setattr(interleaving.Interleaving, "_measure_step", noted)
     demo.submit("runs", prompt_of(70, 1), max_tokens=2000, ignore_eos=True)
@@ -421,9 +443,9 @@ def test_an_accelerator_measures_few_steps_while_rows_join_one_by_one(
     monkeypatch.setattr(one, "_measured_rows", 0)
     measured = []
     for rows in range(1, 13):
-        one._waited = 0.0
+        one._step_seconds = 0.0
         one._measure_step(rows)
-        measured += [rows] if one._waited else []
+        measured += [rows] if one._step_seconds else []
 
     assert measured == [1, 2, 4, 7, 11]
     demo.run()
