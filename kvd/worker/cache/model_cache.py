@@ -47,11 +47,11 @@ class Stages:
     """See `ModelCache.stage_ends`."""
     run: RunStage
     settle: Callable[[], None]
-    """Reads the step in flight, if any."""
+    """Reads the step in flight, if any, and delivers its tokens."""
 
 
 def settle_pass(cache: ModelCache, stages: Stages) -> None:
-    """Compute a pass, and read the step in flight unless kernels write the pass behind it.
+    """Launch the rest of a pass. Unless kernels write it, wait, and read the step in flight.
 
     `ModelCache.finish_prefill` must follow.
     """
@@ -270,7 +270,7 @@ class ModelCache:
             view.forget()
 
     def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them, if a step is in flight after `settle_pass`.
+        """Evaluate the chunks and write them. If a step is in flight, call `settle_pass` first.
 
         ``waits``: if False, kernels may still write when this returns, until `wait`. Snapshots can
         be taken already.

@@ -47,10 +47,10 @@ from kvd.worker.device import launches_in_order
 
 
 def evaluate(stores: Sequence[KVStore], others: Sequence[mx.array] = ()) -> bool:
-    """Evaluate what a prefill pass left in all stores, and ``others``; return whether it is done.
+    """Evaluate what a prefill pass left in all stores, and ``others``.
 
-    The device may still compute if kernels write all pages and tails, behind the steps in flight.
-    Then the host prepares the flush meanwhile.
+    Return whether the device is done. It may still compute if kernels write all pages and tails.
+    The host then prepares the flush while the device computes.
     """
     arrays = [array for store in stores for array in store.arrays()]
     if launches_in_order() and all(store.is_flushed_by_kernel for store in stores):
@@ -321,9 +321,10 @@ class KVStore:
         return not self.quantized_start and lowest <= row.level
 
     def finish_prefill(self, *, waits: bool = True) -> None:
-        """Evaluate the chunks and write them. No step may be in flight.
+        """Evaluate the chunks and write them.
 
-        ``waits``: if False, `Flusher.wait` must follow.
+        A step may be in flight only if `is_flushed_by_kernel`. ``waits``: if False, `Flusher.wait`
+        must follow.
         """
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PackedPrefill):

@@ -166,8 +166,8 @@ class Batch:
     def decode(self, rids: Sequence[str], *, timed: bool = True) -> bool:
         """Launch the next step of these requests, then read the previous one.
 
-        Return whether the time that this took is that of a step. ``timed``: whether the time of the
-        next call will be that of this step.
+        Return whether the duration of this call measures a decode step. ``timed``: whether the
+        duration of the next call will measure the step that is launched here.
         """
         previous, is_read, over = self._step, False, list[Over]()
         step = self._step = self._launch(rids)

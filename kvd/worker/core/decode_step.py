@@ -52,7 +52,7 @@ class DecodeStep:
     late: list[LateRow] = field(default_factory=list)
     """Rows of the step that a later one draws."""
     is_timed: bool = True
-    """Whether the time until it is read is that of a step: the host does nothing else meanwhile."""
+    """Whether the time until it is read measures it: the host does no other work meanwhile."""
 
     @staticmethod
     def of(

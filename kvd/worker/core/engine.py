@@ -311,7 +311,7 @@ class MLXEngine:
             request = self._batch.requests[rid]
             self._batch.fail(request, deadline_exceeded(request.generated))
         plan = self._plan()
-        group = self._prompts.prepare(plan, coming=self._submissions.tokenizing)
+        group = self._prompts.prepare(plan, tokenizing=self._submissions.tokenizing)
         decode = [rid for rid in plan.decode if rid not in self._transfers.reading]
         decode = self._batch.read_before_flush(decode, self._deliver)
         start, self._enter_phase.flushed = time.monotonic(), False

@@ -3,15 +3,16 @@
 A prefill pass over one short prompt takes an accelerator as long as a pass over eight. Clients
 often send requests together, and clients whose answers end in the same step send their next ones
 together. The worker reads these requests one after the other. If the first one got a pass of its
-own, the others would wait for that pass. So new prompts wait while rows decode, and while a request
-is known to come. They also wait if others came shortly after the last ones::
+own, the others would wait for that pass. So if rows decode, a new prompt waits for others for some
+milliseconds. It also waits if a thread tokenizes a request, if the head of the queue waits for
+memory that was requested, or if more than one request came since the pass before::
 
     requests   a           b  c d e
     idle       [ pass a   ]
     decoding                . step . step [ pass b c d e ]
 
-A wait ends once no request has come for `GAP_S`, and after `MOST_S` in any case. Rows that decode
-continue meanwhile.
+A wait ends with the first step at which no request has come for `GAP_S`, or `MOST_S` have passed.
+Rows that decode continue meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from kvd.worker.device import on_cpu
 GAP_S = 0.002
 """Most seconds to wait for each further request. The HTTP server takes about 1 ms per request."""
 MOST_S = 0.012
-"""Most seconds that a prompt waits. It does not wait for decode steps that take longer."""
+"""Seconds after which the next step ends a wait, even if requests still come. If a decode step
+takes this long or longer, prompts do not wait for others."""
 PAUSE_S = 0.001
 """Seconds of a step in which prompts wait and no row decodes."""
 
@@ -35,9 +37,10 @@ class Gathering:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.is_on = not on_cpu()
-        """Whether prompts wait at all: not on the CPU, where each token of a pass takes time."""
+        """Whether prompts wait at all: not on the CPU, where each token adds to a pass's time."""
         self._is_expected = False
-        """Whether more than one request came since the pass before the newest one."""
+        """Whether more than one request came between the starts of the last two passes over new
+        prompts."""
         self._arrived = 0
         """Requests so far."""
         self._arrived_at = 0.0
@@ -45,7 +48,7 @@ class Gathering:
         self._read = 0
         """Requests that had come when the newest pass over new prompts began."""
         self._began_at: float | None = None
-        """Since when prompts wait."""
+        """When the current wait began; None: no prompt waits."""
 
     def note_request(self) -> None:
         """Note that a request has come."""
@@ -55,9 +58,9 @@ class Gathering:
     def waits(self, *, new: bool, coming: bool, decode_s: float) -> bool:
         """Return whether prompts wait in this step; call it in each step.
 
-        ``new``: whether there are prompts to read, and none of them has begun. ``coming``: whether
-        a request is being tokenized, or needs memory that was requested. ``decode_s``: seconds of a
-        decode step; 0: no row decodes.
+        ``new``: whether there are prompts to prefill, and no request in prefill has begun
+        (`Scheduler.has_begun_prompts`). ``coming``: whether a request is being tokenized, or needs
+        memory that was requested. ``decode_s``: seconds of a decode step; 0: no row decodes.
         """
         if not (self.is_on and new):
             self._began_at = None
@@ -74,6 +77,6 @@ class Gathering:
         return False
 
     def pause(self) -> None:
-        """Let some time pass if prompts wait. Call it in a step without other work."""
+        """Sleep for `PAUSE_S` if prompts wait. Call it in a step without other work."""
         if self._began_at is not None:
             time.sleep(PAUSE_S)

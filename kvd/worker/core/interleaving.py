@@ -4,13 +4,18 @@ While the model builds a pass, the evaluation of some layers at a time is starte
 stages and decode steps in turn. On accelerators, it computes a stage while the host delivers the
 tokens of the step before, launches the next step and builds the next layers::
 
-    device   | step |  stage  | step |  stage  | step |  stage  | flush |
-    host       build | read, launch, build | read, launch, build | read
+    device   | step |  stage  | step |  stage  | step |   flush   | step |
+    host       build | read, launch, build | read, launch, flush | read, launch, checkpoints
 
 If the host takes longer than the device, a step's tokens exist before the host has built the next
 stage. Then the host reads them, and launches the next step, before it launches that stage, which
 takes milliseconds. So tokens are sent earlier at the end of a pass and at the beginning of the
 next.
+
+On accelerators, a step also follows the last stage. If kernels write the pages, their flush is
+launched while that step is in flight. Otherwise the step is read first. Another step runs while the
+host leaves checkpoints. If the device is faster than the host, and giving rows to prompts took
+long, there is one before the first stage too.
 
 Stages change no number: they only decide when the operations of a pass run.
 
@@ -49,12 +54,14 @@ SOON_SECONDS = 0.0005
 faster than the host. A read that takes longer shows the opposite."""
 SMALLEST_SHARE = 1 / 24
 """Part of a pass in a stage, at least. A row commits a page every 64 steps, and may commit only one
-during a pass. The shares are rounded down to whole layers: a pass has at most 47 stages."""
+during a pass. The shares are rounded down to whole layers: a pass has at most 47 stages, and 50
+steps with `MORE_STEPS`."""
 MORE_STEPS = 3
-"""Decode steps of a pass besides one for each stage: before the first, and around its flush."""
+"""Decode steps of a pass besides one for each stage: one before the first stage, one after the last
+stage, and one after the flush."""
 RECENT_PASSES = 16
-"""On accelerators, no pass is expected to take less time than the shortest of so many: a short one
-takes as long as the host needs to launch it, whatever its tokens."""
+"""Recent passes. On accelerators, the shortest of them is the least time that a pass is expected to
+take: the host takes about as long to launch few tokens as many."""
 
 
 class Interleaving:
@@ -71,7 +78,8 @@ class Interleaving:
         self._launched = 0.0
         """When the step in flight was launched, in seconds (`time.monotonic`)."""
         self._steps = 0
-        """Decode steps of the pass whose time was not measured."""
+        """Number of the pass's decode steps that were not measured: `end` subtracts their usual
+        time."""
         self._passes: deque[float] = deque(maxlen=RECENT_PASSES)
         """Seconds of the newest passes, without their decode steps."""
         self._step_seconds = 0.0
@@ -101,8 +109,8 @@ class Interleaving:
         """Return the part of a pass over this many tokens that one stage computes at most.
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
-        If the device is faster than the host, and the step in flight was launched a stage's time
-        ago, also read it and launch the next one.
+        If the device is faster than the host, and the step in flight was launched at least
+        `STAGE_SECONDS` ago, also read it and launch the next one.
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
@@ -123,7 +131,7 @@ class Interleaving:
             self._batch.synchronize()
             cache.flush()
         if self._reads_soon and time.monotonic() - self._launched >= STAGE_SECONDS:
-            self._turn()  # the host has begun rows since the step was launched
+            self._turn()  # the host took this long to give rows to prompts
         return share
 
     def _measure_step(self, rows: int) -> None:
@@ -164,10 +172,9 @@ class Interleaving:
         self._deliver()
 
     def run_stage(self, left: int, start: Start) -> None:
-        """Start a stage, and run a decode step after or before that; see `_reads_soon`.
+        """Start a stage, and run a decode step before it if `_reads_soon`, otherwise after it.
 
-        ``left``: stages after this one. After the last one, a step may be in flight, except on the
-        CPU.
+        On accelerators, a step also follows the last stage. ``left``: stages after this one.
         """
         soon = self._reads_soon
         if soon:
@@ -180,7 +187,8 @@ class Interleaving:
     def pass_written(self) -> None:
         """Launch a decode step after a pass, because the host now leaves checkpoints."""
         if self.has_rows and not on_cpu():
-            self._turn(timed=False)  # the read may wait for the last stage, and shows nothing
+            # The host leaves checkpoints while this step is in flight: its time is not measured.
+            self._turn(timed=False)
 
     def _turn(self, *, timed: bool = True) -> None:
         """Deliver the tokens of the step in flight, and launch the next one."""
@@ -189,7 +197,7 @@ class Interleaving:
         self._steps += self._batch.in_flight
 
     def run_step(self, left: int) -> None:
-        """Deliver the tokens of the step in flight; launch the next one if stages are ``left``."""
+        """Deliver the tokens of the step in flight. ``left``: whether to launch the next one."""
         began, soon = time.monotonic(), self._reads_soon and not self._is_behind
         if self._batch.in_flight:
             self._batch.synchronize()
@@ -199,7 +207,7 @@ class Interleaving:
         self.settle()
         if left:
             self._launch_step()
-        if soon:  # otherwise a stage may have been waited for
+        if soon:  # otherwise the read may have waited for a stage
             self._step_seconds += time.monotonic() - began
         else:
             self._steps += self._batch.in_flight

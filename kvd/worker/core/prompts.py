@@ -55,19 +55,19 @@ class Prompts:
         self._interleaving = interleaving
         self.computed_tokens = 0
 
-    def prepare(self, plan: Plan, *, coming: bool) -> tuple[Chunk, ...]:
+    def prepare(self, plan: Plan, *, tokenizing: bool) -> tuple[Chunk, ...]:
         """Return the chunks of a plan to prefill in this step: none while prompts wait for others.
 
         Also prefetch the segments of the queue's head, set the limit of freed buffers, and leave
         checkpoints that lacked memory before; the next pass forgets their tails.
 
-        ``coming``: whether a request is being tokenized.
+        ``tokenizing``: whether a thread tokenizes a request.
         """
         budget = self._batch.admission.budget
         asks = plan.missing_pages > 0 and plan.growing is None and budget.open_bytes is not None
         waits = self.gathering.waits(
             new=bool(plan.group) and not self._batch.scheduler.has_begun_prompts,
-            coming=coming or asks,
+            coming=tokenizing or asks,
             decode_s=self._rates.seconds("decode", 1) if plan.decode else 0.0,
         )
         chunks = () if waits else plan.group

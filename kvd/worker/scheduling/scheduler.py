@@ -373,7 +373,7 @@ class Scheduler:
 
     @property
     def has_begun_prompts(self) -> bool:
-        """Whether a prompt that is being prefilled has begun."""
+        """Whether a request in prefill was looked up in the prefix cache, or ran a chunk."""
         return any(one.prompt_started for one in self.states.prefilling.values())
 
     @property

@@ -70,7 +70,7 @@ def test_an_idle_engine_reads_the_first_request_at_once_and_then_expects_others(
     requests = Requests(times, decode_s=0.0)
     assert requests.play() == [1, 7, 8, 1, 1]
     assert requests.waits[0] == 0.0
-    assert GAP_S <= requests.waits[-2] < GAP_S + 2 * PAUSE_S  # it was expected to have company
+    assert GAP_S <= requests.waits[-2] < GAP_S + 2 * PAUSE_S  # requests came together before
     assert requests.waits[-1] == 0.0
 
 
@@ -86,7 +86,7 @@ def test_no_request_waits_for_a_long_decode_step() -> None:
     assert requests.waits == [0.0, 0.0, 0.0]
 
 
-def test_an_interrupted_wait_leaves_the_next_prompts_theirs() -> None:
+def test_a_cancelled_wait_does_not_shorten_the_next_one() -> None:
     requests = Requests([])
     requests.gathering.note_request()
     assert requests.gathering.waits(new=True, coming=False, decode_s=STEP_S)
@@ -120,7 +120,7 @@ def test_no_prompt_waits_longer_than_the_limit_and_a_step(
 
 @pytest.fixture
 def gathers(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """An engine whose prompts wait, in a simulated time of which each step takes a second."""
+    """An engine whose prompts wait, on a simulated clock that advances one second per step."""
     monkeypatch.setattr(gathering, "GAP_S", 1.5)
     monkeypatch.setattr(gathering, "MOST_S", 1e9)
     engine = demo.engine

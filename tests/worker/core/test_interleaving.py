@@ -107,8 +107,9 @@ def test_a_row_decodes_between_the_stages_of_anothers_prompt(
     layers = len(layered.engine._runner.cache.stores[0].layers)
     assert in_prefill(layered, "reads")
     assert layers > 2
-    # The step in flight before the pass and one for each stage except the last, on accelerators one
-    # after the last stage, and on a fast device two more: before the pass and before that stage.
+    # Steps read: the one in flight before the pass, and one for each stage except the last.
+    # Accelerators add one after the last stage. A fast device adds one before the pass and one
+    # before the last stage.
     steps = layers + (device != "cpu") + 2 * is_fast
     assert len(layered.outcomes["runs"].tokens) == before + steps
     assert len([report for report in early if isinstance(report, RowTokens)]) == steps
@@ -137,7 +138,8 @@ def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
     early.clear()
     layered.step()
 
-    # The steps of before, of this step and before the pass, and one more for each stage.
+    # Before the first stage, three steps are delivered: the one in flight, the one that this
+    # engine step launched, and the one before the pass. Each stage adds one.
     assert delivered == [3 + stage for stage in range(stages)]
     layered.run()
 
@@ -147,7 +149,7 @@ class SimulatedDevice:
 
     launch = 0.001
     flush = 0.004
-    """Time of the host for the flush, and for the checkpoints after it."""
+    """Host seconds for the flush, and again for the checkpoints after it."""
     requests: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, build: float, stage: float, step: float, start: float) -> None:
@@ -238,9 +240,9 @@ def test_a_read_without_a_launch_is_not_measured(
 def test_a_step_around_a_pass_is_not_measured(
     layered: Driver, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host leaves checkpoints while it is in flight, so the time until it is read is no step's.
+    """The host leaves checkpoints while such a step is in flight, so its duration is not noted.
 
-    A step is measured before the passes, and at times one before a first stage.
+    Only the step before the passes is measured, and sometimes one before a first stage.
     """
     noted = list[str]()
     rates = layered.engine._rates
@@ -260,7 +262,7 @@ def test_a_step_around_a_pass_is_not_measured(
 def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
     layered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An accelerator's host takes about as long to launch it, whatever its tokens."""
+    """An accelerator's host takes about the same time to launch few tokens as many."""
     monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
     rates = {"prefill": 1e5, "decode": 1e3}
     monkeypatch.setattr(layered.engine._rates, "_measured", rates)

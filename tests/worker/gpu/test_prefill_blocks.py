@@ -84,8 +84,9 @@ class Side:
     ) -> list[mx.array]:
         """Prefill chunks, with decode steps of other rows after each stage and after the pass.
 
-        Return their logits. ``waits``: whether each step ends before anything else is launched.
-        Otherwise the last one before the flush, and the one after it, are left in flight.
+        Return the logits of the decode steps. ``waits``: whether each step ends before anything
+        else is launched. Otherwise the last one before the flush, and the one after it, are left in
+        flight.
         """
         cache = self.runner.cache
         found: list[mx.array] = []
@@ -220,10 +221,10 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_steps_in_flight(sides: tuple[Side, Side]) -> None:
-    """Prefill twice with steps of other rows, of which one side leaves some in flight.
+    """Prefill twice while other rows decode; one side leaves some of these steps in flight.
 
-    All logits must be equal to the bit, also those of 70 later steps, in which each row commits a
-    page.
+    The other side waits for each. All logits must be equal to the bit, also those of 70 later
+    steps, in which each row commits a page.
     """
     for side in sides:
         side.join(5)
