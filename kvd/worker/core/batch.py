@@ -20,6 +20,7 @@ it if not. A row whose mask takes too long is drawn by a later step (`kvd.worker
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,6 +70,10 @@ class Batch:
         self.generated_tokens = 0
         self.max_rows = 0
         """Rows of the largest step so far."""
+        self.step_began_at = 0.0
+        """When the device could begin the newest step: at its launch, or after the one before."""
+        self.decode_seconds = 0.0
+        """Duration of the last `decode`."""
         self.admission = admission
         self.scheduler = admission.scheduler
         self.runner = runner
@@ -169,16 +174,16 @@ class Batch:
         Return whether the duration of this call measures a decode step. ``timed``: whether the
         duration of the next call will measure the step that is launched here.
         """
-        previous, is_read, over = self._step, False, list[Over]()
+        start, previous, is_read, over = time.monotonic(), self._step, False, list[Over]()
         step = self._step = self._launch(rids)
+        advances = step is not None and bool(step.drawing or step.passing)
         if step is not None:
-            step.is_timed = timed
+            step.is_timed = timed and advances
         if step is not None and step.draw is None:
             if previous is not None and self._masks.can_read_previous(step):
                 is_read = True
                 self._read_step(previous)
-            idle = previous is None
-            over = self._masks.draw(step, self._sampler, self.requests, idle=idle)
+            over = self._masks.draw(step, self._sampler, self.requests, idle=previous is None)
             mx.async_eval(step.arrays)  # type: ignore[no-untyped-call]
             self._step = step if step.drawing or step.passing else None
         if previous is not None and not is_read:
@@ -187,7 +192,9 @@ class Batch:
         for completion, error in over:
             self._end_by_grammar(completion, error)
         self._deliver_last(0.0 if self.in_flight else IDLE_SECONDS)
-        return step is not None and previous is not None and previous.is_timed
+        end = time.monotonic()
+        self.decode_seconds, self.step_began_at = end - start, start if previous is None else end
+        return advances and previous is not None and previous.is_timed
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
         """Launch the next step, with its draw unless a row has a grammar or is late; return it."""
@@ -323,9 +330,8 @@ class Batch:
         Only then it is known whether they end by their grammar. ``seconds``: the longest wait.
         """
         last, self._last = [one for one in self._last if not one[0].ended], []
-        if not last:
-            return
-        self._masks.wait([completion for completion, _, _ in last], seconds)
+        if last:
+            self._masks.wait([completion for completion, _, _ in last], seconds)
         for completion, drawn, level in last:
             if completion.is_lent:
                 self._last.append((completion, drawn, level))
@@ -414,8 +420,7 @@ class Batch:
 
     def _release(self, request: Request, completion: Completion) -> None:
         """Free a completion's row; with the last one, forget the request."""
-        decoding = completion.row is not None
-        if decoding:
+        if decoding := completion.row is not None:
             self.leave(completion)
         if completion.snapshot is not None:
             self.cache.snapshots.drop(completion.snapshot)

@@ -324,7 +324,7 @@ class MLXEngine:
         if group:
             self._enter_phase("prefill")
             self._deliver()
-            self._prompts.prefill_next(decode, start)
+            self._prompts.prefill_next(decode)
         self._work_on_pools(decode)
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)

@@ -75,8 +75,6 @@ class Interleaving:
         self._rates = rates
         self._deliver = deliver
         self._decoding: Sequence[str] = ()
-        self._launched = 0.0
-        """When the step in flight was launched, in seconds (`time.monotonic`)."""
         self._steps = 0
         """Number of the pass's decode steps that were not measured: `end` subtracts their usual
         time."""
@@ -94,14 +92,14 @@ class Interleaving:
         self._is_behind = False
         """Whether the step in flight was launched after a stage, so that a read waits for both."""
 
-    def begin(self, decoding: Sequence[str], launched: float) -> None:
+    def begin(self, decoding: Sequence[str]) -> None:
         """Note the requests that decode during the next pass.
 
         ``launched``: when the step in flight was launched, in seconds (`time.monotonic`).
         """
         self._decoding = decoding
-        self._launched = launched
-        self._steps = 0
+        # The step in flight is a part of the pass if the device is slower than the host.
+        self._steps = int(self._batch.in_flight and not self._reads_soon)
         self._step_seconds = 0.0
         self._is_behind = False
 
@@ -130,7 +128,7 @@ class Interleaving:
         if cache.needs_flush(rows, len(cache.stage_ends(share)) + MORE_STEPS):
             self._batch.synchronize()
             cache.flush()
-        if self._reads_soon and time.monotonic() - self._launched >= STAGE_SECONDS:
+        if self._reads_soon and time.monotonic() - self._batch.step_began_at >= STAGE_SECONDS:
             self._turn()  # the host took this long to give rows to prompts
         return share
 
@@ -151,7 +149,10 @@ class Interleaving:
         self._batch.synchronize()
         end = time.monotonic()
         self._step_seconds += end - start
-        self._rates.note("decode", 1, end - self._launched)
+        self._steps = 0
+        # If the host is slower than the device, `decode` took about as long as a step.
+        seconds = max(end - self._batch.step_began_at, self._batch.decode_seconds)
+        self._rates.note("decode", 1, seconds)
         if on_cpu():
             self.settle()  # otherwise its tokens would wait for the first stage
 
@@ -180,8 +181,10 @@ class Interleaving:
         if soon:
             self.run_step(1)
         start()
-        if not (soon and left):
-            self.run_step(left or not on_cpu())
+        if not soon:
+            self.run_step(left or not on_cpu(), timed=left > 0)
+        elif not left:
+            self._turn(timed=False)
         self._is_behind = not soon
 
     def pass_written(self) -> None:
@@ -191,13 +194,20 @@ class Interleaving:
             self._turn(timed=False)
 
     def _turn(self, *, timed: bool = True) -> None:
-        """Deliver the tokens of the step in flight, and launch the next one."""
-        self.settle()
-        self._launch_step(timed=timed)
-        self._steps += self._batch.in_flight
+        """Deliver the tokens of the step in flight, and launch the next one.
 
-    def run_step(self, left: int) -> None:
-        """Deliver the tokens of the step in flight. ``left``: whether to launch the next one."""
+        The read shows nothing about the device: it may wait for the flush, or come too early.
+        """
+        self.settle()
+        began = time.monotonic()
+        self._launch_step(timed=timed)
+        self._step_seconds += time.monotonic() - began
+
+    def run_step(self, left: int, *, timed: bool = True) -> None:
+        """Deliver the tokens of the step in flight. ``left``: whether to launch the next one.
+
+        ``timed``: see `Batch.decode`.
+        """
         began, soon = time.monotonic(), self._reads_soon and not self._is_behind
         if self._batch.in_flight:
             self._batch.synchronize()
@@ -206,17 +216,16 @@ class Interleaving:
                 self._reads_soon = is_over and not on_cpu()
         self.settle()
         if left:
-            self._launch_step()
+            self._launch_step(timed=timed)
         if soon:  # otherwise the read may have waited for a stage
             self._step_seconds += time.monotonic() - began
         else:
             self._steps += self._batch.in_flight
 
-    def _launch_step(self, *, timed: bool = True) -> None:
-        """Launch a step. ``timed``: see `Batch.decode`."""
+    def _launch_step(self, *, timed: bool) -> None:
         # A pass is one phase: each change of the phase is a message to the daemon.
         enter_phase, self._batch.enter_phase = self._batch.enter_phase, ignore_phase
-        self._launched, self._is_behind = time.monotonic(), False
+        self._is_behind = False
         try:
             able = [rid for rid in self._decoding if self._may_decode(rid)]
             self._batch.decode(able, timed=timed)

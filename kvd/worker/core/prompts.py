@@ -83,12 +83,9 @@ class Prompts:
             return
         self.segments.prefetch(self._batch.requests[head.rid])
 
-    def prefill_next(self, decoding: Sequence[str], launched: float) -> None:
-        """Prefill the next chunks. The requests of ``decoding`` decode between the stages.
-
-        ``launched``: see `Interleaving.begin`.
-        """
-        self._interleaving.begin(decoding, launched)
+    def prefill_next(self, decoding: Sequence[str]) -> None:
+        """Prefill the next chunks. The requests of ``decoding`` decode between the stages."""
+        self._interleaving.begin(decoding)
         scheduler = self._batch.scheduler
         chunks = next_chunks(scheduler, self._has_new_hit, self._begin)
         if not chunks:

@@ -155,7 +155,8 @@ class SimulatedDevice:
     def __init__(self, build: float, stage: float, step: float, start: float) -> None:
         self.build, self.stage, self.step, self.start = build, stage, step, start
         self.now = self.free = self.step_end = 0.0
-        self.in_flight = False
+        self.in_flight = self.timed = False
+        self.step_began_at = self.decode_seconds = 0.0
         self.idle = 0.0
         self.read_early: list[bool] = []
         self.reads: list[float] = []
@@ -177,14 +178,23 @@ class SimulatedDevice:
         self.in_flight = False
 
     def decode(self, _: object, *, timed: bool = True) -> None:
-        del timed
+        self.timed = timed
         self.now += self.launch
         self.step_end, self.in_flight = self._queue(self.step), True
 
     def run(self, one: interleaving.Interleaving, stages: int) -> None:
-        """Compute one pass."""
+        """Launch a step as an engine does, and read the one that the last pass has left.
+
+        Then compute one pass.
+        """
+        launched, step_end, was_in_flight = self.now, self.step_end, self.in_flight
         self.decode(())
-        one.begin((), self.now)
+        if was_in_flight:
+            self.now = max(self.now, step_end)
+            self.reads.append(self.now)
+        self.decode_seconds = self.now - launched
+        self.step_began_at = self.now if was_in_flight else launched
+        one.begin(())
         for left in reversed(range(stages)):
             self.now += self.build
             reads = len(self.reads)
@@ -195,11 +205,12 @@ class SimulatedDevice:
                 self._queue(self.stage)
 
             one.run_stage(left, start)
+        assert not self.timed  # the host prepares the flush while the last step is in flight
         self.now += self.flush
         self.step_end = self._queue(0.002)  # a read of the step also waits for what was written
+        written = self.free
         one.pass_written()
-        self.now = max(self.now + self.flush, self.free)
-        self.finish_step()
+        self.now = max(self.now + self.flush, written)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +282,11 @@ def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
     one = interleaving.Interleaving(
         layered.engine._batch, layered.engine._rates, layered.engine._deliver
     )
-    one.begin(["runs"], 0.0)
+    one.begin(["runs"])
     assert one.stage_share(100) == 1.0
     one.end(0.04)
     one.end(0.08)
-    assert one.stage_share(100) == pytest.approx(interleaving.STAGE_SECONDS / 0.04)
+    assert one.stage_share(100) == pytest.approx(interleaving.STAGE_SECONDS / 0.04, rel=0.05)
     monkeypatch.setattr(interleaving, "on_cpu", lambda: True)
     assert one.stage_share(100) == 1.0
     monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
@@ -283,6 +294,46 @@ def test_a_short_pass_has_stages_if_no_recent_pass_took_less(
         one.end(0.001)
     assert one.stage_share(100) == 1.0
     layered.run()
+
+
+@pytest.mark.parametrize(
+    ("times", "whole", "step"),
+    [
+        # The device computes 8 stages of 8 ms and a flush; the host leaves checkpoints.
+        ((0.003, 0.008, 0.006, 0.001), 8 * 0.008 + 0.004 + 0.002, 0.006),
+        ((0.003, 0.008, 0.02, 0.001), 8 * 0.008 + 0.004 + 0.002, 0.02),
+        # The host builds and launches 8 stages, and a flush; it leaves checkpoints.
+        ((0.008, 0.003, 0.001, 0.004), 8 * (0.008 + 0.004) + 2 * 0.004, 0.001),
+        # It also measures each step inside the pass.
+        ((0.008, 0.003, 0.001, 0.004), 8 * (0.008 + 0.004) + 2 * 0.004, None),
+    ],
+    ids=["slow device", "slow steps", "slow host", "slow host without measured steps"],
+)
+def test_the_time_of_a_pass_is_learnt_without_its_steps(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], whole: float, step: float | None
+) -> None:
+    """Passes follow each other, so only steps before and in them can be measured."""
+    device, rates = SimulatedDevice(*times), Rates()
+    monkeypatch.setattr(interleaving, "on_cpu", lambda: False)
+    monkeypatch.setattr(interleaving.time, "monotonic", lambda: device.now)
+    monkeypatch.setattr(interleaving.Interleaving, "has_rows", True)
+    one = interleaving.Interleaving(device, rates, lambda: None)  # type: ignore[arg-type]
+    one._measured_rows = 1
+    begin = interleaving.Interleaving.begin
+
+    def begin_and_measure(self: interleaving.Interleaving, decoding: Any) -> None:
+        begin(self, decoding)
+        self._measure_step(1)
+
+    if step is not None:
+        monkeypatch.setattr(interleaving.Interleaving, "begin", begin_and_measure)
+    found = []
+    for _ in range(40):
+        launched = device.now
+        device.run(one, 8)
+        found.append(one.end(device.now - launched - device.decode_seconds))
+    assert step is None or rates.seconds("decode", 1) == pytest.approx(step, rel=0.1)
+    assert found[10:] == pytest.approx([whole] * 30, rel=0.1)
 
 
 @pytest.mark.parametrize("share", [None, 1.0], ids=["stages", "short passes"])
@@ -375,11 +426,11 @@ def test_a_step_runs_while_the_model_builds_the_pass(
     events: list[str] = []
     run_step = interleaving.Interleaving.run_step
 
-    def run(self: interleaving.Interleaving, left: int) -> None:
+    def run(self: interleaving.Interleaving, left: int, **more: bool) -> None:
         pending = [layer for layer in store.layers if layer.pending]
         assert not pending, "a pass is paused with its pages set aside"
         events.append("step")
-        run_step(self, left)
+        run_step(self, left, **more)
 
     monkeypatch.setattr(interleaving.Interleaving, "run_step", run)
     started(lambda layers: events.append(str(layers)))

@@ -128,6 +128,35 @@ def test_a_step_with_a_slow_row_waits_for_it_once(demo: Driver) -> None:
     demo.run()
 
 
+def test_calls_that_only_wait_for_a_late_row_measure_no_step(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
+    grammar, gate = gated(demo, "slow", lambda count: count == 5)
+    launched, notes = 0, 0
+    runner, rates = demo.engine._batch.runner, demo.engine._rates
+    launch, note = runner.launch, rates.note
+
+    def count_launch(*given: Any) -> Any:
+        nonlocal launched
+        launched += 1
+        return launch(*given)
+
+    def count_note(work: Any, *given: float) -> None:
+        nonlocal notes
+        notes += work == "decode"
+        note(work, *given)
+
+    monkeypatch.setattr(runner, "launch", count_launch)
+    monkeypatch.setattr(rates, "note", count_note)
+    until_late(demo, "slow", grammar)
+    for _ in range(5):
+        demo.step()
+    assert notes < launched  # the first launch reads nothing
+    gate.set()
+    demo.run()
+
+
 def test_a_late_row_writes_no_page(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers pause before a step that writes pages, and would wait for its mask."""
     demo.submit("slow", WORDS, WARM, grammar=PERSON, max_tokens=200)
