@@ -93,10 +93,7 @@ class Interleaving:
         """Whether the step in flight was launched after a stage, so that a read waits for both."""
 
     def begin(self, decoding: Sequence[str]) -> None:
-        """Note the requests that decode during the next pass.
-
-        ``launched``: when the step in flight was launched, in seconds (`time.monotonic`).
-        """
+        """Note the requests that decode during the next pass."""
         self._decoding = decoding
         # The step in flight is a part of the pass if the device is slower than the host.
         self._steps = int(self._batch.in_flight and not self._reads_soon)
