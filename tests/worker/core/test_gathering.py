@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.worker.core import gathering
+from kvd.worker.core import submissions as submissions_module
 from kvd.worker.core.gathering import GAP_S, MOST_S, PAUSE_S, Gathering
+from protocol.tools import Grammar
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
@@ -151,3 +153,28 @@ def test_prompts_of_an_engine_share_a_pass_while_others_decode(
     assert len(gathers.outcomes["a"].tokens) == 40
     for rid in "bcd":
         assert gathers.outcomes[rid] == gathers.alone(prompt[rid], greedy, max_tokens=8)
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("tokenizes", [False, True])
+def test_prompts_wait_for_texts_that_are_tokenized_and_not_for_grammars(
+    gathers: Driver, monkeypatch: pytest.MonkeyPatch, tokenizes: bool
+) -> None:
+    """A grammar may take seconds to compile."""
+    submissions, scheduler = gathers.engine._submissions, gathers.engine._scheduler
+    work = submissions.work
+    monkeypatch.setattr(submissions, "work", lambda _now: None)  # it stays under way
+    if tokenizes:
+        monkeypatch.setattr(submissions_module, "LONG_CHARACTERS", 1)
+        gathers.submit("other", prompt_of(500), max_tokens=1)
+        gathers.submit("under way", "Hello", max_tokens=2)
+    else:
+        digits = Grammar("regex", "[0-9]+")
+        gathers.submit("under way", "Hello", grammar=digits, max_tokens=2)
+        gathers.submit("other", prompt_of(500), max_tokens=1)
+    assert submissions.waiting
+    gathers.step()
+    read = scheduler.find("other").prompt_started
+    monkeypatch.setattr(submissions, "work", work)
+    gathers.run()
+    assert read == (not tokenizes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
 
 from kvd.worker.cache import model_cache
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.core import interleaving, out_of_memory
 from kvd.worker.core.rates import Rates
 from kvd.worker.engine import ignore_phase
@@ -235,6 +238,15 @@ def test_steps_are_read_early_only_if_the_host_is_slower(
     else:
         assert not any(device.read_early)
         assert device.idle < 0.2 * device.now
+
+
+@pytest.mark.parametrize("layers", [1, 2, 28, 36, 48, 49, 61, 62, 63, 64, 72, 96, 128])
+def test_the_steps_of_a_pass_fit_into_a_page(layers: int) -> None:
+    """A row may commit only one page during a pass."""
+    cache: Any = SimpleNamespace(_attention_views=range(layers))
+    stages = ModelCache.stage_ends(cache, interleaving.SMALLEST_SHARE)
+    assert stages[-1] == layers
+    assert len(stages) + interleaving.MORE_STEPS < PAGE_TOKENS
 
 
 def test_a_read_without_a_launch_is_not_measured(
