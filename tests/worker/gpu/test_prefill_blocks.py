@@ -234,7 +234,7 @@ def check_steps_in_flight(sides: tuple[Side, Side]) -> None:
             side.prefill_in_stages(chunks, side.rows[:3], waits=waits)
             for side, waits in zip(sides, (True, False), strict=True)
         )
-        assert len(left) == len(ready) > 2
+        assert len(left) == len(ready) >= 2
         for want, got in zip(ready, left, strict=True):
             assert mx.isfinite(got).all().item()
             assert mx.array_equal(got, want).item()
