@@ -168,6 +168,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         name: {
             **{key: round(statistics.median(one[key] for one in each), 2) for key in each[0]},
             "rounds, tokens/s": [round(one["tokens/s"], 1) for one in each],
+            "rounds, prefill s": [round(one["prefill s"], 3) for one in each if "prefill s" in one],
             "idle, cores by process": shares[name],
         }
         for name, each in found.items()

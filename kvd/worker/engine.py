@@ -115,6 +115,13 @@ class Engine(Protocol):
         """
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is no request, and none of the work left is urgent.
+
+        The loop then waits for a moment before the next step, because a request may come.
+        """
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether steps prefill now, and so may take long; False if requests wait for memory."""
 

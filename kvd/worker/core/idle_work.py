@@ -30,19 +30,25 @@ class IdleWork:
         self._memory = memory
         self.probing = probing
         self._enter_phase = enter_phase
+        self._has_begun = False
+        """Whether requests have ended since the last run."""
         self._grows = False
         """Whether a piece of the pools has grown, and others may have to."""
 
     @property
     def is_left(self) -> bool:
         """Whether an idle engine has work left."""
-        return self._grows or self.probing is not None
+        return self._has_begun or self._grows or self.probing is not None
 
-    def run(self) -> MemoryRequested | None:
+    def run(self, *, was_idle: bool) -> MemoryRequested | None:
         """Return memory to the system, grow a piece of the pools, or run a unit of the probe.
 
-        Returns a report that gives memory back to the daemon, if any.
+        Returns a report that gives memory back to the daemon, if any. ``was_idle``: False in the
+        step that ends the last request. It does nothing here: a request may come soon.
         """
+        self._has_begun = not was_idle
+        if not was_idle:
+            return None
         request = self._shrink()
         if not self._grows:
             self._probe()

@@ -38,6 +38,9 @@ from kvd.worker.serving.runner import Row
 
 STAGE_SECONDS = 0.008
 """Seconds of a stage, about. Shorter ones would delay first tokens more."""
+EARLY_SECONDS = STAGE_SECONDS / 2
+"""Seconds from the launch of the step in flight after which one more step runs before a pass.
+Building the first stage takes as long again."""
 STAGE_STEPS = 2.0
 """Decode steps that a stage takes at least as long as: prompts get two thirds of the time."""
 GPU_STAGE_STEPS = 4.0
@@ -105,7 +108,7 @@ class Interleaving:
 
         If rows decode, write the pages that they commit meanwhile, since no flush is possible then.
         If the device is faster than the host, and the step in flight was launched at least
-        `STAGE_SECONDS` ago, also read it and launch the next one.
+        `EARLY_SECONDS` ago, also read it and launch the next one.
         """
         if not self._rates.is_measured("prefill"):
             return 1.0
@@ -125,7 +128,7 @@ class Interleaving:
         if cache.needs_flush(rows, len(cache.stage_ends(share)) + MORE_STEPS):
             self._batch.synchronize()
             cache.flush()
-        if self._reads_soon and time.monotonic() - self._batch.step_began_at >= STAGE_SECONDS:
+        if self._reads_soon and time.monotonic() - self._batch.step_began_at >= EARLY_SECONDS:
             self._turn()  # the host took this long to give rows to prompts
         return share
 

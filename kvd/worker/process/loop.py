@@ -45,6 +45,9 @@ COMMANDS_S = 0.005
 """Seconds for commands between two steps; the remaining commands wait for the next step."""
 COMMANDS_SHARE = 0.2
 """Share of the last step's duration that commands may take, if that is longer."""
+PAUSE_S = 0.2
+"""Seconds from the end of the last request to idle work, which would delay the next request. On an
+H200, returning the memory of a prompt of 21,843 tokens took 58 ms."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -71,6 +74,8 @@ class Loop:
         self._to_tokenize: deque[wire.Tokenize] = deque()
         self._step_s = 0.0
         """Duration of the last step."""
+        self._pause_end = -float("inf")
+        """When an idle engine may step."""
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
@@ -159,7 +164,7 @@ class Loop:
             self._tokenize()
             if self._stopping and not self._engine.keeps_worker:
                 return
-            if not self._engine.has_work:
+            if not self._has_work:
                 if not self._to_tokenize:
                     self._sleep()
             elif self._may_compute():
@@ -180,9 +185,11 @@ class Loop:
         timed = self._gate.is_timed
         if timed:
             self._send_now(self._gate.before_step(self._clock()))
-        start = self._clock()
+        was_idle, start = self._engine.is_idle, self._clock()
         reports = self._engine.step()
         now = self._clock()
+        if not was_idle:
+            self._pause_end = now + PAUSE_S
         self._step_s = now - start
         self._phases.leave(now)
         if timed:  # sent before the step's reports, because other workers wait for this one
@@ -199,6 +206,12 @@ class Loop:
         """Send reports in the middle of a step."""
         self._pass_on(reports)
         self._link.send()
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a step would do something now that need not wait for the end of a pause."""
+        is_pause = self._clock() < self._pause_end and self._engine.is_idle
+        return self._engine.has_work and not is_pause
 
     def _may_compute(self) -> bool:
         self._send_now(self._gate.request_slice(prefills=self._engine.reads_prompts))
@@ -219,8 +232,10 @@ class Loop:
         """Sleep until there is a command or the engine has work, such as an expired deadline."""
         self._send_now(self._gate.work_done(self._clock()))
         self._enter("idle")
-        while not (self._link.commands or self._engine.has_work):
+        while not (self._link.commands or self._has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
+            if self._engine.has_work:
+                due = min(due, self._pause_end)
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
 

@@ -8,7 +8,7 @@ from kvd.worker.cache import page_store, usage
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.tails import TailSlots
-from kvd.worker.core import builder, engine, idle_work
+from kvd.worker.core import builder, freeing, idle_work
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
@@ -105,7 +105,7 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
 @pytest.fixture
 def small_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pools of about a hundred pages count as large."""
-    for module in (builder, engine, idle_work, page_store, usage):
+    for module in (builder, freeing, idle_work, page_store, usage):
         monkeypatch.setattr(module, "SLAB_PAGES", 8)
 
 
@@ -247,20 +247,31 @@ def test_a_prompt_has_one_tail_until_its_answers_begin() -> None:
 def test_the_last_tokens_are_sent_before_memory_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The next step returns memory: it can wait for a pause."""
     driver = Driver(shallow.path())
     batch = driver.engine._batch
     unsent: list[list[Report]] = []
-    run = IdleWork.run
+    run, step = IdleWork.run, driver.engine.step
+    began_idle: list[bool] = []
 
-    def noted(work: IdleWork) -> MemoryRequested | None:
+    def stepped() -> list[Report]:
+        began_idle.append(driver.engine.is_idle)
+        return step()
+
+    def noted(work: IdleWork, *, was_idle: bool) -> MemoryRequested | None:
         unsent.append(list(batch.reports))
-        return run(work)
+        assert was_idle == began_idle[-1]
+        return run(work, was_idle=was_idle)
 
+    monkeypatch.setattr(driver.engine, "step", stepped)
     monkeypatch.setattr(IdleWork, "run", noted)
     driver.engine.watch(lambda _: None, driver.take)
     serve(driver, [prompt_of(40, 1)])
     assert unsent
     assert not any(unsent)
+    assert began_idle == sorted(began_idle)
+    assert began_idle.count(True) >= 1
+    assert not driver.engine.has_work
 
 
 def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(
@@ -271,9 +282,9 @@ def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(
     cache, run = driver.engine._runner.cache, IdleWork.run
     grown: list[int] = []
 
-    def noted(work: IdleWork) -> MemoryRequested | None:
+    def noted(work: IdleWork, *, was_idle: bool) -> MemoryRequested | None:
         before, capacity = len(copied), cache.usage.pages_total
-        report = run(work)
+        report = run(work, was_idle=was_idle)
         if cache.usage.pages_total >= capacity:  # pools were not cut
             grown.append(len(copied) - before)
         return report

@@ -63,7 +63,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(interleaving, "on_cpu", lambda: request.param == "cpu")
     if request.param == "fast accelerator":
         monkeypatch.setattr(interleaving, "SOON_SECONDS", math.inf)
-        monkeypatch.setattr(interleaving, "STAGE_SECONDS", 0.0)  # a step also before each pass
+        for name in ("STAGE_SECONDS", "EARLY_SECONDS"):  # a step also before each pass
+            monkeypatch.setattr(interleaving, name, 0.0)
     else:
         monkeypatch.setattr(interleaving, "SOON_SECONDS", 0.0)
     return str(request.param)
@@ -130,7 +131,8 @@ def test_the_tokens_of_a_fast_device_do_not_wait_for_a_stage(
     for module in (interleaving, model_cache):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
     monkeypatch.setattr(interleaving, "SOON_SECONDS", math.inf)
-    monkeypatch.setattr(interleaving, "STAGE_SECONDS", 0.0)
+    for name in ("STAGE_SECONDS", "EARLY_SECONDS"):
+        monkeypatch.setattr(interleaving, name, 0.0)
     monkeypatch.setattr(layered.engine._prompts._interleaving, "_reads_soon", True)
     layered.submit("runs", prompt_of(90, 90), max_tokens=60)
     layered.run(until=lambda: len(layered.outcomes["runs"].tokens) > 2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.link import Link
-from kvd.worker.process.loop import COMMANDS_S, RATE_WINDOW_S, _Rate
+from kvd.worker.process.loop import COMMANDS_S, PAUSE_S, RATE_WINDOW_S, _Rate
 from kvd.worker.process.memory import Reading
 from protocol.cache_outcome import RowCached
 from protocol.types import Usage
@@ -35,6 +36,8 @@ from protocol.worker import (
     Stop,
     TimeSlice,
     TimeSliceRequested,
+    Tokenize,
+    Tokenized,
 )
 from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
@@ -243,6 +246,46 @@ def test_an_idle_worker_reports_its_last_counters_soon(start):
     peer.wait_for_end("a")
     peer.wait_for(lambda: peer.of(Stats) and peer.of(Stats)[-1].stats.generated_tokens == 5)
     assert peer.of(Stats)[-1].stats.rows_running == 0
+
+
+def test_idle_work_waits_for_a_pause_without_requests(start):
+    """A request that comes before its end is served first, and the next pause begins."""
+
+    class IdleEngine(FakeEngine):
+        idle_steps: ClassVar[list[float]] = []
+        is_left = True
+
+        @property
+        def has_work(self):
+            return super().has_work or self.is_left
+
+        def step(self):
+            if self.is_idle:
+                self.idle_steps.append(self.clock())
+                self.is_left = False
+            return super().step()
+
+    now = [100.0]
+    engine = IdleEngine(clock=lambda: now[0])
+    peer = start(engine, clock=lambda: now[0])
+    peer.load()
+    peer.send(submit("a", max_tokens=3))
+    peer.wait_for_end("a")
+    engine.is_left = True
+    engine.idle_steps.clear()
+    now[0] += 0.9 * PAUSE_S
+    peer.send(submit("b", max_tokens=3))
+    peer.wait_for_end("b")
+    now[0] += 0.9 * PAUSE_S
+    peer.send(Tokenize(seq=1, prompt="x"))
+    peer.wait_for(lambda: peer.of(Tokenized))
+    assert engine.has_work
+    assert engine.is_idle
+    assert not engine.idle_steps
+    now[0] += 0.2 * PAUSE_S
+    wait_until(lambda: engine.idle_steps)
+    assert engine.idle_steps == [now[0]]
+    wait_until(lambda: not engine.has_work)
 
 
 def test_a_rate_falls_to_zero_in_its_window():
