@@ -116,9 +116,9 @@ class Engine(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, and none of the work left is urgent.
+        """Whether there is no request, and a step would only copy pools or probe layers.
 
-        The loop then waits for a moment before the next step, because a request may come.
+        The loop then waits before the next step, because a request may come.
         """
 
     @property

@@ -30,32 +30,33 @@ class IdleWork:
         self._memory = memory
         self.probing = probing
         self._enter_phase = enter_phase
-        self._has_begun = False
-        """Whether requests have ended since the last run."""
+        self._is_due = False
+        """Whether pools have to be cut, or the first piece has to grow, since the last request."""
         self._grows = False
         """Whether a piece of the pools has grown, and others may have to."""
 
     @property
     def is_left(self) -> bool:
         """Whether an idle engine has work left."""
-        return self._has_begun or self._grows or self.probing is not None
+        return self._is_due or self._grows or self.probing is not None
 
     def run(self, *, was_idle: bool) -> MemoryRequested | None:
         """Return memory to the system, grow a piece of the pools, or run a unit of the probe.
 
         Returns a report that gives memory back to the daemon, if any. ``was_idle``: False in the
-        step that ends the last request. It does nothing here: a request may come soon.
+        step that ends the last request. If pools have to be cut, it gives nothing back, because
+        that takes long, and a request may come soon.
         """
-        self._has_begun = not was_idle
-        if not was_idle:
-            return None
-        request = self._shrink()
-        if not self._grows:
+        request = self._return_memory(copies=was_idle)
+        if was_idle and not self._grows:
             self._probe()
         return request
 
-    def _shrink(self) -> MemoryRequested | None:
+    def _return_memory(self, *, copies: bool) -> MemoryRequested | None:
         """Return memory to the daemon, except free pages for the next requests.
+
+        ``copies``: whether pools may be cut and grow, which copies all pages in use. If False, and
+        they have to be cut, nothing is returned.
 
         After a change of the pools' size, these are as many as pools grow by (`growth_pages`).
         Large pools are cut only if more than five eighths of the pages in use are free: then they
@@ -80,12 +81,16 @@ class IdleWork:
         most = min(free if growth > SLAB_PAGES else room, max(SLAB_PAGES, used * 5 // 8))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
-        if excess or begins or cache.tail_slots > FIRST_ROWS:
+        cuts = excess or begins or cache.tail_slots > FIRST_ROWS
+        self._is_due = cuts and not copies
+        if self._is_due:
+            return None
+        if cuts:
             self._enter_phase("pools")
             cache.shrink(wanted if excess else most)
             give_back(cache)
         self._grows = cache.lacks_room(wanted)
-        if self._grows:
+        if self._grows and copies:
             self._enter_phase("pools")
             cache.make_idle_room(wanted)
         kept = max(cached, memory.charged_pages - min(SLAB_PAGES, room))

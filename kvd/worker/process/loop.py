@@ -48,6 +48,8 @@ COMMANDS_SHARE = 0.2
 PAUSE_S = 0.2
 """Seconds from the end of the last request to idle work, which would delay the next request. On an
 H200, returning the memory of a prompt of 21,843 tokens took 58 ms."""
+MOST_PAUSES_S = 5.0
+"""Seconds after which idle work no longer waits, although requests come all the time."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -76,6 +78,8 @@ class Loop:
         """Duration of the last step."""
         self._pause_end = -float("inf")
         """When an idle engine may step."""
+        self._waits_since: float | None = None
+        """Since when idle work waits."""
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
@@ -188,8 +192,7 @@ class Loop:
         was_idle, start = self._engine.is_idle, self._clock()
         reports = self._engine.step()
         now = self._clock()
-        if not was_idle:
-            self._pause_end = now + PAUSE_S
+        self._note_pause(now, was_idle=was_idle)
         self._step_s = now - start
         self._phases.leave(now)
         if timed:  # sent before the step's reports, because other workers wait for this one
@@ -206,6 +209,16 @@ class Loop:
         """Send reports in the middle of a step."""
         self._pass_on(reports)
         self._link.send()
+
+    def _note_pause(self, now: float, *, was_idle: bool) -> None:
+        """Decide until when the idle work that a step has left waits."""
+        if was_idle:
+            self._waits_since = None
+        elif self._engine.is_idle and self._engine.has_work:
+            if self._waits_since is None:
+                self._waits_since = now
+            self._pause_end = min(now + PAUSE_S, self._waits_since + MOST_PAUSES_S)
+            self._stats_at = -float("inf")  # the governor may reclaim what is not returned yet
 
     @property
     def _has_work(self) -> bool:

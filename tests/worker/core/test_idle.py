@@ -12,7 +12,7 @@ from kvd.worker.core import builder, freeing, idle_work
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
-from protocol.pages import SLAB_PAGES
+from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import MemoryRequested, Report
 from tests.worker import shallow
 from tests.worker.core.driver import Driver
@@ -247,12 +247,13 @@ def test_a_prompt_has_one_tail_until_its_answers_begin() -> None:
 def test_the_last_tokens_are_sent_before_memory_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next step returns memory: it can wait for a pause."""
+    """If pools have to be cut, the next step does it: it can wait for a pause."""
     driver = Driver(shallow.path())
     batch = driver.engine._batch
     unsent: list[list[Report]] = []
     run, step = IdleWork.run, driver.engine.step
-    began_idle: list[bool] = []
+    began_idle, cut_idle = list[bool](), list[bool]()
+    cache = driver.engine._runner.cache
 
     def stepped() -> list[Report]:
         began_idle.append(driver.engine.is_idle)
@@ -261,16 +262,22 @@ def test_the_last_tokens_are_sent_before_memory_is_returned(
     def noted(work: IdleWork, *, was_idle: bool) -> MemoryRequested | None:
         unsent.append(list(batch.reports))
         assert was_idle == began_idle[-1]
-        return run(work, was_idle=was_idle)
+        slots = cache.tail_slots
+        report = run(work, was_idle=was_idle)
+        if cache.tail_slots < slots:
+            cut_idle.append(was_idle)
+        return report
 
     monkeypatch.setattr(driver.engine, "step", stepped)
     monkeypatch.setattr(IdleWork, "run", noted)
     driver.engine.watch(lambda _: None, driver.take)
     serve(driver, [prompt_of(40, 1)])
     assert unsent
+    assert not any(began_idle), "nothing has to be cut"
+    serve(driver, [prompt_of(40, seed) for seed in range(FIRST_ROWS + 2)])
     assert not any(unsent)
-    assert began_idle == sorted(began_idle)
-    assert began_idle.count(True) >= 1
+    assert cut_idle == [True]
+    assert cache.tail_slots <= FIRST_ROWS
     assert not driver.engine.has_work
 
 

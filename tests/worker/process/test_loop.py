@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import ClassVar
 
 import pytest
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.link import Link
-from kvd.worker.process.loop import COMMANDS_S, PAUSE_S, RATE_WINDOW_S, _Rate
+from kvd.worker.process.loop import (
+    COMMANDS_S,
+    MOST_PAUSES_S,
+    PAUSE_S,
+    RATE_WINDOW_S,
+    _Rate,
+)
 from kvd.worker.process.memory import Reading
 from protocol.cache_outcome import RowCached
 from protocol.types import Usage
@@ -248,34 +253,46 @@ def test_an_idle_worker_reports_its_last_counters_soon(start):
     assert peer.of(Stats)[-1].stats.rows_running == 0
 
 
-def test_idle_work_waits_for_a_pause_without_requests(start):
-    """A request that comes before its end is served first, and the next pause begins."""
+class IdleEngine(FakeEngine):
+    """Has idle work after each request, and notes when it is done."""
 
-    class IdleEngine(FakeEngine):
-        idle_steps: ClassVar[list[float]] = []
-        is_left = True
+    def __init__(self, clock):
+        super().__init__(clock=clock)
+        self.idle_steps = []
+        self.is_left = False
 
-        @property
-        def has_work(self):
-            return super().has_work or self.is_left
+    @property
+    def has_work(self):
+        return super().has_work or self.is_left
 
-        def step(self):
-            if self.is_idle:
-                self.idle_steps.append(self.clock())
-                self.is_left = False
-            return super().step()
+    def step(self):
+        if self.is_idle:
+            self.idle_steps.append(self.clock())
+        self.is_left = not self.is_idle
+        return super().step()
 
+
+@pytest.fixture
+def paused(start):
+    """Return a worker with an idle engine, the engine, and the time of its clock."""
     now = [100.0]
-    engine = IdleEngine(clock=lambda: now[0])
+    engine = IdleEngine(lambda: now[0])
     peer = start(engine, clock=lambda: now[0])
     peer.load()
-    peer.send(submit("a", max_tokens=3))
-    peer.wait_for_end("a")
-    engine.is_left = True
-    engine.idle_steps.clear()
+    return peer, engine, now
+
+
+def answer(peer, rid):
+    peer.send(submit(rid, max_tokens=3))
+    peer.wait_for_end(rid)
+
+
+def test_idle_work_waits_for_a_pause_without_requests(paused):
+    """A request that comes before its end is served first, and the next pause begins."""
+    peer, engine, now = paused
+    answer(peer, "a")
     now[0] += 0.9 * PAUSE_S
-    peer.send(submit("b", max_tokens=3))
-    peer.wait_for_end("b")
+    answer(peer, "b")
     now[0] += 0.9 * PAUSE_S
     peer.send(Tokenize(seq=1, prompt="x"))
     peer.wait_for(lambda: peer.of(Tokenized))
@@ -286,6 +303,27 @@ def test_idle_work_waits_for_a_pause_without_requests(start):
     wait_until(lambda: engine.idle_steps)
     assert engine.idle_steps == [now[0]]
     wait_until(lambda: not engine.has_work)
+
+
+def test_idle_work_does_not_wait_for_ever(paused):
+    peer, engine, now = paused
+    begin = now[0]
+    for number in range(200):
+        answer(peer, f"r{number}")
+        if engine.idle_steps:
+            break
+        now[0] += 0.9 * PAUSE_S
+    assert MOST_PAUSES_S <= engine.idle_steps[0] - begin <= MOST_PAUSES_S + 4 * PAUSE_S
+
+
+def test_counters_are_reported_when_idle_work_begins_to_wait(paused):
+    """The governor may reclaim what is not returned yet."""
+    peer, engine, _ = paused
+    for rid in "abc":
+        answer(peer, rid)
+        tokens = engine.stats().generated_tokens
+        peer.wait_for(lambda: peer.of(Stats)[-1].stats.generated_tokens == tokens)  # noqa: B023
+    assert not engine.idle_steps
 
 
 def test_a_rate_falls_to_zero_in_its_window():
