@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
+from bench.bars import Bar
+from bench.report import machine, publish
 from kvd import demo
 from kvd.bench.measure import Stream
 from kvd.bench.servers import Server, Side, kvd_side, mlx_lm_side
@@ -29,6 +31,8 @@ from kvd.host import blas
 PROMPT = "The amber falcon waits beside the river until the evening. " * 20
 TOKENS = 16
 STATES = ("empty", "full")
+MOST_SECONDS = 30.0
+"""Limit of the first answer with empty caches."""
 
 Times = dict[str, dict[str, list[float]]]
 """Seconds by side and state of the caches, one per run."""
@@ -85,6 +89,15 @@ def medians(times: Times) -> dict[str, dict[str, float]]:
     }
 
 
+def bars(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the bars of kvd's medians. With full caches, mlx_lm.server's time is the limit."""
+    ours, theirs = found["kvd"], found["mlx-lm"]
+    rows = [Bar("first answer with empty caches, seconds", ours["empty"], MOST_SECONDS)]
+    share = ours["full"] / theirs["full"]
+    rows.append(Bar("first answer with full caches, relative to mlx-lm", share, 1.0))
+    return [row.as_dict() for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -96,10 +109,16 @@ def main() -> None:
     options = parser.parse_args()
     model = str(demo.path() if options.model == "demo" else Path(options.model).absolute())
     times = asyncio.run(measure(model, options.runs, options.kv))
-    result = {"model": model, "kv": options.kv, "seconds": times, "medians": medians(times)}
-    print(json.dumps(result["medians"], indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    found = medians(times)
+    result = {
+        "machine": machine(),
+        "model": Path(model).name,
+        "kv": options.kv,
+        "seconds": times,
+        "medians": found,
+        "bars": bars(found),
+    }
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

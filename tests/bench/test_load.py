@@ -34,3 +34,6 @@ def test_each_server_starts_with_empty_and_with_full_caches(
     assert times["kvd"] == {"empty": [1.0, 7.0], "full": [2.0, 8.0]}
     assert load.medians(times)["mlx-lm"] == {"empty": 4.0, "full": 5.0}
     assert "run 2, kvd, full caches: 8.0 s" in capsys.readouterr().out
+    within, late = load.bars(load.medians(times))
+    assert (within["value"], within["passed"]) == (4.0, True)
+    assert (late["value"], late["passed"]) == (1.0, True)
