@@ -46,7 +46,7 @@ COMMANDS_S = 0.005
 COMMANDS_SHARE = 0.2
 """Share of the last step's duration that commands may take, if that is longer."""
 PAUSE_S = 0.2
-"""Seconds from the end of the last request to idle work, which would delay the next request. On an
+"""Seconds from the end of the last request to idle work, which would delay the next request. On two
 H200, returning the memory of a prompt of 21,843 tokens took 58 ms."""
 MOST_PAUSES_S = 5.0
 """Seconds after which idle work no longer waits, although requests come all the time."""
