@@ -47,10 +47,11 @@ LEAST_RATIO = 0.95
 
 def run(
     driver: Driver, grammar: Grammar | None, tokens: int, watch: StepWatch
-) -> tuple[float, float]:
-    """Return wall and CPU seconds per token of `ROWS` rows, while all of them decode.
+) -> tuple[float, float, dict[str, float]]:
+    """Return wall and CPU seconds per token, and what ``watch`` has seen.
 
-    Rows with grammars begin in different steps, so the first and the last steps have fewer.
+    Only steps in which all `ROWS` rows decode count: rows with grammars begin and end in different
+    steps.
     """
     for row in range(ROWS):
         sampling = Sampling(temperature=1.0, seed=row)
@@ -65,10 +66,10 @@ def run(
     while not any(one.over for one in driver.outcomes.values()):
         driver.take(driver.engine.step())
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    count = batch.generated_tokens - before
+    count, steps = batch.generated_tokens - before, watch.report()
     driver.run()
     driver.outcomes.clear()
-    return wall / count, cpu / count
+    return wall / count, cpu / count, steps
 
 
 def compare(driver: Driver, pairs: int, tokens: int, watch: StepWatch) -> dict[str, Any]:
@@ -80,8 +81,9 @@ def compare(driver: Driver, pairs: int, tokens: int, watch: StepWatch) -> dict[s
     for number in range(pairs):
         order = (None, LONG) if number % 2 else (LONG, None)
         for grammar in order:
-            seconds[grammar is None] = run(driver, grammar, tokens, watch)
-            steps["without" if grammar is None else "with"].append(watch.report())
+            *taken, seen = run(driver, grammar, tokens, watch)
+            seconds[grammar is None] = (taken[0], taken[1])
+            steps["without" if grammar is None else "with"].append(seen)
         plain, bound = seconds[True], seconds[False]
         found.append((plain[0] / bound[0], plain[1] / bound[1]))
         speeds.append((1 / plain[0], 1 / bound[0]))

@@ -32,7 +32,7 @@ PROMPT = "The amber falcon waits beside the river until the evening. " * 20
 TOKENS = 16
 STATES = ("empty", "full")
 MOST_SECONDS = 30.0
-"""Limit of the first answer with empty caches."""
+"""Most seconds until the first answer with empty caches."""
 
 Times = dict[str, dict[str, list[float]]]
 """Seconds by side and state of the caches, one per run."""
@@ -90,7 +90,7 @@ def medians(times: Times) -> dict[str, dict[str, float]]:
 
 
 def bars(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return the bars of kvd's medians. With full caches, mlx_lm.server's time is the limit."""
+    """Return the bars of kvd's medians: `MOST_SECONDS`, and mlx_lm.server's with full caches."""
     ours, theirs = found["kvd"], found["mlx-lm"]
     rows = [Bar("first answer with empty caches, seconds", ours["empty"], MOST_SECONDS)]
     share = ours["full"] / theirs["full"]

@@ -116,9 +116,10 @@ class Engine(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, and a step would only copy pools or probe layers.
+        """Whether the engine has no request, no unsent report, and no memory to transfer.
 
-        The loop then waits before the next step, because a request may come.
+        A step can then only return memory, grow pools, probe layers, or write to the prefix store.
+        After a request, the loop delays such a step, because the next request may arrive soon.
         """
 
     @property

@@ -265,6 +265,8 @@ class MLXEngine:
     def has_work(self) -> bool:
         if self._is_busy or self._admission.has_work:
             return True
+        if self._segments is not None and self._segments.has_work:
+            return True
         deadline = self._scheduler.next_deadline
         is_idle = self._idle_work.is_left and not self._batch.requests
         return is_idle or (deadline is not None and deadline <= self._clock())
@@ -275,10 +277,8 @@ class MLXEngine:
 
     @property
     def _is_busy(self) -> bool:
-        transfers = self._reclaiming.active or self._preemption.busy
-        if self._batch.reports or self._batch.in_flight or transfers or self._submissions.waiting:
-            return True
-        return self._segments is not None and self._segments.has_work
+        batch, transfers = self._batch, self._reclaiming.active or self._preemption.busy
+        return bool(batch.reports or batch.in_flight or transfers or self._submissions.waiting)
 
     @property
     def reads_prompts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Frees memory of an engine for requests that lack pages: grammars, checkpoints, and free pages."""
+"""Frees grammars, checkpoints, tails and free pages for requests that lack pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocol.pages import SLAB_PAGES
 
 
 class Freeing:
-    """The memory of one engine that requests may take."""
+    """Frees memory of one engine."""
 
     def __init__(self, batch: Batch, memory: MemoryAccount, reclaiming: Reclaiming) -> None:
         self._batch = batch
@@ -21,7 +21,7 @@ class Freeing:
     def evict(self, pages: int) -> bool:
         """Drop compiled grammars and then checkpoints; return whether that freed memory.
 
-        ``pages``: about as many are freed.
+        ``pages``: approximate number of pages to free.
         """
         dropped = self._memory.drop_grammars()
         wanted = (pages - dropped) * self._batch.admission.budget.page_bytes
@@ -33,14 +33,14 @@ class Freeing:
         return True
 
     def cut_pools(self, plan: Plan) -> bool:
-        """Cut pools to what rows have reserved, if ``plan`` lacks pages and may have them cut.
+        """If ``plan`` lacks pages and a cut is allowed, cut pools to what rows have reserved.
 
         Return whether that freed memory.
         """
         return self._may_cut_pools(plan.missing_pages) and self._free_spare_pools(plan.growing)
 
     def _may_cut_pools(self, missing: int) -> bool:
-        """Return whether pools may be cut for pages that are missing.
+        """Return whether pools may be cut to supply ``missing`` pages.
 
         A cut copies all pages in use, and so does growing again once the memory is granted. With
         more than a slab in use, the daemon must have refused the memory first.

@@ -39,8 +39,8 @@ from kvd.worker.serving.runner import Row
 STAGE_SECONDS = 0.008
 """Seconds of a stage, about. Shorter ones would delay first tokens more."""
 EARLY_SECONDS = STAGE_SECONDS / 2
-"""Seconds from the launch of the step in flight after which one more step runs before a pass.
-Building the first stage takes as long again."""
+"""Age of the step in flight, in seconds, from which one more step runs before a pass. The host
+needs about as long again to build the first stage."""
 STAGE_STEPS = 2.0
 """Decode steps that a stage takes at least as long as: prompts get two thirds of the time."""
 GPU_STAGE_STEPS = 4.0

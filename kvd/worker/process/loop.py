@@ -46,10 +46,10 @@ COMMANDS_S = 0.005
 COMMANDS_SHARE = 0.2
 """Share of the last step's duration that commands may take, if that is longer."""
 PAUSE_S = 0.2
-"""Seconds from the end of the last request to idle work, which would delay the next request. On two
-H200, returning the memory of a prompt of 21,843 tokens took 58 ms."""
+"""Seconds without requests before idle work begins, because a request that arrives during it must
+wait. Returning the memory of a prompt of 21,843 tokens took 58 ms on two H200."""
 MOST_PAUSES_S = 5.0
-"""Seconds after which idle work no longer waits, although requests come all the time."""
+"""Longest delay of idle work in seconds, while requests keep arriving."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -77,9 +77,9 @@ class Loop:
         self._step_s = 0.0
         """Duration of the last step."""
         self._pause_end = -float("inf")
-        """When an idle engine may step."""
+        """Time until which an idle engine is not stepped."""
         self._waits_since: float | None = None
-        """Since when idle work waits."""
+        """Time at which the idle work that is left had to wait first; None: none waits."""
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
@@ -211,18 +211,21 @@ class Loop:
         self._link.send()
 
     def _note_pause(self, now: float, *, was_idle: bool) -> None:
-        """Decide until when the idle work that a step has left waits."""
-        if was_idle:
+        """Begin a pause if a step ended the last request and left idle work."""
+        if not self._engine.is_idle:
+            return
+        if was_idle or not self._engine.has_work:
             self._waits_since = None
-        elif self._engine.is_idle and self._engine.has_work:
-            if self._waits_since is None:
-                self._waits_since = now
-            self._pause_end = min(now + PAUSE_S, self._waits_since + MOST_PAUSES_S)
-            self._stats_at = -float("inf")  # the governor may reclaim what is not returned yet
+            return
+        if self._waits_since is None:
+            self._waits_since = now
+        self._pause_end = min(now + PAUSE_S, self._waits_since + MOST_PAUSES_S)
+        # Counters are due now: the governor may reclaim memory that the pause keeps.
+        self._stats_at = -float("inf")
 
     @property
     def _has_work(self) -> bool:
-        """Whether a step would do something now that need not wait for the end of a pause."""
+        """Whether the engine has work that may start now. Idle work may not during a pause."""
         is_pause = self._clock() < self._pause_end and self._engine.is_idle
         return self._engine.has_work and not is_pause
 
@@ -242,7 +245,7 @@ class Loop:
             self._link.send()
 
     def _sleep(self) -> None:
-        """Sleep until there is a command or the engine has work, such as an expired deadline."""
+        """Sleep until a command arrives or `_has_work`, such as at a deadline or after a pause."""
         self._send_now(self._gate.work_done(self._clock()))
         self._enter("idle")
         while not (self._link.commands or self._has_work):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvd.worker.cache import page_store, usage
@@ -247,7 +249,7 @@ def test_a_prompt_has_one_tail_until_its_answers_begin() -> None:
 def test_the_last_tokens_are_sent_before_memory_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If pools have to be cut, the next step does it: it can wait for a pause."""
+    """If pools must be cut, the next step cuts them, so that the loop can pause before it."""
     driver = Driver(shallow.path())
     batch = driver.engine._batch
     unsent: list[list[Report]] = []
@@ -279,6 +281,35 @@ def test_the_last_tokens_are_sent_before_memory_is_returned(
     assert cut_idle == [True]
     assert cache.tail_slots <= FIRST_ROWS
     assert not driver.engine.has_work
+
+
+class BusyStore:
+    """A prefix store that always has something to write."""
+
+    has_work = True
+    writes = 0
+
+    def work(self, _: float) -> None:
+        self.writes += 1
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+def test_idle_work_does_not_wait_for_prefixes_to_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(shallow.path())
+    engine, store = driver.engine, BusyStore()
+    for seed in range(FIRST_ROWS + 2):
+        driver.submit(f"r{seed}", prompt_of(40, seed), max_tokens=4)
+    driver.run(until=lambda: not engine._batch.requests)
+    assert engine._runner.cache.tail_slots > FIRST_ROWS
+    monkeypatch.setattr(engine, "_segments", store)
+    assert engine.is_idle
+    driver.step()
+    assert engine._runner.cache.tail_slots <= FIRST_ROWS
+    assert store.writes
 
 
 def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(

@@ -260,6 +260,7 @@ class IdleEngine(FakeEngine):
         super().__init__(clock=clock)
         self.idle_steps = []
         self.is_left = False
+        self.leaves_work = True
 
     @property
     def has_work(self):
@@ -268,7 +269,7 @@ class IdleEngine(FakeEngine):
     def step(self):
         if self.is_idle:
             self.idle_steps.append(self.clock())
-        self.is_left = not self.is_idle
+        self.is_left = not self.is_idle and self.leaves_work
         return super().step()
 
 
@@ -288,7 +289,7 @@ def answer(peer, rid):
 
 
 def test_idle_work_waits_for_a_pause_without_requests(paused):
-    """A request that comes before its end is served first, and the next pause begins."""
+    """A request during the pause is served first, and a new pause begins after it."""
     peer, engine, now = paused
     answer(peer, "a")
     now[0] += 0.9 * PAUSE_S
@@ -314,6 +315,22 @@ def test_idle_work_does_not_wait_for_ever(paused):
             break
         now[0] += 0.9 * PAUSE_S
     assert MOST_PAUSES_S <= engine.idle_steps[0] - begin <= MOST_PAUSES_S + 4 * PAUSE_S
+
+
+def test_a_pause_does_not_begin_at_work_that_is_no_longer_left(paused):
+    peer, engine, now = paused
+    answer(peer, "a")
+    engine.leaves_work = False
+    now[0] += 0.5 * PAUSE_S
+    answer(peer, "b")
+    wait_until(lambda: not engine.has_work)
+    engine.leaves_work = True
+    now[0] += 3600.0
+    answer(peer, "c")
+    peer.send(Tokenize(seq=1, prompt="x"))
+    peer.wait_for(lambda: peer.of(Tokenized))
+    assert engine.has_work
+    assert not engine.idle_steps
 
 
 def test_counters_are_reported_when_idle_work_begins_to_wait(paused):
