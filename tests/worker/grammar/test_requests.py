@@ -22,7 +22,16 @@ from protocol.errors import InvalidRequest
 from protocol.resume import ChoiceProgress
 from protocol.tools import ChatOptions, Grammar, Tool
 from protocol.types import ChatAbilities, ChatMessage, Sampling
-from protocol.worker import ChoiceFinished, RowFailed, RowFinished, RowNote, RowTokens, Submit
+from protocol.worker import (
+    ChoiceFinished,
+    MemoryRequested,
+    Report,
+    RowFailed,
+    RowFinished,
+    RowNote,
+    RowTokens,
+    Submit,
+)
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
 from tests.worker.core.prompts import prompt_of
@@ -43,6 +52,16 @@ PERSON = Grammar("json_schema", json.dumps(SCHEMA))
 DIGITS = Grammar("regex", "[0-9]{8}")
 WARM = Sampling(temperature=1.0, seed=3)
 WORDS = "To open a file, call open() and read it. To close it,"
+
+
+def run(driver: Driver) -> list[Report]:
+    """Step until no work is left, and return all reports. Memory requests are answered."""
+    reports = list[Report]()
+    while driver.engine.has_work:
+        found = driver.engine.step()
+        driver.take([one for one in found if isinstance(one, MemoryRequested)])
+        reports += found
+    return reports
 
 
 def check(text: str) -> None:
@@ -209,8 +228,7 @@ def test_a_replay_continues_at_any_token(demo: Driver, grammar: Grammar) -> None
                 resume=resume,
             )
         )
-        while demo.engine.has_work:
-            reports += demo.engine.step()
+        reports += run(demo)
         tokens = [report for report in reports if isinstance(report, RowTokens)]
         text = "".join(report.text for report in tokens)
         assert known + [token for report in tokens for token in report.tokens] == wanted.tokens
@@ -250,9 +268,7 @@ def test_a_required_call_is_made_and_parses(caller: Driver, choice: str) -> None
     messages = [ChatMessage("user", "Look up 7.")]
     asked = Submit(rid="c", messages=messages, sampling=WARM, chat=chat, max_tokens=400)
     caller.engine.submit(asked)
-    reports = []
-    while caller.engine.has_work:
-        reports += caller.engine.step()
+    reports = run(caller)
 
     tokens = [report for report in reports if isinstance(report, RowTokens)]
     (part,) = [part for report in tokens for part in report.parts]
@@ -410,9 +426,7 @@ def calling(caller: Driver, rid: str, **more) -> tuple[str, list[str], str]:
     caller.engine.submit(
         Submit(rid=rid, messages=[ChatMessage("user", "Hi")], sampling=WARM, chat=TOOLS, **more)
     )
-    reports = []
-    while caller.engine.has_work:
-        reports += caller.engine.step()
+    reports = run(caller)
     notes = [report.reason for report in reports if isinstance(report, RowNote)]
     text = "".join(report.text for report in reports if isinstance(report, RowTokens))
     ends = [one for one in reports if isinstance(one, RowFinished | RowFailed)]
@@ -464,9 +478,7 @@ def test_a_custom_tool_whose_grammar_cannot_be_compiled_keeps_the_frame(caller: 
         rid="f", messages=[ChatMessage("user", "Hi")], sampling=WARM, chat=chat, max_tokens=60
     )
     caller.engine.submit(asked)
-    reports = []
-    while caller.engine.has_work:
-        reports += caller.engine.step()
+    reports = run(caller)
 
     (note,) = [report.reason for report in reports if isinstance(report, RowNote)]
     assert "grammars of custom tools are not enforced" in note
